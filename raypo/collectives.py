@@ -1,0 +1,67 @@
+"""The few collective operations of a group of learner workers; one process needs no group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The learner workers as one of them sees them."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def current(cls) -> Workers:
+        """The default process group, or a group of one where there is none."""
+        if not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the workers, on every worker; any shape, not in place."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over the workers, on every worker; any shape, not in place."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every worker passed, in the order of ranks, on every worker."""
+        if self.count == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.count
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every worker."""
+        if self.count == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for all workers."""
+        if self.count > 1:
+            dist.barrier()
+
+    def _reduce(self, values: Tensor, op: Any) -> Tensor:
+        if self.count == 1:
+            return values
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        total = values.to(device, copy=True)
+        dist.all_reduce(total, op=op)
+        return total.to(values.device)
+
+
+def as_tensor(*values: float) -> Tensor:
+    """float64 [n] on the CPU: counts and sums to reduce."""
+    return torch.tensor(values, dtype=torch.float64)

@@ -1,0 +1,91 @@
+"""The run files: one root class a recipe, and the rules between sections."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from raypo.config.base import RunFile
+from raypo.config.ppo import PPOSection
+from raypo.config.sections import (
+    CheckpointSection,
+    ClusterSection,
+    DataSection,
+    EvalSection,
+    LearnerSection,
+    LoggingSection,
+    ModelSection,
+    PlacementSection,
+    RewardSection,
+    RolloutSection,
+)
+
+NUMBERS_DO_NOT_DEPEND_ON = ("cluster", "logging", "storage_path")
+"""Sections and keys that may change when a run is resumed."""
+
+
+class PPOConfig(RunFile):
+    """The whole run file of the `ppo` recipe; each part of the program gets its own section."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Run folder: <storage_path>/<name>/."""
+    recipe: Literal["ppo"] = "ppo"
+    seed: int = Field(0, ge=0)
+    """Of sampling, data order, dealing and new weights."""
+    num_steps: int = Field(40, ge=1)
+    """One step is one rollout batch and its updates."""
+    storage_path: str = "runs"
+    """Folder or URI (s3://...); a relative path is the driver's."""
+    model: ModelSection
+    data: DataSection
+    reward: RewardSection = RewardSection()
+    rollout: RolloutSection = RolloutSection()
+    ppo: PPOSection = PPOSection()
+    learner: LearnerSection = LearnerSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    placement: PlacementSection = PlacementSection()
+    cluster: ClusterSection = ClusterSection()
+    logging: LoggingSection = LoggingSection()
+
+    @property
+    def responses_per_step(self) -> int:
+        """Responses sampled in a step, over all workers."""
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _step_is_whole_minibatches(self) -> Self:
+        if self.responses_per_step % self.ppo.minibatch_size:
+            divisor = math.gcd(self.responses_per_step, self.ppo.minibatch_size)
+            raise ValueError(
+                f"ppo.minibatch_size ({self.ppo.minibatch_size}): must divide the responses of a "
+                f"step (rollout.prompts_per_step x rollout.samples_per_prompt = "
+                f"{self.responses_per_step}). Set ppo.minibatch_size to {divisor}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_worker_has_work(self) -> Self:
+        fewest = min(self.rollout.prompts_per_step, self.ppo.minibatch_size)
+        if self.learner.num_workers > fewest:
+            raise ValueError(
+                f"learner.num_workers ({self.learner.num_workers}): every worker needs a prompt of "
+                f"each step (rollout.prompts_per_step = {self.rollout.prompts_per_step}) and a "
+                f"response of each minibatch (ppo.minibatch_size = {self.ppo.minibatch_size}). "
+                f"Set learner.num_workers to at most {fewest}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _longest_sequence_fits_a_microbatch(self) -> Self:
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        if longest > self.learner.max_tokens_per_microbatch:
+            raise ValueError(
+                f"learner.max_tokens_per_microbatch ({self.learner.max_tokens_per_microbatch}): one "
+                f"sequence may have {longest} tokens (data.max_prompt_tokens + "
+                f"rollout.max_new_tokens). Set learner.max_tokens_per_microbatch to at least "
+                f"{longest}, or the other two lower."
+            )
+        return self

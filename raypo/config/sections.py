@@ -1,0 +1,168 @@
+"""The sections that every recipe's run file is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from raypo.config.base import Config
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+
+
+class ModelSection(Config):
+    """Which models a run is made of; every path is a Hugging Face folder or a hub id."""
+
+    policy: str
+    """The model to align."""
+    critic: str | None = None
+    """Backbone of the critic; null: the policy's, with a new value head."""
+    reference: str | None = None
+    """The model that the KL penalty pulls to; null: the policy as it was at the start."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the policy, the engine and the frozen models. On CPU float32 is faster and exact."""
+
+
+class DataSection(Config):
+    """Where prompts come from."""
+
+    prompts: Paths = Field(min_length=1)
+    """Files (jsonl, json, parquet, csv) or one Hugging Face data set id."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages (then the chat template)."""
+    label_key: str | None = None
+    """Column handed to reward functions as `rollout.label`."""
+    max_prompt_tokens: int = Field(256, ge=1)
+    """Longest prompt in tokens."""
+    too_long: Literal["skip", "error"] = "skip"
+    """What happens to longer prompts: skip (and count) or error."""
+
+
+class RewardSection(Config):
+    """How responses are judged."""
+
+    function: str | None = None
+    """`file.py:name` or `package.module:name`; (list[Rollout]) -> list[float]."""
+    max_failed_fraction: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of a step's samples that may fail to be scored (raise, None or NaN) before the run stops."""
+
+
+class EngineSection(Config):
+    """The vLLM engines that sample."""
+
+    count: int | Literal["auto"] = "auto"
+    """Engines; auto: one."""
+    gpu_memory_fraction: float = Field(0.5, gt=0.0, le=1.0)
+    """Share of a GPU's memory that an engine may take."""
+    kv_cache_gb: float | None = Field(None, gt=0.0)
+    """KV cache in GB; null: a fitting size on CPU, what `gpu_memory_fraction` leaves on GPU."""
+    prefix_caching: bool = True
+    """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Any other vLLM engine argument; it wins over raypo's choice."""
+
+
+class RolloutSection(Config):
+    """How responses are sampled."""
+
+    prompts_per_step: int = Field(32, ge=1)
+    """Prompts of one step, over all workers."""
+    samples_per_prompt: int = Field(4, ge=1)
+    """Responses sampled for each prompt."""
+    max_new_tokens: int = Field(64, ge=1)
+    """Longest response in tokens."""
+    temperature: float = Field(1.0, gt=0.0)
+    """Sampling temperature; log-probs everywhere are of the tempered distribution."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Nucleus sampling; below 1 the engine's log-probs are of the truncated distribution."""
+    mode: Literal["sync"] = "sync"
+    """sync: sample, then update."""
+    engine: EngineSection = EngineSection()
+
+
+class LearnerSection(Config):
+    """The workers that hold policy and critic under DeepSpeed."""
+
+    num_workers: int = Field(1, ge=1)
+    """Ray Train workers."""
+    use_gpu: bool | Literal["auto"] = "auto"
+    """auto: where the cluster has GPUs."""
+    cpus_per_worker: int = Field(1, ge=1)
+    """CPU cores of a worker's bundle, and its threads; engine and reference take turns on them."""
+    policy_lr: float = Field(1e-6, ge=0.0)
+    """Learning rate of the policy (AdamW)."""
+    critic_lr: float = Field(1e-5, ge=0.0)
+    """Learning rate of the critic (AdamW)."""
+    weight_decay: float = Field(0.0, ge=0.0)
+    """AdamW's decoupled weight decay, policy and critic."""
+    max_grad_norm: float = Field(1.0, gt=0.0)
+    """Gradients are clipped to this global norm."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What DeepSpeed shards over the workers: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights."""
+    max_tokens_per_microbatch: int = Field(4096, ge=1)
+    """Tokens (padding included) of one forward and backward pass."""
+    max_skipped_updates: int = Field(3, ge=0)
+    """Non-finite updates in a row that are skipped before the run stops."""
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
+    """Merged over the generated DeepSpeed config."""
+
+
+class EvalSection(Config):
+    """Held-out prompts, judged as the run goes."""
+
+    prompts: Paths | None = None
+    """Files or a data set like data.prompts, with the same keys; null: no evaluation."""
+    function: str | None = None
+    """What `eval/score_mean` means; null: reward.function."""
+    every: int = Field(10, ge=1)
+    """Steps between evaluations; the first is before the first update, the last after the last."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Responses sampled for each held-out prompt."""
+    temperature: float | None = Field(None, ge=0.0)
+    """null: as the rollouts; 0 is greedy."""
+
+
+class CheckpointSection(Config):
+    """When the whole state is saved."""
+
+    every: int = Field(10, ge=1)
+    """Steps between checkpoints; the last step always has one."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+
+    def is_due(self, step: int, *, last_step: int) -> bool:
+        """Whether a checkpoint is due after `step` (counted from 1)."""
+        return step % self.every == 0 or step == last_step
+
+
+class PlacementSection(Config):
+    """Where engines and frozen models run."""
+
+    mode: Literal["colocated"] = "colocated"
+    """colocated: in the learner workers' own placement group, on their devices."""
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """Ray's placement strategy of the learner workers."""
+    timeout_s: float = Field(600.0, gt=0.0)
+    """Seconds that engines and frozen models may take to start."""
+
+
+class ClusterSection(Config):
+    """Which Ray cluster."""
+
+    address: str | None = None
+    """host:port or ray://host:port; null: RAY_ADDRESS, else a local Ray with the dashboard on."""
+    namespace: str = "raypo"
+    """Ray namespace of the actors."""
+
+
+class LoggingSection(Config):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files into the run folder."""

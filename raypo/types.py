@@ -1,0 +1,128 @@
+"""The nouns that cross rooms: Prompt, Rollout, ScoredRollout, Experience.
+
+B responses, P prompt tokens, T response tokens. Every mask: True = keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the prompt data, tokenised once."""
+
+    index: int
+    """Row in the data, files in the order of `data.prompts`."""
+    text: str
+    token_ids: np.ndarray  # int32 [P]
+    label: Any = None
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One prompt and one response; what reward functions see. Ragged, no padding."""
+
+    prompt: str
+    response: str
+    """For people and verifiers; training uses the ids."""
+    prompt_ids: np.ndarray  # int32 [P]
+    response_ids: np.ndarray  # int32 [T], the end of sequence included when it was sampled
+    log_probs: np.ndarray  # float32 [T], as the engine reported them, at the sampling temperature
+    response_mask: np.ndarray  # bool [T], False where an environment wrote
+    label: Any
+    prompt_index: int
+    """Row of the prompt in the data."""
+    sample_index: int
+    """Which of the prompt's samples, from 0."""
+    finish_reason: str
+    """stop | length."""
+    weight_version: int
+    """Version of the weights that sampled it."""
+    group_index: int = 0
+    """Which draw of the run the prompt was, from 0: the samples of one draw are a group."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """A rollout with all that frozen parts say of it."""
+
+    rollout: Rollout
+    score: float
+    """What PPO trains on, before KL and shaping; NaN when scoring failed."""
+    scores_by_source: Mapping[str, float]
+    ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A padded batch with all that an update needs; prompts padded left, responses right.
+
+    Example: prompts of 2 and 3 tokens, responses of 2 and 1 give P = 3, T = 2 and
+    `prompt_mask[0] = [F, T, T]`, `response_mask[1] = [T, F]`.
+    """
+
+    prompt_ids: Tensor  # [B, P] int64
+    prompt_mask: Tensor  # [B, P] bool, False on padding
+    response_ids: Tensor  # [B, T] int64
+    attention_mask: Tensor  # [B, T] bool, False on padding, True where an environment wrote
+    response_mask: Tensor  # [B, T] bool, True on tokens that the policy sampled
+    rollout_log_probs: Tensor  # [B, T] float32, as the engine reported them
+    scores: Tensor  # [B] float32, before KL and shaping; NaN when scoring failed
+    group_index: Tensor  # [B] int64, the samples of one draw of a prompt share it
+    minibatch: Tensor  # [B] int64, which minibatch of the step trains the row
+    truncated: Tensor  # [B] bool, the response ran into rollout.max_new_tokens
+    ref_log_probs: Tensor | None = None  # [B, T] float32
+    old_log_probs: Tensor | None = None  # [B, T] float32, learner, before the update
+    values: Tensor | None = None  # [B, T] float32, critic, before the update
+    advantages: Tensor | None = None  # [B, T] float32
+    returns: Tensor | None = None  # [B, T] float32
+
+    def __post_init__(self) -> None:
+        rows, prompt = self.prompt_ids.shape
+        response = self.response_ids.shape[1]
+        expected = {"prompt_ids": (rows, prompt), "prompt_mask": (rows, prompt)}
+        expected |= dict.fromkeys(
+            ("scores", "group_index", "minibatch", "truncated"), (rows,)
+        )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            shape = expected.get(field.name, (rows, response))
+            assert value is None or tuple(value.shape) == shape, (
+                f"Experience.{field.name} has shape {tuple(value.shape)}, expected {shape}"
+            )
+
+    def __len__(self) -> int:
+        return self.prompt_ids.shape[0]
+
+    def with_(self, **changes: Tensor) -> Experience:
+        """The same batch with some fields set."""
+        return replace(self, **changes)
+
+    def select(self, rows: Tensor) -> Experience:
+        """Some rows, trimmed to the longest prompt and response among them; rows [b] int64."""
+        prompts = int(self.prompt_mask[rows].sum(1).max()) if len(rows) else 0
+        responses = int(self.attention_mask[rows].sum(1).max()) if len(rows) else 0
+        first = self.prompt_ids.shape[1] - prompts
+        picked: dict[str, Tensor | None] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                picked[field.name] = None
+            elif field.name in ("prompt_ids", "prompt_mask"):
+                picked[field.name] = value[rows, first:]
+            else:
+                picked[field.name] = value[rows, :responses] if value.dim() == 2 else value[rows]
+        return Experience(**picked)  # type: ignore[arg-type]
