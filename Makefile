@@ -1,1 +1,34 @@
-.PHONY: demo test
+# The environment's own tools first: DeepSpeed's build finds ninja there.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fix clean
+
+help: ## What can be made
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
+
+setup: ## .venv with raypo and the pinned packages (instant when it is there)
+	@scripts/setup.sh
+
+demo: setup ## PPO on a tiny model that is made on the spot; CPU, a few minutes
+	python examples/quickstart/make_models.py
+	raypo train examples/quickstart/ppo.yaml
+
+test: setup ## Unit and integration tests, what CI runs
+	python -m pytest -m "unit or integration"
+
+check: setup ## Lint, format, types, floors, unit tests; under a minute
+	ruff check
+	ruff format --check
+	pyright
+	lint-imports
+	python -m pytest -m unit
+
+fix: setup ## Format, and repair what ruff can repair
+	ruff check --fix
+	ruff format
+
+clean: ## Remove runs and what tools leave; .venv stays
+	rm -rf runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf examples/quickstart/data
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,42 @@
+"""What all tests share: markers from the folder, no hub, two threads, warnings as errors."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+FOLDERS = {
+    "unit": "unit",
+    "integration": "integration",
+    "gpu": "gpu",
+    "slow": "slow",
+    "benchmarks": "benchmark",
+}
+"""Folder below tests/ -> marker of the tests in it."""
+TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if TESTS not in item.path.parents:
+            continue
+        marker = FOLDERS.get(item.path.relative_to(TESTS).parts[0])
+        if marker:
+            item.add_marker(marker)
+        if marker == "unit":
+            item.add_marker(pytest.mark.filterwarnings("error"), append=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_torch_threads() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, before))
+    yield
+    torch.set_num_threads(before)
