@@ -1,0 +1,237 @@
+"""From scores to token rewards, returns and advantages.
+
+B responses, T response tokens, P prompts, n samples a prompt. Every mask: True = keep. Positions
+that an environment wrote are transparent: the sampled tokens of a row are numbered through, and
+credit flows from one to the next undiminished by what stands between them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raypo.ppo.masked import check_choice, check_same_shape, keep
+
+GROUP_KINDS = ("rloo", "reinforce_baseline", "grpo", "dr_grpo")
+GROUP_STD_EPS = 1e-6
+SCAN_CHUNK = 32
+"""Tokens that one product with a triangular matrix sums up; a matter of speed alone."""
+
+
+def last_token(mask: Tensor) -> Tensor:
+    """Where the last sampled token of each row stands: the place of the response's score.
+
+    Args:
+        mask: [B, T] bool.
+
+    Returns:
+        last: [B, T] bool, one True a row, none in a row without a sampled token.
+    """
+    mask = mask.bool()
+    remaining = mask.flip(1).cumsum(1).flip(1)  # sampled tokens from here on
+    return mask & (remaining == 1)
+
+
+def token_rewards(
+    scores: Tensor,  # [B]
+    kl: Tensor | None,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    kl_coef: float,
+    extra_rewards: Tensor | None = None,  # [B, T]
+) -> Tensor:
+    """The score on the last sampled token, less the KL penalty on every one.
+
+    Args:
+        kl: nats a token; None: no penalty.
+        extra_rewards: per-token or per-turn rewards of an environment; they add at their own
+            positions, which must be sampled tokens.
+
+    Returns:
+        rewards: [B, T], 0 where masked; a row without a sampled token is 0 throughout.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Paper: Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
+    """
+    if scores.shape != mask.shape[:1]:
+        raise ValueError(
+            f"scores {tuple(scores.shape)} must have one entry for each row of "
+            f"mask {tuple(mask.shape)}."
+        )
+    rewards = keep(scores.unsqueeze(1).expand(mask.shape), last_token(mask))
+    if kl is not None and kl_coef != 0.0:
+        check_same_shape(kl=kl, mask=mask)
+        rewards = rewards - kl_coef * keep(kl, mask)
+    if extra_rewards is not None:
+        check_same_shape(extra_rewards=extra_rewards, mask=mask)
+        rewards = rewards + keep(extra_rewards, mask)
+    return rewards
+
+
+def generalized_advantages(
+    rewards: Tensor,  # [B, T]
+    values: Tensor,  # [B, T], value of the state before the token is chosen
+    mask: Tensor,  # [B, T] bool
+    *,
+    gamma: float,
+    gae_lambda: float,
+    last_values: Tensor | None = None,  # [B]
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns by Generalized Advantage Estimation.
+
+    delta_k = r_k + gamma * V_{k+1} - V_k and A_k = delta_k + gamma * lambda * A_{k+1}, where k
+    numbers the sampled tokens of a row. Computed in float64, without gradient.
+
+    Args:
+        last_values: value of the state after the last sampled token, for rows that were cut off;
+            0 for rows that ended. None: 0 for all.
+
+    Returns:
+        advantages: [B, T], not whitened, 0 where masked.
+        returns: [B, T], the critic's target `advantages + values`, 0 where masked.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Paper: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
+    """
+    check_same_shape(rewards=rewards, values=values, mask=mask)
+    if last_values is not None and last_values.shape != mask.shape[:1]:
+        raise ValueError(
+            f"last_values {tuple(last_values.shape)} must have one entry for each row of "
+            f"mask {tuple(mask.shape)}."
+        )
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    mask = mask.bool()
+    with torch.no_grad():
+        places = _sampled_places(mask)
+        reward = _compact(keep(rewards, mask).double(), places)  # [B, T]
+        value = _compact(keep(values, mask).double(), places)  # [B, T]
+        next_value = torch.nn.functional.pad(value[:, 1:], (0, 1))  # [B, T]
+        if last_values is not None:
+            num_tokens = mask.sum(1, keepdim=True)  # [B, 1]
+            last = keep(last_values.unsqueeze(1).double(), num_tokens > 0)
+            next_value.scatter_add_(1, (num_tokens - 1).clamp(min=0), last)
+        delta = reward.add_(next_value, alpha=gamma).sub_(value)
+        advantages = _spread(_discounted_suffix_sums(delta, gamma * gae_lambda), places)
+        returns = keep(advantages + values, mask).to(dtype)
+        return keep(advantages, mask).to(dtype), returns
+
+
+def discounted_returns(
+    rewards: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    gamma: float,
+) -> Tensor:
+    """Sum of this and all later rewards of the row, discounted per sampled token.
+
+    Computed in float64, without gradient.
+
+    Returns:
+        returns: [B, T], 0 where masked.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Paper: Hu et al. 2025, arXiv:2501.03262, eq. 4; Williams 1992 (REINFORCE).
+    """
+    check_same_shape(rewards=rewards, mask=mask)
+    mask = mask.bool()
+    with torch.no_grad():
+        places = _sampled_places(mask)
+        kept = keep(rewards, mask)
+        returns = _discounted_suffix_sums(_compact(kept.double(), places), gamma)
+        return keep(_spread(returns, places), mask).to(kept.dtype)
+
+
+def group_baseline(
+    scores: Tensor,  # [P, n]
+    *,
+    kind: str,
+    valid: Tensor | None = None,  # [P, n] bool
+) -> Tensor:
+    """Scores against the other samples of the same prompt.
+
+    rloo: less the mean of the other samples. reinforce_baseline, dr_grpo: less the mean of the
+    group. grpo: that over the group's unbiased standard deviation + 1e-6.
+
+    Args:
+        valid: False leaves a sample out of mean and deviation (it failed, or has no sampled token).
+
+    Returns:
+        advantages: [P, n], 0 where not valid; a group of equal scores, or with fewer than two
+            valid samples, is exactly 0.
+
+    Raises:
+        ValueError: `kind` is unknown, the shapes differ, or n is 1.
+
+    Paper: Ahmadian et al. 2024, arXiv:2402.14740, eq. 8 (rloo); Hu et al. 2025, arXiv:2501.03262
+        (reinforce_baseline); Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (grpo); Liu et al.
+        2025, arXiv:2503.20783, section 3.2 (dr_grpo).
+    """
+    check_choice("kind", kind, GROUP_KINDS)
+    if scores.shape[1] < 2:
+        raise ValueError(
+            f"samples a prompt ({scores.shape[1]}) must be at least 2 for {kind!r}: "
+            "there is no other sample to compare with. Set rollout.samples_per_prompt to 2 or more."
+        )
+    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
+    check_same_shape(scores=scores, valid=valid)
+    kept = keep(scores, valid)
+    exact = kept.double()
+    count = valid.sum(1, keepdim=True).double()  # [P, 1]
+    centred = keep(exact - exact.sum(1, keepdim=True) / count.clamp(min=1), valid)
+    if kind == "rloo":  # R_i - mean of the others = (R_i - mean of all) * count / (count - 1)
+        centred = centred * (count / (count - 1).clamp(min=1))
+    elif kind == "grpo":
+        variance = centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + GROUP_STD_EPS)
+    # By comparison, not by rounding: the mean of equal numbers need not equal them.
+    lowest = exact.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
+    highest = exact.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
+    return keep(centred, valid & (highest > lowest)).to(kept.dtype)
+
+
+def _sampled_places(mask: Tensor) -> Tensor | None:
+    """Number of each sampled token within its row, masked tokens T; None if all are in place."""
+    if not (mask[:, 1:] & ~mask[:, :-1]).any():
+        return None
+    return torch.where(mask, mask.cumsum(1) - 1, mask.shape[1])
+
+
+def _compact(x: Tensor, places: Tensor | None) -> Tensor:
+    """The sampled tokens of each row moved to its front, zeros behind them; x is 0 where masked."""
+    if places is None:
+        return x
+    return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, places, x)[:, :-1]
+
+
+def _spread(x: Tensor, places: Tensor | None) -> Tensor:
+    """Undoes `_compact`; masked positions hold rubbish."""
+    return x if places is None else x.gather(1, places.clamp(max=x.shape[1] - 1))
+
+
+def _discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
+    """y_k = x_k + discount * y_{k+1} along rows of x [B, T], in chunks by matrix products.
+
+    A chunk's own sums are a product with a triangular matrix of powers; what flows in from later
+    chunks is the same recurrence over the chunks' first sums, with discount ** SCAN_CHUNK.
+    """
+    if discount == 0.0:
+        return x
+    rows, width = x.shape
+    chunk = min(SCAN_CHUNK, max(width, 1))
+    num_chunks = -(-width // chunk)
+    padded = torch.nn.functional.pad(x, (0, num_chunks * chunk - width))
+    steps = torch.arange(chunk, device=x.device)
+    exponents = steps.unsqueeze(1) - steps  # [from, to]
+    powers = torch.where(exponents >= 0, float(discount) ** exponents.clamp(min=0).to(x), 0.0)
+    sums = padded.view(rows, num_chunks, chunk) @ powers  # [B, chunks, chunk]
+    if num_chunks > 1:
+        later = _discounted_suffix_sums(sums[:, 1:, 0].contiguous(), discount**chunk)
+        to_the_end = float(discount) ** (chunk - steps).to(x)  # [chunk]
+        sums[:, :-1] += later.unsqueeze(2) * to_the_end
+    return sums.reshape(rows, num_chunks * chunk)[:, :width]

@@ -1,0 +1,252 @@
+"""Policy loss, value loss, entropy, and how token losses become one number.
+
+B responses, T response tokens, V vocabulary. Every mask: True = keep. A loss is a sum over the
+tensors passed in, over a normalizer of the whole optimizer step: so the losses of micro-batches and
+workers add up to the loss of the step, and so do the statistics, which are plain sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raypo.ppo.kl import MAX_LOG_RATIO, log_ratio
+from raypo.ppo.masked import check_choice, check_same_shape, keep, masked_sum
+from raypo.ppo.surrogates import POLICY_KINDS, surrogate
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+
+Stats = dict[str, Tensor]
+"""Detached float64 sums over the tensors passed in; they add over micro-batches and workers."""
+
+
+def aggregate(
+    x: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    aggregation: str,
+    max_new_tokens: int | None = None,
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    """One number from token losses: this part's share of the optimizer step's loss.
+
+    token_mean: sum / tokens. sequence_mean: mean over responses of their token mean, responses
+    without a sampled token left out. constant: sum / (responses * max_new_tokens), where responses
+    without a sampled token count.
+
+    Args:
+        max_new_tokens: longest response allowed, in tokens; `constant` alone needs it.
+        normalizer: of the whole step over all workers: tokens (token_mean), responses with a
+            sampled token (sequence_mean) or all responses (constant). None: of `mask`.
+
+    Returns:
+        loss: scalar of at least float32; 0, with a gradient of 0, if nothing is kept.
+
+    Raises:
+        ValueError: `aggregation` is unknown, the shapes differ, or `constant` has no
+            `max_new_tokens`.
+
+    Paper: Yu et al. 2025, arXiv:2503.14476, eq. 8 (token_mean); Shao et al. 2024, arXiv:2402.03300,
+        eq. 3 (sequence_mean); Liu et al. 2025, arXiv:2503.20783, section 3.2 (constant).
+    """
+    check_choice("aggregation", aggregation, AGGREGATIONS)
+    check_same_shape(x=x, mask=mask)
+    if aggregation == "constant" and not max_new_tokens:
+        raise ValueError(
+            f"max_new_tokens ({max_new_tokens}) must be at least 1 for aggregation 'constant': "
+            "it is what the loss is divided by."
+        )
+    kept = keep(x, mask)
+    if aggregation == "sequence_mean":
+        kept = kept / mask.sum(1, keepdim=True).clamp(min=1)
+    if normalizer is None:
+        normalizer = count_for(mask, aggregation=aggregation)
+    total = kept.sum(dtype=torch.float64)
+    if aggregation == "constant" and max_new_tokens:
+        total = total / max_new_tokens
+    count = torch.as_tensor(normalizer, dtype=torch.float64, device=x.device).clamp(min=1.0)
+    return (total / count).to(kept.dtype)
+
+
+def count_for(
+    mask: Tensor,  # [B, T] bool
+    *,
+    aggregation: str,
+) -> Tensor:
+    """What `aggregate` divides by; summed over micro-batches and workers it is the `normalizer`.
+
+    Returns:
+        count: float64 scalar; tokens, responses with a sampled token, or all responses.
+
+    Raises:
+        ValueError: `aggregation` is unknown.
+    """
+    check_choice("aggregation", aggregation, AGGREGATIONS)
+    if aggregation == "token_mean":
+        return mask.sum().double()
+    if aggregation == "sequence_mean":
+        return mask.any(1).sum().double()
+    return torch.tensor(float(mask.shape[0]), dtype=torch.float64, device=mask.device)
+
+
+def policy_loss(
+    log_probs: Tensor,  # [B, T], with gradient
+    old_log_probs: Tensor,  # [B, T]
+    advantages: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    kind: str = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    aggregation: str = "token_mean",
+    weights: Tensor | None = None,  # [B, T]
+    max_new_tokens: int | None = None,
+    normalizer: Tensor | float | None = None,
+) -> tuple[Tensor, Stats]:
+    """The policy's loss and what to log of it; only `log_probs` gets a gradient.
+
+    Args:
+        kind: which surrogate, see `raypo.ppo.surrogates`.
+        clip_high: above `clip_low` it is DAPO's clip-higher.
+        dual_clip: above 1; bounds the loss of negative advantages. None: no bound.
+        weights: of `corrections.importance_weights`; what they drop stays in the denominator.
+        max_new_tokens: see `aggregate`.
+        normalizer: see `aggregate`.
+
+    Returns:
+        loss: scalar.
+        stats: sums over sampled tokens: `tokens`, `responses` (with a sampled token), `ratio`,
+            `clipped` (the clip is active), `dual_clipped`, `clamped` (log-ratio outside
+            +-`MAX_LOG_RATIO`), `approx_kl` (ratio - 1 - log ratio, k3 of old against new).
+
+    Raises:
+        ValueError: `kind` or `aggregation` is unknown, the shapes differ, or a bound is out of
+            range.
+
+    Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; the kinds' own papers at each surrogate.
+    """
+    check_choice("kind", kind, POLICY_KINDS)
+    check_same_shape(log_probs=log_probs, advantages=advantages, mask=mask)
+    change = log_ratio(log_probs, old_log_probs.detach(), mask)
+    chosen = surrogate(kind)(
+        log_probs=keep(log_probs, mask),
+        log_ratio=change,
+        advantages=keep(advantages.detach(), mask),
+        mask=mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+    token_loss = chosen.loss
+    if weights is not None:
+        check_same_shape(weights=weights, mask=mask)
+        token_loss = token_loss * keep(weights.detach(), mask)
+    loss = aggregate(
+        token_loss,
+        mask,
+        aggregation=aggregation,
+        max_new_tokens=max_new_tokens,
+        normalizer=normalizer,
+    )
+    with torch.no_grad():
+        clamped = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        stats = {
+            "tokens": mask.sum().double(),
+            "responses": mask.any(1).sum().double(),
+            "ratio": masked_sum(chosen.ratio, mask),
+            "clipped": masked_sum(chosen.clipped.float(), mask),
+            "dual_clipped": masked_sum(chosen.dual_clipped.float(), mask),
+            "clamped": masked_sum((clamped != change).float(), mask),
+            "approx_kl": masked_sum(torch.expm1(clamped) - clamped, mask),
+        }
+    return loss, stats
+
+
+def value_loss(
+    values: Tensor,  # [B, T], with gradient
+    old_values: Tensor,  # [B, T]
+    returns: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    value_clip: float | None = None,
+    aggregation: str = "token_mean",
+    max_new_tokens: int | None = None,
+    normalizer: Tensor | float | None = None,
+) -> tuple[Tensor, Stats]:
+    """Half the squared error of the critic, the worse of clipped and unclipped.
+
+    Args:
+        value_clip: how far, in score, a value may move from `old_values`; None: any distance.
+        max_new_tokens: see `aggregate`.
+        normalizer: see `aggregate`.
+
+    Returns:
+        loss: scalar.
+        stats: sums over sampled tokens: `tokens`, `clipped` (the clip is active), `values`,
+            `squared_error`, and for `explained_variance` `error`, `returns`, `returns_squared`.
+
+    Raises:
+        ValueError: `aggregation` is unknown, the shapes differ, or `value_clip` is not positive.
+
+    Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clip is that paper's public code.
+    """
+    check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
+    if value_clip is not None and value_clip <= 0.0:
+        raise ValueError(f"value_clip ({value_clip}) must be positive; None switches it off.")
+    now = keep(values, mask)
+    target = keep(returns.detach(), mask)
+    error = now - target
+    loss_by_token = error.square()
+    clipped = torch.zeros_like(mask, dtype=torch.bool)
+    if value_clip is not None:
+        before = keep(old_values.detach(), mask)
+        near = before + (now - before).clamp(-value_clip, value_clip)
+        near_loss = (near - target).square()
+        clipped = near_loss > loss_by_token
+        loss_by_token = torch.where(clipped, near_loss, loss_by_token)
+    loss = aggregate(
+        0.5 * loss_by_token,
+        mask,
+        aggregation=aggregation,
+        max_new_tokens=max_new_tokens,
+        normalizer=normalizer,
+    )
+    with torch.no_grad():
+        stats = {
+            "tokens": mask.sum().double(),
+            "clipped": masked_sum(clipped.float(), mask),
+            "values": masked_sum(now, mask),
+            "error": masked_sum(error, mask),
+            "squared_error": masked_sum(error.square(), mask),
+            "returns": masked_sum(target, mask),
+            "returns_squared": masked_sum(target.double().square(), mask),
+        }
+    return loss, stats
+
+
+def explained_variance(stats: Stats) -> Tensor:
+    """1 - Var(returns - values) / Var(returns), from the summed statistics of `value_loss`.
+
+    Returns:
+        explained: float64 scalar; 1 is a perfect critic, 0 one no better than a constant, or
+            returns that do not vary.
+    """
+    count = stats["tokens"].clamp(min=1.0)
+    errors = stats["squared_error"] / count - (stats["error"] / count).square()
+    returns = stats["returns_squared"] / count - (stats["returns"] / count).square()
+    varies = returns > 0
+    return torch.where(varies, 1 - errors / torch.where(varies, returns, 1.0), 0.0)
+
+
+def entropy_from_logits(
+    logits: Tensor,  # [B, T, V], already divided by the temperature
+) -> Tensor:
+    """Entropy of the distribution that tokens were sampled from.
+
+    Returns:
+        entropy: [B, T] float32 in nats; a token that cannot be sampled (-inf) adds nothing.
+    """
+    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    probs = log_probs.exp()
+    return -(probs * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)

@@ -1,0 +1,140 @@
+"""Sums, means and whitening over the tokens that a mask keeps.
+
+B responses, T response tokens. Every mask: True = keep. Sums are taken in float64, so that they may
+be added over micro-batches and workers in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+MIN_VARIANCE = 1e-8
+"""Whitening divides by the square root of at least this much."""
+
+
+def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
+    """Refuse a value that is not one of the allowed ones.
+
+    Raises:
+        ValueError: `value` is not in `allowed`.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name} ({value!r}) is unknown; choose one of {', '.join(allowed)}.")
+
+
+def check_same_shape(**tensors: Tensor) -> None:
+    """Refuse tensors that differ in shape; broadcasting hides mistakes here.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{listed} must share one shape.")
+
+
+def keep(
+    x: Tensor,  # any shape
+    mask: Tensor,  # same shape, bool
+) -> Tensor:
+    """`x` in at least float32, exactly 0 where masked, whatever `x` holds there.
+
+    Taken before any arithmetic, it also keeps NaN and infinity at masked positions out of the
+    gradient, which a product with the mask would not (0 * inf).
+
+    Returns:
+        x: its shape; half precision becomes float32.
+    """
+    if x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()
+    return torch.where(mask.bool(), x, 0.0)
+
+
+def masked_sum(
+    x: Tensor,  # any shape
+    mask: Tensor,  # same shape, bool
+) -> Tensor:
+    """Sum over kept positions.
+
+    Returns:
+        sum: float64 scalar, 0 if nothing is kept.
+    """
+    return keep(x, mask).sum(dtype=torch.float64)
+
+
+def masked_mean(
+    x: Tensor,  # any shape
+    mask: Tensor,  # same shape, bool
+) -> Tensor:
+    """Mean over kept positions.
+
+    Returns:
+        mean: scalar of at least float32, 0 if nothing is kept.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    check_same_shape(x=x, mask=mask)
+    kept = keep(x, mask)
+    return (kept.sum(dtype=torch.float64) / mask.sum().clamp(min=1)).to(kept.dtype)
+
+
+def masked_moments(
+    x: Tensor,  # any shape
+    mask: Tensor,  # same shape, bool
+) -> Tensor:
+    """Count, sum and sum of squares over kept positions: they add over workers.
+
+    Returns:
+        moments: [3] float64; summed over workers, it is what `masked_whiten` takes.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    check_same_shape(x=x, mask=mask)
+    kept = keep(x, mask).double()
+    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+
+
+def mean_and_variance(moments: Tensor | Iterable[Tensor | float]) -> tuple[Tensor, Tensor]:
+    """Mean and population variance from count, sum and sum of squares.
+
+    Returns:
+        mean: float64 scalar, 0 if the count is 0.
+        variance: float64 scalar, never negative.
+    """
+    count, total, squares = (torch.as_tensor(m, dtype=torch.float64) for m in moments)
+    count = count.clamp(min=1.0)
+    mean = total / count
+    return mean, (squares / count - mean.square()).clamp(min=0.0)
+
+
+def masked_whiten(
+    x: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    moments: Tensor | Iterable[Tensor | float] | None = None,
+) -> Tensor:
+    """`x` shifted to mean 0 and scaled to population variance 1 over kept positions.
+
+    Args:
+        moments: count, sum and sum of squares of the global batch; None: of `x`.
+
+    Returns:
+        whitened: [B, T], exactly 0 where masked. Values that are all alike become 0.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Paper: Hu et al. 2025, arXiv:2501.03262, section 3 (normalisation over the global batch).
+    """
+    check_same_shape(x=x, mask=mask)
+    mean, variance = mean_and_variance(masked_moments(x, mask) if moments is None else moments)
+    mean, variance = mean.to(x.device), variance.to(x.device)
+    kept = keep(x, mask)
+    centred = (kept.double() - mean) * torch.rsqrt(variance.clamp(min=MIN_VARIANCE))
+    return keep(centred.to(kept.dtype), mask)
