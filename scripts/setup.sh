@@ -14,7 +14,9 @@ find_python() {
     local candidate
     for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            "$candidate" -c 'import sys; print(sys.executable)'
+            # Of an active virtual environment, .venv perhaps, the interpreter behind it.
+            "$candidate" -c 'import sys; v = sys.version_info
+print(f"{sys.base_prefix}/bin/python{v.major}.{v.minor}")'
             return
         fi
     done
@@ -26,13 +28,12 @@ find_device() {
     if nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then echo gpu; else echo cpu; fi
 }
 
-# pip's find-links setting (a folder of wheels) in uv's notation; uv does not read pip's settings.
-find_links() {
-    local links=${PIP_FIND_LINKS:-}
-    if [ -z "$links" ]; then
-        links=$(.venv/bin/python -m pip config get global.find-links 2>/dev/null || true)
-    fi
-    echo "$links" | xargs | tr ' ' ','
+# One of pip's settings, from its variable or its configuration files: uv reads neither.
+pip_setting() {
+    local variable
+    variable=PIP_$(echo "$1" | tr 'a-z-' 'A-Z_')
+    [ -n "${!variable:-}" ] && echo "${!variable}" ||
+        .venv/bin/python -m pip config get "global.$1" 2>/dev/null || true
 }
 
 python=$(find_python)
@@ -64,12 +65,12 @@ if [ "$(.venv/bin/python -c 'import sys; print(sys.base_prefix)' 2>/dev/null)" !
     "$python" -m venv --clear .venv
 fi
 rm -f $stamp
-.venv/bin/python -m pip install --quiet --constraint "$constraints" uv
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint "$constraints" uv
 
-export SSL_CERT_FILE=${SSL_CERT_FILE:-${PIP_CERT:-}}
-[ -n "$SSL_CERT_FILE" ] || unset SSL_CERT_FILE
-if [ "$device" = cpu ]; then
-    links=$(find_links)
+certificates=$(pip_setting cert)
+[ -z "$certificates" ] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificates}
+if [ "$device" = cpu ]; then # a folder of CPU wheels must not reach the CUDA road
+    links=$(pip_setting find-links | xargs | tr ' ' ',')
     if [ -n "$links" ]; then
         export UV_FIND_LINKS=${UV_FIND_LINKS:-$links}
     else
