@@ -1,0 +1,79 @@
+"""A tokenizer and a policy for tests: real Hugging Face folders, made in about a second."""
+
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def tiny_tokenizer(folder: str | Path) -> Path:
+    """Saves a character-level tokenizer (one token a printable ASCII character) into `folder`."""
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+    tokenizer.save_pretrained(folder)
+    return Path(folder)
+
+
+def tiny_policy(
+    folder: str | Path,
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+    head_dim: int = 32,
+    max_position_embeddings: int = 512,
+) -> Path:
+    """Saves a random float32 Llama with its tokenizer into `folder`.
+
+    Args:
+        tied: Whether the output head shares the embedding.
+        head_dim: 32 or 64, or vLLM on CPU refuses the model.
+    """
+    tiny_tokenizer(folder)
+    tokens = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos"))}
+    config = LlamaConfig(
+        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // head_dim,
+        num_key_value_heads=hidden // head_dim,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,  # large enough that the tokens' probabilities differ
+        dtype=torch.float32,
+        **tokens,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = GenerationConfig(**tokens)
+    model.save_pretrained(folder)
+    return Path(folder)
