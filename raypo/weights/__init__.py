@@ -1,0 +1,1 @@
+"""Versioned weights on their way from the learner to the engines."""

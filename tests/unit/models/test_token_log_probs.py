@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from raypo.models import token_log_probs as module
+from raypo.models.token_log_probs import response_hidden, response_log_probs, token_log_probs
+
+TEMPERATURE = 0.7
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+RESPONSES = [[14, 15], [16, 17, 18, 19], [20]]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():  # far from uniform, so that mistakes are large
+        parameter.data.mul_(8.0 if parameter.dim() == 2 else 1.0)
+    return model
+
+
+def padded(extra_prompt: int = 0, extra_response: int = 0, pad_id: int = 0) -> list[Tensor]:
+    """prompt_ids, prompt_mask, response_ids, attention_mask of PROMPTS and RESPONSES."""
+    longest_prompt = max(map(len, PROMPTS)) + extra_prompt
+    longest_response = max(map(len, RESPONSES)) + extra_response
+    prompt_ids = torch.full((3, longest_prompt), pad_id)
+    response_ids = torch.full((3, longest_response), pad_id)
+    prompt_mask = torch.zeros_like(prompt_ids, dtype=torch.bool)
+    response_mask = torch.zeros_like(response_ids, dtype=torch.bool)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        prompt_ids[row, longest_prompt - len(prompt) :] = torch.tensor(prompt)
+        prompt_mask[row, longest_prompt - len(prompt) :] = True
+        response_ids[row, : len(response)] = torch.tensor(response)
+        response_mask[row, : len(response)] = True
+    return [prompt_ids, prompt_mask, response_ids, response_mask]
+
+
+def naive(model: LlamaForCausalLM) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all response tokens in a row, each response on its own."""
+    log_probs, entropies = [], []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        log_p = (logits / TEMPERATURE).log_softmax(-1)
+        log_probs.append(log_p.gather(-1, torch.tensor(response)[:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize(("extra_prompt", "extra_response"), [(0, 0), (4, 0), (0, 3), (2, 1)])
+def test_equals_the_unpadded_computation(model, extra_prompt: int, extra_response: int) -> None:
+    batch = padded(extra_prompt, extra_response, pad_id=3)
+
+    log_probs, entropy = response_log_probs(
+        model, *batch, temperature=TEMPERATURE, with_entropy=True
+    )
+
+    expected_log_probs, expected_entropy = naive(model)
+    assert log_probs.shape == batch[3].shape
+    torch.testing.assert_close(log_probs[batch[3]], expected_log_probs, atol=1e-5, rtol=0)
+    assert entropy is not None
+    torch.testing.assert_close(entropy[batch[3]], expected_entropy, atol=1e-5, rtol=0)
+    assert not entropy.requires_grad
+
+
+def test_padding_is_finite_and_no_entropy_unless_asked(model) -> None:
+    log_probs, entropy = response_log_probs(model, *padded(3, 3), temperature=TEMPERATURE)
+
+    assert entropy is None
+    assert log_probs.isfinite().all()
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 24])
+def test_gradient_equals_the_unpadded_computation(model, monkeypatch, chunk_elements: int) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
+    weights = torch.linspace(-1.0, 2.0, 7)
+    expected_log_probs, expected_entropy = naive(model)
+    expected_loss = (weights * expected_log_probs).sum() + 0.3 * expected_entropy.sum()
+    expected = torch.autograd.grad(expected_loss, list(model.parameters()))
+
+    batch = padded(2, 2)
+    log_probs, entropy = response_log_probs(
+        model, *batch, temperature=TEMPERATURE, with_entropy=True, entropy_grad=True
+    )
+    assert entropy is not None
+    loss = (weights * log_probs[batch[3]]).sum() + 0.3 * entropy[batch[3]].sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+
+    for grad, expected_grad in zip(grads, expected, strict=True):
+        scale = expected_grad.abs().max()
+        torch.testing.assert_close(grad, expected_grad, atol=1e-5 * float(scale), rtol=1e-4)
+
+
+def test_gradient_by_finite_differences() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 5, (2, 3))
+
+    def both(logits: Tensor):
+        return token_log_probs(logits, ids, temperature=TEMPERATURE, with_entropy=True)
+
+    assert torch.autograd.gradcheck(both, (logits,))
+
+
+def test_bfloat16_logits_are_judged_in_float32() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 9).bfloat16().requires_grad_()
+    ids = torch.arange(4)
+
+    log_probs, _ = token_log_probs(logits, ids, temperature=2.0)
+    log_probs.sum().backward()
+
+    expected = (logits.float() / 2.0).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, expected)
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_logits_are_left_as_they_are() -> None:
+    logits = torch.randn(2, 5)
+    before = logits.clone()
+    token_log_probs(logits, torch.tensor([0, 1]), temperature=0.5, with_entropy=True)
+    assert torch.equal(logits, before)
+
+
+def test_hidden_states_precede_their_tokens(model) -> None:
+    batch = padded(1, 2)
+
+    hidden = response_hidden(model.model, *batch)
+
+    assert hidden.shape == (*batch[2].shape, 16)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        alone = model.model(torch.tensor([prompt + response])).last_hidden_state[0]
+        expected = alone[len(prompt) - 1 : -1]
+        torch.testing.assert_close(hidden[row, : len(response)], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_temperature_is_positive(model) -> None:
+    with pytest.raises(ValueError, match=r"temperature \(0.0\)"):
+        response_log_probs(model, *padded(), temperature=0.0)
