@@ -1,0 +1,36 @@
+"""Where the seconds of a step went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Clock:
+    """Cuts time into named laps without gaps, so the laps add up to the whole.
+
+    Example: `clock.lap("time/generate_s")` after generation, `clock.lap("time/update_s")` after
+    the update; `clock.laps` then holds both, and `clock.total()` is their sum.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._start = self._last = now()
+        self.laps: dict[str, float] = {}
+        """Seconds by name, in the order of first naming."""
+
+    def lap(self, name: str) -> float:
+        """Seconds since the last lap, booked under `name`; a name used twice accumulates."""
+        now = self._now()
+        seconds, self._last = now - self._last, now
+        self.laps[name] = self.laps.get(name, 0.0) + seconds
+        return seconds
+
+    def total(self) -> float:
+        """Seconds from the start to the last lap: what the laps add up to."""
+        return self._last - self._start
+
+    def reset(self) -> None:
+        """Forget the laps; the next one starts where the last one ended, so no second is lost."""
+        self._start = self._last
+        self.laps = {}

@@ -1,0 +1,210 @@
+"""A run's folder where files are written: the folder itself, or a stage that is synced to a URI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+from raypo.config import ConfigError
+
+TEMPORARY = ".partial-"
+"""Names of files that are being written start so; they are never synced."""
+
+
+class Folder(Protocol):
+    """Files by their names below the run folder, like `rollouts/step_00001.parquet`."""
+
+    path: Path
+    """Where files are written on this machine."""
+    location: str
+    """Where they end up: a path or a URI."""
+
+    def read(self, name: str) -> bytes | None:
+        """The newest content of a file; None where there is none."""
+        ...
+
+    def stage(self, name: str) -> Path:
+        """The file at its path for appending, with its newest content where there is any."""
+        ...
+
+    def names(self, below: str = "") -> list[str]:
+        """Names of files and folders directly below a folder, sorted."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove one file, wherever it is."""
+        ...
+
+    def sync(self) -> None:
+        """Bring what has changed to where it ends up."""
+        ...
+
+    def remove(self) -> None:
+        """Remove the whole folder, wherever it is."""
+        ...
+
+
+def open_folder(storage_path: str, name: str) -> Folder:
+    """The folder of one run; a storage path with a scheme (s3://, file://) is remote."""
+    if "://" in storage_path:
+        return RemoteFolder(storage_path, name)
+    return LocalFolder(Path(storage_path).expanduser().absolute() / name)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class LocalFolder:
+    """The run folder itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.location = str(path)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None where there is none."""
+        return _read(self.path / name)
+
+    def stage(self, name: str) -> Path:
+        """The file's path, its folder made."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def names(self, below: str = "") -> list[str]:
+        """Names of files and folders directly below a folder, sorted."""
+        folder = self.path / below
+        return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+    def delete(self, name: str) -> None:
+        """Remove one file."""
+        (self.path / name).unlink(missing_ok=True)
+
+    def sync(self) -> None:
+        """Nothing to do: files are written in place."""
+
+    def remove(self) -> None:
+        """Remove the folder and all in it."""
+        if self.path.exists():
+            shutil.rmtree(self.path)
+
+
+class RemoteFolder:
+    """A temporary local folder whose changed files are copied to a URI at each sync."""
+
+    def __init__(self, storage_path: str, name: str) -> None:
+        self._file_system, root = _file_system(storage_path)
+        self._root = f"{root.rstrip('/')}/{name}"
+        self.location = f"{storage_path.rstrip('/')}/{name}"
+        self.path = Path(tempfile.mkdtemp(prefix="raypo-run-"))
+        self._synced: dict[str, tuple[int, int]] = {}  # name -> (mtime_ns, bytes)
+        self._cleaner = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def read(self, name: str) -> bytes | None:
+        """A file's content, as this process changed it, else as it is at the URI."""
+        staged = _read(self.path / name)
+        return staged if staged is not None else self._download(name)
+
+    def stage(self, name: str) -> Path:
+        """The file's path in the stage, with the content that the URI has."""
+        path = self.path / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = self._download(name)
+            if content is not None:
+                path.write_bytes(content)
+                self._synced[name] = _stamp(path)
+        return path
+
+    def names(self, below: str = "") -> list[str]:
+        """Names of files and folders directly below a folder, staged or at the URI, sorted."""
+        from pyarrow.fs import FileSelector
+
+        selector = FileSelector(self._remote(below), allow_not_found=True)
+        remote = {info.base_name for info in self._file_system.get_file_info(selector)}
+        return sorted(remote | set(LocalFolder(self.path).names(below)))
+
+    def delete(self, name: str) -> None:
+        """Remove one file from the stage and from the URI."""
+        from pyarrow.fs import FileType
+
+        (self.path / name).unlink(missing_ok=True)
+        self._synced.pop(name, None)
+        if self._file_system.get_file_info(self._remote(name)).type == FileType.File:
+            self._file_system.delete_file(self._remote(name))
+
+    def sync(self) -> None:
+        """Copy the files of the stage that have changed since the last sync."""
+        from pyarrow.fs import LocalFileSystem, copy_files
+
+        local = LocalFileSystem()
+        for path in sorted(self.path.rglob("*")):
+            name = path.relative_to(self.path).as_posix()
+            if not path.is_file() or path.name.startswith(TEMPORARY):
+                continue
+            stamp = _stamp(path)
+            if self._synced.get(name) == stamp:
+                continue
+            target = self._remote(name)
+            self._file_system.create_dir(target.rpartition("/")[0], recursive=True)
+            copy_files(
+                str(path), target, source_filesystem=local, destination_filesystem=self._file_system
+            )
+            self._synced[name] = stamp
+
+    def remove(self) -> None:
+        """Remove the folder at the URI and what is staged."""
+        from pyarrow.fs import FileType
+
+        for entry in self.path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        self._synced.clear()
+        if self._file_system.get_file_info(self._root).type == FileType.Directory:
+            self._file_system.delete_dir(self._root)
+
+    def _remote(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _download(self, name: str) -> bytes | None:
+        try:
+            with self._file_system.open_input_stream(self._remote(name)) as stream:
+                return stream.read()
+        except FileNotFoundError:
+            return None
+
+
+def _file_system(storage_path: str) -> tuple[Any, str]:
+    import pyarrow as pa
+    from pyarrow.fs import FileSystem
+
+    try:
+        return FileSystem.from_uri(storage_path)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"storage_path ({storage_path}): this storage cannot be opened: {error}. "
+            "Give a folder, or a URI that pyarrow opens (s3://, gs://, abfs://, hdfs://)."
+        ) from error
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,81 @@
+"""What libraries say goes into a file, so that the console stays readable."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+APART = (
+    "vllm",
+    "DeepSpeed",
+    "ray",
+    "ray.data",
+    "ray.train",
+    "ray.tune",
+    "ray.serve",
+    "transformers",
+)
+"""Loggers that write to the console by themselves and do not pass on what they are told."""
+
+_FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
+
+
+class _RunLog(logging.FileHandler):
+    """The handler of `log_to_file`, to be found again."""
+
+
+def log_to_file(path: str | Path, *, level: int = logging.INFO) -> None:
+    """Send the log records and warnings of this process to a file instead of the console.
+
+    Works in any process. Calling it again is harmless, and needed after the import of a library
+    that sets up a logger of its own (vLLM, DeepSpeed); another path moves the log there.
+
+    Args:
+        path: Appended to; its folder is made.
+        level: What is less urgent is dropped.
+    """
+    handler = _handler(Path(path).absolute(), level)
+    root = logging.getLogger()
+    for logger in {root, *_loggers_apart()}:
+        for old in list(logger.handlers):
+            if old is not handler and (isinstance(old, _RunLog) or _writes_to_console(old)):
+                logger.removeHandler(old)
+        if logger is root or not logger.propagate:
+            logger.addHandler(handler)  # adds it once only
+    if root.getEffectiveLevel() > level:
+        root.setLevel(level)
+    logging.captureWarnings(True)
+
+
+def _handler(path: Path, level: int) -> _RunLog:
+    """The handler that the root logger has for this path already, else a new one."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _RunLog):
+            if handler.baseFilename == str(path):
+                handler.setLevel(level)
+                return handler
+            handler.close()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = _RunLog(path, encoding="utf-8")
+    handler.setLevel(level)
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    return handler
+
+
+def _loggers_apart() -> list[logging.Logger]:
+    """Loggers that have handlers of their own or keep their records to themselves."""
+    known = [logging.getLogger(name) for name in APART]
+    made = [entry for entry in logging.root.manager.loggerDict.values()]
+    return known + [
+        logger
+        for logger in made
+        if isinstance(logger, logging.Logger) and (logger.handlers or not logger.propagate)
+    ]
+
+
+def _writes_to_console(handler: logging.Handler) -> bool:
+    stream = getattr(handler, "stream", None)
+    return stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__) or getattr(
+        stream, "name", None
+    ) in ("<stdout>", "<stderr>")

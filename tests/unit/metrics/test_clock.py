@@ -1,0 +1,66 @@
+import pytest
+
+from raypo.metrics.clock import Clock
+
+
+class Hands:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_a_lap_is_the_time_since_the_last_one():
+    hands = Hands()
+    clock = Clock(hands)
+
+    hands.seconds = 103.0
+    clock.lap("time/generate_s")
+    hands.seconds = 104.5
+    clock.lap("time/update_s")
+
+    assert clock.laps == {"time/generate_s": 3.0, "time/update_s": 1.5}
+
+
+def test_a_name_used_twice_accumulates():
+    hands = Hands()
+    clock = Clock(hands)
+
+    for hands.seconds in (101.0, 103.0, 107.0):
+        name = "time/score_s" if hands.seconds == 103.0 else "time/generate_s"
+        clock.lap(name)
+
+    assert clock.laps == {"time/generate_s": 1.0 + 4.0, "time/score_s": 2.0}
+
+
+def test_laps_add_up_to_the_total_and_time_after_the_last_lap_is_not_in_it():
+    hands = Hands()
+    clock = Clock(hands)
+    for hands.seconds, name in ((100.1, "a"), (100.4, "b"), (101.7, "a")):
+        clock.lap(name)
+    hands.seconds = 999.0
+
+    assert clock.total() == pytest.approx(1.7)
+    assert sum(clock.laps.values()) == pytest.approx(clock.total())
+
+
+def test_after_a_reset_the_next_lap_starts_where_the_last_one_ended():
+    hands = Hands()
+    clock = Clock(hands)
+    hands.seconds = 110.0
+    clock.lap("time/update_s")
+    hands.seconds = 111.0  # the report, not named before the reset
+    clock.reset()
+    hands.seconds = 114.0
+    clock.lap("time/generate_s")
+
+    assert clock.laps == {"time/generate_s": 4.0}
+    assert clock.total() == 4.0
+
+
+def test_a_clock_of_its_own_runs_forward():
+    clock = Clock()
+    assert clock.lap("time/step_s") >= 0.0

@@ -1,0 +1,121 @@
+import io
+import math
+
+import pytest
+
+from raypo.metrics.console import Console, step_line
+
+METRICS = {
+    "step": 3,
+    "rollout/score_mean": 0.4125,
+    "kl/ref_response_mean": 0.0214,
+    "ppo/clip_fraction": 0.041,
+    "rollout/response_tokens_mean": 57.34,
+    "time/step_s": 6.21,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def no_ci(monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+
+
+def run(stream, **options):
+    console = Console(stream, **options)
+    console.phase("connecting to Ray")
+    console.start("quickstart", 40, 3, "http://127.0.0.1:8265", "runs/quickstart")
+    console.phase("starting engines")
+    console.step(METRICS)
+    console.phase("generate")
+    console.step(METRICS | {"step": 4, "rollout/score_mean": 0.5, "eval/score_mean": 0.75})
+    console.message("saved [bold]policy[/bold]")
+    console.close("finished")
+    return stream.getvalue()
+
+
+def test_a_step_is_one_line():
+    assert step_line(3, 40, METRICS) == (
+        "step  3/40  score +0.412  kl 0.021  clipped 4.1%  length 57.3  6.2 s"
+    )
+
+
+def test_evaluation_is_told_when_there_is_one():
+    assert step_line(10, 40, {"eval/score_mean": 0.75}) == "step 10/40  eval +0.750"
+
+
+def test_kl_a_response_goes_before_kl_a_token():
+    both = {"kl/ref_mean": 0.5, "kl/ref_response_mean": 4.0}
+    assert step_line(1, 1, both) == "step 1/1  kl 4.000"
+    assert step_line(1, 1, {"kl/ref_mean": 0.5}) == "step 1/1  kl 0.500"
+
+
+def test_nan_is_shown_as_such():
+    assert step_line(1, 1, {"rollout/score_mean": math.nan}) == "step 1/1  score +nan"
+
+
+def test_without_a_terminal_there_are_plain_lines_and_phases_only_before_the_first_step():
+    lines = run(io.StringIO()).splitlines()
+
+    assert lines[:5] == [
+        "connecting to Ray",
+        "raypo: quickstart, 40 steps, files in runs/quickstart",
+        "Ray dashboard: http://127.0.0.1:8265",
+        "Resuming after step 2.",
+        "starting engines",
+    ]
+    assert [line[:10] for line in lines[5:7]] == ["step  3/40", "step  4/40"]
+    assert lines[7] == "saved [bold]policy[/bold]"
+    assert lines[8] == (
+        "raypo: finished after 4 steps in 0 s (score +0.412 -> +0.500), files in runs/quickstart"
+    )
+    assert len(lines) == 9
+
+
+def test_plain_lines_hold_no_control_characters():
+    text = run(io.StringIO())
+    assert all(character.isprintable() or character == "\n" for character in text)
+
+
+def test_ci_gets_plain_lines_even_where_it_has_a_terminal(monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    assert "\x1b" not in run(Terminal())
+
+
+def test_a_terminal_gets_a_bar_above_which_the_same_lines_stand():
+    text = run(Terminal())
+
+    assert "\x1b" in text
+    assert "━" in text
+    assert "step  3/40  score +0.412  kl 0.021  clipped 4.1%  length 57.3  6.2 s" in text
+    assert "saved [bold]policy[/bold]" in text
+    assert text.splitlines()[-1].endswith("files in runs/quickstart")
+
+
+def test_a_new_run_resumes_nothing_and_has_no_dashboard_line_without_one():
+    stream = io.StringIO()
+    Console(stream).start("r", 1, 1, None, "runs/r")
+    assert stream.getvalue() == "raypo: r, 1 step, files in runs/r\n"
+
+
+def test_steps_are_counted_where_the_metrics_do_not_say():
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("r", 2, 1, None, "runs/r")
+    console.step({})
+    console.step({})
+    assert stream.getvalue().splitlines()[1:] == ["step 1/2", "step 2/2"]
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_closing_twice_says_it_once(stream):
+    console = Console(stream)
+    console.start("r", 2, 1, None, "runs/r")
+    console.close("interrupted")
+    console.close("finished")
+    assert stream.getvalue().count("files in") == 2  # one from start, one from the first close
+    assert "interrupted after 0 steps" in stream.getvalue()

@@ -1,0 +1,106 @@
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from raypo.metrics.logs import log_to_file
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before():
+    """Put handlers, levels and the showing of warnings back."""
+    names = [None, "vllm", "DeepSpeed", "a.library"]
+    before = {n: (logging.getLogger(n), *_state(logging.getLogger(n))) for n in names}
+    show = warnings.showwarning
+    yield
+    for logger, handlers, level, propagate in before.values():
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
+        logger.handlers, logger.level, logger.propagate = handlers, level, propagate
+    logging.captureWarnings(False)
+    warnings.showwarning = show
+
+
+def _state(logger):
+    return list(logger.handlers), logger.level, logger.propagate
+
+
+def library_with_a_console_of_its_own(name):
+    logger = logging.getLogger(name)
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+    return logger
+
+
+def test_records_of_all_loggers_go_to_the_file_and_none_to_the_console(tmp_path, capsys):
+    apart = library_with_a_console_of_its_own("vllm")
+    logging.getLogger().addHandler(logging.StreamHandler(sys.stderr))
+
+    log_to_file(tmp_path / "logs" / "worker.log")
+    apart.info("engine ready")
+    logging.getLogger("a.library").warning("careful")
+
+    lines = (tmp_path / "logs" / "worker.log").read_text().splitlines()
+    assert [line.split(" ", 3)[3] for line in lines] == [
+        "INFO vllm: engine ready",
+        "WARNING a.library: careful",
+    ]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_warnings_go_to_the_file(tmp_path, recwarn):
+    warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        log_to_file(tmp_path / "w.log")
+        warnings.warn("old key", UserWarning, stacklevel=1)
+    assert "UserWarning: old key" in (tmp_path / "w.log").read_text()
+
+
+def test_calling_twice_writes_once(tmp_path):
+    for _ in range(2):
+        log_to_file(tmp_path / "w.log")
+    logging.getLogger("a.library").warning("once")
+    assert (tmp_path / "w.log").read_text().count("once") == 1
+
+
+def test_a_library_that_sets_itself_up_later_is_caught_by_a_second_call(tmp_path, capsys):
+    log_to_file(tmp_path / "w.log")
+    late = library_with_a_console_of_its_own("DeepSpeed")
+    log_to_file(tmp_path / "w.log")
+
+    late.info("partitioned")
+
+    assert (tmp_path / "w.log").read_text().count("partitioned") == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_another_path_moves_the_log(tmp_path):
+    library_with_a_console_of_its_own("vllm")
+    log_to_file(tmp_path / "a.log")
+    log_to_file(tmp_path / "b.log")
+    logging.getLogger("vllm").info("here")
+
+    assert (tmp_path / "a.log").read_text() == ""
+    assert (tmp_path / "b.log").read_text().count("here") == 1
+
+
+def test_it_works_in_a_process_of_its_own(tmp_path):
+    code = (
+        "import logging, sys, warnings\n"
+        "from raypo.metrics.logs import log_to_file\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        "log_to_file(sys.argv[1])\n"
+        "logging.getLogger('x').error('broken')\n"
+        "warnings.warn('odd')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "w.log")], capture_output=True, text=True
+    )
+    text = (tmp_path / "w.log").read_text()
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "ERROR x: broken" in text
+    assert "UserWarning: odd" in text

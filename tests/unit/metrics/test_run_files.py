@@ -1,0 +1,349 @@
+import json
+import math
+import threading
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from raypo.config import ConfigError
+from raypo.metrics.run_files import RunFiles
+
+
+@pytest.fixture(params=["local", "remote"])
+def storage(request, tmp_path):
+    """A storage path, and the folder of the run `r` where its files must end up."""
+    root = tmp_path / "storage"
+    root.mkdir()
+    return (str(root) if request.param == "local" else root.as_uri()), root / "r"
+
+
+def row(**changes):
+    return {
+        "prompt": "1+1=",
+        "response": "2",
+        "label": "2",
+        "prompt_ids": np.array([4, 5], np.int32),
+        "response_ids": np.array([6], np.int32),
+        "log_probs": np.array([-0.1], np.float32),
+        "ref_log_probs": np.array([-0.2], np.float32),
+        "score": 1.0,
+        "scores_by_source": {"function": 1.0},
+        "advantage_mean": 0.5,
+        "kl": 0.1,
+        "finish_reason": "stop",
+        "weight_version": 3,
+        "prompt_index": 7,
+        "sample_index": 0,
+        "group_index": 2,
+    } | changes
+
+
+def rollouts_of(path):
+    return pq.read_table(path).to_pylist(maps_as_pydicts="strict")
+
+
+def test_metrics_round_trip_to_the_last_bit_with_step_first(storage):
+    uri, folder = storage
+    files = RunFiles(uri, "r")
+    values = {"x": 0.1 + 0.2, "y": np.float64(1) / 3, "z": 5e-324, "n": np.int64(7)}
+
+    files.append_metrics(1, values)
+    files.append_metrics(2, {"x": 1.5})
+    files.sync()
+
+    assert files.metrics() == [{"step": 1} | values, {"step": 2, "x": 1.5}]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert lines[0].startswith('{"step": 1, "x": 0.30000000000000004,')
+    assert RunFiles(uri, "r").metrics() == files.metrics()
+
+
+def test_what_is_not_finite_is_null_on_disk_and_nan_when_read(storage):
+    uri, folder = storage
+    files = RunFiles(uri, "r")
+
+    files.append_metrics(1, {"nan": math.nan, "inf": math.inf, "x": 1.0})
+    files.sync()
+
+    line = (folder / "metrics.jsonl").read_text()
+    assert line == '{"step": 1, "nan": null, "inf": null, "x": 1.0}\n'
+    (read,) = files.metrics()
+    assert math.isnan(read["nan"])
+    assert math.isnan(read["inf"])
+
+
+def test_no_metrics_before_the_first_step(storage):
+    assert RunFiles(storage[0], "r").metrics() == []
+
+
+def test_another_process_goes_on_where_the_first_one_was_killed(storage):
+    uri, folder = storage
+    first = RunFiles(uri, "r")
+    first.append_metrics(1, {"x": 1.0})
+    first.sync()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "x"')  # killed while it wrote
+
+    second = RunFiles(uri, "r")
+    assert [r["step"] for r in second.metrics()] == [1]
+    second.append_metrics(2, {"x": 2.0})
+    second.sync()
+
+    assert (folder / "metrics.jsonl").read_text() == (
+        '{"step": 1, "x": 1.0}\n{"step": 2, "x": 2.0}\n'
+    )
+
+
+def test_truncate_drops_what_a_resumed_run_does_again(storage):
+    uri, folder = storage
+    first = RunFiles(uri, "r")
+    for step in (1, 2, 3):
+        first.append_metrics(step, {"x": step / 2})
+        first.write_rollouts(step, [row()])
+    first.sync()
+
+    second = RunFiles(uri, "r")
+    second.truncate(after_step=1)
+    second.append_metrics(2, {"x": 9.0})
+    second.sync()
+
+    assert RunFiles(uri, "r").metrics() == [{"step": 1, "x": 0.5}, {"step": 2, "x": 9.0}]
+    assert [p.name for p in (folder / "rollouts").iterdir()] == ["step_00001.parquet"]
+
+
+def test_truncate_of_a_run_that_has_nothing_does_nothing(storage):
+    RunFiles(storage[0], "r").truncate(after_step=0)
+
+
+def test_rollouts_have_the_columns_and_types_of_the_design(storage):
+    uri, folder = storage
+    files = RunFiles(uri, "r")
+
+    files.write_rollouts(12, [row()])
+    files.sync()
+
+    path = folder / "rollouts" / "step_00012.parquet"
+    assert {
+        f.name: str(f.type).replace(" ('scores_by_source')", "") for f in pq.read_schema(path)
+    } == {
+        "prompt": "string",
+        "response": "string",
+        "label": "string",
+        "prompt_ids": "list<element: int32>",
+        "response_ids": "list<element: int32>",
+        "log_probs": "list<element: float>",
+        "ref_log_probs": "list<element: float>",
+        "score": "double",
+        "scores_by_source": "map<string, double>",
+        "advantage_mean": "double",
+        "kl": "double",
+        "finish_reason": "string",
+        "weight_version": "int64",
+        "prompt_index": "int64",
+        "sample_index": "int64",
+        "group_index": "int64",
+    }
+    (read,) = rollouts_of(path)
+    assert read["prompt_ids"] == [4, 5]
+    assert read["log_probs"] == [np.float32(-0.1)]
+    assert read["scores_by_source"] == {"function": 1.0}
+    assert read["weight_version"] == 3
+
+
+def test_what_a_rollout_does_not_have_is_null_and_labels_that_are_no_text_are_json(tmp_path):
+    files = RunFiles(str(tmp_path), "r")
+    bare = {k: v for k, v in row().items() if k not in ("ref_log_probs", "kl", "label")}
+    labels = [{"answer": 2, "of": np.array([1, 2])}, ["a", "ü"], 2.5, "text", None]
+
+    rows = [bare, row(score=math.nan), *(row(label=label) for label in labels)]
+    files.write_rollouts(1, rows)
+
+    read = rollouts_of(tmp_path / "r" / "rollouts" / "step_00001.parquet")
+    assert (read[0]["ref_log_probs"], read[0]["kl"], read[0]["label"]) == (None, None, None)
+    assert read[1]["score"] is None
+    assert [r["label"] for r in read[2:]] == [
+        '{"answer": 2, "of": [1, 2]}',
+        '["a", "ü"]',
+        "2.5",
+        "text",
+        None,
+    ]
+
+
+def test_text_that_has_no_utf_8_is_written_with_a_replacement(tmp_path):
+    files = RunFiles(str(tmp_path), "r")
+    files.write_rollouts(1, [row(response="a\ud800b")])
+
+    (read,) = rollouts_of(tmp_path / "r" / "rollouts" / "step_00001.parquet")
+    assert read["response"] == "a?b"
+
+
+def test_a_row_with_other_columns_is_refused(tmp_path):
+    files = RunFiles(str(tmp_path), "r")
+    bad = row(reward=1.0)
+    del bad["response"]
+
+    with pytest.raises(
+        ValueError,
+        match=r"rollout row 1 has unknown columns \['reward'\], missing columns \['response'\]",
+    ):
+        files.write_rollouts(1, [row(), bad])
+
+
+def test_config_and_summary_round_trip(storage):
+    uri, folder = storage
+    files = RunFiles(uri, "r")
+    assert (files.config(), files.summary(), files.exists()) == (None, None, False)
+
+    files.write_config({"name": "r", "learner": {"policy_lr": 1e-6}, "data": ("a", "b")})
+    files.write_summary({"status": "finished", "kl/ref_mean": {"first": 0.0, "last": math.nan}})
+    files.sync()
+
+    other = RunFiles(uri, "r")
+    assert other.exists()
+    assert other.config() == {"name": "r", "learner": {"policy_lr": 1e-6}, "data": ["a", "b"]}
+    assert other.summary() == {"status": "finished", "kl/ref_mean": {"first": 0.0, "last": None}}
+    assert yaml.safe_load((folder / "config.yaml").read_text())["learner"]["policy_lr"] == 1e-6
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+
+
+def test_sync_copies_what_others_wrote_and_only_what_changed(tmp_path):
+    target = tmp_path / "r"
+    files = RunFiles(tmp_path.as_uri(), "r")
+    for folder, name in ((files.policy_dir, "model.safetensors"), (files.logs_dir, "worker.log")):
+        folder.mkdir()
+        (folder / name).write_text("one")
+    files.sync()
+    (target / "policy" / "model.safetensors").write_text("untouched")
+    (files.logs_dir / "worker.log").write_text("one, two")
+    (files.logs_dir / ".partial-1-x").write_text("being written")
+    files.sync()
+
+    assert (target / "policy" / "model.safetensors").read_text() == "untouched"
+    assert [p.name for p in (target / "logs").iterdir()] == ["worker.log"]
+    assert (target / "logs" / "worker.log").read_text() == "one, two"
+
+
+def test_a_remote_run_is_seen_by_others_only_after_a_sync(tmp_path):
+    files = RunFiles(tmp_path.as_uri(), "r")
+    files.append_metrics(1, {"x": 1.0})
+
+    assert RunFiles(tmp_path.as_uri(), "r").metrics() == []
+    files.sync()
+    assert RunFiles(tmp_path.as_uri(), "r").metrics() == [{"step": 1, "x": 1.0}]
+
+
+def test_a_reader_sees_what_the_writer_synced_since(tmp_path):
+    writer, reader = RunFiles(tmp_path.as_uri(), "r"), RunFiles(tmp_path.as_uri(), "r")
+    for step in (1, 2):
+        writer.append_metrics(step, {"x": 1.0})
+        writer.sync()
+        assert len(reader.metrics()) == step
+
+
+def test_the_stage_goes_with_its_owner(tmp_path):
+    files = RunFiles(tmp_path.as_uri(), "r")
+    stage = files.folder
+    assert stage.is_dir()
+    del files
+    assert not stage.exists()
+
+
+def test_an_unknown_storage_is_refused():
+    with pytest.raises(ConfigError, match=r"^storage_path \(nowhere://x\): this storage cannot"):
+        RunFiles("nowhere://x", "r")
+
+
+def test_remove_takes_a_run_away_and_a_missing_one_is_no_error(storage):
+    uri, folder = storage
+    files = RunFiles(uri, "r")
+    files.remove()
+    files.write_config({"name": "r"})
+    files.append_metrics(1, {"x": 1.0})
+    files.sync()
+    (folder / "checkpoint_000000").mkdir()  # Ray Train's
+    assert folder.exists()
+
+    files.remove()
+
+    assert not folder.exists()
+    assert not files.exists()
+    files.append_metrics(1, {"x": 2.0})
+    assert files.metrics() == [{"step": 1, "x": 2.0}]
+
+
+def test_remove_of_a_run_that_died_before_its_config_works(storage):
+    uri, folder = storage
+    (folder / "logs").mkdir(parents=True)
+
+    RunFiles(uri, "r").remove()
+
+    assert not folder.exists()
+
+
+def test_remove_refuses_a_folder_that_is_no_run(storage):
+    uri, folder = storage
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    (folder / "config.yaml").write_text("name: another")
+
+    with pytest.raises(ConfigError) as error:
+        RunFiles(uri, "r").remove()
+
+    location = RunFiles(uri, "r").location
+    assert str(error.value) == (
+        f"name (r): {location} is not the folder of such a run, it holds thesis.tex, so it is not "
+        "removed. Choose another name or storage_path, or remove the folder yourself."
+    )
+    assert (folder / "thesis.tex").exists()
+
+
+def test_a_second_driver_is_refused_and_the_lock_outlives_remove(tmp_path):
+    mine, other = RunFiles(str(tmp_path), "r"), RunFiles(str(tmp_path), "r")
+    mine.write_config({"name": "r"})
+    with mine.lock():
+        mine.remove()
+        with pytest.raises(ConfigError) as error, other.lock():
+            pass
+    assert str(error.value) == (
+        f"name (r): another process is running in {tmp_path / 'r'}. "
+        "Wait until it has ended, stop it, or choose another name."
+    )
+    with other.lock():
+        pass
+
+
+def test_runs_of_other_names_are_not_locked_and_a_uri_is_never(tmp_path):
+    with RunFiles(str(tmp_path), "a").lock(), RunFiles(str(tmp_path), "b").lock():
+        pass
+    uri = tmp_path.as_uri()
+    with RunFiles(uri, "a").lock(), RunFiles(uri, "a").lock():
+        pass
+
+
+def test_a_reader_never_sees_half_a_summary(tmp_path):
+    files = RunFiles(str(tmp_path), "r")
+    files.write_summary({"n": 0, "filler": "x" * 100_000})
+    done = threading.Event()
+
+    def write() -> None:
+        for number in range(50):
+            files.write_summary({"n": number, "filler": "x" * 100_000})
+        done.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    while not done.is_set():
+        summary = RunFiles(str(tmp_path), "r").summary()
+        assert summary is not None
+        assert len(summary["filler"]) == 100_000
+    thread.join()
+    assert [p.name for p in (tmp_path / "r").iterdir()] == ["summary.json"]
+
+
+def test_a_relative_path_is_the_drivers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = RunFiles("runs", "r")
+    monkeypatch.chdir("/")
+    assert files.folder == tmp_path / "runs" / "r"

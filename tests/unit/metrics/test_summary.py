@@ -1,0 +1,54 @@
+from raypo.metrics.summary import installed_versions, summarize
+
+ROWS = [
+    {"step": 1, "rollout/score_mean": 0.25, "kl/ref_response_mean": 0.0, "ppo/clip_fraction": 0.1},
+    {"step": 2, "rollout/score_mean": 0.5, "kl/ref_response_mean": 0.5, "eval/score_mean": 0.6},
+    {"step": 3, "rollout/score_mean": 0.75, "kl/ref_response_mean": 1.5},
+]
+
+
+def summary(rows, **changes):
+    fixed = {"status": "finished", "recipe": "ppo", "wall_s": 2.5, "versions": {"ray": "2.60.0"}}
+    return summarize(rows, **(fixed | changes))
+
+
+def test_summary_has_the_shape_that_readers_rely_on():
+    assert summary(ROWS, initial={"eval/score_mean": 0.125}) == {
+        "status": "finished",
+        "recipe": "ppo",
+        "steps": 3,
+        "wall_s": 2.5,
+        "eval/score_mean": {"first": 0.125, "last": 0.6},
+        "rollout/score_mean": {"first": 0.25, "last": 0.75},
+        "kl/ref_response_mean": {"first": 0.0, "last": 1.5},
+        "versions": {"ray": "2.60.0"},
+    }
+
+
+def test_first_evaluation_is_found_in_the_first_row_under_its_own_name():
+    rows = [ROWS[0] | {"eval/initial_score_mean": 0.31}, *ROWS[1:]]
+
+    assert summary(rows)["eval/score_mean"] == {"first": 0.31, "last": 0.6}
+    assert "eval/initial_score_mean" not in summary(rows)
+
+
+def test_a_run_without_steps_has_what_was_measured_before_it():
+    assert summary([], status="failed", initial={"eval/score_mean": 0.5}) == {
+        "status": "failed",
+        "recipe": "ppo",
+        "steps": 0,
+        "wall_s": 2.5,
+        "eval/score_mean": {"first": 0.5, "last": 0.5},
+        "versions": {"ray": "2.60.0"},
+    }
+
+
+def test_metrics_that_a_run_does_not_have_are_left_out():
+    assert "eval/score_mean" not in summary([ROWS[0]])
+
+
+def test_versions_of_what_is_installed_and_of_nothing_else():
+    versions = installed_versions()
+
+    assert {"python", "ray", "torch"} <= versions.keys()
+    assert all(versions.values())
