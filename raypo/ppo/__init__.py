@@ -1,5 +1,6 @@
 """The mathematics of PPO and its family: torch in, torch out, every formula in one place.
 
-`masked` sums over kept tokens, `kl` measures divergence, `advantages` goes from scores to
-advantages, `surrogates` and `losses` from advantages to one number.
+In the order of a step: `sampling` (which groups teach something), `shaping` (from raw to trained
+scores), `kl`, `advantages`, `corrections` (engine against learner), `surrogates` and `losses`;
+`masked` is what they all sum with.
 """

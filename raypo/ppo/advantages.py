@@ -7,6 +7,8 @@ credit flows from one to the next undiminished by what stands between them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ GROUP_KINDS = ("rloo", "reinforce_baseline", "grpo", "dr_grpo")
 GROUP_STD_EPS = 1e-6
 SCAN_CHUNK = 32
 """Tokens that one product with a triangular matrix sums up; a matter of speed alone."""
+BLOCK_ELEMENTS = 2**18
+"""Tokens that are worked on together on a CPU; a matter of speed alone."""
 
 
 def last_token(mask: Tensor) -> Tensor:
@@ -70,6 +74,30 @@ def token_rewards(
     return rewards
 
 
+def penalized_scores(
+    scores: Tensor,  # [B]
+    kl: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    kl_coef: float,
+) -> Tensor:
+    """Scores less the KL penalty of the whole response: what `rloo` compares within a group.
+
+    Args:
+        kl: nats a token.
+
+    Returns:
+        scores: [B]; a response without a sampled token keeps its score.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Paper: Ahmadian et al. 2024, arXiv:2402.14740, section 2.
+    """
+    check_same_shape(kl=kl, mask=mask)
+    return scores if kl_coef == 0.0 else scores - kl_coef * keep(kl, mask).sum(1)
+
+
 def generalized_advantages(
     rewards: Tensor,  # [B, T]
     values: Tensor,  # [B, T], value of the state before the token is chosen
@@ -103,21 +131,23 @@ def generalized_advantages(
             f"last_values {tuple(last_values.shape)} must have one entry for each row of "
             f"mask {tuple(mask.shape)}."
         )
-    dtype = torch.promote_types(rewards.dtype, torch.float32)
-    mask = mask.bool()
-    with torch.no_grad():
+    last = values.new_zeros(mask.shape[0]) if last_values is None else last_values
+
+    def estimate(rewards: Tensor, values: Tensor, mask: Tensor, last: Tensor) -> list[Tensor]:
         places = _sampled_places(mask)
-        reward = _compact(keep(rewards, mask).double(), places)  # [B, T]
-        value = _compact(keep(values, mask).double(), places)  # [B, T]
-        next_value = torch.nn.functional.pad(value[:, 1:], (0, 1))  # [B, T]
-        if last_values is not None:
-            num_tokens = mask.sum(1, keepdim=True)  # [B, 1]
-            last = keep(last_values.unsqueeze(1).double(), num_tokens > 0)
-            next_value.scatter_add_(1, (num_tokens - 1).clamp(min=0), last)
-        delta = reward.add_(next_value, alpha=gamma).sub_(value)
+        reward = _compact(keep(rewards, mask).double(), places)
+        value = _compact(keep(values, mask).double(), places)
+        next_value = torch.nn.functional.pad(value[:, 1:], (0, 1))
+        num_tokens = mask.sum(1, keepdim=True)
+        last_value = keep(last.unsqueeze(1).double(), num_tokens > 0)
+        next_value.scatter_add_(1, (num_tokens - 1).clamp(min=0), last_value)
+        delta = reward + gamma * next_value - value
         advantages = _spread(_discounted_suffix_sums(delta, gamma * gae_lambda), places)
-        returns = keep(advantages + values, mask).to(dtype)
-        return keep(advantages, mask).to(dtype), returns
+        return [keep(advantages, mask), keep(advantages + values, mask)]
+
+    with torch.no_grad():
+        advantages, returns = _in_blocks(estimate, rewards, values, mask.bool(), last)
+    return advantages, returns
 
 
 def discounted_returns(
@@ -136,15 +166,18 @@ def discounted_returns(
     Raises:
         ValueError: the shapes differ.
 
-    Paper: Hu et al. 2025, arXiv:2501.03262, eq. 4; Williams 1992 (REINFORCE).
+    Paper: Hu et al. 2025, arXiv:2501.03262; Williams 1992 (REINFORCE).
     """
     check_same_shape(rewards=rewards, mask=mask)
-    mask = mask.bool()
-    with torch.no_grad():
+
+    def estimate(rewards: Tensor, mask: Tensor) -> list[Tensor]:
         places = _sampled_places(mask)
-        kept = keep(rewards, mask)
-        returns = _discounted_suffix_sums(_compact(kept.double(), places), gamma)
-        return keep(_spread(returns, places), mask).to(kept.dtype)
+        reward = _compact(keep(rewards, mask).double(), places)
+        return [keep(_spread(_discounted_suffix_sums(reward, gamma), places), mask)]
+
+    with torch.no_grad():
+        (returns,) = _in_blocks(estimate, rewards, mask.bool())
+    return returns
 
 
 def group_baseline(
@@ -168,7 +201,7 @@ def group_baseline(
     Raises:
         ValueError: `kind` is unknown, the shapes differ, or n is 1.
 
-    Paper: Ahmadian et al. 2024, arXiv:2402.14740, eq. 8 (rloo); Hu et al. 2025, arXiv:2501.03262
+    Paper: Ahmadian et al. 2024, arXiv:2402.14740, section 2 (rloo); Hu et al. 2025, arXiv:2501.03262
         (reinforce_baseline); Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (grpo); Liu et al.
         2025, arXiv:2503.20783, section 3.2 (dr_grpo).
     """
@@ -193,6 +226,16 @@ def group_baseline(
     lowest = exact.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
     highest = exact.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
     return keep(centred, valid & (highest > lowest)).to(kept.dtype)
+
+
+def _in_blocks(function: Callable[..., list[Tensor]], *tensors: Tensor) -> list[Tensor]:
+    """`function` of the rows of `tensors`; on a CPU in blocks whose intermediates fit caches."""
+    rows, width = tensors[0].shape
+    size = max(BLOCK_ELEMENTS // max(width, 1), 1) if tensors[0].device.type == "cpu" else rows
+    blocks = zip(*(tensor.split(max(size, 1)) for tensor in tensors), strict=True)
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    parts = [[part.to(dtype) for part in function(*block)] for block in blocks]
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
 def _sampled_places(mask: Tensor) -> Tensor | None:

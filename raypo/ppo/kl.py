@@ -5,12 +5,18 @@ B responses, T response tokens. Every mask: True = keep.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from raypo.ppo.masked import check_choice, check_same_shape, keep
 
 KL_KINDS = ("k1", "k2", "k3")
+KL_LOSS_KINDS = ("k2", "k3", "k3_st")
+MAX_RELATIVE_ERROR = 0.2
+"""How far off its target the adaptive controller takes a KL to be, at most."""
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this many nats on either side before exp."""
 MIN_LOG_PROB = -1e5
@@ -66,3 +72,134 @@ def kl_estimate(
         return 0.5 * ratio.square()
     ratio = ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-ratio) + ratio
+
+
+def kl_loss_terms(
+    log_probs: Tensor,  # [B, T], with gradient
+    ref_log_probs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    kind: str,
+) -> Tensor:
+    """Per-token KL terms to aggregate and add to the loss; only `log_probs` gets a gradient.
+
+    k2 has the gradient of KL(policy || reference), k3 is the estimator that GRPO published with the
+    gradient that it happens to have, k3_st has k3's value and k2's gradient.
+
+    Returns:
+        kl: [B, T] in nats, 0 where masked.
+
+    Raises:
+        ValueError: `kind` is k1 or unknown, or the shapes differ.
+
+    Paper: Liu et al. 2025, arXiv:2510.01555 (k2 as a loss); Shao et al. 2024, arXiv:2402.03300,
+        eq. 4 (k3 as a loss).
+    """
+    if kind == "k1":
+        raise ValueError(
+            "kind ('k1') cannot be a loss term: its gradient is 0 in expectation, so it pulls "
+            "nowhere. Use 'k2' or 'k3', or place the penalty in the reward."
+        )
+    check_choice("kind", kind, KL_LOSS_KINDS)
+    reference = ref_log_probs.detach()
+    if kind != "k3_st":
+        return kl_estimate(log_probs, reference, kind=kind, mask=mask)
+    gradient = kl_estimate(log_probs, reference, kind="k2", mask=mask)
+    value = kl_estimate(log_probs, reference, kind="k3", mask=mask).detach()
+    return value + (gradient - gradient.detach())
+
+
+def kl_statistics(
+    log_probs: Tensor,  # [B, T]
+    ref_log_probs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    kind: str = "k1",
+) -> dict[str, Tensor]:
+    """What to log of the divergence, as sums that add over micro-batches and workers.
+
+    Returns:
+        stats: detached float64 scalars: `kl` (nats), `tokens`, `responses` (with a sampled token),
+            `clamped` (tokens with a log-ratio outside +-`MAX_LOG_RATIO`). `kl / tokens` is in nats
+            a token, `kl / responses` in nats a response: the one that `KLController` takes.
+
+    Raises:
+        ValueError: `kind` is unknown or the shapes differ.
+    """
+    with torch.no_grad():
+        ratio = log_ratio(log_probs, ref_log_probs, mask)
+        return {
+            "kl": kl_estimate(log_probs, ref_log_probs, kind=kind, mask=mask).double().sum(),
+            "tokens": mask.sum().double(),
+            "responses": mask.any(1).sum().double(),
+            "clamped": (ratio.abs() > MAX_LOG_RATIO).sum().double(),
+        }
+
+
+@dataclass(frozen=True)
+class KLController:
+    """The KL coefficient over a run: fixed, or steered towards a target KL.
+
+    Example: coef 0.1, target 6, horizon 1000; a step of 100 responses at 9 nats a response gives
+    0.1 * (1 + clip(9 / 6 - 1, -0.2, 0.2) * 100 / 1000) = 0.102.
+
+    Raises:
+        ValueError: target and horizon are not both set or both None, or a number is out of range.
+
+    Paper: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+
+    coef: float
+    """Weight of the penalty, in score per nat."""
+    target: float | None = None
+    """Nats a response that the coefficient steers to; None: fixed."""
+    horizon: float | None = None
+    """Responses over which a full correction is spread; None: fixed."""
+
+    def __post_init__(self) -> None:
+        if self.coef < 0.0:
+            raise ValueError(f"coef ({self.coef}) must not be negative.")
+        if (self.target is None) != (self.horizon is None):
+            raise ValueError(
+                f"target ({self.target}) and horizon ({self.horizon}) belong together: set both "
+                "for an adaptive coefficient, neither for a fixed one."
+            )
+        if self.target is not None and self.horizon is not None:
+            if self.target <= 0.0 or self.horizon <= 0.0:
+                raise ValueError(
+                    f"target ({self.target}) and horizon ({self.horizon}) must be positive."
+                )
+            if self.coef == 0.0:
+                raise ValueError("coef (0.0) would stay 0: an adaptive one starts above 0.")
+
+    def updated(self, kl: float, num_responses: int) -> KLController:
+        """The controller for the next step.
+
+        Args:
+            kl: mean over all responses of the step of their summed KL, in nats a response. NaN
+                changes nothing: it says nothing of where to steer.
+            num_responses: responses of the step, over all workers.
+
+        Raises:
+            ValueError: the step is so large against the horizon that the coefficient could turn
+                negative.
+        """
+        if self.target is None or self.horizon is None or math.isnan(kl):
+            return self
+        reach = MAX_RELATIVE_ERROR * num_responses / self.horizon
+        if reach >= 1.0:
+            raise ValueError(
+                f"horizon ({self.horizon}) must be above {MAX_RELATIVE_ERROR} * the responses of a "
+                f"step ({num_responses}), or the coefficient could turn negative. "
+                f"Set it to {num_responses} or more."
+            )
+        error = min(max(kl / self.target - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        return replace(self, coef=self.coef * (1.0 + error * num_responses / self.horizon))
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"coef": self.coef}
+
+    def restored(self, state: dict[str, float]) -> KLController:
+        """This controller as `state` left it; a fixed coefficient stays the config's."""
+        return self if self.target is None else replace(self, coef=state["coef"])

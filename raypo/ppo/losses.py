@@ -248,5 +248,5 @@ def entropy_from_logits(
         entropy: [B, T] float32 in nats; a token that cannot be sampled (-inf) adds nothing.
     """
     log_probs = torch.log_softmax(logits.float(), dim=-1)
-    probs = log_probs.exp()
-    return -(probs * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)
+    surprise = -log_probs.masked_fill(log_probs == -torch.inf, 0.0)
+    return (log_probs.exp() * surprise).sum(-1)

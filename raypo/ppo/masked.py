@@ -130,7 +130,7 @@ def masked_whiten(
     Raises:
         ValueError: the shapes differ.
 
-    Paper: Hu et al. 2025, arXiv:2501.03262, section 3 (normalisation over the global batch).
+    Paper: Hu et al. 2025, arXiv:2501.03262 (normalisation over the global batch).
     """
     check_same_shape(x=x, mask=mask)
     mean, variance = mean_and_variance(masked_moments(x, mask) if moments is None else moments)

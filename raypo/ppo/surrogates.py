@@ -14,6 +14,9 @@ from torch import Tensor
 
 from raypo.ppo.kl import MAX_LOG_RATIO, MIN_LOG_PROB
 
+SAPO_TEMPERATURES = (1.0, 1.05)
+"""Of the soft gate, as published: for positive advantages, and for all others."""
+
 
 @dataclass(frozen=True)
 class TokenLoss:
@@ -64,7 +67,7 @@ def ppo(
         ValueError: a bound is out of range.
 
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; Yu et al. 2025, arXiv:2503.14476, eq. 8
-        (clip-higher); Ye et al. 2020, arXiv:1912.09729, eq. 5 (dual clip).
+        (clip-higher); Ye et al. 2020, arXiv:1912.09729 (dual-clip PPO).
     """
     return _clipped(
         clamped_exp(log_ratio),
@@ -123,8 +126,7 @@ def cispo(
     Paper: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
     """
     _check_bounds(clip_low, clip_high, dual_clip)
-    if dual_clip is not None:
-        raise ValueError(f"dual_clip ({dual_clip}) has no place in 'cispo'; set it to null.")
+    _refuse_dual_clip("cispo", dual_clip)
     ratio = clamped_exp(log_ratio.detach())
     weight = ratio.clamp(max=1.0 + clip_high)
     # -inf would give a loss of 0 * inf; at the floor the gradient is 0.
@@ -132,7 +134,36 @@ def cispo(
     return TokenLoss(loss, ratio, ratio > weight, torch.zeros_like(ratio, dtype=torch.bool))
 
 
-_SURROGATES: dict[str, Surrogate] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
+def sapo(
+    *,
+    log_probs: Tensor,  # [B, T]
+    log_ratio: Tensor,  # [B, T]
+    advantages: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLoss:
+    """-A * 4 / tau * sigmoid(tau * (ratio - 1)): the gradient fades where `ppo` would cut it.
+
+    At ratio 1 value and slope are those of `ppo` but for a constant. tau is larger for negative
+    advantages. The clip bounds are not used.
+
+    Raises:
+        ValueError: `dual_clip` is set.
+
+    Paper: Gao et al. 2025, arXiv:2511.20347 (soft gate and asymmetric temperatures).
+    """
+    _refuse_dual_clip("sapo", dual_clip)
+    ratio = clamped_exp(log_ratio)
+    up, down = SAPO_TEMPERATURES
+    tau = torch.where(advantages > 0, up, down).to(ratio.dtype)
+    loss = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
+    never = torch.zeros_like(ratio, dtype=torch.bool)
+    return TokenLoss(loss, ratio, never, never)
+
+
+_SURROGATES: dict[str, Surrogate] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "sapo": sapo}
 POLICY_KINDS = tuple(_SURROGATES)
 
 
@@ -169,3 +200,11 @@ def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None) ->
         )
     if dual_clip is not None and dual_clip <= 1.0:
         raise ValueError(f"dual_clip ({dual_clip}) must be above 1; None switches it off.")
+
+
+def _refuse_dual_clip(kind: str, dual_clip: float | None) -> None:
+    if dual_clip is not None:
+        raise ValueError(
+            f"dual_clip ({dual_clip}) has no place in {kind!r}, which bounds the loss of negative "
+            "advantages in its own way. Set it to null."
+        )

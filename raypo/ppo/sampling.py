@@ -1,0 +1,90 @@
+"""Rules about groups of samples: which ones teach something, and pass@k.
+
+P prompts, n samples a prompt. Every mask: True = keep.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raypo.ppo.masked import check_same_shape, keep
+
+
+def filter_groups(
+    scores: Tensor,  # [P, n]
+    *,
+    valid: Tensor | None = None,  # [P, n] bool
+    min_std: float = 1e-6,
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    """Which groups have something to learn from: their scores differ, and are in range on average.
+
+    Args:
+        valid: False leaves a sample out (it failed, or has no sampled token).
+        min_std: the population standard deviation of a kept group is above this.
+        low: the mean of a kept group is above this; None: no bound.
+        high: the mean of a kept group is below this; None: no bound.
+
+    Returns:
+        kept: [P] bool; False for a group with fewer than two valid samples.
+
+    Raises:
+        ValueError: the shapes differ, or `low` is not below `high`.
+
+    Paper: Yu et al. 2025, arXiv:2503.14476, eq. 11 (dynamic sampling).
+    """
+    if low is not None and high is not None and low >= high:
+        raise ValueError(f"low ({low}) must be below high ({high}); no mean lies between them.")
+    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
+    check_same_shape(scores=scores, valid=valid)
+    exact = keep(scores, valid).double()
+    count = valid.sum(1).clamp(min=1)  # [P]
+    mean = exact.sum(1) / count
+    spread = keep(exact - mean.unsqueeze(1), valid)
+    std = (spread.square().sum(1) / count).sqrt()
+    # By comparison, not by rounding: equal scores may have a tiny deviation from their mean.
+    differ = exact.masked_fill(~valid, torch.inf).amin(1) < exact.masked_fill(
+        ~valid, -torch.inf
+    ).amax(1)
+    kept = differ & (std > min_std)
+    if low is not None:
+        kept = kept & (mean > low)
+    if high is not None:
+        kept = kept & (mean < high)
+    return kept
+
+
+def pass_at_k(
+    num_correct: Tensor,  # [P] int
+    num_samples: Tensor,  # [P] int
+    *,
+    k: int,
+) -> Tensor:
+    """Probability that at least one of k samples is correct: 1 - C(n - c, k) / C(n, k).
+
+    Returns:
+        pass_at_k: [P] float64, unbiased for each prompt; the mean of a data source is its pass@k.
+
+    Raises:
+        ValueError: not 1 <= k <= num_samples, or not 0 <= num_correct <= num_samples.
+
+    Paper: Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    """
+    check_same_shape(num_correct=num_correct, num_samples=num_samples)
+    if num_samples.numel() == 0:
+        return torch.zeros(num_samples.shape, dtype=torch.float64)
+    least = int(num_samples.min())
+    if not 1 <= k <= least:
+        raise ValueError(
+            f"k ({k}) must lie between 1 and the samples a prompt ({least}). "
+            "Draw more samples or lower k."
+        )
+    if bool(((num_correct < 0) | (num_correct > num_samples)).any()):
+        raise ValueError("num_correct must lie between 0 and num_samples.")
+    # C(n - c, k) / C(n, k) = product over i < k of (n - c - i) / (n - i): no huge numbers.
+    steps = torch.arange(k, device=num_samples.device)
+    total = num_samples.unsqueeze(1) - steps  # [P, k]
+    wrong = (total - num_correct.unsqueeze(1)).clamp(min=0)  # [P, k]
+    return 1.0 - (wrong.double() / total.double()).prod(1)
