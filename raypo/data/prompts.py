@@ -1,0 +1,209 @@
+"""From prompt files to tokenised prompts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raypo.config import ConfigError, DataSection
+from raypo.data.rows import Row, check_data_set, is_data_set_id, read_rows
+from raypo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PEEK_ROWS = 1000
+"""Rows of each file that `peek` looks at."""
+
+_CHUNK = 1024  # prompts that a tokenizer gets at once
+
+
+@dataclass(frozen=True)
+class LoadedPrompts:
+    """Tokenised prompts in the order of the files."""
+
+    prompts: list[Prompt]
+    num_skipped: int
+    """Prompts left out because they are longer than data.max_prompt_tokens."""
+
+
+def peek(
+    paths: Sequence[str],
+    prompt_key: str,
+    label_key: str | None = None,
+    *,
+    key: str = "data.prompts",
+) -> None:
+    """Check prompt files without a tokenizer or any heavy import, by their first rows.
+
+    Args:
+        key: The config key that the paths come from, for messages.
+
+    Raises:
+        ConfigError: a file is missing, empty, unreadable or of an unknown kind, or a row lacks
+            the prompt or the label, or the prompt is neither text nor chat messages.
+    """
+    for source in paths:
+        if is_data_set_id(source):
+            check_data_set(source, key=key)
+            continue
+        rows = read_rows(source, key=key)
+        for row in _with_keys(islice(rows, PEEK_ROWS), source, prompt_key, label_key):
+            _check_prompt(row, prompt_key)
+
+
+def load_prompts(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, key: str = "data.prompts"
+) -> LoadedPrompts:
+    """Read and tokenise prompts.
+
+    Text is tokenised with the special tokens that the tokenizer adds by default; chat messages go
+    through its chat template, which writes the special tokens itself. `Prompt.index` is the row
+    over all files in their order, skipped rows counted.
+
+    Args:
+        key: The config key that the paths come from, for messages; evaluation has its own.
+
+    Raises:
+        ConfigError: what `peek` refuses, a prompt without tokens, one that is too long where
+            `data.too_long` is `error`, or nothing left.
+    """
+    prompts: list[Prompt] = []
+    lengths_skipped: list[int] = []
+    index = 0
+    rows = _rows_of_all(section, key)
+    while chunk := list(islice(rows, _CHUNK)):
+        texts = [_text(row, section.prompt_key, tokenizer) for row in chunk]
+        for row, text, ids in zip(
+            chunk, texts, _tokenised(chunk, texts, section, tokenizer), strict=True
+        ):
+            if _is_allowed(row, len(ids), section):
+                label = row.values[section.label_key] if section.label_key else None
+                prompts.append(Prompt(index, text, np.asarray(ids, np.int32), label))
+            else:
+                lengths_skipped.append(len(ids))
+            index += 1
+    if not prompts:
+        raise ConfigError(
+            f"data.max_prompt_tokens ({section.max_prompt_tokens}): all {len(lengths_skipped)} "
+            f"prompts of {key} are longer. Set data.max_prompt_tokens to at least "
+            f"{min(lengths_skipped)}, the length of the shortest."
+        )
+    return LoadedPrompts(prompts, len(lengths_skipped))
+
+
+def _rows_of_all(section: DataSection, key: str) -> Iterator[Row]:
+    for source in section.prompts:
+        rows = read_rows(source, key=key)
+        for row in _with_keys(rows, source, section.prompt_key, section.label_key):
+            _check_prompt(row, section.prompt_key)
+            yield row
+
+
+def _with_keys(
+    rows: Iterator[Row], source: str, prompt_key: str, label_key: str | None
+) -> Iterator[Row]:
+    """The rows, each with its prompt and label; a key that the first row lacks is the config's."""
+    wanted = {"data.prompt_key": prompt_key} | ({"data.label_key": label_key} if label_key else {})
+    for number, row in enumerate(rows):
+        for config_key, name in wanted.items():
+            if name in row.values:
+                continue
+            columns = ", ".join(row.values) or "none"
+            if number:
+                raise ConfigError(
+                    f"{config_key} ({name}): {row.where} has no such key, it has {columns}. "
+                    "Correct the row or remove it."
+                )
+            near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)
+            raise ConfigError(
+                f"{config_key} ({name}): {source} has no such column, it has {columns}. "
+                f"Set {config_key} to {near[0] if near else 'one of them'}."
+            )
+        yield row
+
+
+def _check_prompt(row: Row, prompt_key: str) -> None:
+    value = row.values[prompt_key]
+    if isinstance(value, str) or _is_chat(value):
+        return
+    raise ConfigError(
+        f"data.prompt_key ({prompt_key}): {row.where} has {_short(value)} there. A prompt is a "
+        "text, or a list of chat messages with role and content. Correct the row or remove it."
+    )
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    )
+
+
+def _text(row: Row, prompt_key: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What is tokenised: the text itself, or the chat messages through the template."""
+    value = row.values[prompt_key]
+    if isinstance(value, str):
+        return value
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"data.prompt_key ({prompt_key}): {row.where} has chat messages, and the policy's "
+            "tokenizer has no chat template. Use a chat model, or prompts that are text."
+        )
+    try:
+        text = tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates raise what they like
+        raise ConfigError(
+            f"data.prompt_key ({prompt_key}): the tokenizer's chat template refuses {row.where}: "
+            f"{error}. Correct the messages."
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def _tokenised(
+    rows: Sequence[Row],
+    texts: Sequence[str],
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[list[int]]:
+    """Token ids by row; in a mixed chunk text and chat are tokenised apart."""
+    ids: list[list[int]] = [[] for _ in rows]
+    is_text = [isinstance(row.values[section.prompt_key], str) for row in rows]
+    for plain in (True, False):
+        places = [i for i, text in enumerate(is_text) if text == plain]
+        if places:
+            batch = [texts[i] for i in places]
+            encoded = tokenizer(batch, add_special_tokens=plain, verbose=False)["input_ids"]
+            for i, tokens in zip(places, encoded, strict=True):  # pyright: ignore[reportArgumentType]
+                ids[i] = tokens  # pyright: ignore[reportArgumentType]
+    return ids
+
+
+def _is_allowed(row: Row, num_tokens: int, section: DataSection) -> bool:
+    """Whether the prompt is kept; what must not be at all is an error."""
+    if num_tokens == 0:
+        raise ConfigError(
+            f"data.prompt_key ({section.prompt_key}): {row.where} has a prompt without tokens. "
+            "Write a prompt there or remove the row."
+        )
+    if num_tokens <= section.max_prompt_tokens:
+        return True
+    if section.too_long == "error":
+        raise ConfigError(
+            f"data.max_prompt_tokens ({section.max_prompt_tokens}): the prompt of {row.where} has "
+            f"{num_tokens} tokens. Set data.max_prompt_tokens to at least {num_tokens}, shorten "
+            "the prompt, or set data.too_long to skip."
+        )
+    return False
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

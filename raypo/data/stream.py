@@ -1,0 +1,57 @@
+"""Which prompts come when: endless seeded draws that resume at any position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raypo.types import Prompt
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One prompt drawn; its samples are a group."""
+
+    group_index: int
+    """Which draw of the run, from 0."""
+    prompt: Prompt
+
+
+class PromptStream:
+    """Draws prompts without end: each epoch is a permutation of its own from seed and epoch.
+
+    The draws depend on the prompts, the seed and the position only, never on how many are taken
+    at once. Example: 3 prompts, `take(2)` then `take(2)`: the second crosses into epoch 1.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
+        if not prompts:
+            raise ValueError("a prompt stream needs at least one prompt, it got none.")
+        self._prompts = prompts
+        self._seed = seed
+        self._position = 0
+        self._epoch = -1  # of the permutation at hand
+        self._order: np.ndarray = np.empty(0, np.int64)  # [prompts] int64
+
+    def take(self, count: int) -> list[Draw]:
+        """The next draws, over as many epochs as it needs."""
+        draws = [self._at(position) for position in range(self._position, self._position + count)]
+        self._position += count
+        return draws
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: draws taken since the start of the run."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on at a position."""
+        self._position = int(state["position"])
+
+    def _at(self, position: int) -> Draw:
+        epoch, offset = divmod(position, len(self._prompts))
+        if epoch != self._epoch:
+            generator = np.random.default_rng([self._seed, epoch])
+            self._epoch, self._order = epoch, generator.permutation(len(self._prompts))
+        return Draw(position, self._prompts[self._order[offset]])
