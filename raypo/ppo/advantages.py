@@ -201,9 +201,9 @@ def group_baseline(
     Raises:
         ValueError: `kind` is unknown, the shapes differ, or n is 1.
 
-    Paper: Ahmadian et al. 2024, arXiv:2402.14740, section 2 (rloo); Hu et al. 2025, arXiv:2501.03262
-        (reinforce_baseline); Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (grpo); Liu et al.
-        2025, arXiv:2503.20783, section 3.2 (dr_grpo).
+    Paper: Ahmadian et al. 2024, arXiv:2402.14740, section 2 (rloo); Hu et al. 2025,
+        arXiv:2501.03262 (reinforce_baseline); Shao et al. 2024, arXiv:2402.03300, section 4.1.2
+        (grpo); Liu et al. 2025, arXiv:2503.20783, section 3.2 (dr_grpo).
     """
     check_choice("kind", kind, GROUP_KINDS)
     if scores.shape[1] < 2:

@@ -245,8 +245,10 @@ def entropy_from_logits(
     """Entropy of the distribution that tokens were sampled from.
 
     Returns:
-        entropy: [B, T] float32 in nats; a token that cannot be sampled (-inf) adds nothing.
+        entropy: [B, T] in nats, of at least float32; a token that cannot be sampled (-inf) adds
+            nothing.
     """
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_probs = torch.log_softmax(logits, dim=-1, dtype=dtype)
     surprise = -log_probs.masked_fill(log_probs == -torch.inf, 0.0)
     return (log_probs.exp() * surprise).sum(-1)

@@ -1,0 +1,114 @@
+"""Random optimizer steps and how to cut them, for the tests of raypo.ppo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+few = settings(max_examples=10, deadline=None, derandomize=True)
+"""Enough examples to find a slip, few enough for a second."""
+fewer = settings(few, max_examples=4)
+"""For a test that runs once a loss."""
+seeds = st.integers(0, 10_000)
+NAN = float("nan")
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the two losses take, for the responses of one optimizer step; all [B, T]."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
+    mask: Tensor
+
+    def of(self, rows: Tensor | slice) -> Step:
+        """Some of the responses."""
+        return Step(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def padded(self, columns: int, rubbish: float) -> Step:
+        """The same responses, `columns` wider, `rubbish` wherever the mask is False."""
+        wide = {
+            f.name: torch.nn.functional.pad(getattr(self, f.name), (0, columns))
+            for f in fields(self)
+        }
+        hidden = ~wide["mask"]
+        return Step(
+            **{k: v if k == "mask" else v.masked_fill(hidden, rubbish) for k, v in wide.items()}
+        )
+
+    def policy(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The positional arguments of `policy_loss`."""
+        return self.log_probs, self.old_log_probs, self.advantages, self.mask
+
+    def critic(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The positional arguments of `value_loss`."""
+        return self.values, self.old_values, self.returns, self.mask
+
+
+def random_mask(rows: int, width: int, generator: torch.Generator) -> Tensor:
+    """[B, T] bool: padded right, with gaps as of an environment; row 1 has no sampled token."""
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
+    mask = torch.arange(width) < lengths
+    mask &= torch.rand(rows, width, generator=generator) < 0.8
+    mask[0, 0] = True
+    if rows > 1:
+        mask[1] = False
+    return mask
+
+
+def random_step(seed: int, *, rows: int = 6, width: int = 7) -> Step:
+    """A step whose ratios lie on both sides of the usual clips; float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal() -> Tensor:
+        return torch.randn(rows, width, generator=generator, dtype=torch.float64)
+
+    old, values = -normal().abs() - 0.1, normal()
+    return Step(
+        log_probs=(old + 0.3 * normal()).requires_grad_(),
+        old_log_probs=old,
+        advantages=normal(),
+        weights=normal().abs(),
+        values=(values + 0.3 * normal()).requires_grad_(),
+        old_values=values,
+        returns=values + normal(),
+        mask=random_mask(rows, width, generator),
+    )
+
+
+def add(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Statistics summed over parts, as the learner sums them."""
+    return {name: sum((part[name] for part in parts), torch.zeros(())) for name in parts[0]}
+
+
+def plain_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    last_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GAE as one writes it first: a loop over time, in float64."""
+    rewards, values = rewards.double(), values.double()
+    advantages = torch.zeros_like(rewards)
+    next_advantage = torch.zeros_like(rewards[:, 0])
+    next_value = torch.zeros_like(next_advantage) if last_values is None else last_values.double()
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * gae_lambda * next_advantage
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+    return advantages, torch.where(mask, advantages + values, 0.0)

@@ -1,0 +1,239 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypo.ppo import advantages as module
+from raypo.ppo.advantages import (
+    GROUP_KINDS,
+    discounted_returns,
+    generalized_advantages,
+    group_baseline,
+    penalized_scores,
+    token_rewards,
+)
+from tests.unit.ppo.steps import INF, NAN, few, plain_advantages, random_mask, seeds
+
+
+def test_score_stands_on_the_last_sampled_token_and_kl_on_every_one():
+    scores = torch.tensor([2.0, 3.0])
+    kl = torch.tensor([[0.1, 0.2, NAN], [0.4, INF, 0.6]])
+    mask = torch.tensor([[True, True, False], [True, False, True]])
+
+    rewards = token_rewards(scores, kl, mask, kl_coef=0.5)
+
+    # -0.5 * 0.1, 2 - 0.5 * 0.2 | -0.5 * 0.4, gap, 3 - 0.5 * 0.6
+    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 1.9, 0.0], [-0.2, 0.0, 2.7]]))
+
+
+def test_score_is_not_lost_behind_text_that_an_environment_wrote_last():
+    mask = torch.tensor([[True, True, False, False]])
+
+    rewards = token_rewards(torch.tensor([5.0]), torch.zeros(1, 4), mask, kl_coef=0.1)
+
+    assert rewards.tolist() == [[0.0, 5.0, 0.0, 0.0]]
+
+
+def test_row_without_a_sampled_token_has_no_reward():
+    mask = torch.zeros(1, 3, dtype=torch.bool)
+
+    rewards = token_rewards(torch.tensor([NAN]), torch.full((1, 3), INF), mask, kl_coef=0.1)
+
+    assert rewards.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_rewards_of_an_environment_add_at_their_own_positions():
+    mask = torch.tensor([[True, False, True]])
+    extra = torch.tensor([[0.5, NAN, 0.25]])
+
+    rewards = token_rewards(torch.tensor([1.0]), None, mask, kl_coef=0.1, extra_rewards=extra)
+
+    assert rewards.tolist() == [[0.5, 0.0, 1.25]]
+
+
+def test_penalized_score_carries_the_kl_of_the_whole_response():
+    kl = torch.tensor([[0.1, 0.3, NAN]])
+    mask = torch.tensor([[True, True, False]])
+
+    # 2 - 0.5 * (0.1 + 0.3)
+    torch.testing.assert_close(
+        penalized_scores(torch.tensor([2.0]), kl, mask, kl_coef=0.5), torch.tensor([1.8])
+    )
+
+
+def test_undiscounted_return_is_the_sum_of_future_rewards():
+    rewards = torch.tensor([[0.0, 0.0, 1.0]])
+    values = torch.tensor([[0.5, 0.2, 0.9]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=1.0)
+
+    torch.testing.assert_close(returns, torch.tensor([[1.0, 1.0, 1.0]]))
+    torch.testing.assert_close(advantages, returns - values)
+
+
+def test_generalized_advantages_by_hand():
+    rewards, values = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma=0.5, gae_lambda=0.5)
+
+    # delta = 1 + 0.5 * 4 - 3 = 0, 2 - 4 = -2; A = 0 + 0.25 * -2, -2; returns = A + V
+    assert advantages.tolist() == [[-0.5, -2.0]]
+    assert returns.tolist() == [[2.5, 2.0]]
+
+
+def test_truncated_row_bootstraps_with_its_last_value():
+    rewards, values = torch.tensor([[1.0, NAN]] * 3), torch.tensor([[3.0, NAN]] * 3)
+    mask = torch.tensor([[True, False], [True, False], [False, False]])
+    last = torch.tensor([10.0, 0.0, NAN])
+
+    advantages, _ = generalized_advantages(
+        rewards, values, mask, gamma=0.5, gae_lambda=0.9, last_values=last
+    )
+
+    # 1 + 0.5 * 10 - 3, 1 - 3, nothing sampled
+    assert advantages.tolist() == [[3.0, 0.0], [-2.0, 0.0], [0.0, 0.0]]
+
+
+def test_discounted_returns_by_hand():
+    rewards = torch.tensor([[1.0, 2.0, 4.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+
+    # 1 + 0.5 * 2 + 0.25 * 4, 2 + 0.5 * 4, 4
+    assert discounted_returns(rewards, mask, gamma=0.5).tolist() == [[3.0, 4.0, 4.0]]
+    assert discounted_returns(rewards, mask, gamma=0.0).tolist() == rewards.tolist()
+
+
+@given(
+    seed=seeds,
+    width=st.sampled_from([1, 2, 31, 32, 33, 70]),
+    gamma=st.sampled_from([1.0, 0.97, 0.0]),
+    gae_lambda=st.sampled_from([1.0, 0.95, 0.0]),
+)
+@few
+def test_fast_scan_agrees_with_the_plain_loop(seed, width, gamma, gae_lambda):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, 5, width, generator=generator, dtype=torch.float64)
+    last = torch.randn(5, generator=generator, dtype=torch.float64)
+    mask = random_mask(5, width, generator)
+    knobs = {"gamma": gamma, "gae_lambda": gae_lambda, "last_values": last}
+
+    fast = generalized_advantages(rewards, values, mask, **knobs)
+
+    torch.testing.assert_close(fast, plain_advantages(rewards, values, mask, **knobs))
+    returns = discounted_returns(rewards, mask, gamma=gamma)
+    zero = torch.zeros_like(rewards)
+    plain, _ = plain_advantages(rewards, zero, mask, gamma=gamma, gae_lambda=1.0)
+    torch.testing.assert_close(returns, plain)
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 7, 40, generator=generator)
+    mask = random_mask(7, 40, generator)
+    whole = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=0.95)
+
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 80)  # two rows at a time
+
+    blocks = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=0.95)
+    torch.testing.assert_close(blocks, whole)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_empty_batches_pass_through(shape):
+    empty, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+
+    advantages, returns = generalized_advantages(empty, empty, mask, gamma=1.0, gae_lambda=1.0)
+
+    assert advantages.shape == returns.shape == discounted_returns(empty, mask, gamma=1.0).shape
+    assert token_rewards(torch.zeros(shape[0]), empty, mask, kl_coef=0.1).shape == shape
+
+
+@given(seed=seeds, rubbish=st.sampled_from([1e30, INF, -INF, NAN]))
+@few
+def test_padding_and_rubbish_change_no_advantage(seed, rubbish):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, 4, 6, generator=generator)
+    mask = random_mask(4, 6, generator)
+    wide = torch.nn.functional.pad(mask, (0, 3))
+
+    def rubbished(x):
+        return torch.nn.functional.pad(x, (0, 3)).masked_fill(~wide, rubbish)
+
+    clean = generalized_advantages(rewards, values, mask, gamma=0.9, gae_lambda=0.9)
+    dirty = generalized_advantages(
+        rubbished(rewards), rubbished(values), wide, gamma=0.9, gae_lambda=0.9
+    )
+
+    for a, b in zip(clean, dirty, strict=True):
+        torch.testing.assert_close(b[:, :6], a)
+        assert b[~wide].abs().sum() == 0.0
+    torch.testing.assert_close(
+        discounted_returns(rubbished(rewards), wide, gamma=0.9)[:, :6],
+        discounted_returns(rewards, mask, gamma=0.9),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("dr_grpo", [-2.0, -1.0, 3.0]),  # mean 3
+        ("reinforce_baseline", [-2.0, -1.0, 3.0]),
+        ("rloo", [-3.0, -1.5, 4.5]),  # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
+        ("grpo", [x / (7**0.5 + 1e-6) for x in (-2.0, -1.0, 3.0)]),  # (4 + 1 + 9) / (3 - 1) = 7
+    ],
+)
+def test_group_baselines_by_hand(kind, expected):
+    scores = torch.tensor([[1.0, 2.0, 6.0]])
+
+    torch.testing.assert_close(group_baseline(scores, kind=kind), torch.tensor([expected]))
+    # a fourth sample that failed changes nothing
+    failed = torch.tensor([[1.0, 2.0, NAN, 6.0]])
+    valid = torch.tensor([[True, True, False, True]])
+    torch.testing.assert_close(
+        group_baseline(failed, kind=kind, valid=valid)[valid], torch.tensor(expected)
+    )
+    assert group_baseline(failed, kind=kind, valid=valid)[~valid].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("kind", GROUP_KINDS)
+@pytest.mark.parametrize("score", [0.1, -1e-3, 1e6 / 3, 0.7])
+def test_equal_rewards_are_exactly_zero(kind, score):
+    for n in range(2, 12):
+        assert group_baseline(torch.full((2, n), score), kind=kind).abs().sum().item() == 0.0
+
+
+@pytest.mark.parametrize("kind", GROUP_KINDS)
+def test_fewer_than_two_valid_samples_teach_nothing(kind):
+    scores = torch.tensor([[1.0, NAN], [NAN, NAN]])
+    valid = torch.tensor([[True, False], [False, False]])
+
+    assert group_baseline(scores, kind=kind, valid=valid).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", GROUP_KINDS)
+def test_a_group_of_one_is_refused_with_the_remedy(kind):
+    with pytest.raises(ValueError, match="samples_per_prompt"):
+        group_baseline(torch.zeros(3, 1), kind=kind)
+
+
+def test_unknown_group_kind_and_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"'gae'.*rloo, reinforce_baseline, grpo, dr_grpo"):
+        group_baseline(torch.zeros(1, 2), kind="gae")
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="share one shape"):
+        generalized_advantages(
+            torch.zeros(2, 3), torch.zeros(2, 2), mask, gamma=1.0, gae_lambda=1.0
+        )
+    with pytest.raises(ValueError, match="one entry for each row"):
+        token_rewards(torch.zeros(3), None, mask, kl_coef=0.0)
+    with pytest.raises(ValueError, match="one entry for each row"):
+        generalized_advantages(
+            torch.zeros(2, 3),
+            torch.zeros(2, 3),
+            mask,
+            gamma=1.0,
+            gae_lambda=1.0,
+            last_values=torch.zeros(3),
+        )

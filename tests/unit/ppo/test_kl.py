@@ -1,0 +1,177 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+from raypo.ppo.kl import KLController, kl_estimate, kl_loss_terms, kl_statistics
+from tests.unit.ppo.steps import INF, NAN, few, random_step, seeds
+
+ONE = torch.ones(1, 1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)],  # l = 0.5; exp(-l) - 1 + l
+)
+def test_estimators_by_hand(kind, expected):
+    kl = kl_estimate(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), kind=kind)
+
+    torch.testing.assert_close(kl, torch.tensor([[expected]]))
+
+
+def test_unknown_kind_names_the_allowed_ones():
+    with pytest.raises(ValueError, match=r"'k4'.*k1, k2, k3"):
+        kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), kind="k4")
+    with pytest.raises(ValueError, match=r"'k4'.*k2, k3, k3_st"):
+        kl_loss_terms(torch.zeros(1, 1), torch.zeros(1, 1), ONE, kind="k4")
+
+
+def vocabulary(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a policy over 5 tokens, with gradient, and the reference's log-probs."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(1, 5, generator=generator, dtype=torch.float64).log_softmax(-1)
+    return logits, reference
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(kind):
+    logits, reference = vocabulary(0)
+    policy = logits.detach().log_softmax(-1)
+
+    expected = (policy.exp() * (policy - reference)).sum()  # KL(policy || reference)
+
+    mean = (policy.exp() * kl_estimate(policy, reference, kind=kind)).sum()
+    torch.testing.assert_close(mean, expected)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3_st"])
+def test_k2_and_k3_st_pull_along_the_gradient_of_the_kl(kind):
+    logits, reference = vocabulary(1)
+    policy = logits.log_softmax(-1)
+    (expected,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
+
+    policy = logits.log_softmax(-1)
+    mask = torch.ones_like(policy, dtype=torch.bool)
+    terms = kl_loss_terms(policy, reference, mask, kind=kind)
+    (gradient,) = torch.autograd.grad((policy.detach().exp() * terms).sum(), logits)
+
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_gradient_of_k1_is_zero_in_expectation_so_it_is_refused_as_a_loss():
+    logits, reference = vocabulary(2)
+    policy = logits.log_softmax(-1)
+    k1 = kl_estimate(policy, reference, kind="k1")
+    (gradient,) = torch.autograd.grad((policy.detach().exp() * k1).sum(), logits)
+
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient))
+    with pytest.raises(ValueError, match=r"'k1'.*'k2' or 'k3'"):
+        kl_loss_terms(torch.zeros(1, 1), torch.zeros(1, 1), ONE, kind="k1")
+
+
+def test_k3_as_a_loss_keeps_its_own_gradient_and_k3_st_its_value():
+    log_probs = torch.tensor([[-1.0]], requires_grad=True)
+    reference = torch.tensor([[-1.5]])
+    value = math.exp(-0.5) - 0.5
+
+    for kind, slope in [("k2", 0.5), ("k3", 1 - math.exp(-0.5)), ("k3_st", 0.5)]:
+        terms = kl_loss_terms(log_probs, reference, ONE, kind=kind)
+        (gradient,) = torch.autograd.grad(terms.sum(), log_probs)
+        torch.testing.assert_close(gradient, torch.tensor([[slope]]))  # l, 1 - exp(-l), l
+        torch.testing.assert_close(
+            terms.detach(), torch.tensor([[0.125 if kind == "k2" else value]])
+        )
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3", "k3_st"])
+@pytest.mark.parametrize(
+    "pair", [(-1e4, -1.0), (-1.0, -1e4), (-INF, -1.0), (-1.0, -INF), (-INF,) * 2]
+)
+def test_extreme_log_ratios_stay_finite(kind, pair):
+    log_probs = torch.tensor([[pair[0]]], requires_grad=True)
+
+    terms = kl_loss_terms(log_probs, torch.tensor([[pair[1]]]), ONE, kind=kind)
+    terms.sum().backward()
+
+    assert terms.isfinite().all()
+    assert log_probs.grad is not None
+    assert log_probs.grad.isfinite().all()
+    assert kl_estimate(log_probs, torch.tensor([[pair[1]]]), kind="k1").isfinite().all()
+
+
+@given(seed=seeds)
+@few
+def test_k3_is_never_negative_and_rubbish_is_ignored(seed):
+    step = random_step(seed)
+    wide = step.padded(2, NAN)
+
+    kl = kl_estimate(wide.log_probs, wide.old_log_probs, kind="k3", mask=wide.mask)
+
+    assert (kl >= 0).all()
+    assert kl[~wide.mask].abs().sum() == 0.0
+    stats = kl_statistics(wide.log_probs, wide.old_log_probs, wide.mask)
+    torch.testing.assert_close(stats, kl_statistics(step.log_probs, step.old_log_probs, step.mask))
+
+
+def test_statistics_by_hand():
+    log_probs = torch.tensor([[-1.0, -1.0, -1.0], [0.0, NAN, NAN]])
+    reference = torch.tensor([[-1.5, -2.0, NAN], [-30.0, NAN, NAN]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+
+    stats = kl_statistics(log_probs, reference, mask)
+
+    # 0.5 + 1 + 30 nats over 3 tokens of 2 responses; one log-ratio is beyond 20
+    assert {k: v.item() for k, v in stats.items()} == {
+        "kl": 31.5,
+        "tokens": 3.0,
+        "responses": 2.0,
+        "clamped": 1.0,
+    }
+
+
+def test_adaptive_coefficient_by_hand():
+    controller = KLController(0.1, target=6.0, horizon=1000.0)
+
+    # 9 / 6 - 1 = 0.5 is clipped to 0.2; 0.1 * (1 + 0.2 * 100 / 1000)
+    assert controller.updated(9.0, 100).coef == pytest.approx(0.102)
+    # 5.4 / 6 - 1 = -0.1; 0.1 * (1 - 0.1 * 100 / 1000)
+    assert controller.updated(5.4, 100).coef == pytest.approx(0.099)
+    assert controller.updated(6.0, 100).coef == 0.1
+    assert controller.updated(NAN, 100) == controller
+    assert controller.updated(INF, 100).coef == pytest.approx(0.102)
+
+
+def test_fixed_coefficient_stays():
+    controller = KLController(0.1)
+
+    assert controller.updated(1e9, 100) == controller
+    assert controller.restored({"coef": 0.5}).coef == 0.1
+
+
+def test_adaptive_coefficient_survives_a_checkpoint():
+    controller = KLController(0.1, target=6.0, horizon=1000.0)
+    later = controller.updated(9.0, 100)
+
+    assert controller.restored(later.state_dict()) == later
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0.1, 0.0, 10.0), "positive"),
+        ((0.1, 6.0, -1.0), "positive"),
+        ((0.1, 6.0, None), "belong together"),
+        ((-0.1, None, None), "negative"),
+        ((0.0, 6.0, 10.0), "above 0"),
+    ],
+)
+def test_impossible_controllers_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        KLController(*values)
+
+
+def test_a_step_too_large_for_the_horizon_is_refused_before_the_coefficient_turns_negative():
+    with pytest.raises(ValueError, match="horizon"):
+        KLController(0.1, target=6.0, horizon=100.0).updated(0.0, 500)

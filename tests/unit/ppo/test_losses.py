@@ -1,0 +1,333 @@
+import math
+
+import pytest
+import torch
+
+from raypo.ppo.losses import (
+    AGGREGATIONS,
+    aggregate,
+    count_for,
+    entropy_from_logits,
+    explained_variance,
+    policy_loss,
+    value_loss,
+)
+from raypo.ppo.surrogates import POLICY_KINDS
+from tests.unit.ppo.steps import INF, NAN, random_step
+
+MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
+X = torch.tensor([[1.0, 3.0, NAN], [8.0, INF, NAN], [NAN, NAN, NAN]])
+ONE = torch.ones(1, 1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", 4.0),  # (1 + 3 + 8) / 3 tokens
+        ("sequence_mean", 5.0),  # ((1 + 3) / 2 + 8) / 2 responses with a token
+        ("constant", 1.0),  # (1 + 3 + 8) / (3 responses * 4 tokens)
+    ],
+)
+def test_aggregations_by_hand(aggregation, expected):
+    assert aggregate(X, MASK, aggregation=aggregation, max_new_tokens=4).item() == expected
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "count"), [("token_mean", 3.0), ("sequence_mean", 2.0), ("constant", 3.0)]
+)
+def test_normalizer_defaults_to_what_count_for_counts(aggregation, count):
+    assert count_for(MASK, aggregation=aggregation).item() == count
+    own = aggregate(X, MASK, aggregation=aggregation, max_new_tokens=4)
+
+    for twice in (2 * count, torch.tensor(2 * count), torch.tensor(int(2 * count))):
+        half = aggregate(X, MASK, aggregation=aggregation, max_new_tokens=4, normalizer=twice)
+        assert half.item() == own.item() / 2
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_batch_without_sampled_tokens_has_loss_and_gradient_zero(aggregation):
+    x = torch.full((2, 3), NAN, requires_grad=True)
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+
+    loss = aggregate(x.exp(), nothing, aggregation=aggregation, max_new_tokens=3)
+    policy, stats = policy_loss(x, x, x, nothing, aggregation=aggregation, max_new_tokens=3)
+    (loss + policy).backward()
+
+    assert loss.item() == policy.item() == stats["tokens"].item() == 0.0
+    assert policy.requires_grad
+
+
+def test_wrong_aggregation_and_kind_name_the_allowed_ones():
+    with pytest.raises(ValueError, match=r"'mean'.*token_mean, sequence_mean, constant"):
+        aggregate(X, MASK, aggregation="mean")
+    with pytest.raises(ValueError, match=r"'trpo'.*ppo, gspo, cispo"):
+        policy_loss(X, X, X, MASK, kind="trpo")
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        aggregate(X, MASK, aggregation="constant")
+
+
+def one_token(log_ratio: float, advantage: float, **knobs) -> tuple[float, float, dict[str, float]]:
+    """Loss, gradient by log-prob and statistics of a single token with old log-prob -2."""
+    log_probs = torch.tensor([[-2.0 + log_ratio]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[-2.0]], dtype=torch.float64)
+    advantages = torch.tensor([[advantage]], dtype=torch.float64)
+    loss, stats = policy_loss(log_probs, old, advantages, ONE, **knobs)
+    loss.backward()
+    assert log_probs.grad is not None
+    return loss.item(), log_probs.grad.item(), {k: v.item() for k, v in stats.items()}
+
+
+LOG_HALF, LOG_TWO, LOG_TEN = math.log(0.5), math.log(2.0), math.log(10.0)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "knobs", "loss", "gradient", "clipped"),
+    [
+        (0.1, 2.0, {}, -2.0 * math.exp(0.1), -2.0 * math.exp(0.1), 0.0),  # inside: -r A
+        (LOG_TWO, 3.0, {}, -3.6, 0.0, 1.0),  # -min(2 * 3, 1.2 * 3)
+        (LOG_TWO, 3.0, {"clip_high": 0.5}, -4.5, 0.0, 1.0),  # clip-higher: -1.5 * 3
+        (LOG_HALF, 3.0, {}, -1.5, -1.5, 0.0),  # -min(0.5 * 3, 0.8 * 3): a way back
+        (LOG_HALF, -3.0, {}, 2.4, 0.0, 1.0),  # -min(-1.5, -2.4)
+        (LOG_HALF, -3.0, {"clip_low": 0.4}, 1.8, 0.0, 1.0),
+        (LOG_TEN, -3.0, {}, 30.0, 30.0, 0.0),  # no upper clip for A < 0
+        (LOG_TEN, -3.0, {"dual_clip": 4.0}, 12.0, 0.0, 0.0),  # min(30, 4 * 3)
+        (LOG_TEN, 3.0, {"dual_clip": 4.0}, -3.6, 0.0, 1.0),  # dual clip is for A < 0 alone
+    ],
+)
+def test_ppo_by_hand(log_ratio, advantage, knobs, loss, gradient, clipped):
+    got_loss, got_gradient, stats = one_token(log_ratio, advantage, **knobs)
+
+    assert got_loss == pytest.approx(loss)
+    assert got_gradient == pytest.approx(gradient)
+    assert stats["clipped"] == clipped
+    assert stats["dual_clipped"] == float("dual_clip" in knobs and advantage < 0)
+    assert stats["ratio"] == pytest.approx(math.exp(log_ratio))
+    assert stats["approx_kl"] == pytest.approx(math.exp(log_ratio) - 1 - log_ratio)
+
+
+def test_cispo_by_hand():
+    # weight min(2, 1.2), log-prob -2 + log 2: -1.2 * 3 * log-prob; the gradient is kept
+    loss, gradient, stats = one_token(LOG_TWO, 3.0, kind="cispo")
+
+    assert loss == pytest.approx(-1.2 * 3.0 * (-2.0 + LOG_TWO))
+    assert gradient == pytest.approx(-3.6)
+    assert stats["clipped"] == 1.0
+    # there is no lower bound
+    assert one_token(LOG_HALF, -3.0, kind="cispo")[1] == pytest.approx(1.5)
+
+
+def test_sapo_by_hand():
+    # at ratio 1 the slope is ppo's: 4 / tau * tau * 1/2 * 1/2 = 1
+    assert one_token(0.0, 3.0, kind="sapo")[1] == pytest.approx(-3.0)
+    assert one_token(0.0, -3.0, kind="sapo")[1] == pytest.approx(3.0)
+    gate = 1 / (1 + math.exp(-1.0))  # sigmoid(1 * (2 - 1))
+    loss, gradient, _ = one_token(LOG_TWO, 3.0, kind="sapo")
+    assert loss == pytest.approx(-3.0 * 4.0 * gate)
+    assert gradient == pytest.approx(-3.0 * 4.0 * gate * (1 - gate) * 2.0)
+    down = 1 / (1 + math.exp(-1.05))  # a larger temperature for negative advantages
+    assert one_token(LOG_TWO, -3.0, kind="sapo")[0] == pytest.approx(3.0 * 4.0 / 1.05 * down)
+
+
+def test_gspo_has_one_ratio_a_response():
+    log_probs = torch.tensor([[-1.0, -1.0, NAN]], requires_grad=True)
+    old = torch.tensor([[-1.1, -1.5, NAN]])  # mean log-ratio (0.1 + 0.5) / 2 = 0.3
+    mask = torch.tensor([[True, True, False]])
+    advantages = torch.full((1, 3), 2.0)
+
+    loss, stats = policy_loss(
+        log_probs,
+        old,
+        advantages,
+        mask,
+        kind="gspo",
+        clip_high=0.5,
+        aggregation="sequence_mean",
+    )
+    loss.backward()
+
+    ratio = math.exp(0.3)
+    assert loss.item() == pytest.approx(-2.0 * ratio)
+    assert stats["ratio"].item() == pytest.approx(2 * ratio)
+    # half of the loss's change by each of the two log-probs
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[-ratio, -ratio, 0.0]]))
+    clipped, stats = policy_loss(log_probs, old, advantages, mask, kind="gspo", clip_high=0.1)
+    assert clipped.item() == pytest.approx(-2.2)
+    assert stats["clipped"].item() == 2.0
+
+
+@pytest.mark.parametrize("kind", POLICY_KINDS)
+def test_first_update_has_ratio_exactly_one(kind):
+    step = random_step(0)
+    current = step.old_log_probs.clone().requires_grad_()
+
+    loss, stats = policy_loss(current, step.old_log_probs, step.advantages, step.mask, kind=kind)
+    loss.backward()
+
+    assert stats["ratio"].item() == stats["tokens"].item()
+    assert stats["clipped"].item() == stats["approx_kl"].item() == 0.0
+    # and then the gradient is the plain policy gradient, whatever the kind
+    if kind != "gspo":
+        expected = torch.where(step.mask, -step.advantages / step.mask.sum(), 0.0)
+        torch.testing.assert_close(current.grad, expected)
+
+
+# not cispo: its weight is held fixed, which no difference of losses knows
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "sapo"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_policy_gradient_agrees_with_finite_differences(kind, aggregation):
+    step = random_step(3, rows=3, width=4)
+
+    def loss(log_probs):
+        return policy_loss(
+            log_probs,
+            step.old_log_probs,
+            step.advantages,
+            step.mask,
+            kind=kind,
+            aggregation=aggregation,
+            weights=step.weights,
+            max_new_tokens=4,
+        )[0]
+
+    assert torch.autograd.gradcheck(loss, (step.log_probs,))
+
+
+@pytest.mark.parametrize("value_clip", [None, 0.2])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_value_gradient_agrees_with_finite_differences(value_clip, aggregation):
+    step = random_step(4, rows=3, width=4)
+
+    def loss(values):
+        return value_loss(
+            values,
+            step.old_values,
+            step.returns,
+            step.mask,
+            value_clip=value_clip,
+            aggregation=aggregation,
+            max_new_tokens=4,
+        )[0]
+
+    assert torch.autograd.gradcheck(loss, (step.values,))
+
+
+@pytest.mark.parametrize("kind", POLICY_KINDS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "pair", [(-1e4, -1.0), (-1.0, -1e4), (-INF, -1.0), (-1.0, -INF), (-INF, -INF)]
+)
+def test_extreme_log_ratios_have_finite_loss_and_gradient(kind, advantage, pair):
+    log_probs = torch.tensor([[pair[0], -1.0]], requires_grad=True)
+    old = torch.tensor([[pair[1], -1.0]])
+    both = torch.ones(1, 2, dtype=torch.bool)
+
+    loss, stats = policy_loss(log_probs, old, torch.full((1, 2), advantage), both, kind=kind)
+    loss.backward()
+
+    assert loss.isfinite()
+    assert log_probs.grad is not None
+    assert log_probs.grad.isfinite().all()
+    assert all(value.isfinite() for value in stats.values())
+    assert stats["clamped"].item() == float(pair[0] != pair[1])
+
+
+def test_a_diverged_policy_is_not_hidden():
+    log_probs = torch.tensor([[NAN]], requires_grad=True)
+
+    loss, _ = policy_loss(log_probs, torch.tensor([[-1.0]]), torch.ones(1, 1), ONE)
+
+    assert loss.isnan()
+
+
+def test_only_the_current_log_probs_get_a_gradient():
+    step = random_step(5)
+    old, advantages = step.old_log_probs.clone(), step.advantages.clone()
+    for tensor in (old, advantages):
+        tensor.requires_grad_()
+
+    policy_loss(step.log_probs, old, advantages, step.mask)[0].backward()
+    values, returns = old, advantages
+    value_loss(step.values, values, returns, step.mask, value_clip=0.2)[0].backward()
+
+    assert old.grad is None
+    assert advantages.grad is None
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"clip_low": -0.1},
+        {"clip_low": 1.5},
+        {"clip_high": -0.1},
+        {"dual_clip": 1.0},
+        {"kind": "cispo", "dual_clip": 3.0},
+        {"kind": "sapo", "dual_clip": 3.0},
+    ],
+)
+def test_bounds_out_of_range_are_refused(knobs):
+    with pytest.raises(ValueError, match=next(reversed(knobs))):
+        one_token(0.0, 1.0, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("value", "value_clip", "loss", "gradient", "clipped"),
+    [
+        (3.0, None, 2.0, 2.0, 0.0),  # 0.5 * (3 - 1)^2
+        (3.0, 0.5, 2.0, 2.0, 0.0),  # clipped to 0.5, nearer: the worse, 2.0, counts
+        (0.8, 0.5, 0.125, 0.0, 1.0),  # clipped to 0.5: 0.5 * 0.25 is worse than 0.5 * 0.04
+        (0.3, 0.5, 0.245, -0.7, 0.0),  # inside: 0.5 * 0.49
+    ],
+)
+def test_value_loss_by_hand(value, value_clip, loss, gradient, clipped):
+    """Old value 0, return 1."""
+    values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
+    zero, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+
+    got, stats = value_loss(values, zero, one, ONE, value_clip=value_clip)
+    got.backward()
+
+    assert got.item() == pytest.approx(loss)
+    assert values.grad is not None
+    assert values.grad.item() == pytest.approx(gradient)
+    assert stats["clipped"].item() == clipped
+    assert stats["squared_error"].item() == pytest.approx((value - 1.0) ** 2)
+
+
+def test_value_clip_must_be_positive():
+    with pytest.raises(ValueError, match=r"value_clip \(0.0\)"):
+        value_loss(X, X, X, MASK, value_clip=0.0)
+
+
+def test_explained_variance_by_hand():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    returns = torch.tensor([[1.0, 3.0]])  # variance 1
+
+    def explained(values):
+        values = torch.tensor([values])
+        return explained_variance(value_loss(values, values, returns, mask)[1]).item()
+
+    assert explained([1.0, 3.0]) == 1.0
+    assert explained([5.0, 7.0]) == 1.0  # a constant error varies not
+    assert explained([2.0, 2.0]) == 0.0
+    assert explained([3.0, 1.0]) == -3.0  # errors 2 and -2: 1 - 4 / 1
+    flat = torch.ones(1, 2)
+    assert explained_variance(value_loss(returns, flat, flat, mask)[1]).item() == 0.0
+
+
+def test_entropy_by_hand():
+    logits = torch.tensor([[[0.0, 0.0], [0.0, -INF], [math.log(3.0), 0.0]]], requires_grad=True)
+
+    entropy = entropy_from_logits(logits)
+    entropy.sum().backward()
+
+    three = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
+    torch.testing.assert_close(entropy, torch.tensor([[math.log(2.0), 0.0, three]]))
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert entropy_from_logits(logits.half()).dtype == torch.float32
+
+
+def test_entropy_gradient_agrees_with_finite_differences():
+    logits = torch.randn(1, 2, 4, generator=torch.Generator().manual_seed(0)).double()
+
+    assert torch.autograd.gradcheck(entropy_from_logits, (logits.requires_grad_(),))

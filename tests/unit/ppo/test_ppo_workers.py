@@ -1,0 +1,58 @@
+"""Normalizers and moments summed over real processes."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from raypo.collectives import Workers
+from raypo.ppo.losses import AGGREGATIONS, count_for, policy_loss
+from raypo.ppo.masked import masked_moments, masked_whiten
+from raypo.ppo.shaping import RunningMoments
+from tests.unit.ppo.steps import random_step
+
+ROWS = 7
+
+
+def reduced_step(workers: Workers) -> list[torch.Tensor]:
+    """Losses, statistics, whitened checksum and score moments as one worker ends up with them."""
+    step = random_step(0, rows=ROWS)
+    mine = step.of(torch.arange(workers.rank, ROWS, workers.count))
+    moments = workers.sum(masked_moments(mine.advantages, mine.mask))
+    whitened = masked_whiten(mine.advantages, mine.mask, moments=moments)
+    results = [moments, workers.sum((whitened * mine.returns).sum())]
+    for aggregation in AGGREGATIONS:
+        normalizer = workers.sum(count_for(mine.mask, aggregation=aggregation))
+        loss, stats = policy_loss(
+            *mine.policy(), aggregation=aggregation, max_new_tokens=9, normalizer=normalizer
+        )
+        results += [workers.sum(loss.detach()), workers.sum(torch.stack(list(stats.values())))]
+    seen = RunningMoments.total(workers.gather(RunningMoments.of(mine.returns[:, 0])))
+    return [*results, torch.tensor([seen.count, seen.mean, seen.variance])]
+
+
+def run_worker(rank: int, folder: str) -> None:
+    """One of three processes: a group of three first, then the first two as a group of two."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    for count in (3, 2):
+        if rank < count:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store{count}", rank=rank, world_size=count
+            )
+            torch.save(reduced_step(Workers.current()), f"{folder}/{count}_{rank}.pt")
+            dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_one_two_and_three_processes_agree(tmp_path):
+    mp.set_forkserver_preload([__name__])  # torch is imported once, not once a process
+    mp.start_processes(run_worker, args=(str(tmp_path),), nprocs=3, start_method="forkserver")
+
+    alone = reduced_step(Workers())
+
+    for count in (2, 3):
+        for rank in range(count):
+            torch.testing.assert_close(torch.load(tmp_path / f"{count}_{rank}.pt"), alone)
