@@ -1,0 +1,201 @@
+"""From `file.py:name` or `package.module:name` to a function."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from raypo.config import ConfigError
+
+
+def check_function(spec: str, *, key: str = "reward.function") -> None:
+    """Check that a function is there, from the source alone: nothing of the user's is imported.
+
+    Args:
+        spec: `file.py:name` or `package.module:name`.
+        key: The config key that it comes from, for messages.
+
+    Raises:
+        ConfigError: it is malformed, the file or module is missing or no Python, the name is not
+            defined in it, or it cannot be called with the list of rollouts alone.
+    """
+    place, name = _parts(spec, key)
+    source = _existing(place, spec, key) if _is_file(place) else _module_source(place, spec, key)
+    if source is None:
+        return  # a compiled module: only its import can tell
+    try:
+        tree = ast.parse(source.read_bytes(), filename=str(source))
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ConfigError(
+            f"{key} ({spec}): {source}{line} is no Python: {error.args[0]}. Correct the file."
+        ) from None
+    defined = dict(_top_level(tree.body))
+    if name not in defined:
+        if "*" in defined or "__getattr__" in defined:
+            return  # the name may come from elsewhere
+        raise _no_such_name(name, list(defined), spec, str(source), key)
+    _check_parameters(defined[name], spec, key)
+
+
+def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., Any]:
+    """Import a function. A file is imported once a process, its folder is put on the path.
+
+    Raises:
+        ConfigError: what `check_function` finds, the import fails, or the name is no function.
+    """
+    place, name = _parts(spec, key)
+    try:
+        if _is_file(place):
+            module = _module_of_file(_existing(place, spec, key))
+        else:
+            module = importlib.import_module(place)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key} ({spec}): {place} cannot be imported: {type(error).__name__}: {error}. "
+            "Correct it, or install what it needs on every node."
+        ) from error
+    function = getattr(module, name, None)
+    if function is None:
+        raise _no_such_name(name, [n for n in vars(module) if n[0] != "_"], spec, place, key)
+    if isinstance(function, type) or not callable(function):
+        what = "a class" if isinstance(function, type) else type(function).__name__
+        raise ConfigError(
+            f"{key} ({spec}): {name} is {what}, not a function. Give a function, or an object "
+            "with __call__, that takes a list of rollouts."
+        )
+    return function
+
+
+def absolute_spec(spec: str) -> str:
+    """The spec for a process that runs elsewhere: a file by its absolute path."""
+    place, separator, name = spec.rpartition(":")
+    if not _is_file(place):
+        return spec
+    return f"{Path(place).expanduser().absolute()}{separator}{name}"
+
+
+def _parts(spec: str, key: str) -> tuple[str, str]:
+    place, _, name = spec.rpartition(":")
+    parts = [name] if _is_file(place) else [name, *place.split(".")]
+    if place and all(part.isidentifier() for part in parts):
+        return place, name
+    raise ConfigError(
+        f"{key} ({spec}): a function is named file.py:name or package.module:name. "
+        f"Set {key} so, for example rewards.py:score."
+    )
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py")
+
+
+def _existing(place: str, spec: str, key: str) -> Path:
+    path = Path(place).expanduser().absolute()
+    if path.is_file():
+        return path
+    raise ConfigError(
+        f"{key} ({spec}): there is no file {path}. Correct the path; a relative one is taken from "
+        "the folder that raypo is started in."
+    )
+
+
+def _module_source(module: str, spec: str, key: str) -> Path | None:
+    """The source file of a module, found without importing its parent packages."""
+    first, *rest = module.split(".")
+    found, name = _top_module(first), first
+    for part in rest:
+        name = f"{name}.{part}"
+        locations = found.submodule_search_locations if found else None
+        found = PathFinder.find_spec(name, list(locations)) if locations else None
+    if found is None:
+        raise ConfigError(
+            f"{key} ({spec}): there is no module {module}. Install it, put its folder on "
+            f"PYTHONPATH, or give the file: path/to/{rest[-1] if rest else first}.py:name."
+        )
+    is_source = found.origin is not None and found.origin.endswith(".py")
+    return Path(found.origin) if is_source and found.origin else None
+
+
+def _top_module(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ValueError:  # a module without a spec, like __main__
+        return None
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """Names that a module's statements define, branches included, with the statement."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or alias.name.split(".")[0], node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                names = (n.id for n in ast.walk(target) if isinstance(n, ast.Name))
+                yield from ((name, node) for name in names)
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            for branch in ("body", "orelse", "finalbody"):
+                yield from _top_level(getattr(node, branch, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _top_level(handler.body)
+
+
+def _check_parameters(node: ast.stmt, spec: str, key: str) -> None:
+    if isinstance(node, ast.ClassDef):
+        problem = "it is a class"
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        given = node.args
+        positional = len(given.posonlyargs) + len(given.args)
+        required = positional - len(given.defaults)
+        required_by_name = [
+            a.arg for a, d in zip(given.kwonlyargs, given.kw_defaults, strict=True) if d is None
+        ]
+        if (positional or given.vararg) and required <= 1 and not required_by_name:
+            return
+        problem = f"it has the parameters ({ast.unparse(given)})"
+    else:
+        return
+    raise ConfigError(
+        f"{key} ({spec}): it is called with one argument, the list of rollouts, and {problem}. "
+        "Give a function like def score(rollouts): ..."
+    )
+
+
+def _no_such_name(name: str, defined: list[str], spec: str, place: str, key: str) -> ConfigError:
+    near = difflib.get_close_matches(name, defined, n=1, cutoff=0.6)
+    hint = f"Did you mean {near[0]}?" if near else f"Define it there, or correct {key}."
+    return ConfigError(f"{key} ({spec}): {place} defines no {name}. {hint}")
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    name = "raypo_function_file" + re.sub(r"\W", "_", path.as_posix())
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # its neighbours can be imported
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look themselves up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,119 @@
+"""Calls a reward function and takes nothing but numbers from it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+from raypo.types import Rollout
+
+RewardFunction = Callable[[list[Rollout]], Any]
+"""(list[Rollout]) -> a score each; a coroutine function is awaited."""
+
+
+class RewardError(RuntimeError):
+    """The reward function failed, or answered with what are not scores."""
+
+
+def score(
+    function: RewardFunction, rollouts: Sequence[Rollout], *, max_failed_fraction: float
+) -> list[float]:
+    """One score a rollout, from one call with all of them; NaN where scoring failed.
+
+    None, NaN and infinity are a failed sample; True and False count as 1 and 0.
+
+    Args:
+        max_failed_fraction: Share of these rollouts that may fail.
+
+    Raises:
+        RewardError: the function raises (its error is the cause), it returns something else than
+            one number a rollout, or too many samples failed.
+    """
+    if not rollouts:
+        return []
+    name = _name(function)
+    answers = _as_list(_call(function, list(rollouts), name), len(rollouts), name)
+    scores = [_number(answer, place, name) for place, answer in enumerate(answers)]
+    failed = [place for place, value in enumerate(scores) if math.isnan(value)]
+    fraction = len(failed) / len(scores)
+    if fraction > max_failed_fraction:
+        first = rollouts[failed[0]]
+        raise RewardError(
+            f"reward.max_failed_fraction ({max_failed_fraction}): {name} gave None or a number "
+            f"that is not finite for {len(failed)} of {len(scores)} rollouts ({fraction:.3g}). "
+            f"The first has the prompt {_short(first.prompt)} and the response "
+            f"{_short(first.response)}. Correct the function, or set reward.max_failed_fraction "
+            "higher so that such samples are left out."
+        )
+    return scores
+
+
+def _name(function: RewardFunction) -> str:
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    module = getattr(function, "__module__", None)
+    return f"the reward function {module}.{name}" if module else f"the reward function {name}"
+
+
+def _call(function: RewardFunction, rollouts: list[Rollout], name: str) -> Any:
+    try:
+        answer = function(rollouts)
+        return _awaited(answer) if inspect.isawaitable(answer) else answer
+    except Exception as error:
+        raise RewardError(
+            f"{name} raised {type(error).__name__}: {error} (for {len(rollouts)} rollouts). "
+            "Correct the function; to leave single samples out, return None for them."
+        ) from error
+
+
+def _awaited(answer: Awaitable[Any]) -> Any:
+    async def run() -> Any:
+        return await answer
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(run())
+    with ThreadPoolExecutor(1) as thread:  # an asynchronous actor has a loop of its own
+        return thread.submit(lambda: asyncio.run(run())).result()
+
+
+def _as_list(answer: Any, expected: int, name: str) -> list[Any]:
+    if hasattr(answer, "tolist"):  # numpy, torch, pandas
+        answer = answer.tolist()
+    if not isinstance(answer, list | tuple):
+        raise RewardError(
+            f"{name} returned {type(answer).__name__}. Return a list of one score a rollout."
+        )
+    if len(answer) != expected:
+        raise RewardError(
+            f"{name} returned {len(answer)} scores for {expected} rollouts. Return one score a "
+            "rollout, in their order; None where there is none."
+        )
+    return list(answer)
+
+
+def _number(answer: Any, place: int, name: str) -> float:
+    """A score as a float, NaN for a failed one."""
+    if answer is None:
+        return math.nan
+    if hasattr(answer, "item"):  # numpy, torch; it raises where there is more than one number
+        with suppress(ValueError, RuntimeError):
+            answer = answer.item()
+    if not isinstance(answer, Real):
+        raise RewardError(
+            f"{name} returned {_short(answer)} ({type(answer).__name__}) as score {place}. "
+            "Return a number, or None where there is none."
+        )
+    value = float(answer)
+    return value if math.isfinite(value) else math.nan
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

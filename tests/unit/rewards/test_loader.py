@@ -1,0 +1,233 @@
+import subprocess
+import sys
+
+import pytest
+
+from raypo.config import ConfigError
+from raypo.rewards.loader import absolute_spec, check_function, load_function
+
+GOOD = "def score(rollouts):\n    return [1.0 for _ in rollouts]\n"
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def refused(call, spec, **options):
+    with pytest.raises(ConfigError) as error:
+        call(spec, **options)
+    return str(error.value)
+
+
+@pytest.fixture(params=[check_function, load_function])
+def find(request):
+    return request.param
+
+
+# What both say
+
+
+def test_a_function_of_a_file_is_found(tmp_path, find):
+    find(f"{write(tmp_path / 'rewards.py', GOOD)}:score")
+
+
+def test_a_function_of_a_module_is_found(find):
+    find("raypo.rewards.verifiers:exact_match")
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "score", "rewards.py", ":score", "rewards.py:", "a b:c", "a:b-c"]
+)
+def test_a_malformed_name(find, spec):
+    assert refused(find, spec) == (
+        f"reward.function ({spec}): a function is named file.py:name or package.module:name. "
+        "Set reward.function so, for example rewards.py:score."
+    )
+
+
+def test_messages_name_the_key(find):
+    assert refused(find, "score", key="eval.function").startswith("eval.function (score): ")
+
+
+def test_a_missing_file(tmp_path, find):
+    path = tmp_path / "none.py"
+    assert refused(find, f"{path}:score") == (
+        f"reward.function ({path}:score): there is no file {path}. Correct the path; a relative "
+        "one is taken from the folder that raypo is started in."
+    )
+
+
+def test_a_missing_name_and_the_nearest(tmp_path, find):
+    path = write(tmp_path / "near.py", GOOD)
+    assert refused(find, f"{path}:scores") == (
+        f"reward.function ({path}:scores): {path} defines no scores. Did you mean score?"
+    )
+    assert refused(find, f"{path}:zzz") == (
+        f"reward.function ({path}:zzz): {path} defines no zzz. "
+        "Define it there, or correct reward.function."
+    )
+
+
+# What the static check says
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async def score(rollouts): ...",
+        "def score(rollouts, scale=1.0, *, offset=0.0): ...",
+        "def score(*args): ...",
+        "score = lambda rollouts: []",
+        "score: object = make()",
+        "a, (score, b) = make()",
+        "from elsewhere import judge as score",
+        "from elsewhere import *",
+        "def __getattr__(name): ...",
+        "if fast:\n    from a import score\nelse:\n    def score(rollouts): ...",
+        "try:\n    from a import score\nexcept ImportError:\n    score = None",
+        "try:\n    pass\nexcept ImportError:\n    def score(rollouts): ...",
+    ],
+)
+def test_every_way_to_define_a_name_at_the_top_is_seen(tmp_path, text):
+    check_function(f"{write(tmp_path / 'rewards.py', text)}:score")
+
+
+def test_a_name_inside_a_function_is_not_at_the_top(tmp_path):
+    path = write(tmp_path / "inner.py", "def outer():\n    def score(rollouts): ...\n")
+    assert "defines no score" in refused(check_function, f"{path}:score")
+
+
+def test_what_is_no_python_is_named_with_its_line(tmp_path):
+    path = write(tmp_path / "broken.py", "x = 1\ndef score(rollouts)\n")
+    assert refused(check_function, f"{path}:score") == (
+        f"reward.function ({path}:score): {path}, line 2 is no Python: expected ':'. "
+        "Correct the file."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def score(): ...", "it has the parameters ()"),
+        ("def score(prompt, response): ...", "it has the parameters (prompt, response)"),
+        ("def score(rollouts, *, scale): ...", "it has the parameters (rollouts, *, scale)"),
+        ("class score: ...", "it is a class"),
+    ],
+)
+def test_what_cannot_be_called_with_the_rollouts_alone(tmp_path, text, problem):
+    path = write(tmp_path / "rewards.py", text)
+    assert refused(check_function, f"{path}:score") == (
+        f"reward.function ({path}:score): it is called with one argument, the list of rollouts, "
+        f"and {problem}. Give a function like def score(rollouts): ..."
+    )
+
+
+@pytest.mark.parametrize(
+    "module", ["no_such_module", "json.no_such_module", "math.pi", "__main__.x"]
+)
+def test_a_missing_module(module):
+    assert refused(check_function, f"{module}:score") == (
+        f"reward.function ({module}:score): there is no module {module}. Install it, put its "
+        f"folder on PYTHONPATH, or give the file: path/to/{module.split('.')[-1]}.py:name."
+    )
+
+
+def test_a_compiled_module_is_left_to_its_import():
+    check_function("math:fsum")
+
+
+def test_nothing_of_the_users_is_imported_by_the_check(tmp_path, monkeypatch):
+    write(tmp_path / "heavy_package" / "__init__.py", "raise RuntimeError('imported')")
+    write(tmp_path / "heavy_package" / "sub" / "__init__.py", "raise RuntimeError('imported')")
+    write(
+        tmp_path / "heavy_package" / "sub" / "rewards.py", "raise RuntimeError('imported')\n" + GOOD
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    check_function("heavy_package.sub.rewards:score")
+    check_function(f"{tmp_path}/heavy_package/sub/rewards.py:score")
+
+    assert "heavy_package" not in sys.modules
+
+
+def test_the_check_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom raypo.rewards import check_function\n"
+        "check_function('raypo.rewards.verifiers:exact_match')\n"
+        "print([m for m in ('torch', 'transformers', 'ray', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+# Loading
+
+
+def test_a_file_is_imported_once_a_process(tmp_path):
+    path = write(tmp_path / "a-b.c" / "rewards.py", "model = object()\n" + GOOD)
+
+    first, second = (load_function(f"{path}:score") for _ in range(2))
+
+    assert first([None, None]) == [1.0, 1.0]
+    assert first is second
+
+
+def test_files_of_one_name_in_two_folders_are_two(tmp_path):
+    paths = [
+        write(tmp_path / folder / "rewards.py", f"def score(r): return {i}")
+        for i, folder in enumerate("ab")
+    ]
+    assert [load_function(f"{path}:score")([]) for path in paths] == [0, 1]
+
+
+def test_a_file_may_import_its_neighbours_and_hold_dataclasses(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    write(tmp_path / "neighbour_of_rewards.py", "WEIGHT = 2.0")
+    path = write(
+        tmp_path / "rewards.py",
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from neighbour_of_rewards import WEIGHT\n"
+        "@dataclass\nclass Judge:\n    weight: float\n"
+        "    def __call__(self, rollouts): return [self.weight for _ in rollouts]\n"
+        "judge = Judge(WEIGHT)\n",
+    )
+    assert load_function(f"{path}:judge")([None]) == [2.0]
+
+
+def test_a_relative_path_is_taken_from_the_working_folder(tmp_path, monkeypatch):
+    write(tmp_path / "rewards.py", GOOD)
+    monkeypatch.chdir(tmp_path)
+    assert load_function("rewards.py:score")([None]) == [1.0]
+
+
+def test_an_import_that_fails_keeps_its_error(tmp_path):
+    path = write(tmp_path / "rewards.py", "import no_such_module\n" + GOOD)
+
+    with pytest.raises(ConfigError) as error:
+        load_function(f"{path}:score")
+
+    assert str(error.value) == (
+        f"reward.function ({path}:score): {path} cannot be imported: ModuleNotFoundError: No "
+        "module named 'no_such_module'. Correct it, or install what it needs on every node."
+    )
+    assert isinstance(error.value.__cause__, ModuleNotFoundError)
+    path.write_text(GOOD)
+    load_function(f"{path}:score")  # nothing half imported is left
+
+
+@pytest.mark.parametrize(("text", "what"), [("score = 3", "int"), ("class score: ...", "a class")])
+def test_what_is_no_function(tmp_path, text, what):
+    path = write(tmp_path / "rewards.py", text)
+    assert refused(load_function, f"{path}:score") == (
+        f"reward.function ({path}:score): score is {what}, not a function. Give a function, or an "
+        "object with __call__, that takes a list of rollouts."
+    )
+
+
+def test_files_become_absolute_and_modules_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert absolute_spec("rewards.py:score") == f"{tmp_path}/rewards.py:score"
+    assert absolute_spec("a.b:score") == "a.b:score"

@@ -1,0 +1,220 @@
+import asyncio
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from raypo.rewards.scoring import RewardError, score
+from raypo.rewards.verifiers import contains_answer, exact_match
+from raypo.types import Rollout
+
+
+def rollout(response="4", label="4", index=0):
+    return Rollout(
+        prompt="2+2=",
+        response=response,
+        prompt_ids=np.zeros(4, np.int32),
+        response_ids=np.zeros(len(response), np.int32),
+        log_probs=np.zeros(len(response), np.float32),
+        response_mask=np.ones(len(response), bool),
+        label=label,
+        prompt_index=index,
+        sample_index=0,
+        finish_reason="stop",
+        weight_version=0,
+    )
+
+
+ROLLOUTS = [rollout(str(number)) for number in range(4)]
+
+
+def answering(answer):
+    """A reward function that returns `answer` whatever it gets."""
+
+    def my_reward(rollouts):
+        return answer
+
+    return my_reward
+
+
+NAME = f"the reward function {__name__}.answering.<locals>.my_reward"
+
+
+def refused(answer, max_failed_fraction=0.0):
+    with pytest.raises(RewardError) as error:
+        score(answering(answer), ROLLOUTS, max_failed_fraction=max_failed_fraction)
+    return str(error.value)
+
+
+def test_the_function_is_called_once_with_all_rollouts_as_a_list():
+    calls = []
+
+    def my_reward(rollouts):
+        calls.append(rollouts)
+        return [float(r.response) for r in rollouts]
+
+    assert score(my_reward, tuple(ROLLOUTS), max_failed_fraction=0.0) == [0.0, 1.0, 2.0, 3.0]
+    assert calls == [ROLLOUTS]
+
+
+def test_no_rollouts_no_call():
+    assert score(answering("not called"), [], max_failed_fraction=0.0) == []
+
+
+def test_numbers_of_every_kind_become_floats():
+    import torch
+
+    kinds = [True, 2, np.float32(0.5), Fraction(1, 4)]
+    more = [torch.tensor(1.5), torch.tensor([2.5]), np.bool_(False), np.int64(3)]
+    scores = score(answering(kinds + more), ROLLOUTS * 2, max_failed_fraction=0.0)
+
+    assert scores == [1.0, 2.0, 0.5, 0.25, 1.5, 2.5, 0.0, 3.0]
+    assert {type(value) for value in scores} == {float}
+
+
+def test_arrays_and_tensors_are_lists():
+    import pandas as pd
+    import torch
+
+    for answer in (np.arange(4.0), torch.arange(4.0), pd.Series([0, 1, 2, 3]), (0, 1, 2, 3)):
+        assert score(answering(answer), ROLLOUTS, max_failed_fraction=0.0) == [0, 1, 2, 3]
+
+
+def test_a_coroutine_function_is_awaited():
+    async def my_reward(rollouts):
+        return await asyncio.gather(*(one(r) for r in rollouts))
+
+    async def one(r):
+        await asyncio.sleep(0)
+        return float(r.response)
+
+    assert score(my_reward, ROLLOUTS, max_failed_fraction=0.0) == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_coroutine_function_is_awaited_where_a_loop_runs_already():
+    async def my_reward(rollouts):
+        return [1.0] * len(rollouts)
+
+    async def actor():
+        return score(my_reward, ROLLOUTS, max_failed_fraction=0.0)
+
+    assert asyncio.run(actor()) == [1.0] * 4
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf, np.float32("nan")])
+def test_what_is_not_finite_is_a_failed_sample(bad):
+    scores = score(answering([1.0, bad, 1.0, 1.0]), ROLLOUTS, max_failed_fraction=0.25)
+    assert math.isnan(scores[1])
+    assert scores[:1] + scores[2:] == [1.0] * 3
+
+
+def test_too_many_failed_samples_are_told_with_the_first_of_them():
+    assert refused([1.0, None, math.nan, 1.0], 0.25) == (
+        f"reward.max_failed_fraction (0.25): {NAME} gave None or a number that is not finite for 2 "
+        "of 4 rollouts (0.5). The first has the prompt '2+2=' and the response '1'. Correct the "
+        "function, or set reward.max_failed_fraction higher so that such samples are left out."
+    )
+
+
+def test_by_default_one_failed_sample_is_too_many():
+    assert "for 1 of 4 rollouts (0.25)" in refused([1.0, None, 1.0, 1.0])
+
+
+def test_long_texts_are_cut_in_messages():
+    with pytest.raises(RewardError) as error:
+        score(answering([None]), [rollout("x" * 10_000)], max_failed_fraction=0.0)
+    assert len(str(error.value)) < 700
+
+
+def test_a_wrong_number_of_scores_names_both_numbers():
+    assert refused([1.0]) == (
+        f"{NAME} returned 1 scores for 4 rollouts. Return one score a rollout, in their order; "
+        "None where there is none."
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [(1.0, "float"), (None, "NoneType"), ("1234", "str"), ({}, "dict"), (np.float64(1), "float")],
+)
+def test_what_is_no_list(answer, kind):
+    assert refused(answer) == f"{NAME} returned {kind}. Return a list of one score a rollout."
+
+
+@pytest.mark.parametrize(
+    ("bad", "shown"),
+    [("good", "'good' (str)"), ([1.0], "[1.0] (list)"), ({"score": 1}, "{'score': 1} (dict)")],
+)
+def test_what_is_no_number(bad, shown):
+    assert refused([1.0, 1.0, bad, 1.0], 1.0) == (
+        f"{NAME} returned {shown} as score 2. Return a number, or None where there is none."
+    )
+
+
+def test_an_error_is_kept_whole():
+    def my_reward(rollouts):
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError) as error:
+        score(my_reward, ROLLOUTS, max_failed_fraction=1.0)
+
+    name = f"the reward function {__name__}.test_an_error_is_kept_whole.<locals>.my_reward"
+    assert str(error.value) == (
+        f"{name} raised KeyError: 'answer' (for 4 rollouts). "
+        "Correct the function; to leave single samples out, return None for them."
+    )
+    assert isinstance(error.value.__cause__, KeyError)
+    assert error.value.__cause__.__traceback__ is not None
+
+
+def test_an_error_in_a_coroutine_is_kept_too():
+    async def my_reward(rollouts):
+        raise TimeoutError("judge")
+
+    with pytest.raises(RewardError, match="raised TimeoutError: judge") as error:
+        score(my_reward, ROLLOUTS, max_failed_fraction=0.0)
+    assert isinstance(error.value.__cause__, TimeoutError)
+
+
+def test_an_object_is_named_by_its_class():
+    class Judge:
+        def __call__(self, rollouts):
+            return []
+
+    with pytest.raises(RewardError, match=r"Judge returned 0 scores for 4 rollouts"):
+        score(Judge(), ROLLOUTS, max_failed_fraction=0.0)
+
+
+# Verifiers
+
+
+def test_exact_match_looks_past_white_space_only():
+    responses = [("4", "4"), (" 4\n", "4"), ("4", 4), ("4.", "4"), ("a", "A"), ("", "4")]
+    assert exact_match([rollout(*pair) for pair in responses]) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        ("it is 12.", "12", 1.0),
+        ("x=12, done", 12, 1.0),
+        ("The answer is PARIS!", "Paris", 1.0),
+        ("(a+b)", "(a+b)", 1.0),
+        ("112", "12", 0.0),
+        ("120", "12", 0.0),
+        ("12.5", "12", 0.0),
+        ("3.12", "12", 0.0),
+        ("12,000", "12", 0.0),
+        ("comparison", "Paris", 0.0),
+        ("anything", "", 0.0),
+    ],
+)
+def test_contains_answer_finds_the_label_by_itself(response, label, expected):
+    assert contains_answer([rollout(response, label)]) == [expected]
+
+
+@pytest.mark.parametrize("verifier", [exact_match, contains_answer])
+def test_a_verifier_without_labels_says_what_to_set(verifier):
+    with pytest.raises(ValueError, match=r"^the prompt of row 3 has no label. Set data.label_key"):
+        verifier([rollout(label=None, index=3)])
