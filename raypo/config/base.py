@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,7 +48,7 @@ class RunFile(Config):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            lines = [_explain(cls, detail) for detail in error.errors()]
+            lines = _mistakes(cls, error.errors())
             raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
 
     def differences(self, other: Self, *, ignore: Sequence[str] = ()) -> list[str]:
@@ -114,9 +114,41 @@ def _refuse_malformed(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{text!r} is no override. Write key=value, like ppo.kl.coef=0.02.")
 
 
-def _explain(model: type[BaseModel], detail: Any) -> str:
-    """One pydantic error as `key (value): rule. remedy`."""
-    key = ".".join(str(part) for part in detail["loc"])
+def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
+    """One line a mistake; what the members of a union say of one value is one mistake."""
+    by_key: dict[str, list[Any]] = {}
+    for detail in details:
+        by_key.setdefault(_key_of(model, detail), []).append(detail)
+    lines = []
+    for key, found in by_key.items():
+        apart = [d for d in found if d["type"] in _TOLD_ALONE or not key]
+        lines += [_explain(model, key, detail) for detail in apart]
+        rules = [_rule(detail) for detail in found if detail not in apart]
+        if rules:
+            remedy = _remedy(key, found) if len(rules) == 1 else f"Set {key} to one of them."
+            lines.append(f"{key} ({found[0]['input']!r}): {', or '.join(rules)}. {remedy}")
+    return lines
+
+
+_TOLD_ALONE = ("extra_forbidden", "missing", "value_error")
+
+
+def _key_of(model: type[BaseModel], detail: Any) -> str:
+    """The dotted key of a mistake, without the names that pydantic gives members of a union."""
+    parts: list[str] = []
+    sections: list[type[BaseModel]] = [model]
+    for part in detail["loc"]:
+        fields = {name: f for section in sections for name, f in section.model_fields.items()}
+        if part in fields:
+            sections = _sections_of(fields[part].annotation)
+        elif not isinstance(part, int) and detail["type"] != "extra_forbidden":
+            continue
+        parts.append(str(part))
+    return ".".join(parts)
+
+
+def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
+    """A mistake that has a sentence of its own."""
     if detail["type"] == "extra_forbidden":
         known = known_keys(model)
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
@@ -127,7 +159,26 @@ def _explain(model: type[BaseModel], detail: Any) -> str:
     if detail["type"] == "missing":
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
     message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "value_error" and (not key or isinstance(detail["input"], Mapping)):
+    if not key or isinstance(detail["input"], Mapping):
         return message  # a rule between keys names them itself
-    rule = message[0].lower() + message[1:]
-    return f"{key} ({detail['input']!r}): {rule}. Set {key} to an allowed value."
+    return f"{key} ({detail['input']!r}): {message}"
+
+
+def _rule(detail: Any) -> str:
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        return "must be a section, keys with values"
+    message = detail["msg"].replace("Input should", "must").replace("should", "must")
+    return message[0].lower() + message[1:]
+
+
+def _remedy(key: str, found: Sequence[Any]) -> str:
+    (detail,) = found
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        return f"Write its keys below {key}."
+    for name, words in _BOUNDS.items():
+        if name in detail.get("ctx", {}) and isinstance(detail["input"], int | float):
+            return f"Set {key} {words} {detail['ctx'][name]}."
+    return f"Set {key} to an allowed value."
+
+
+_BOUNDS = {"ge": "to at least", "gt": "above", "le": "to at most", "lt": "below"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -58,7 +57,7 @@ class PPOConfig(RunFile):
     @model_validator(mode="after")
     def _step_is_whole_minibatches(self) -> Self:
         if self.responses_per_step % self.ppo.minibatch_size:
-            divisor = math.gcd(self.responses_per_step, self.ppo.minibatch_size)
+            divisor = _largest_divisor(self.responses_per_step, at_most=self.ppo.minibatch_size)
             raise ValueError(
                 f"ppo.minibatch_size ({self.ppo.minibatch_size}): must divide the responses of a "
                 f"step (rollout.prompts_per_step x rollout.samples_per_prompt = "
@@ -89,3 +88,7 @@ class PPOConfig(RunFile):
                 f"{longest}, or the other two lower."
             )
         return self
+
+
+def _largest_divisor(number: int, *, at_most: int) -> int:
+    return next(d for d in range(min(at_most, number), 0, -1) if number % d == 0)

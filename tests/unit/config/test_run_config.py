@@ -1,0 +1,292 @@
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from raypo.config import (
+    NUMBERS_DO_NOT_DEPEND_ON,
+    CheckpointSection,
+    ConfigError,
+    PPOConfig,
+    flatten,
+)
+
+MINIMAL = {
+    "name": "quick",
+    "model": {"policy": "tiny"},
+    "data": {"prompts": "prompts.jsonl"},
+}
+TEXT = "name: quick\nmodel: {policy: tiny}\ndata: {prompts: prompts.jsonl}\n"
+
+
+def with_keys(**values):
+    """MINIMAL with dotted keys (`__` for the dot) set."""
+    tree = {key: dict(v) if isinstance(v, dict) else v for key, v in MINIMAL.items()}
+    for key, value in values.items():
+        *sections, last = key.split("__")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return tree
+
+
+def refused(**values):
+    with pytest.raises(ConfigError) as error:
+        PPOConfig.parse(with_keys(**values), origin="run.yaml")
+    return str(error.value)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+# Unknown and missing keys
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("ppo__clip_lo", "ppo.clip_low"),
+        ("ppo__kll", "ppo.kl"),
+        ("rollout__engine__counts", "rollout.engine.count"),
+        ("coef", "ppo.kl.coef"),
+        ("num_step", "num_steps"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(key, nearest):
+    dotted = key.replace("__", ".")
+    assert refused(**{key: 1}) == (
+        f"run.yaml: {dotted}: there is no such key. Did you mean {nearest}?"
+    )
+
+
+def test_an_unknown_key_without_a_near_one_is_to_be_removed():
+    assert refused(zzz=1) == "run.yaml: zzz: there is no such key. Remove it."
+
+
+def test_a_required_key():
+    with pytest.raises(ConfigError) as error:
+        PPOConfig.parse({"name": "quick", "model": {}}, origin="run.yaml")
+    assert str(error.value).splitlines() == [
+        "run.yaml: model.policy: this key is required. "
+        "Set it in the file or as model.policy=VALUE.",
+        "run.yaml: data: this key is required. Set it in the file or as data=VALUE.",
+    ]
+
+
+# Wrong values
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule", "remedy"),
+    [
+        ("ppo.gamma", 2, "must be less than or equal to 1", "to at most 1.0"),
+        ("num_steps", 0, "must be greater than or equal to 1", "to at least 1"),
+        ("ppo.dual_clip", 0.5, "must be greater than 1", "above 1.0"),
+        (
+            "ppo.num_epochs",
+            "x",
+            "must be a valid integer, unable to parse string as an integer",
+            "to an allowed value",
+        ),
+        (
+            "ppo.aggregation",
+            "mean",
+            "must be 'token_mean', 'sequence_mean' or 'constant'",
+            "to an allowed value",
+        ),
+        (
+            "learner.use_gpu",
+            "maybe",
+            "must be a valid boolean, unable to interpret input, or must be 'auto'",
+            "to one of them",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_as_key_value_rule_remedy(key, value, rule, remedy):
+    assert refused(**{key.replace(".", "__"): value}) == (
+        f"run.yaml: {key} ({value!r}): {rule}. Set {key} {remedy}."
+    )
+
+
+def test_a_wrong_entry_of_a_list_is_named_by_its_place():
+    assert refused(data__prompts=["a", 3]) == (
+        "run.yaml: data.prompts.1 (3): must be a valid string. "
+        "Set data.prompts.1 to an allowed value."
+    )
+
+
+def test_a_value_where_a_section_belongs():
+    assert refused(ppo=5) == (
+        "run.yaml: ppo (5): must be a section, keys with values. Write its keys below ppo."
+    )
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", ".hidden", "a b"])
+def test_a_name_is_one_folder(name):
+    assert refused(name=name).startswith(f"run.yaml: name ({name!r}): ")
+
+
+def test_all_mistakes_are_told_at_once():
+    assert len(refused(ppo__gamma=2, zzz=1, seed=-1).splitlines()) == 3
+
+
+# Rules between keys
+
+
+@pytest.mark.parametrize(("wrong", "right"), [(30, 16), (7, 4), (1000, 128), (127, 64)])
+def test_minibatches_divide_a_step_and_the_nearest_smaller_divisor_is_proposed(wrong, right):
+    assert refused(ppo__minibatch_size=wrong) == (
+        f"run.yaml: ppo.minibatch_size ({wrong}): must divide the responses of a step "
+        "(rollout.prompts_per_step x rollout.samples_per_prompt = 128). "
+        f"Set ppo.minibatch_size to {right}."
+    )
+    PPOConfig.parse(with_keys(ppo__minibatch_size=right))
+
+
+def test_every_worker_has_work():
+    assert refused(learner__num_workers=33) == (
+        "run.yaml: learner.num_workers (33): every worker needs a prompt of each step "
+        "(rollout.prompts_per_step = 32) and a response of each minibatch "
+        "(ppo.minibatch_size = 32). Set learner.num_workers to at most 32."
+    )
+
+
+def test_the_longest_sequence_fits_a_microbatch():
+    assert refused(learner__max_tokens_per_microbatch=319) == (
+        "run.yaml: learner.max_tokens_per_microbatch (319): one sequence may have 320 tokens "
+        "(data.max_prompt_tokens + rollout.max_new_tokens). Set "
+        "learner.max_tokens_per_microbatch to at least 320, or the other two lower."
+    )
+    PPOConfig.parse(with_keys(learner__max_tokens_per_microbatch=320))
+
+
+# Files and overrides
+
+
+def test_defaults_are_those_of_the_design():
+    config = PPOConfig.parse(MINIMAL)
+
+    assert config.data.prompts == ("prompts.jsonl",)
+    assert config.responses_per_step == 32 * 4
+    assert (config.ppo.clip_low, config.ppo.gae_lambda, config.ppo.kl.coef) == (0.2, 0.95, 0.01)
+    assert (config.learner.policy_lr, config.learner.critic_lr) == (1e-6, 1e-5)
+    assert (config.storage_path, config.num_steps) == ("runs", 40)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {
+            "ppo.kl.coef": 0.02,
+            "data.prompts": ["a.jsonl", "b.csv"],
+            "learner.deepspeed": {"x": {"y": 1}},
+        },
+        ["ppo.kl.coef=0.02", "data.prompts=[a.jsonl,b.csv]", "learner.deepspeed.x.y=1"],
+    ],
+)
+def test_overrides_by_mapping_and_by_text_win_over_the_file(file, overrides):
+    config = PPOConfig.load(file, overrides)
+
+    assert config.ppo.kl.coef == 0.02
+    assert config.data.prompts == ("a.jsonl", "b.csv")
+    assert config.learner.deepspeed == {"x": {"y": 1}}
+    assert config.model.policy == "tiny"
+
+
+def test_small_numbers_are_numbers_however_they_are_written(file):
+    config = PPOConfig.load(file, ["learner.policy_lr=3e-6", "learner.critic_lr=1.0e-05"])
+    assert (config.learner.policy_lr, config.learner.critic_lr) == (3e-6, 1e-5)
+
+
+def test_null_is_none(file):
+    assert PPOConfig.load(file, ["ppo.value_clip=null"]).ppo.value_clip is None
+
+
+@pytest.mark.parametrize("text", ["ppo.kl.coef", "=3", "--fresh"])
+def test_an_override_without_key_and_value(file, text):
+    with pytest.raises(ConfigError) as error:
+        PPOConfig.load(file, [text])
+    assert str(error.value) == (f"{text!r} is no override. Write key=value, like ppo.kl.coef=0.02.")
+
+
+@pytest.mark.parametrize("overrides", [{"ppo.kl.coeff": 1}, ["ppo.kl.coeff=1"]])
+def test_a_mistake_in_an_override_is_told_like_one_in_the_file(file, overrides):
+    with pytest.raises(ConfigError) as error:
+        PPOConfig.load(file, overrides)
+    assert str(error.value) == (
+        f"{file}: ppo.kl.coeff: there is no such key. Did you mean ppo.kl.coef?"
+    )
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        PPOConfig.load(tmp_path / "none.yaml")
+    assert str(error.value) == (
+        f"{tmp_path / 'none.yaml'}: there is no such file. Give the path of a run config (YAML)."
+    )
+
+
+def test_a_file_that_is_a_list(tmp_path):
+    (tmp_path / "run.yaml").write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match=r"a run config is a mapping of keys, this is a list"):
+        PPOConfig.load(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: [1,", "a: 1\na: 2\n", "a: ${no.such.key}"])
+def test_a_file_that_is_no_yaml(tmp_path, text):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        PPOConfig.load(tmp_path / "run.yaml")
+    assert str(error.value).startswith(f"{tmp_path / 'run.yaml'}: cannot be read: ")
+
+
+# Frozen, comparable, light
+
+
+def test_a_config_is_frozen():
+    config = PPOConfig.parse(MINIMAL)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.ppo.gamma = 0.5  # type: ignore[misc]
+
+
+def test_a_config_survives_its_dump():
+    config = PPOConfig.parse(with_keys(ppo__kl__coef=0.5, data__label_key="answer"))
+    assert PPOConfig.parse(config.model_dump()) == config
+    assert PPOConfig.parse(config.model_dump(mode="json")) == config
+
+
+def test_differences_are_told_by_key_and_what_numbers_do_not_depend_on_is_ignored():
+    mine = PPOConfig.parse(MINIMAL)
+    theirs = PPOConfig.parse(
+        with_keys(ppo__kl__coef=0.5, seed=1, storage_path="other", cluster__namespace="x")
+    )
+    assert mine.differences(theirs, ignore=NUMBERS_DO_NOT_DEPEND_ON) == [
+        "ppo.kl.coef: 0.01 -> 0.5",
+        "seed: 0 -> 1",
+    ]
+    assert mine.differences(mine) == []
+
+
+def test_flatten_keeps_empty_mappings_as_values():
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def test_checkpoints_are_due_every_so_often_and_at_the_last_step():
+    section = CheckpointSection(every=3)
+    assert [s for s in range(1, 8) if section.is_due(s, last_step=7)] == [3, 6, 7]
+
+
+def test_importing_the_config_imports_nothing_heavy():
+    code = (
+        "import sys, raypo, raypo.config\n"
+        "heavy = ('torch', 'ray', 'vllm', 'transformers', 'deepspeed', 'pyarrow', 'pandas')\n"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
