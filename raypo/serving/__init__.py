@@ -1,0 +1,1 @@
+"""Engines and frozen models, as plain classes that run as Ray actors."""

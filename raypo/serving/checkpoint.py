@@ -1,0 +1,61 @@
+"""Which tensors a model consists of, by its config alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from raypo.weights.manifest import Manifest, WeightError, summary
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Names and shapes as the Hugging Face `state_dict` of a causal language model has them."""
+
+    required: dict[str, tuple[int, ...]]
+    optional: dict[str, tuple[int, ...]]
+    """Second names of tied tensors, and buffers."""
+
+    @classmethod
+    def of(cls, model: str) -> Checkpoint:
+        """Of a folder or hub id; no weight is read or made."""
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        required = {name: tuple(p.shape) for name, p in skeleton.named_parameters()}
+        everything = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
+        return cls(required, {n: s for n, s in everything.items() if n not in required})
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse a push that is not this model's.
+
+        Raises:
+            WeightError: a tensor is missing, unknown or of another shape.
+        """
+        known = self.required | self.optional
+        sent = {tensor.name: tensor.shape for tensor in manifest.tensors}
+        lines = [f"{name} is missing" for name in self.required if name not in sent]
+        lines += [f"{name} is unknown" for name in sent if name not in known]
+        lines += [
+            f"{name} has shape {shape} instead of {known[name]}"
+            for name, shape in sent.items()
+            if shape != known.get(name, shape)
+        ]
+        if lines:
+            raise WeightError(
+                f"the weights of version {manifest.version} are not those of the engine's model: "
+                f"{summary(lines)}. Start engine and learner with the same model."
+            )
+
+
+def kv_bytes_per_token(model: str, *, dtype: str) -> int:
+    """Bytes of keys and values that one token occupies in the cache, over all layers."""
+    config: Any = AutoConfig.from_pretrained(model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    itemsize = getattr(torch, dtype).itemsize
+    return 2 * config.num_hidden_layers * heads * head_dim * itemsize

@@ -1,0 +1,99 @@
+"""What an engine is asked and what it answers; plain data, importable without torch or vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """One response to one prompt, with a seed of its own: the batch it rides in does not matter."""
+
+    prompt_ids: np.ndarray  # int32 [P]
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy."""
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Any of them ends the response and is its last token; nothing else ends it early."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response as the engine sampled it."""
+
+    token_ids: np.ndarray  # int32 [T], the stop token included when it was sampled
+    log_probs: np.ndarray  # float32 [T]
+    """Under the distribution that was sampled from: softmax(logits / temperature), renormalised
+    over the nucleus when top_p is below 1. Greedy: softmax(logits), temperature 1."""
+    finish_reason: str
+    """stop | length."""
+    weight_version: int
+    """Version of the weights that sampled it."""
+
+
+def validate_request(request: SamplingRequest, *, vocabulary_size: int, max_model_len: int) -> None:
+    """Refuse what would be cut short or would kill the engine.
+
+    Raises:
+        ValueError: an id outside of the vocabulary, an empty prompt, no room for the response, or
+            a sampling parameter outside of its range.
+    """
+    ids = np.asarray(request.prompt_ids)
+    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"prompt_ids ({ids.dtype} {ids.shape}): a prompt is a non-empty row of integers."
+        )
+    if ids.min() < 0 or ids.max() >= vocabulary_size:
+        wrong = ids[(ids < 0) | (ids >= vocabulary_size)][0]
+        raise ValueError(
+            f"prompt_ids: {wrong} is not in the policy's vocabulary (0 to {vocabulary_size - 1}). "
+            "Tokenise the prompts with the policy's own tokenizer."
+        )
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens ({request.max_new_tokens}): a response has a token.")
+    if ids.size + request.max_new_tokens > max_model_len:
+        raise ValueError(
+            f"a prompt of {ids.size} tokens leaves no room for max_new_tokens "
+            f"({request.max_new_tokens}) in the engine's max_model_len ({max_model_len}). "
+            "Shorten the prompt or the response, or start the engine with more room."
+        )
+    if request.temperature < 0.0 or not 0.0 < request.top_p <= 1.0:
+        raise ValueError(
+            f"temperature ({request.temperature}) must not be negative and top_p "
+            f"({request.top_p}) must lie in (0, 1]."
+        )
+
+
+def probe_requests(
+    prompts: Sequence[np.ndarray], *, max_new_tokens: int, temperature: float = 1.0
+) -> list[SamplingRequest]:
+    """Requests with fixed seeds, for comparing an engine's log-probs with the learner's."""
+    return [
+        SamplingRequest(prompt, max_new_tokens, temperature=temperature, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def log_prob_gap(
+    completions: Sequence[Completion], learner_log_probs: Sequence[np.ndarray]
+) -> tuple[float, float]:
+    """Largest and mean distance in nats a token between engine and learner; NaN if either has one.
+
+    Args:
+        completions: What the engine sampled.
+        learner_log_probs: float32 [T] for each completion, of the same tokens.
+
+    Raises:
+        ValueError: the two do not speak of the same tokens.
+    """
+    lengths = [len(completion.log_probs) for completion in completions]
+    if lengths != [len(log_probs) for log_probs in learner_log_probs] or not sum(lengths):
+        raise ValueError("engine and learner must give log-probs of the same, non-empty responses.")
+    engine = np.concatenate([completion.log_probs for completion in completions])
+    gap = np.abs(engine - np.concatenate(list(learner_log_probs)))
+    return float(gap.max()), float(gap.mean())

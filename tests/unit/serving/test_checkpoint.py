@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from raypo.serving.checkpoint import Checkpoint, kv_bytes_per_token
+from raypo.weights.buckets import pack
+from raypo.weights.manifest import Manifest, WeightError
+from raypo.weights.transport import LocalTransport
+from tests.tiny import tiny_policy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tiny_policy(tmp_path_factory.mktemp("tied")))
+
+
+@pytest.fixture(scope="module")
+def tensors(folder: str) -> dict:
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+def manifest(tensors: dict) -> Manifest:
+    return LocalTransport().send(pack(tensors.items(), bucket_bytes=1 << 20), version=4).manifest
+
+
+def test_a_tied_head_may_come_or_not(folder: str, tensors: dict) -> None:
+    checkpoint = Checkpoint.of(folder)
+    checkpoint.check(manifest(tensors))
+    checkpoint.check(manifest({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}))
+
+
+def test_every_mistake_is_named(folder: str, tensors: dict) -> None:
+    wrong = dict(tensors)
+    wrong["model.extra.weight"] = wrong.pop("model.layers.1.self_attn.k_proj.weight")
+    wrong["model.norm.weight"] = wrong["model.norm.weight"][:3]
+
+    with pytest.raises(WeightError) as refused:
+        Checkpoint.of(folder).check(manifest(wrong))
+
+    assert str(refused.value).startswith("the weights of version 4 are not those of")
+    assert "model.layers.1.self_attn.k_proj.weight is missing" in str(refused.value)
+    assert "model.extra.weight is unknown" in str(refused.value)
+    assert "model.norm.weight has shape (3,) instead of (64,)" in str(refused.value)
+
+
+def test_kv_bytes(folder: str) -> None:
+    two_layers_of_two_heads_of_32 = 2 * 2 * 2 * 32
+    assert kv_bytes_per_token(folder, dtype="float32") == 4 * two_layers_of_two_heads_of_32
+    assert kv_bytes_per_token(folder, dtype="bfloat16") == 2 * two_layers_of_two_heads_of_32

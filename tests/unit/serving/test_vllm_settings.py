@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from raypo.config import EngineSection
+from raypo.serving.vllm_settings import (
+    check_version,
+    default_cpu_kv_bytes,
+    engine_arguments,
+    prepare_environment,
+)
+from tests.tiny import tiny_policy
+
+
+@pytest.mark.parametrize("version", ["0.23.0", "0.32.0", "0.32.1rc2+cpu", "0.27.0.dev5"])
+def test_supported_versions(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.22.1", "0.33.0", "1.0.0", "0.9.2"])
+def test_unsupported_versions_are_named(version: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"vLLM {version} is installed; .* 0\.23 to 0\.32"):
+        check_version(version)
+
+
+def arguments(folder: str, section: EngineSection, device: str = "cpu") -> dict:
+    return engine_arguments(
+        folder, section, dtype="float32", max_model_len=300, seed=1, device=device
+    )
+
+
+def test_arguments_come_from_the_section(tmp_path) -> None:
+    folder = str(tiny_policy(tmp_path))
+
+    cpu = arguments(folder, EngineSection(prefix_caching=False, kv_cache_gb=0.25))
+    assert cpu["kv_cache_memory_bytes"] == 250_000_000
+    assert not cpu["enable_prefix_caching"]
+    assert cpu["enforce_eager"]
+
+    gpu = arguments(folder, EngineSection(gpu_memory_fraction=0.3), device="cuda")
+    assert gpu["gpu_memory_utilization"] == 0.3
+    assert "kv_cache_memory_bytes" not in gpu
+    assert "enforce_eager" not in gpu
+
+
+def test_extra_wins(tmp_path) -> None:
+    section = EngineSection(extra={"enforce_eager": False, "max_num_seqs": 3})
+    chosen = arguments(str(tiny_policy(tmp_path)), section)
+    assert (chosen["enforce_eager"], chosen["max_num_seqs"]) == (False, 3)
+
+
+def test_default_kv_cache_holds_one_sequence_at_least(tmp_path) -> None:
+    half_a_gib = 1 << 29
+    assert arguments(str(tiny_policy(tmp_path)), EngineSection())["kv_cache_memory_bytes"] == (
+        half_a_gib
+    )
+    assert default_cpu_kv_bytes(46_080, 384) == 32 * 512 * 46_080  # a batch of SmolLM2-135M
+    assert default_cpu_kv_bytes(46_080, 8064) == 1 << 31  # no more than that unasked
+    assert default_cpu_kv_bytes(524_288, 8064) == 8192 * 524_288  # but one sequence in any case
+
+
+def test_what_the_user_says_about_logging_stays(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
+
+    prepare_environment(eager=False)
+
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
