@@ -7,19 +7,15 @@ credit flows from one to the next undiminished by what stands between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from raypo.ppo.masked import check_choice, check_same_shape, keep
+from raypo.ppo.masked import check_choice, check_same_shape, in_blocks, keep
 
 GROUP_KINDS = ("rloo", "reinforce_baseline", "grpo", "dr_grpo")
 GROUP_STD_EPS = 1e-6
 SCAN_CHUNK = 32
 """Tokens that one product with a triangular matrix sums up; a matter of speed alone."""
-BLOCK_ELEMENTS = 2**18
-"""Tokens that are worked on together on a CPU; a matter of speed alone."""
 
 
 def last_token(mask: Tensor) -> Tensor:
@@ -135,18 +131,20 @@ def generalized_advantages(
 
     def estimate(rewards: Tensor, values: Tensor, mask: Tensor, last: Tensor) -> list[Tensor]:
         places = _sampled_places(mask)
-        reward = _compact(keep(rewards, mask).double(), places)
-        value = _compact(keep(values, mask).double(), places)
+        kept_values = keep(values.double(), mask)
+        value = _compact(kept_values, places)
         next_value = torch.nn.functional.pad(value[:, 1:], (0, 1))
         num_tokens = mask.sum(1, keepdim=True)
         last_value = keep(last.unsqueeze(1).double(), num_tokens > 0)
         next_value.scatter_add_(1, (num_tokens - 1).clamp(min=0), last_value)
-        delta = reward + gamma * next_value - value
+        reward = _compact(keep(rewards.double(), mask), places)
+        delta = reward.add_(next_value, alpha=gamma).sub_(value)
         advantages = _spread(_discounted_suffix_sums(delta, gamma * gae_lambda), places)
-        return [keep(advantages, mask), keep(advantages + values, mask)]
+        advantages = keep(advantages, mask)
+        return [advantages, advantages + kept_values]
 
     with torch.no_grad():
-        advantages, returns = _in_blocks(estimate, rewards, values, mask.bool(), last)
+        advantages, returns = in_blocks(estimate, rewards, values, mask.bool(), last)
     return advantages, returns
 
 
@@ -172,11 +170,11 @@ def discounted_returns(
 
     def estimate(rewards: Tensor, mask: Tensor) -> list[Tensor]:
         places = _sampled_places(mask)
-        reward = _compact(keep(rewards, mask).double(), places)
+        reward = _compact(keep(rewards.double(), mask), places)
         return [keep(_spread(_discounted_suffix_sums(reward, gamma), places), mask)]
 
     with torch.no_grad():
-        (returns,) = _in_blocks(estimate, rewards, mask.bool())
+        (returns,) = in_blocks(estimate, rewards, mask.bool())
     return returns
 
 
@@ -228,16 +226,6 @@ def group_baseline(
     return keep(centred, valid & (highest > lowest)).to(kept.dtype)
 
 
-def _in_blocks(function: Callable[..., list[Tensor]], *tensors: Tensor) -> list[Tensor]:
-    """`function` of the rows of `tensors`; on a CPU in blocks whose intermediates fit caches."""
-    rows, width = tensors[0].shape
-    size = max(BLOCK_ELEMENTS // max(width, 1), 1) if tensors[0].device.type == "cpu" else rows
-    blocks = zip(*(tensor.split(max(size, 1)) for tensor in tensors), strict=True)
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    parts = [[part.to(dtype) for part in function(*block)] for block in blocks]
-    return [torch.cat(part) for part in zip(*parts, strict=True)]
-
-
 def _sampled_places(mask: Tensor) -> Tensor | None:
     """Number of each sampled token within its row, masked tokens T; None if all are in place."""
     if not (mask[:, 1:] & ~mask[:, :-1]).any():
@@ -268,13 +256,14 @@ def _discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
     rows, width = x.shape
     chunk = min(SCAN_CHUNK, max(width, 1))
     num_chunks = -(-width // chunk)
-    padded = torch.nn.functional.pad(x, (0, num_chunks * chunk - width))
+    missing = num_chunks * chunk - width
+    padded = torch.nn.functional.pad(x, (0, missing)) if missing else x
     steps = torch.arange(chunk, device=x.device)
     exponents = steps.unsqueeze(1) - steps  # [from, to]
     powers = torch.where(exponents >= 0, float(discount) ** exponents.clamp(min=0).to(x), 0.0)
-    sums = padded.view(rows, num_chunks, chunk) @ powers  # [B, chunks, chunk]
+    sums = padded.reshape(rows, num_chunks, chunk) @ powers  # [B, chunks, chunk]
     if num_chunks > 1:
         later = _discounted_suffix_sums(sums[:, 1:, 0].contiguous(), discount**chunk)
         to_the_end = float(discount) ** (chunk - steps).to(x)  # [chunk]
-        sums[:, :-1] += later.unsqueeze(2) * to_the_end
+        sums[:, :-1].addcmul_(later.unsqueeze(2), to_the_end)
     return sums.reshape(rows, num_chunks * chunk)[:, :width]

@@ -155,10 +155,10 @@ def policy_loss(
             "tokens": mask.sum().double(),
             "responses": mask.any(1).sum().double(),
             "ratio": masked_sum(chosen.ratio, mask),
-            "clipped": masked_sum(chosen.clipped.float(), mask),
-            "dual_clipped": masked_sum(chosen.dual_clipped.float(), mask),
-            "clamped": masked_sum((clamped != change).float(), mask),
-            "approx_kl": masked_sum(torch.expm1(clamped) - clamped, mask),
+            "clipped": (chosen.clipped & mask).sum().double(),
+            "dual_clipped": (chosen.dual_clipped & mask).sum().double(),
+            "clamped": (clamped != change).sum().double(),
+            "approx_kl": (torch.expm1(clamped) - clamped).sum(dtype=torch.float64),
         }
     return loss, stats
 
@@ -215,12 +215,12 @@ def value_loss(
     with torch.no_grad():
         stats = {
             "tokens": mask.sum().double(),
-            "clipped": masked_sum(clipped.float(), mask),
-            "values": masked_sum(now, mask),
-            "error": masked_sum(error, mask),
-            "squared_error": masked_sum(error.square(), mask),
-            "returns": masked_sum(target, mask),
-            "returns_squared": masked_sum(target.double().square(), mask),
+            "clipped": clipped.sum().double(),
+            "values": now.sum(dtype=torch.float64),
+            "error": error.sum(dtype=torch.float64),
+            "squared_error": error.double().square().sum(),
+            "returns": target.sum(dtype=torch.float64),
+            "returns_squared": target.double().square().sum(),
         }
     return loss, stats
 

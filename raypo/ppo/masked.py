@@ -6,13 +6,15 @@ be added over micro-batches and workers in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 MIN_VARIANCE = 1e-8
 """Whitening divides by the square root of at least this much."""
+BLOCK_ELEMENTS = 2**17
+"""Tokens that are worked on together on a CPU; a matter of speed alone."""
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
@@ -84,10 +86,10 @@ def masked_mean(
 
 
 def masked_moments(
-    x: Tensor,  # any shape
+    x: Tensor,  # [B, ...]
     mask: Tensor,  # same shape, bool
 ) -> Tensor:
-    """Count, sum and sum of squares over kept positions: they add over workers.
+    """Count, sum and sum of squares over kept positions, detached: they add over workers.
 
     Returns:
         moments: [3] float64; summed over workers, it is what `masked_whiten` takes.
@@ -96,8 +98,14 @@ def masked_moments(
         ValueError: the shapes differ.
     """
     check_same_shape(x=x, mask=mask)
-    kept = keep(x, mask).double()
-    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+
+    def of_block(x: Tensor, mask: Tensor) -> list[Tensor]:
+        kept = keep(x.double(), mask)
+        return [torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()]).unsqueeze(0)]
+
+    with torch.no_grad():
+        (moments,) = in_blocks(of_block, x, mask.bool(), dtype=torch.float64)  # [blocks, 3]
+        return moments.sum(0)
 
 
 def mean_and_variance(moments: Tensor | Iterable[Tensor | float]) -> tuple[Tensor, Tensor]:
@@ -119,7 +127,7 @@ def masked_whiten(
     *,
     moments: Tensor | Iterable[Tensor | float] | None = None,
 ) -> Tensor:
-    """`x` shifted to mean 0 and scaled to population variance 1 over kept positions.
+    """`x` shifted to mean 0 and scaled to population variance 1 over kept positions, detached.
 
     Args:
         moments: count, sum and sum of squares of the global batch; None: of `x`.
@@ -134,7 +142,33 @@ def masked_whiten(
     """
     check_same_shape(x=x, mask=mask)
     mean, variance = mean_and_variance(masked_moments(x, mask) if moments is None else moments)
-    mean, variance = mean.to(x.device), variance.to(x.device)
-    kept = keep(x, mask)
-    centred = (kept.double() - mean) * torch.rsqrt(variance.clamp(min=MIN_VARIANCE))
-    return keep(centred.to(kept.dtype), mask)
+    shift, scale = mean.to(x.device), variance.to(x.device).clamp(min=MIN_VARIANCE).rsqrt()
+
+    def whiten(x: Tensor, mask: Tensor) -> list[Tensor]:
+        return [keep((x.double() - shift) * scale, mask)]
+
+    with torch.no_grad():
+        return in_blocks(whiten, x, mask.bool())[0]
+
+
+def in_blocks(
+    function: Callable[..., list[Tensor]],
+    *tensors: Tensor,  # [B, ...]
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """`function` of the rows of `tensors`; on a CPU in blocks whose intermediates fit caches.
+
+    Args:
+        function: gives some tensors; those of different blocks can be concatenated.
+        dtype: of the results; None: that of the first tensor, but at least float32.
+
+    Returns:
+        results: those of the blocks, concatenated.
+    """
+    rows = tensors[0].shape[0]
+    width = tensors[0][:1].numel()
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32) if dtype is None else dtype
+    size = max(BLOCK_ELEMENTS // max(width, 1), 1) if tensors[0].device.type == "cpu" else rows
+    blocks = zip(*(tensor.split(max(size, 1)) for tensor in tensors), strict=True)
+    parts = [[part.to(dtype) for part in function(*block)] for block in blocks]
+    return [torch.cat([part[i] for part in parts]) for i in range(len(parts[0]))]

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypo.ppo import advantages as module
+from raypo.ppo import masked
 from raypo.ppo.advantages import (
     GROUP_KINDS,
     discounted_returns,
@@ -134,7 +134,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
     mask = random_mask(7, 40, generator)
     whole = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=0.95)
 
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 80)  # two rows at a time
+    monkeypatch.setattr(masked, "BLOCK_ELEMENTS", 80)  # two rows at a time
 
     blocks = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=0.95)
     torch.testing.assert_close(blocks, whole)
