@@ -34,11 +34,6 @@ def is_data_set_id(source: str) -> bool:
     )
 
 
-def absolute(source: str) -> str:
-    """The source for a process that runs elsewhere: a file by its absolute path, an id as it is."""
-    return source if is_data_set_id(source) else str(Path(source).absolute())
-
-
 def read_rows(source: str, *, key: str) -> Iterator[Row]:
     """The rows of a file or data set, read as they are asked for.
 

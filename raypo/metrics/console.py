@@ -146,7 +146,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def _can_draw(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("CI")
+    return stream.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
 
 
 def _count(number: int, noun: str) -> str:

@@ -110,6 +110,7 @@ class RemoteFolder:
         self.location = f"{storage_path.rstrip('/')}/{name}"
         self.path = Path(tempfile.mkdtemp(prefix="raypo-run-"))
         self._synced: dict[str, tuple[int, int]] = {}  # name -> (mtime_ns, bytes)
+        self._made: set[str] = set()  # folders that exist at the URI
         self._cleaner = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def read(self, name: str) -> bytes | None:
@@ -158,7 +159,10 @@ class RemoteFolder:
             if self._synced.get(name) == stamp:
                 continue
             target = self._remote(name)
-            self._file_system.create_dir(target.rpartition("/")[0], recursive=True)
+            folder = target.rpartition("/")[0]
+            if folder not in self._made:
+                self._file_system.create_dir(folder, recursive=True)
+                self._made.add(folder)
             copy_files(
                 str(path), target, source_filesystem=local, destination_filesystem=self._file_system
             )
@@ -171,6 +175,7 @@ class RemoteFolder:
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         self._synced.clear()
+        self._made.clear()
         if self._file_system.get_file_info(self._root).type == FileType.Directory:
             self._file_system.delete_dir(self._root)
 

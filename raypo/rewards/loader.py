@@ -78,14 +78,6 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
     return function
 
 
-def absolute_spec(spec: str) -> str:
-    """The spec for a process that runs elsewhere: a file by its absolute path."""
-    place, separator, name = spec.rpartition(":")
-    if not _is_file(place):
-        return spec
-    return f"{Path(place).expanduser().absolute()}{separator}{name}"
-
-
 def _parts(spec: str, key: str) -> tuple[str, str]:
     place, _, name = spec.rpartition(":")
     parts = [name] if _is_file(place) else [name, *place.split(".")]

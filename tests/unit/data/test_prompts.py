@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from raypo.config import ConfigError, DataSection
 from raypo.data.prompts import load_prompts, peek
-from raypo.data.rows import absolute, read_rows
+from raypo.data.rows import read_rows
 from tests.tiny import tiny_tokenizer
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "10+10=", "answer": "20"}]
@@ -398,12 +398,6 @@ def test_rows_are_read_as_they_are_asked_for(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\n{broken\n')
     assert next(read_rows(str(path), key="k")).values == {"n": 1}
-
-
-def test_files_become_absolute_and_ids_stay(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert absolute("a.jsonl") == str(tmp_path / "a.jsonl")
-    assert absolute("openai/gsm8k") == "openai/gsm8k"
 
 
 def test_peek_imports_nothing_heavy(tmp_path):

@@ -23,6 +23,7 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def no_ci(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
 
 
 def run(stream, **options):

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from raypo.config import ConfigError
-from raypo.rewards.loader import absolute_spec, check_function, load_function
+from raypo.rewards.loader import check_function, load_function
 
 GOOD = "def score(rollouts):\n    return [1.0 for _ in rollouts]\n"
 
@@ -225,9 +225,3 @@ def test_what_is_no_function(tmp_path, text, what):
         f"reward.function ({path}:score): score is {what}, not a function. Give a function, or an "
         "object with __call__, that takes a list of rollouts."
     )
-
-
-def test_files_become_absolute_and_modules_stay(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert absolute_spec("rewards.py:score") == f"{tmp_path}/rewards.py:score"
-    assert absolute_spec("a.b:score") == "a.b:score"
