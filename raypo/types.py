@@ -94,9 +94,7 @@ class Experience:
         rows, prompt = self.prompt_ids.shape
         response = self.response_ids.shape[1]
         expected = {"prompt_ids": (rows, prompt), "prompt_mask": (rows, prompt)}
-        expected |= dict.fromkeys(
-            ("scores", "group_index", "minibatch", "truncated"), (rows,)
-        )
+        expected |= dict.fromkeys(("scores", "group_index", "minibatch", "truncated"), (rows,))
         for field in fields(self):
             value = getattr(self, field.name)
             shape = expected.get(field.name, (rows, response))
@@ -111,12 +109,31 @@ class Experience:
         """The same batch with some fields set."""
         return replace(self, **changes)
 
+    def to(self, device: Any) -> Experience:
+        """The same batch on a device."""
+        held = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in held}
+        return Experience(**moved)
+
+    def blank(self) -> Experience:
+        """One row of one prompt and one response token that no loss counts, fields as here."""
+        row: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                row[field.name] = None
+            else:
+                row[field.name] = value.new_zeros((1, 1) if value.dim() == 2 else (1,))
+        for name in ("prompt_mask", "attention_mask"):
+            row[name] = getattr(self, name).new_ones((1, 1))
+        return Experience(**row)
+
     def select(self, rows: Tensor) -> Experience:
         """Some rows, trimmed to the longest prompt and response among them; rows [b] int64."""
         prompts = int(self.prompt_mask[rows].sum(1).max()) if len(rows) else 0
         responses = int(self.attention_mask[rows].sum(1).max()) if len(rows) else 0
         first = self.prompt_ids.shape[1] - prompts
-        picked: dict[str, Tensor | None] = {}
+        picked: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None:
@@ -125,4 +142,4 @@ class Experience:
                 picked[field.name] = value[rows, first:]
             else:
                 picked[field.name] = value[rows, :responses] if value.dim() == 2 else value[rows]
-        return Experience(**picked)  # type: ignore[arg-type]
+        return Experience(**picked)

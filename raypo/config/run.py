@@ -78,14 +78,25 @@ class PPOConfig(RunFile):
         return self
 
     @model_validator(mode="after")
+    def _every_engine_has_a_worker(self) -> Self:
+        count, num_workers = self.rollout.engine.resolved_count, self.learner.num_workers
+        if count > num_workers:
+            raise ValueError(
+                f"rollout.engine.count ({count}): an engine lives beside a learner worker, and "
+                f"there are {num_workers} (learner.num_workers). Set rollout.engine.count to at "
+                f"most {num_workers}."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _longest_sequence_fits_a_microbatch(self) -> Self:
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > self.learner.max_tokens_per_microbatch:
             raise ValueError(
-                f"learner.max_tokens_per_microbatch ({self.learner.max_tokens_per_microbatch}): one "
-                f"sequence may have {longest} tokens (data.max_prompt_tokens + "
-                f"rollout.max_new_tokens). Set learner.max_tokens_per_microbatch to at least "
-                f"{longest}, or the other two lower."
+                f"learner.max_tokens_per_microbatch "
+                f"({self.learner.max_tokens_per_microbatch}): one sequence may have {longest} "
+                f"tokens (data.max_prompt_tokens + rollout.max_new_tokens). Set "
+                f"learner.max_tokens_per_microbatch to at least {longest}, or the other two lower."
             )
         return self
 

@@ -50,13 +50,13 @@ class RewardSection(Config):
     function: str | None = None
     """`file.py:name` or `package.module:name`; (list[Rollout]) -> list[float]."""
     max_failed_fraction: float = Field(0.0, ge=0.0, le=1.0)
-    """Share of a step's samples that may fail to be scored (raise, None or NaN) before the run stops."""
+    """Share of a step's samples that may go without a score (None, NaN) before the run stops."""
 
 
 class EngineSection(Config):
     """The vLLM engines that sample."""
 
-    count: int | Literal["auto"] = "auto"
+    count: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Engines; auto: one."""
     gpu_memory_fraction: float = Field(0.5, gt=0.0, le=1.0)
     """Share of a GPU's memory that an engine may take."""
@@ -66,6 +66,11 @@ class EngineSection(Config):
     """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other vLLM engine argument; it wins over raypo's choice."""
+
+    @property
+    def resolved_count(self) -> int:
+        """Engines that are started."""
+        return 1 if self.count == "auto" else self.count
 
 
 class RolloutSection(Config):
@@ -104,7 +109,7 @@ class LearnerSection(Config):
     max_grad_norm: float = Field(1.0, gt=0.0)
     """Gradients are clipped to this global norm."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """What DeepSpeed shards over the workers: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights."""
+    """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights."""
     max_tokens_per_microbatch: int = Field(4096, ge=1)
     """Tokens (padding included) of one forward and backward pass."""
     max_skipped_updates: int = Field(3, ge=0)

@@ -1,0 +1,94 @@
+"""Static checks of a run's input: under a second, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, ConfigError, PPOConfig
+from raypo.data.prompts import peek
+from raypo.metrics.run_files import RunFiles
+from raypo.rewards.loader import check_function
+
+
+def check_inputs(config: PPOConfig, *, has_reward_fn: bool = False) -> None:
+    """Refuse files that are missing or wrong, and what this machine can never hold.
+
+    Raises:
+        ConfigError: the first thing that is wrong, as key (value), rule and remedy.
+    """
+    for key in ("policy", "critic", "reference"):
+        path = getattr(config.model, key)
+        if path is not None:
+            _check_model(f"model.{key}", path)
+    peek(config.data.prompts, config.data.prompt_key, config.data.label_key)
+    if config.eval.prompts:
+        peek(config.eval.prompts, config.data.prompt_key, config.data.label_key)
+    if not has_reward_fn:
+        if config.reward.function is None:
+            raise ConfigError(
+                "reward.function (None): nothing judges the responses. Set it to file.py:name or "
+                "package.module:name, or pass reward_fn to PPOTrainer."
+            )
+        check_function(config.reward.function)
+    if config.eval.function is not None:
+        check_function(config.eval.function)
+    _check_cpus(config)
+
+
+def check_run_folder(config: PPOConfig, files: RunFiles) -> None:
+    """Refuse to go on in a folder that belongs to another config.
+
+    Raises:
+        ConfigError: with every key that differs.
+    """
+    recorded = files.config()
+    if recorded is None:
+        return
+    earlier = PPOConfig.parse(recorded, origin=f"{files.location}/config.yaml")
+    changes = earlier.differences(config, ignore=NUMBERS_DO_NOT_DEPEND_ON)
+    if changes:
+        lines = "\n  ".join(changes)
+        raise ConfigError(
+            f"name ({config.name}): {files.location} holds a run of another config:\n  {lines}\n"
+            f"Change these keys back to go on, choose another name, or start over with --fresh."
+        )
+
+
+def is_finished(files: RunFiles) -> bool:
+    """Whether the folder holds a run that was done to its last step."""
+    summary = files.summary()
+    return summary is not None and summary["status"] == "finished"
+
+
+def _check_model(key: str, path: str) -> None:
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{key} ({path}): the folder has no config.json, so it is no Hugging Face model. "
+                f"Give a folder written by save_pretrained, or a hub id."
+            )
+        return
+    looks_like_hub_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    if not looks_like_hub_id or offline:
+        why = "and HF_HUB_OFFLINE is set" if offline else "and it is no hub id"
+        raise ConfigError(
+            f"{key} ({path}): there is no such folder, {why}. Give a folder written by "
+            f"save_pretrained, or a hub id like organisation/model."
+        )
+
+
+def _check_cpus(config: PPOConfig) -> None:
+    """Too few cores for a local Ray; a cluster is asked once it is connected."""
+    if config.cluster.address or os.environ.get("RAY_ADDRESS"):
+        return
+    learner, cores = config.learner, os.cpu_count() or 1
+    asked = learner.num_workers * learner.cpus_per_worker
+    if asked > cores:
+        raise ConfigError(
+            f"learner.cpus_per_worker ({learner.cpus_per_worker}): {learner.num_workers} learner "
+            f"workers ask for {asked} CPU cores, this machine has {cores}. Lower "
+            f"learner.num_workers or learner.cpus_per_worker, or set cluster.address."
+        )

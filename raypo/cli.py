@@ -1,0 +1,105 @@
+"""The `raypo` command. Wrong input is told and ends with status 2 before anything heavy loads."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Align language models with PPO on Ray Train, vLLM and DeepSpeed.",
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `train` a word of its own while it is the only command."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="A run config (YAML).")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, like ppo.kl.coef=0.02")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; removes the run.")] = False,
+) -> None:
+    """Start a run, resume one that was interrupted, or say that it is finished."""
+    from raypo.checks import check_inputs, check_run_folder, is_finished
+    from raypo.config import PPOConfig
+    from raypo.config.paths import storage_path
+    from raypo.metrics.run_files import RunFiles
+
+    run = PPOConfig.load(config, overrides)
+    check_inputs(run)
+    files = RunFiles(storage_path(run), run.name)
+    if fresh:
+        with files.lock():
+            files.remove()
+    check_run_folder(run, files)
+    if is_finished(files):
+        typer.echo(
+            f"raypo: {run.name} is finished, files in {files.location}; --fresh starts over."
+        )
+        return
+    from raypo.trainer import PPOTrainer  # Ray and torch from here on
+
+    result = PPOTrainer(run).fit()
+    if (result.return_value or {}).get("status") == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def main() -> None:
+    """Run the command and end the process with its exit status."""
+    from raypo.config import ConfigError
+
+    try:
+        status = app(standalone_mode=False)
+    except ConfigError as error:
+        _tell(str(error))
+        status = WRONG_INPUT
+    except typer.Abort:
+        status = INTERRUPTED
+    except KeyboardInterrupt:
+        _leave_at_once()
+    except Exception as error:
+        status = _tell_failure(error)
+    sys.exit(status or DONE)
+
+
+def _tell(text: str) -> None:
+    typer.echo("\n".join(f"raypo: {line}" for line in text.splitlines()), err=True)
+
+
+def _tell_failure(error: Exception) -> int:
+    import click
+
+    if isinstance(error, click.ClickException):
+        error.show()
+        return WRONG_INPUT
+    import traceback
+
+    # Ray Train's own error holds the workers' tracebacks; its own frames help nobody.
+    from_workers = hasattr(error, "worker_failures")
+    lines = [str(error)] if from_workers else traceback.format_exception(error)
+    typer.echo("".join(lines).rstrip(), err=True)
+    return FAILED
+
+
+def _leave_at_once() -> None:
+    """A second Ctrl-C: Ray's own threads must not hold the process back."""
+    _tell("stopped at once; the same command resumes from the last checkpoint.")
+    sys.stdout.flush()
+    os._exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

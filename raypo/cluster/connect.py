@@ -1,0 +1,93 @@
+"""Joining a Ray cluster, or starting a local one with the dashboard on."""
+
+from __future__ import annotations
+
+import os
+import socket
+from urllib.parse import urlparse
+
+import ray
+
+from raypo.config import ClusterSection, ConfigError
+
+PROBE_TIMEOUT_S = 5.0
+
+_WORKER_DEFAULTS = {
+    "NCCL_DEBUG": "WARN",
+    "NCCL_CUMEM_ENABLE": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_DRIVER_DEFAULTS = {
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
+    # A report waits for the controller's next poll; the default of 2 s is a whole small step.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}
+
+
+def connect(section: ClusterSection) -> bool:
+    """Be connected to Ray: as already is, else by address, else to a local one started here.
+
+    Returns:
+        Whether this call connected, so that the caller is the one to disconnect.
+
+    Raises:
+        ConfigError: nothing listens at the address.
+    """
+    for name, value in _DRIVER_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if ray.is_initialized():
+        return False
+    address, source = cluster_address(section)
+    if address:
+        _probe(address, source)
+    ray.init(
+        address=address or "local",
+        namespace=section.namespace,
+        include_dashboard=None if address else True,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": worker_environment()},
+    )
+    return True
+
+
+def cluster_address(section: ClusterSection) -> tuple[str | None, str]:
+    """The address of the cluster and which setting names it; None: a local Ray."""
+    if section.address:
+        return section.address, "cluster.address"
+    return os.environ.get("RAY_ADDRESS") or None, "RAY_ADDRESS"
+
+
+def worker_environment() -> dict[str, str]:
+    """Variables that workers get unless the user has set them."""
+    return {name: os.environ.get(name, value) for name, value in _WORKER_DEFAULTS.items()}
+
+
+def dashboard_url() -> str | None:
+    """Address of the Ray dashboard; None where there is none."""
+    url = ray.get_runtime_context().dashboard_url if _has_dashboard_url() else None
+    url = url or getattr(ray._private.worker.global_worker.node, "webui_url", None)  # type: ignore[attr-defined]
+    return f"http://{url}" if url and not url.startswith("http") else url
+
+
+def _has_dashboard_url() -> bool:
+    return hasattr(ray.get_runtime_context(), "dashboard_url")
+
+
+def _probe(address: str, source: str) -> None:
+    """Ray itself retries for minutes at an address where nothing listens."""
+    if address in ("auto", "local"):
+        return
+    parsed = urlparse(address if "://" in address else f"ray-gcs://{address}")
+    if not parsed.hostname or not parsed.port:
+        raise ConfigError(
+            f"{source} ({address}): an address is host:port or ray://host:port. Correct it, or "
+            f"leave it out for a local Ray."
+        )
+    try:
+        socket.create_connection((parsed.hostname, parsed.port), PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{source} ({address}): nothing listens there ({error}). Start the cluster "
+            f"(ray start --head), correct the address, or leave it out for a local Ray."
+        ) from None

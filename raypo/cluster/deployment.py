@@ -1,0 +1,148 @@
+"""Replicas of a plain class behind one handle: Ray actors pinned to bundles of a shared group."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+NAME_TIMEOUT_S = 30.0
+"""How long an actor of an earlier attempt may take to give up its name."""
+
+
+class DeploymentError(RuntimeError):
+    """A deployment could not be started, or a replica was lost."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A plain class to run as replicas; `kwargs` are its constructor's arguments."""
+
+    name: str
+    """Readable, for the dashboard: raypo:<run>:<role>."""
+    cls: type
+    kwargs: dict[str, Any]
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the replica's process."""
+
+
+class Response:
+    """An answer that is on its way."""
+
+    def __init__(self, ref: Any, replica: str) -> None:
+        self._ref, self._replica = ref, replica
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for the answer.
+
+        Raises:
+            DeploymentError: the replica died, or did not answer in `timeout_s` seconds.
+            Exception: whatever the replica's method raised.
+        """
+        try:
+            return ray.get(self._ref, timeout=timeout_s)
+        except RayActorError as error:
+            raise DeploymentError(f"{self._replica}: the replica was lost: {error}") from error
+        except GetTimeoutError:
+            raise DeploymentError(
+                f"{self._replica}: no answer in {timeout_s:g} s. Look at its log in the Ray "
+                f"dashboard, or raise placement.timeout_s if it is still starting."
+            ) from None
+
+
+class _Method:
+    def __init__(self, handle: DeploymentHandle, name: str) -> None:
+        self._handle, self._name = handle, name
+
+    def remote(self, *args: Any, **kwargs: Any) -> Response:
+        """Call the method on one replica."""
+        return self._handle._call(self._handle._next(), self._name, args, kwargs)
+
+    def on_all(self, *args: Any, **kwargs: Any) -> list[Response]:
+        """Call the method on every replica."""
+        replicas = range(len(self._handle.replicas))
+        return [self._handle._call(index, self._name, args, kwargs) for index in replicas]
+
+
+class DeploymentHandle:
+    """Calls replicas: `handle.score.remote(rollouts).result()`.
+
+    A worker prefers one replica (its own, where there is one) and so spreads the workers' calls.
+    """
+
+    def __init__(self, replicas: dict[str, ActorHandle], *, prefer: int = 0) -> None:
+        self.replicas = replicas
+        self._prefer = prefer
+
+    def __getattr__(self, name: str) -> _Method:
+        if name.startswith("_") and name != "__ray_ready__":
+            raise AttributeError(name)
+        return _Method(self, name)
+
+    @classmethod
+    def find(cls, names: list[str], *, prefer: int = 0) -> DeploymentHandle:
+        """A handle to replicas that another worker has started."""
+        return cls({name: ray.get_actor(name) for name in names}, prefer=prefer % len(names))
+
+    def _next(self) -> int:
+        return self._prefer
+
+    def _call(self, index: int, method: str, args: tuple, kwargs: dict[str, Any]) -> Response:
+        name, actor = list(self.replicas.items())[index]
+        return Response(getattr(actor, method).remote(*args, **kwargs), name)
+
+
+def start_replica(
+    deployment: Deployment, index: int, group: PlacementGroup | None, *, bundle: int
+) -> str:
+    """Start one replica as a named actor and return its name; it starts in the background.
+
+    It reserves nothing of its own: the group's bundle belongs to a learner worker, and the two
+    take turns. Devices are the worker's own, by CUDA_VISIBLE_DEVICES.
+    """
+    name = f"{deployment.name}:{index}"
+    options: dict[str, Any] = {
+        "name": name,
+        "num_cpus": 0,
+        "num_gpus": 0,
+        "runtime_env": {"env_vars": {**deployment.env, **own_devices()}},
+    }
+    if group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
+        )
+    deadline = time.monotonic() + NAME_TIMEOUT_S
+    while True:
+        try:
+            _keep_alive[name] = (
+                ray.remote(deployment.cls).options(**options).remote(**deployment.kwargs)
+            )
+            return name
+        except ValueError as error:  # the name is taken
+            if time.monotonic() > deadline:
+                raise DeploymentError(
+                    f"{name}: an actor of this name is alive. Another run of the same name uses "
+                    f"this cluster: stop it, or choose another name."
+                ) from error
+            time.sleep(0.5)
+
+
+_keep_alive: dict[str, ActorHandle] = {}
+"""Replicas end when nobody holds them: with the process that started them."""
+
+
+def own_devices() -> dict[str, str]:
+    """Environment that shows a process the devices of this worker and no others."""
+    ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    if not ids:
+        return {}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(ids),
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    }

@@ -1,0 +1,73 @@
+"""A run's messenger: workers tell what happens, the driver shows it and may ask for a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+
+class Monitor:
+    """Events on their way to the driver, and the driver's wish to stop. A zero-CPU actor."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, Any]] = []
+        self._stop = False
+
+    def tell(self, kind: str, content: Any) -> None:
+        """Keep an event for the driver."""
+        self._events.append((kind, content))
+
+    def drain(self) -> list[tuple[str, Any]]:
+        """The events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def request_stop(self) -> None:
+        """Ask the workers to stop at the end of the step."""
+        self._stop = True
+
+    def stop_requested(self) -> bool:
+        """Whether the driver wants the run to stop."""
+        return self._stop
+
+    def __repr__(self) -> str:
+        return "Monitor(stopping)" if self._stop else "Monitor(running)"
+
+
+def start_monitor(run: str) -> ActorHandle:
+    """The monitor of a run, owned by this process."""
+    return ray.remote(Monitor).options(name=f"raypo:{run}:monitor", num_cpus=0).remote()
+
+
+class Teller:
+    """A worker's end of the monitor; silent where there is none or on other ranks than 0."""
+
+    def __init__(self, monitor: ActorHandle | None) -> None:
+        self._monitor = monitor
+
+    def phase(self, text: str) -> None:
+        """What is going on now."""
+        self._tell("phase", text)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step that has ended."""
+        self._tell("step", dict(metrics))
+
+    def start(self, first_step: int) -> None:
+        """The first step, counted from 1, is about to begin."""
+        self._tell("start", first_step)
+
+    def message(self, text: str) -> None:
+        """A line for people."""
+        self._tell("message", text)
+
+    def stop_requested(self) -> bool:
+        """Whether the driver wants the run to stop."""
+        return self._monitor is not None and ray.get(self._monitor.stop_requested.remote())
+
+    def _tell(self, kind: str, content: Any) -> None:
+        if self._monitor is not None:
+            self._monitor.tell.remote(kind, content)

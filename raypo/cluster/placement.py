@@ -1,0 +1,69 @@
+"""What a run asks of the cluster, whether it can be had, and which bundle is whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
+
+from raypo.config import ConfigError
+
+Resources = dict[str, float]
+
+
+class PlacementError(ConfigError):
+    """The cluster can never hold what the run asks for."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Bundles that must exist at the same time."""
+
+    role: str
+    bundle: Resources
+    count: int
+    remedy: str
+    """Which key to lower."""
+
+
+def check_feasible(demand: Demand, nodes: list[Resources]) -> None:
+    """Refuse a demand that no waiting could ever meet; Ray itself would wait for ever.
+
+    Args:
+        demand: Bundles of one kind.
+        nodes: Resources of each node that is alive.
+
+    Raises:
+        PlacementError: the nodes together, or the largest of them, are too small.
+    """
+    for name, each in sorted(demand.bundle.items()):
+        total = sum(node.get(name, 0.0) for node in nodes)
+        largest = max((node.get(name, 0.0) for node in nodes), default=0.0)
+        asked = each * demand.count
+        if asked <= total and each <= largest:
+            continue
+        raise PlacementError(
+            f"{demand.role}: asks for {demand.count} x {each:g} {name} = {asked:g} {name}; the "
+            f"cluster has {total:g} {name} on {_count(len(nodes))}, the largest has {largest:g}. "
+            f"{demand.remedy}"
+        )
+
+
+def alive_nodes() -> list[Resources]:
+    """Resources of the nodes of the connected cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def own_bundle(group: PlacementGroup, *, local_rank: int) -> int:
+    """Index of a bundle on this process's node: the n-th there for local rank n.
+
+    Ray Train sorts its workers after it has made them, so a rank is no bundle index.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    placed = placement_group_table(group)["bundles_to_node_id"]
+    return sorted(index for index, node in placed.items() if node == here)[local_rank]
+
+
+def _count(nodes: int) -> str:
+    return "1 node" if nodes == 1 else f"{nodes} nodes"
