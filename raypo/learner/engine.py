@@ -1,0 +1,139 @@
+"""One model under DeepSpeed: gradients accumulate until `step`, whatever the ZeRO stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from raypo.collectives import Workers
+from raypo.config import LearnerSection
+
+
+class TrainedModel:
+    """A module, its AdamW and its ZeRO sharding.
+
+    Losses come divided by the counts of the whole optimizer step, so DeepSpeed must only add:
+    its mean over workers is undone by a factor, its division by accumulation steps is off.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        learning_rate: float,
+        dtype: str,
+        section: LearnerSection,
+        workers: Workers,
+    ) -> None:
+        deepspeed = _import_deepspeed()
+        optimizer = torch.optim.AdamW(
+            [p for p in module.parameters() if p.requires_grad],
+            lr=learning_rate,
+            weight_decay=section.weight_decay,
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            config=deepspeed_config(section, dtype=dtype),
+            dist_init_required=False,
+        )
+        self._gathered_parameters = deepspeed.zero.GatheredParameters
+        self._workers = workers
+        self._stage = int(self._engine.zero_optimization_stage())
+        self._engine.train()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return self._engine(*args, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs must lie."""
+        return self._engine.device
+
+    @property
+    def module(self) -> Any:
+        """The wrapped module; its weights are whole only inside `named_weights`."""
+        return self._engine.module
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss that is this worker's part of the sum over workers."""
+        self._engine.backward(loss * self._workers.count, scale_wrt_gas=False)
+
+    def step(self) -> tuple[bool, float | None]:
+        """Update the weights with what `backward` has added up.
+
+        Returns:
+            applied: False when a gradient was not finite and the update was skipped.
+            grad_norm: the global norm before clipping; None when skipped, and at stage 0.
+        """
+        if self._stage == 0 and not self._gradients_are_finite():
+            self._engine.zero_grad()
+            return False, None
+        self._engine.step()
+        if not self._engine.was_step_applied():
+            return False, None
+        norm = self._engine.get_global_grad_norm()
+        return True, None if norm is None else float(norm)
+
+    def named_weights(self, submodule: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Names below `submodule` and whole weights, gathered one at a time under ZeRO-3.
+
+        All workers must iterate to the end together. A tied weight comes once under each name.
+        """
+        for name, parameter in submodule.named_parameters(remove_duplicate=False):
+            with self._gathered_parameters([parameter], enabled=self._stage == 3):
+                yield name, parameter.detach()
+
+    def save(self, directory: Path) -> None:
+        """Weights, optimizer and counters, this worker's shard; all workers call it."""
+        self._engine.save_checkpoint(str(directory), tag="state", save_latest=False)
+
+    def load(self, directory: Path) -> None:
+        """What `save` wrote with the same number of workers and the same ZeRO stage."""
+        path, _ = self._engine.load_checkpoint(str(directory), tag="state")
+        if path is None:
+            raise RuntimeError(f"{directory}: holds no DeepSpeed checkpoint that can be loaded.")
+
+    def _gradients_are_finite(self) -> bool:
+        parameters = self._engine.module.parameters()
+        finite = all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
+        return self._workers.max(torch.tensor([0.0 if finite else 1.0])).item() == 0.0
+
+
+def deepspeed_config(section: LearnerSection, *, dtype: str) -> dict[str, Any]:
+    """The generated DeepSpeed config with `learner.deepspeed` merged over it."""
+    generated = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": section.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": section.zero_stage, "overlap_comm": False},
+        "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
+        "steps_per_print": None,
+    }
+    merged = OmegaConf.to_container(OmegaConf.merge(generated, section.deepspeed))
+    assert isinstance(merged, dict)
+    return {str(key): value for key, value in merged.items()}
+
+
+def _import_deepspeed() -> Any:
+    """DeepSpeed for this machine; on CPU without its shared-memory op.
+
+    That op serves inference alone, and DeepSpeed compiles it for 40 seconds at the first start.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

@@ -1,0 +1,207 @@
+"""Policy and critic of one learner worker: evaluate, update, hand out weights, save, restore.
+
+B responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypo.collectives import Workers
+from raypo.config import LearnerSection, ModelSection, PPOSection
+from raypo.data.batching import batches_by_tokens
+from raypo.learner.engine import TrainedModel
+from raypo.learner.objective import StepCounts, policy_objective, value_objective
+from raypo.learner.statistics import UpdateStatistics
+from raypo.models.loading import load_backbone, load_causal_lm
+from raypo.models.networks import Critic, Policy
+from raypo.types import Experience
+
+
+class NonFiniteUpdateError(RuntimeError):
+    """Too many updates in a row had a loss or gradient that is not finite."""
+
+
+class Learner:
+    """The learner's part on one worker; every method is called by all workers together."""
+
+    def __init__(
+        self,
+        model: ModelSection,
+        ppo: PPOSection,
+        section: LearnerSection,
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        workers: Workers,
+    ) -> None:
+        torch.manual_seed(seed)
+        self._ppo, self._section, self._workers = ppo, section, workers
+        self._max_new_tokens, self._seed = max_new_tokens, seed
+        self._skipped_in_a_row = 0
+        shared: dict[str, Any] = {"dtype": model.dtype, "section": section, "workers": workers}
+        policy = Policy(load_causal_lm(model.policy, dtype=model.dtype), temperature=temperature)
+        self._policy = TrainedModel(policy, learning_rate=section.policy_lr, **shared)
+        self._critic = None
+        if ppo.needs_critic:
+            backbone = load_backbone(model.critic or model.policy, dtype=model.dtype)
+            critic = Critic(backbone)
+            self._critic = TrainedModel(critic, learning_rate=section.critic_lr, **shared)
+
+    @torch.no_grad()
+    def evaluate(self, experience: Experience) -> Experience:
+        """The experience with `old_log_probs` and, where there is a critic, `values`."""
+        mask = experience.response_mask
+        log_probs, values = torch.zeros(mask.shape), torch.zeros(mask.shape)
+        for rows in self._microbatches(experience, torch.arange(len(experience))):
+            batch = self._on_device(experience, rows)
+            width = batch.response_mask.shape[1]
+            new_log_probs, _ = self._policy(batch)
+            new_values = self._critic(batch) if self._critic else None
+            if len(rows):
+                log_probs[rows, :width] = new_log_probs.cpu()
+                if new_values is not None:
+                    values[rows, :width] = new_values.cpu()
+        evaluated = experience.with_(old_log_probs=torch.where(mask, log_probs, 0.0))
+        if self._critic is None:
+            return evaluated
+        return evaluated.with_(values=torch.where(mask, values, 0.0))
+
+    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+        """PPO epochs over the experience; every minibatch is one optimizer step of each model.
+
+        Returns:
+            The figures of the step, reduced over workers: they do not depend on how it was cut.
+
+        Raises:
+            NonFiniteUpdateError: more than `learner.max_skipped_updates` updates in a row were
+                skipped.
+        """
+        statistics = UpdateStatistics()
+        last = experience.minibatch.max() if len(experience) else torch.tensor(-1)
+        num_minibatches = 1 + int(self._workers.max(last))
+        for epoch in range(self._ppo.num_epochs):
+            order = np.random.default_rng((self._seed, step, epoch)).permutation(num_minibatches)
+            for minibatch in order.tolist():
+                rows = torch.nonzero(experience.minibatch == minibatch).flatten()
+                applied = self._update_on(experience, rows, statistics)
+                self._count_skipped(applied)
+        return statistics.reduce(self._workers)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights under their checkpoint names; all workers iterate together."""
+        return self._policy.named_weights(self._policy.module.model)
+
+    @torch.no_grad()
+    def log_probs(self, experience: Experience) -> Tensor:
+        """Log-probs of the policy as it is now, [B, T] float32, zero where masked."""
+        evaluated = self._policy(self._on_device(experience, torch.arange(len(experience))))[0]
+        return torch.where(experience.response_mask, evaluated.cpu(), 0.0)
+
+    def save(self, directory: Path) -> None:
+        """Everything that the next update depends on, this worker's part of it."""
+        self._policy.save(directory / "policy")
+        if self._critic:
+            self._critic.save(directory / "critic")
+        state = {
+            "torch": torch.get_rng_state(),
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "layout": self._layout(),
+        }
+        torch.save(state, directory / f"learner_{self._workers.rank}.pt")
+
+    def restore(self, directory: Path) -> None:
+        """What `save` wrote.
+
+        Raises:
+            ValueError: it was written by another number of workers or another ZeRO stage.
+        """
+        first = torch.load(directory / "learner_0.pt", weights_only=True)
+        if first["layout"] != self._layout():
+            raise ValueError(
+                f"{directory}: was saved with {json.dumps(first['layout'])}, this run has "
+                f"{json.dumps(self._layout())}. Resume with the same learner.num_workers and "
+                f"learner.zero_stage, or start over with --fresh."
+            )
+        self._policy.load(directory / "policy")
+        if self._critic:
+            self._critic.load(directory / "critic")
+        state = torch.load(directory / f"learner_{self._workers.rank}.pt", weights_only=True)
+        torch.set_rng_state(state["torch"])
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+
+    def save_policy(self, directory: Path, tokenizer: Any) -> None:
+        """The policy as a Hugging Face folder; written by rank 0, all workers call it."""
+        weights = {name: tensor.cpu().clone() for name, tensor in self.named_weights()}
+        if self._workers.rank == 0:
+            self._policy.module.model.save_pretrained(directory, state_dict=weights)
+            tokenizer.save_pretrained(directory)
+
+    def _layout(self) -> dict[str, int]:
+        return {"num_workers": self._workers.count, "zero_stage": self._section.zero_stage}
+
+    def _update_on(
+        self, experience: Experience, rows: Tensor, statistics: UpdateStatistics
+    ) -> bool:
+        """One optimizer step of policy and critic; False when either was skipped."""
+        counts = StepCounts.of(experience.select(rows), self._workers)
+        for piece in self._microbatches(experience, rows):
+            batch = self._on_device(experience, piece)
+            log_probs, entropy = self._policy(
+                batch, with_entropy=True, entropy_grad=self._ppo.entropy_coef > 0.0
+            )
+            output = policy_objective(
+                log_probs,
+                entropy,
+                batch,
+                ppo=self._ppo,
+                counts=counts,
+                max_new_tokens=self._max_new_tokens,
+            )
+            self._policy.backward(output.loss)
+            statistics.add_policy(output)
+            if self._critic:
+                loss, sums = value_objective(
+                    self._critic(batch), batch, ppo=self._ppo, counts=counts
+                )
+                self._critic.backward(loss)
+                statistics.add_value(loss.detach(), sums)
+        applied, norm = self._policy.step()
+        statistics.end_policy_step(applied=applied, grad_norm=norm)
+        if self._critic:
+            critic_applied, norm = self._critic.step()
+            statistics.end_critic_step(applied=critic_applied, grad_norm=norm)
+            applied = applied and critic_applied
+        return applied
+
+    def _microbatches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
+        """Rows cut by token budget; every worker gets as many pieces, some of them empty."""
+        lengths = experience.prompt_mask.sum(1) + experience.attention_mask.sum(1)
+        budget = self._section.max_tokens_per_microbatch
+        pieces = batches_by_tokens(lengths[rows].tolist(), budget) if len(rows) else []
+        count = int(self._workers.max(torch.tensor(len(pieces))))
+        cut = [rows[torch.tensor(piece)] for piece in pieces]
+        return cut + [rows[:0]] * (count - len(cut))
+
+    def _on_device(self, experience: Experience, rows: Tensor) -> Experience:
+        """Some rows on the device; for no rows a blank one that weighs nothing."""
+        batch = experience.select(rows) if len(rows) else experience.blank()
+        return batch.to(self._policy.device)
+
+    def _count_skipped(self, applied: bool) -> None:
+        self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row > self._section.max_skipped_updates:
+            raise NonFiniteUpdateError(
+                f"{self._skipped_in_a_row} updates in a row had a loss or gradient that is not "
+                f"finite (learner.max_skipped_updates is {self._section.max_skipped_updates}). "
+                f"Lower learner.policy_lr and learner.critic_lr, or look for extreme scores in "
+                f"the rollouts of this step."
+            )
