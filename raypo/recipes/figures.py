@@ -1,0 +1,79 @@
+"""Rollouts as the figures and rows that people read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from raypo.collectives import Workers
+from raypo.metrics.reduce import WeightedMeans
+from raypo.rollout.dealing import Deal
+from raypo.types import Experience, ScoredRollout
+
+
+def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
+    """Scores and lengths over all workers; sampled = trained + failed."""
+    means = WeightedMeans()
+    for each in scored:
+        rollout, failed = each.rollout, not math.isfinite(each.score)
+        means.total("rollout/samples_sampled", 1)
+        means.total("rollout/samples_failed", failed)
+        means.total("rollout/samples_trained", not failed)
+        means.total("rollout/response_tokens", len(rollout.response_ids))
+        means.add("rollout/response_tokens_mean", len(rollout.response_ids), 1)
+        means.maximum("rollout/response_tokens_max", len(rollout.response_ids))
+        means.add("rollout/prompt_tokens_mean", len(rollout.prompt_ids), 1)
+        means.add("rollout/truncated_fraction", rollout.finish_reason == "length", 1)
+        if not failed:
+            means.add("rollout/score_mean", each.score, 1)
+            means.add("rollout/score_square_mean", each.score**2, 1)
+    figures = means.reduce(workers)
+    square = figures.pop("rollout/score_square_mean", math.nan)
+    mean = figures.setdefault("rollout/score_mean", math.nan)
+    figures["rollout/score_std"] = math.sqrt(max(square - mean**2, 0.0)) if mean == mean else mean
+    return figures
+
+
+def speed_figures(metrics: dict[str, float], step_s: float) -> dict[str, float]:
+    """Seconds of the step, and samples and response tokens a second of it."""
+    return {
+        "time/step_s": step_s,
+        "perf/samples_per_s": metrics["rollout/samples_sampled"] / step_s,
+        "perf/response_tokens_per_s": metrics["rollout/response_tokens"] / step_s,
+    }
+
+
+def rollout_rows(deal: Deal, experience: Experience) -> list[dict[str, Any]]:
+    """One row of `rollouts/step_*.parquet` for each dealt rollout."""
+    assert experience.advantages is not None
+    assert experience.old_log_probs is not None
+    mask = experience.response_mask
+    tokens = mask.sum(1).clamp(min=1)
+    advantages = (experience.advantages.sum(1) / tokens).tolist()
+    kl: list[float | None] = [None] * len(deal.rollouts)
+    if experience.ref_log_probs is not None:
+        gap = torch.where(mask, experience.old_log_probs - experience.ref_log_probs, 0.0)
+        kl = gap.sum(1).tolist()
+    return [
+        {
+            "prompt": each.rollout.prompt,
+            "response": each.rollout.response,
+            "label": each.rollout.label,
+            "prompt_ids": each.rollout.prompt_ids,
+            "response_ids": each.rollout.response_ids,
+            "log_probs": each.rollout.log_probs,
+            "ref_log_probs": each.ref_log_probs,
+            "score": each.score,
+            "scores_by_source": dict(each.scores_by_source),
+            "advantage_mean": advantages[row],
+            "kl": kl[row],
+            "finish_reason": each.rollout.finish_reason,
+            "weight_version": each.rollout.weight_version,
+            "prompt_index": each.rollout.prompt_index,
+            "sample_index": each.rollout.sample_index,
+            "group_index": each.rollout.group_index,
+        }
+        for row, each in enumerate(deal.rollouts)
+    ]

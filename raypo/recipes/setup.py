@@ -1,0 +1,58 @@
+"""What a worker is handed besides the config, and how both are unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import ray.train
+from ray.actor import ActorHandle
+
+from raypo.config import ConfigError, PPOConfig
+from raypo.config.paths import absolute_paths
+
+RUNTIME_KEY = "raypo_runtime"
+"""Key of the driver's additions in the setup of `train_loop_per_worker`."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What no file can hold: where the run lives and who watches it."""
+
+    name: str
+    storage_path: str
+    """An absolute path or a URI."""
+    working_dir: str
+    """The driver's folder; relative paths of the config start there."""
+    monitor: ActorHandle | None = None
+    reward_fn: Callable[..., Any] | None = None
+
+
+def open_setup(setup: dict[str, Any]) -> tuple[PPOConfig, Runtime]:
+    """The config, its paths made absolute, and the driver's additions.
+
+    Without a driver of ours (a bare TorchTrainer) the run lives where Ray Train put it.
+    """
+    values = dict(setup)
+    runtime = values.pop(RUNTIME_KEY, None) or _bare_runtime()
+    config = PPOConfig.parse(values, origin="train_loop_config")
+    return absolute_paths(config, Path(runtime.working_dir)), runtime
+
+
+def _bare_runtime() -> Runtime:
+    context = ray.train.get_context()
+    storage = context.get_storage()
+    if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+        raise ConfigError(
+            f"RunConfig.storage_path: the bare train_loop_per_worker writes to a local or shared "
+            f"folder, this is {storage.storage_filesystem.type_name}. "
+            f"Use raypo.PPOTrainer for a URI."
+        )
+    return Runtime(
+        name=context.get_experiment_name(),
+        storage_path=storage.storage_fs_path,
+        working_dir=str(Path.cwd()),
+    )

@@ -1,0 +1,115 @@
+"""Step 4: prompts -> rollouts -> scores and reference log-probs, for one worker's share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raypo.config import RewardSection, RolloutSection
+from raypo.data.stream import Draw
+from raypo.rewards.scoring import score
+from raypo.serving.sampling import Completion, SamplingRequest
+from raypo.types import Rollout, ScoredRollout
+
+RewardFunction = Callable[[list[Rollout]], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How prompts become responses."""
+
+    samples_per_prompt: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    stream: int = 0
+    """Keeps the seeds of training and evaluation apart."""
+
+    @classmethod
+    def of(cls, section: RolloutSection, *, stop_token_ids: tuple[int, ...], seed: int) -> Sampling:
+        """The sampling of training rollouts."""
+        return cls(
+            samples_per_prompt=section.samples_per_prompt,
+            max_new_tokens=section.max_new_tokens,
+            temperature=section.temperature,
+            top_p=section.top_p,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+        )
+
+
+def sample(draws: Sequence[Draw], engine: Any, tokenizer: Any, sampling: Sampling) -> list[Rollout]:
+    """Responses for this worker's draws: `samples_per_prompt` a draw, in order.
+
+    Every response has a seed of its own, made from the run's seed, its draw and its number, so
+    that it does not depend on the batch or the worker that it is sampled in.
+    """
+    requests = [
+        SamplingRequest(
+            prompt_ids=draw.prompt.token_ids,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=request_seed(sampling, draw.group_index, number),
+            stop_token_ids=sampling.stop_token_ids,
+        )
+        for draw in draws
+        for number in range(sampling.samples_per_prompt)
+    ]
+    completions = engine.generate.remote(requests).result()
+    texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    return [
+        _rollout(draws[i // sampling.samples_per_prompt], i % sampling.samples_per_prompt, c, text)
+        for i, (c, text) in enumerate(zip(completions, texts, strict=True))
+    ]
+
+
+def request_seed(sampling: Sampling, group_index: int, sample_index: int) -> int:
+    """A 31-bit seed that differs between runs, draws and samples."""
+    parts = (sampling.seed, sampling.stream, group_index, sample_index)
+    state = np.random.SeedSequence(parts).generate_state(1)
+    return int(state[0] >> 1)
+
+
+def _rollout(draw: Draw, sample_index: int, completion: Completion, text: str) -> Rollout:
+    return Rollout(
+        prompt=draw.prompt.text,
+        response=text,
+        prompt_ids=draw.prompt.token_ids,
+        response_ids=completion.token_ids,
+        log_probs=completion.log_probs,
+        response_mask=np.ones(len(completion.token_ids), dtype=bool),
+        label=draw.prompt.label,
+        prompt_index=draw.prompt.index,
+        sample_index=sample_index,
+        finish_reason=completion.finish_reason,
+        weight_version=completion.weight_version,
+        group_index=draw.group_index,
+    )
+
+
+def judge(
+    rollouts: list[Rollout],
+    reward_function: RewardFunction,
+    reference: Any | None,
+    section: RewardSection,
+) -> list[ScoredRollout]:
+    """The rollouts with their scores and reference log-probs; the two run at the same time."""
+    pending = reference.log_probs.remote(rollouts) if reference else None
+    scores = score(reward_function, rollouts, max_failed_fraction=section.max_failed_fraction)
+    ref_log_probs = pending.result() if pending else [None] * len(rollouts)
+    return [
+        ScoredRollout(rollout, value, {"function": value}, log_probs)
+        for rollout, value, log_probs in zip(rollouts, scores, ref_log_probs, strict=True)
+    ]
+
+
+def trainable(scored: list[ScoredRollout]) -> list[ScoredRollout]:
+    """What can be learned from: scored, and with at least one sampled token."""
+    return [s for s in scored if math.isfinite(s.score) and s.rollout.response_mask.any()]

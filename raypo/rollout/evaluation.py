@@ -1,0 +1,55 @@
+"""Held-out prompts: sampled by the engines, judged by `eval.function`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from raypo.collectives import Workers
+from raypo.config import EvalSection
+from raypo.data.stream import Draw
+from raypo.metrics.reduce import WeightedMeans
+from raypo.rewards.scoring import score
+from raypo.rollout.collect import RewardFunction, Sampling, sample
+from raypo.types import Prompt
+
+EVALUATION_STREAM = 1
+"""Keeps the seeds of held-out samples apart from those of training."""
+
+
+def evaluate_policy(
+    prompts: Sequence[Prompt],
+    engine: Any,
+    tokenizer: Any,
+    function: RewardFunction,
+    *,
+    section: EvalSection,
+    sampling: Sampling,
+    workers: Workers,
+) -> dict[str, float]:
+    """`eval/score_mean` and `eval/response_tokens_mean` of the engines' weights.
+
+    The prompts are shared out over the workers; every evaluation of a run samples with the same
+    seeds. A response that cannot be scored counts as nothing, and is counted.
+    """
+    temperature = section.temperature
+    sampling = replace(
+        sampling,
+        samples_per_prompt=section.samples_per_prompt,
+        temperature=sampling.temperature if temperature is None else temperature,
+        top_p=1.0 if temperature == 0.0 else sampling.top_p,
+        stream=EVALUATION_STREAM,
+    )
+    mine = prompts[workers.rank :: workers.count]
+    draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
+    rollouts = sample(draws, engine, tokenizer, sampling)
+    scores = score(function, rollouts, max_failed_fraction=1.0) if rollouts else []
+    means = WeightedMeans()
+    scored = [value for value in scores if math.isfinite(value)]
+    means.add("eval/score_mean", math.fsum(scored), len(scored))
+    tokens = sum(len(rollout.response_ids) for rollout in rollouts)
+    means.add("eval/response_tokens_mean", tokens, len(rollouts))
+    means.total("eval/failed", len(scores) - len(scored))
+    return means.reduce(workers)

@@ -1,0 +1,291 @@
+"""PPOTrainer: a Ray Train TorchTrainer that checks, watches, resumes and stops a PPO run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pandas as pd
+import ray
+import ray.train
+from ray.actor import ActorHandle
+from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from raypo.checks import check_inputs, check_run_folder, is_finished
+from raypo.cluster.connect import cluster_address, connect, dashboard_url
+from raypo.cluster.monitor import start_monitor
+from raypo.cluster.placement import Demand, alive_nodes, check_feasible
+from raypo.config import PPOConfig
+from raypo.config.paths import storage_path
+from raypo.metrics.console import Console
+from raypo.metrics.run_files import RunFiles
+from raypo.metrics.summary import installed_versions, summarize
+from raypo.recipes.ppo import train_loop_per_worker
+from raypo.recipes.setup import RUNTIME_KEY, Runtime
+from raypo.types import Rollout
+
+POLL_S = 0.2
+CONTROLLER_FAILURE_LIMIT = 2
+"""Ray's own default retries a start that can never succeed for ever."""
+
+RewardFunction = Callable[[list[Rollout]], Sequence[float]]
+
+
+class PPOTrainer(TorchTrainer):
+    """PPO on a language model: `PPOTrainer(PPOConfig.load("ppo.yaml")).fit()`.
+
+    A `ray.train.torch.TorchTrainer` with the same arguments and the same Result. What Python
+    passes wins over the config, and the resolved config records it.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        reward_fn: RewardFunction | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        **torch_trainer_arguments: Any,
+    ) -> None:
+        """Check the input and resolve the config; starts nothing.
+
+        Args:
+            config: The whole run file.
+            reward_fn: (list[Rollout]) -> list[float]; wins over `reward.function`.
+            scaling_config: Its `num_workers` and `use_gpu` win over the `learner` section.
+            run_config: Its `name` and `storage_path` win over the config's.
+            torch_trainer_arguments: Any other argument of TorchTrainer.
+
+        Raises:
+            ConfigError: a file, a key or a combination is wrong.
+        """
+        self.config = _resolve(config, reward_fn, scaling_config, run_config)
+        check_inputs(self.config, has_reward_fn=reward_fn is not None)
+        self._files = RunFiles(storage_path(self.config), self.config.name)
+        self._reward_fn = reward_fn
+        self._failure: BaseException | None = None
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=self.config.model_dump(),
+            scaling_config=_scaling(self.config, scaling_config),
+            run_config=_run_config(self.config, run_config),
+            **torch_trainer_arguments,
+        )
+
+    def fit(self) -> Result:
+        """Run, resume, or hand back the result of a run that is finished.
+
+        Returns:
+            Ray Train's Result; its `metrics_dataframe` has every step, `return_value["status"]`
+            is finished or interrupted.
+
+        Raises:
+            ConfigError: the run folder belongs to another config, or the cluster is too small.
+            ray.train.TrainingFailedError: a worker or Ray Train itself failed.
+            KeyboardInterrupt: a second Ctrl-C or SIGTERM.
+        """
+        with self._files.lock():
+            check_run_folder(self.config, self._files)
+            if is_finished(self._files):
+                return self._with_every_step(Result.from_path(self._run_path()))
+            connected_here = connect(self.config.cluster)
+            try:
+                return self._with_every_step(self._fit_watched())
+            finally:
+                if connected_here:
+                    ray.shutdown()
+
+    def _fit_watched(self) -> Result:
+        self._check_cluster()
+        self._files.write_config(self.config.model_dump(mode="json"))
+        self._files.sync()
+        monitor = start_monitor(self.config.name)
+        runtime = Runtime(
+            name=self.config.name,
+            storage_path=storage_path(self.config),
+            working_dir=os.getcwd(),
+            monitor=monitor,
+            reward_fn=self._reward_fn,
+        )
+        self.train_loop_config = {**self.config.model_dump(), RUNTIME_KEY: runtime}
+        console = Console()
+        console.start(
+            self.config.name,
+            self.config.num_steps,
+            len(self._files.metrics()) + 1,
+            dashboard_url(),
+            self._files.location,
+        )
+        status = "failed"
+        try:
+            result = self._fit_in_thread(monitor, console)
+            status = (result.return_value or {}).get("status", "failed")
+            return result
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        finally:
+            if status == "failed":
+                self._write_failure_summary()
+            console.close(status)
+            ray.kill(monitor)
+
+    def _fit_in_thread(self, monitor: ActorHandle, console: Console) -> Result:
+        """Ray Train takes over Ctrl-C only in the main thread, so it gets another one."""
+        outcome: list[Result | BaseException] = []
+
+        def fit() -> None:
+            try:
+                outcome.append(TorchTrainer.fit(self))
+            except BaseException as error:  # handed to the caller below
+                outcome.append(error)
+
+        thread = threading.Thread(target=fit, name="raypo-fit", daemon=True)
+        with _stop_on_signal(monitor, console):
+            thread.start()
+            while thread.is_alive():
+                thread.join(POLL_S)
+                _show(console, monitor)
+            _show(console, monitor)
+        (result,) = outcome
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _check_cluster(self) -> None:
+        learner = self.config.learner
+        scaling = self.scaling_config
+        bundle = scaling._resources_per_worker_not_none
+        check_feasible(
+            Demand(
+                role="learner workers (engine and frozen models share their bundles)",
+                bundle={name: amount for name, amount in bundle.items() if amount},
+                count=learner.num_workers,
+                remedy="Lower learner.num_workers or learner.cpus_per_worker, or use a larger "
+                "cluster.",
+            ),
+            alive_nodes(),
+        )
+
+    def _run_path(self) -> str:
+        return f"{storage_path(self.config).rstrip('/')}/{self.config.name}"
+
+    def _with_every_step(self, result: Result) -> Result:
+        rows = self._files.metrics()
+        return dataclasses.replace(
+            result,
+            metrics=rows[-1] if rows else result.metrics,
+            metrics_dataframe=pd.DataFrame(rows) if rows else result.metrics_dataframe,
+        )
+
+    def _write_failure_summary(self) -> None:
+        self._files.write_summary(
+            summarize(
+                self._files.metrics(),
+                status="failed",
+                recipe=self.config.recipe,
+                wall_s=0.0,
+                versions=installed_versions(),
+            )
+        )
+        self._files.sync()
+
+
+def _resolve(
+    config: PPOConfig,
+    reward_fn: RewardFunction | None,
+    scaling: ScalingConfig | None,
+    run: RunConfig | None,
+) -> PPOConfig:
+    """The config with what Python passed recorded in it, checked once more as a whole."""
+    values = config.model_dump()
+    if scaling is not None:
+        values["learner"]["num_workers"] = scaling.num_workers
+        values["learner"]["use_gpu"] = scaling.use_gpu
+    if run is not None:
+        values["name"] = run.name or values["name"]
+        values["storage_path"] = run.storage_path or values["storage_path"]
+    if reward_fn is not None:
+        module = getattr(reward_fn, "__module__", "__main__")
+        name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
+        values["reward"]["function"] = f"{module}:{name}"
+    return PPOConfig.parse(values, origin="PPOTrainer")
+
+
+def _scaling(config: PPOConfig, given: ScalingConfig | None) -> ScalingConfig:
+    learner = config.learner
+    if given is not None and given.resources_per_worker:
+        return given
+    use_gpu = _cluster_has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
+    resources = {"CPU": float(learner.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {})
+    if given is not None:
+        return dataclasses.replace(given, resources_per_worker=resources)
+    return ScalingConfig(
+        num_workers=learner.num_workers,
+        use_gpu=use_gpu,
+        resources_per_worker=resources,
+        placement_strategy=config.placement.strategy,
+    )
+
+
+def _cluster_has_gpus(config: PPOConfig) -> bool:
+    """Asks the cluster where there is one, else this machine, without starting anything."""
+    if ray.is_initialized() or cluster_address(config.cluster)[0]:
+        connect(config.cluster)
+        return ray.cluster_resources().get("GPU", 0.0) > 0.0
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _run_config(config: PPOConfig, given: RunConfig | None) -> RunConfig:
+    run = given or RunConfig()
+    changes: dict[str, Any] = {"name": config.name, "storage_path": storage_path(config)}
+    if given is None or given.checkpoint_config in (None, CheckpointConfig()):
+        changes["checkpoint_config"] = CheckpointConfig(num_to_keep=config.checkpoint.keep)
+    failure = run.failure_config or FailureConfig()
+    if failure.controller_failure_limit < 0:
+        changes["failure_config"] = dataclasses.replace(
+            failure, controller_failure_limit=CONTROLLER_FAILURE_LIMIT
+        )
+    return dataclasses.replace(run, **changes)
+
+
+def _show(console: Console, monitor: ActorHandle) -> None:
+    for kind, content in ray.get(monitor.drain.remote()):
+        if kind == "step":
+            console.step(content)
+        elif kind == "phase":
+            console.phase(content)
+        elif kind == "message":
+            console.message(content)
+
+
+@contextmanager
+def _stop_on_signal(monitor: ActorHandle, console: Console) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after its step, the second one at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    count = 0
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise KeyboardInterrupt
+        monitor.request_stop.remote()
+        console.message("Stopping after this step, with a checkpoint; once more to stop at once.")
+
+    earlier = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in earlier.items():
+            signal.signal(each, handler)
