@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raypo.ppo.kl import MAX_LOG_RATIO, log_ratio
-from raypo.ppo.masked import check_choice, check_same_shape, masked_sum
+from raypo.ppo.masked import check_choice, check_same_shape, exact_sum
 
 CORRECTION_KINDS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
 USUAL_BOUNDS = {
@@ -129,10 +129,10 @@ def mismatch_statistics(
             check_same_shape(clipped=clipped, mask=mask)
         return {
             "tokens": mask.sum().double(),
-            "abs_difference": difference.abs().sum(dtype=torch.float64),
+            "abs_difference": exact_sum(difference.abs()),
             "abs_difference_max": difference.abs().amax().double() if mask.numel() else zero,
-            "kl": (torch.expm1(clamped) - clamped).sum(dtype=torch.float64),
-            "clipped": zero if clipped is None else masked_sum(clipped.float(), mask),
+            "kl": exact_sum(torch.expm1(clamped) - clamped),
+            "clipped": zero if clipped is None else (clipped & mask).sum().double(),
             "unknown": unknown.sum().double(),
         }
 

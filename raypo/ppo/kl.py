@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from raypo.ppo.masked import check_choice, check_same_shape, keep
+from raypo.ppo.masked import check_choice, check_same_shape, exact_sum, keep
 
 KL_KINDS = ("k1", "k2", "k3")
 KL_LOSS_KINDS = ("k2", "k3", "k3_st")
@@ -129,7 +129,7 @@ def kl_statistics(
     with torch.no_grad():
         ratio = log_ratio(log_probs, ref_log_probs, mask)
         return {
-            "kl": kl_estimate(log_probs, ref_log_probs, kind=kind, mask=mask).double().sum(),
+            "kl": exact_sum(kl_estimate(log_probs, ref_log_probs, kind=kind, mask=mask)),
             "tokens": mask.sum().double(),
             "responses": mask.any(1).sum().double(),
             "clamped": (ratio.abs() > MAX_LOG_RATIO).sum().double(),

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from raypo.ppo.kl import MAX_LOG_RATIO, log_ratio
-from raypo.ppo.masked import check_choice, check_same_shape, keep, masked_sum
+from raypo.ppo.masked import (
+    check_choice,
+    check_same_shape,
+    exact_sum,
+    keep,
+    masked_moments,
+    masked_sum,
+)
 from raypo.ppo.surrogates import POLICY_KINDS, surrogate
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
@@ -61,7 +68,7 @@ def aggregate(
         kept = kept / mask.sum(1, keepdim=True).clamp(min=1)
     if normalizer is None:
         normalizer = count_for(mask, aggregation=aggregation)
-    total = kept.sum(dtype=torch.float64)
+    total = exact_sum(kept)
     if aggregation == "constant" and max_new_tokens:
         total = total / max_new_tokens
     count = torch.as_tensor(normalizer, dtype=torch.float64, device=x.device).clamp(min=1.0)
@@ -158,7 +165,7 @@ def policy_loss(
             "clipped": (chosen.clipped & mask).sum().double(),
             "dual_clipped": (chosen.dual_clipped & mask).sum().double(),
             "clamped": (clamped != change).sum().double(),
-            "approx_kl": (torch.expm1(clamped) - clamped).sum(dtype=torch.float64),
+            "approx_kl": exact_sum(torch.expm1(clamped) - clamped),
         }
     return loss, stats
 
@@ -213,14 +220,16 @@ def value_loss(
         normalizer=normalizer,
     )
     with torch.no_grad():
+        _, error_sum, squared_error = masked_moments(error, mask)
+        tokens, returns_sum, returns_squared = masked_moments(target, mask)
         stats = {
-            "tokens": mask.sum().double(),
+            "tokens": tokens,
             "clipped": clipped.sum().double(),
-            "values": now.sum(dtype=torch.float64),
-            "error": error.sum(dtype=torch.float64),
-            "squared_error": error.double().square().sum(),
-            "returns": target.sum(dtype=torch.float64),
-            "returns_squared": target.double().square().sum(),
+            "values": error_sum + returns_sum,
+            "error": error_sum,
+            "squared_error": squared_error,
+            "returns": returns_sum,
+            "returns_squared": returns_squared,
         }
     return loss, stats
 

@@ -56,6 +56,20 @@ def keep(
     return torch.where(mask.bool(), x, 0.0)
 
 
+def exact_sum(
+    x: Tensor,  # [B, ...]
+) -> Tensor:
+    """Sum in float64, differentiable.
+
+    By blocks: a sum of float32 numbers in float64 first copies all that it is given.
+
+    Returns:
+        sum: float64 scalar.
+    """
+    blocks = x.split(_rows_of_block(x))
+    return torch.stack([block.sum(dtype=torch.float64) for block in blocks]).sum()
+
+
 def masked_sum(
     x: Tensor,  # any shape
     mask: Tensor,  # same shape, bool
@@ -65,7 +79,7 @@ def masked_sum(
     Returns:
         sum: float64 scalar, 0 if nothing is kept.
     """
-    return keep(x, mask).sum(dtype=torch.float64)
+    return exact_sum(keep(x, mask))
 
 
 def masked_mean(
@@ -82,7 +96,7 @@ def masked_mean(
     """
     check_same_shape(x=x, mask=mask)
     kept = keep(x, mask)
-    return (kept.sum(dtype=torch.float64) / mask.sum().clamp(min=1)).to(kept.dtype)
+    return (exact_sum(kept) / mask.sum().clamp(min=1)).to(kept.dtype)
 
 
 def masked_moments(
@@ -165,10 +179,14 @@ def in_blocks(
     Returns:
         results: those of the blocks, concatenated.
     """
-    rows = tensors[0].shape[0]
-    width = tensors[0][:1].numel()
     dtype = torch.promote_types(tensors[0].dtype, torch.float32) if dtype is None else dtype
-    size = max(BLOCK_ELEMENTS // max(width, 1), 1) if tensors[0].device.type == "cpu" else rows
-    blocks = zip(*(tensor.split(max(size, 1)) for tensor in tensors), strict=True)
+    size = _rows_of_block(tensors[0])
+    blocks = zip(*(tensor.split(size) for tensor in tensors), strict=True)
     parts = [[part.to(dtype) for part in function(*block)] for block in blocks]
     return [torch.cat([part[i] for part in parts]) for i in range(len(parts[0]))]
+
+
+def _rows_of_block(x: Tensor) -> int:
+    if x.device.type != "cpu":
+        return max(x.shape[0], 1)
+    return max(BLOCK_ELEMENTS // max(x[:1].numel(), 1), 1)

@@ -157,7 +157,7 @@ def sapo(
     _refuse_dual_clip("sapo", dual_clip)
     ratio = clamped_exp(log_ratio)
     up, down = SAPO_TEMPERATURES
-    tau = torch.where(advantages > 0, up, down).to(ratio.dtype)
+    tau = torch.full_like(ratio, down).masked_fill(advantages > 0, up)
     loss = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
     never = torch.zeros_like(ratio, dtype=torch.bool)
     return TokenLoss(loss, ratio, never, never)
