@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from raypo.collectives import Workers
+from raypo.ppo.estimators import ESTIMATORS, estimate_advantages
 from raypo.ppo.losses import AGGREGATIONS, count_for, policy_loss
 from raypo.ppo.masked import masked_moments, masked_whiten
 from raypo.ppo.shaping import RunningMoments
@@ -29,6 +30,17 @@ def reduced_step(workers: Workers) -> list[torch.Tensor]:
             *mine.policy(), aggregation=aggregation, max_new_tokens=9, normalizer=normalizer
         )
         results += [workers.sum(loss.detach()), workers.sum(torch.stack(list(stats.values())))]
+    for kind in ESTIMATORS:
+        advantages, returns = estimate_advantages(
+            mine.returns[:, 0],
+            mine.mask,
+            kind=kind,
+            gamma=1.0,
+            values=mine.old_values,
+            group_index=torch.arange(workers.rank, ROWS, workers.count) // 3,
+            workers=workers,
+        )
+        results.append(workers.sum((advantages * mine.returns + returns).sum()))
     seen = RunningMoments.total(workers.gather(RunningMoments.of(mine.returns[:, 0])))
     return [*results, torch.tensor([seen.count, seen.mean, seen.variance])]
 

@@ -1,0 +1,163 @@
+"""The advantage estimators by name: which parts of `raypo.ppo.advantages` each is made of.
+
+B responses, T response tokens. Every mask: True = keep. Whatever is over a batch is over the batch
+of all workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raypo.collectives import Workers
+from raypo.ppo.advantages import (
+    discounted_returns,
+    generalized_advantages,
+    group_baseline,
+    penalized_scores,
+    token_rewards,
+)
+from raypo.ppo.masked import check_choice, check_same_shape, masked_moments, masked_whiten
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """What an estimator is made of."""
+
+    needs_critic: bool = False
+    """Values of a critic are its baseline; otherwise advantages are discounted returns."""
+    needs_group: bool = False
+    """Scores are compared within the group of a prompt's samples."""
+    whitens: bool = False
+    """Advantages get mean 0 and variance 1 over all sampled tokens of the step."""
+    kl_within_score: bool = False
+    """A KL penalty in the reward is taken off the score, for the whole response, not by token."""
+
+
+ESTIMATORS = {
+    "gae": Estimator(needs_critic=True, whitens=True),
+    "reinforce": Estimator(whitens=True),
+    "reinforce_baseline": Estimator(needs_group=True, whitens=True),
+    "rloo": Estimator(needs_group=True, kl_within_score=True),
+    "grpo": Estimator(needs_group=True),
+    "dr_grpo": Estimator(needs_group=True),
+}
+
+
+def estimate_advantages(
+    scores: Tensor,  # [B], shaped; NaN where scoring failed
+    mask: Tensor,  # [B, T] bool
+    *,
+    kind: str,
+    gamma: float,
+    gae_lambda: float = 1.0,
+    kl: Tensor | None = None,  # [B, T]
+    kl_coef: float = 0.0,
+    extra_rewards: Tensor | None = None,  # [B, T]
+    values: Tensor | None = None,  # [B, T]
+    last_values: Tensor | None = None,  # [B]
+    group_index: Tensor | None = None,  # [B] int
+    workers: Workers | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of a step, from scores to whitening; all workers call it together.
+
+    A response whose score is NaN is treated as one without a sampled token: it is in no statistic
+    and gets advantage 0. (To leave it out of the loss's denominator too, empty its mask there.)
+
+    Args:
+        kl: nats a token, when the penalty is placed in the reward.
+        extra_rewards: see `token_rewards`.
+        values: of the critic, for `gae`.
+        last_values: see `generalized_advantages`, for `gae`.
+        group_index: rows of all workers with the same number are samples of one prompt; for the
+            group estimators.
+        workers: None: this process alone.
+
+    Returns:
+        advantages: [B, T], 0 where masked.
+        returns: [B, T], not whitened, 0 where masked; the critic's target for `gae`.
+
+    Raises:
+        ValueError: `kind` is unknown, what it needs is missing, or the shapes differ.
+
+    Paper: at each part, see `raypo.ppo.advantages` and `masked_whiten`.
+    """
+    check_choice("kind", kind, ESTIMATORS)
+    estimator, workers = ESTIMATORS[kind], workers or Workers()
+    valid = ~scores.isnan() & mask.any(1)
+    mask = mask & valid.unsqueeze(1)
+    if estimator.kl_within_score and kl is not None:
+        scores, kl = penalized_scores(scores, kl, mask, kl_coef=kl_coef), None
+    if estimator.needs_group:
+        if group_index is None:
+            raise ValueError(f"kind ({kind!r}) compares samples of a prompt; pass group_index.")
+        scores = baseline_over_workers(scores, group_index, valid, kind=kind, workers=workers)
+    rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef, extra_rewards=extra_rewards)
+    if estimator.needs_critic:
+        if values is None:
+            raise ValueError(f"kind ({kind!r}) needs the critic's values.")
+        advantages, returns = generalized_advantages(
+            rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda, last_values=last_values
+        )
+    else:
+        advantages = returns = discounted_returns(rewards, mask, gamma=gamma)
+    if estimator.whitens:
+        moments = workers.sum(masked_moments(advantages, mask))
+        advantages = masked_whiten(advantages, mask, moments=moments)
+    return advantages, returns
+
+
+def baseline_over_workers(
+    scores: Tensor,  # [B]
+    group_index: Tensor,  # [B] int
+    valid: Tensor,  # [B] bool
+    *,
+    kind: str,
+    workers: Workers,
+) -> Tensor:
+    """`group_baseline` where a group's samples may lie on any row of any worker.
+
+    Returns:
+        advantages: [B], of this worker's rows, 0 where not valid.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    check_same_shape(scores=scores, group_index=group_index, valid=valid)
+    mine = (scores.detach().cpu(), group_index.cpu(), valid.cpu())
+    shares = workers.gather(mine)
+    everyone = [torch.cat(column) for column in zip(*shares, strict=True)]
+    first = sum(len(share[0]) for share in shares[: workers.rank])
+    compared = baseline_by_index(*everyone, kind=kind)[first : first + len(scores)]
+    return compared.to(scores.device)
+
+
+def baseline_by_index(
+    scores: Tensor,  # [B]
+    group_index: Tensor,  # [B] int
+    valid: Tensor,  # [B] bool
+    *,
+    kind: str,
+) -> Tensor:
+    """`group_baseline` of a flat batch in any order; groups may differ in size.
+
+    Returns:
+        advantages: [B], 0 where not valid or where a group has fewer than two valid samples.
+
+    Raises:
+        ValueError: the shapes differ, or `kind` is unknown.
+    """
+    check_same_shape(scores=scores, group_index=group_index, valid=valid)
+    if len(scores) == 0:
+        return scores
+    _, group, sizes = group_index.unique(return_inverse=True, return_counts=True)
+    order = group.argsort(stable=True)
+    starts = sizes.cumsum(0) - sizes  # [P]
+    place = torch.empty_like(group)  # number of each row within its group
+    place[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
+    shape = (len(sizes), max(int(sizes.max()), 2))
+    table = scores.new_zeros(shape).index_put_((group, place), scores)
+    kept = valid.new_zeros(shape).index_put_((group, place), valid)
+    return group_baseline(table, kind=kind, valid=kept)[group, place]

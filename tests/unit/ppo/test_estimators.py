@@ -1,0 +1,119 @@
+import pytest
+import torch
+from hypothesis import given
+
+from raypo.ppo.advantages import GROUP_KINDS, generalized_advantages, group_baseline, token_rewards
+from raypo.ppo.estimators import ESTIMATORS, baseline_by_index, estimate_advantages
+from raypo.ppo.masked import masked_whiten
+from tests.unit.ppo.steps import NAN, few, random_step, seeds
+
+MASK = torch.tensor([[True, True], [True, False], [True, True]])
+SCORES = torch.tensor([1.0, 2.0, 6.0])
+KL = torch.tensor([[0.2, 0.4], [0.6, NAN], [0.0, 0.0]])
+GROUP = torch.tensor([4, 4, 4])
+
+
+def estimate(kind, **knobs):
+    return estimate_advantages(SCORES, MASK, kind=kind, gamma=1.0, group_index=GROUP, **knobs)
+
+
+def spread(scores):
+    return torch.where(MASK, torch.tensor(scores).unsqueeze(1), 0.0)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_group_estimators_give_every_token_its_responses_advantage(kind):
+    advantages, _ = estimate(kind)
+
+    torch.testing.assert_close(
+        advantages, spread(group_baseline(SCORES.unsqueeze(0), kind=kind)[0].tolist())
+    )
+
+
+def test_rloo_compares_scores_with_the_kl_of_the_whole_response_in_them():
+    advantages, _ = estimate("rloo", kl=KL, kl_coef=0.5)
+
+    # scores less 0.5 * (0.6, 0.6, 0): 0.7, 1.7, 6; each less the mean of the others
+    torch.testing.assert_close(advantages, spread([0.7 - 3.85, 1.7 - 3.35, 6.0 - 1.2]))
+
+
+def test_reinforce_returns_are_whitened_over_the_batch():
+    advantages, returns = estimate("reinforce", kl=KL, kl_coef=0.5)
+
+    # the penalty of a token counts for it and for those before it
+    expected = torch.tensor([[0.7, 0.8], [1.7, 0.0], [6.0, 6.0]])
+    torch.testing.assert_close(returns, expected)
+    torch.testing.assert_close(advantages, masked_whiten(expected, MASK))
+
+
+def test_reinforce_baseline_is_compared_and_then_whitened():
+    advantages, returns = estimate("reinforce_baseline")
+
+    torch.testing.assert_close(returns, spread([-2.0, -1.0, 3.0]))
+    torch.testing.assert_close(advantages, masked_whiten(returns, MASK))
+
+
+def test_gae_is_whitened_and_its_returns_are_not():
+    values = torch.tensor([[0.5, 0.2], [0.1, NAN], [1.0, 2.0]])
+
+    advantages, returns = estimate("gae", gae_lambda=0.9, values=values, kl=KL, kl_coef=0.5)
+
+    rewards = token_rewards(SCORES, KL, MASK, kl_coef=0.5)
+    plain, expected = generalized_advantages(rewards, values, MASK, gamma=1.0, gae_lambda=0.9)
+    torch.testing.assert_close(returns, expected)
+    torch.testing.assert_close(advantages, masked_whiten(plain, MASK))
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_failed_and_empty_responses_are_in_no_statistic(kind):
+    values = torch.zeros(3, 2)
+    knobs = {"kind": kind, "gamma": 1.0, "kl_coef": 0.1}
+    three = estimate_advantages(SCORES, MASK, group_index=GROUP, values=values, kl=KL, **knobs)
+
+    five = estimate_advantages(
+        torch.cat([SCORES, torch.tensor([NAN, 100.0])]),
+        torch.cat([MASK, torch.tensor([[True, True], [False, False]])]),
+        group_index=torch.full((5,), 4),
+        values=torch.full((5, 2), NAN).index_put_((torch.arange(3),), values),
+        kl=torch.cat([KL, torch.full((2, 2), NAN)]),
+        **knobs,
+    )
+
+    for a, b in zip(three, five, strict=True):
+        torch.testing.assert_close(b[:3], a)
+        assert b[3:].abs().sum() == 0.0
+
+
+@given(seed=seeds)
+@few
+def test_order_of_rows_and_their_deal_to_groups_change_no_baseline(seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(4, 3, generator=generator)
+    order = torch.randperm(12, generator=generator)
+    index = torch.tensor([7, 1, 30, 2]).repeat_interleave(3)
+    every = torch.ones(12, dtype=torch.bool)
+
+    for kind in GROUP_KINDS:
+        flat = baseline_by_index(scores.flatten()[order], index[order], every, kind=kind)
+        torch.testing.assert_close(flat, group_baseline(scores, kind=kind).flatten()[order])
+
+
+def test_a_group_whose_other_samples_were_lost_teaches_nothing():
+    every = torch.ones(3, dtype=torch.bool)
+    alone = baseline_by_index(
+        torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 2]), every, kind="rloo"
+    )
+
+    assert alone.tolist() == [0.0, 0.0, 0.0]
+    assert baseline_by_index(alone[:0], GROUP[:0], every[:0], kind="rloo").tolist() == []
+
+
+def test_what_an_estimator_needs_is_asked_for():
+    step = random_step(0)
+    scores = torch.zeros(len(step.mask))
+    with pytest.raises(ValueError, match=r"'ppo'.*gae, reinforce"):
+        estimate_advantages(scores, step.mask, kind="ppo", gamma=1.0)
+    with pytest.raises(ValueError, match="values"):
+        estimate_advantages(scores, step.mask, kind="gae", gamma=1.0)
+    with pytest.raises(ValueError, match="group_index"):
+        estimate_advantages(scores, step.mask, kind="grpo", gamma=1.0)
