@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,13 +22,21 @@ from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.manifest import Manifest, WeightError, summary
 from raypo.weights.transport import WeightPush
 
+_in_this_process: weakref.ref[Engine] | None = None
+
+
+def _remember(engine: Engine | None) -> None:
+    global _in_this_process
+    _in_this_process = weakref.ref(engine) if engine is not None else None
+
 
 class Engine:
     """One vLLM engine inside this process: prompts in, responses with log-probs out.
 
     It starts with dummy weights and samples only while it holds one whole weight version. Calls
     from several threads take turns. An exception out of vLLM while it samples is the end of the
-    engine: every later call says so, and its owner starts another.
+    engine: every later call says so, and its owner starts another. There is one engine a process,
+    for vLLM keeps its state in globals.
     """
 
     def __init__(
@@ -53,8 +62,14 @@ class Engine:
             device: None: cuda where there is one.
 
         Raises:
-            RuntimeError: vLLM is missing or its version is not supported.
+            RuntimeError: vLLM is missing or its version is not supported, or this process has an
+                engine already.
         """
+        if (other := _in_this_process and _in_this_process()) is not None:
+            raise RuntimeError(
+                f"this process has {other!r} already, and vLLM allows one at a time. "
+                "Start the second in an actor of its own, or shut the first down."
+            )
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,6 +84,7 @@ class Engine:
         self._version: int | None = None
         self._why_not = "no weights were pushed yet"
         self._broken: str | None = None
+        _remember(self)
 
     def __repr__(self) -> str:
         if self._broken is not None:
@@ -131,6 +147,13 @@ class Engine:
             self._version = push.version
             return arrived
 
+    def shutdown(self) -> None:
+        """Give memory and vLLM's globals back; only after this may the process start another."""
+        with self._turn:
+            self._version, self._broken = None, "it was shut down"
+            self._llm.llm_engine.engine_core.shutdown()
+            _remember(None)
+
     def _receive(self, push: WeightPush) -> Manifest:
         try:
             (arrived,) = self._llm.collective_rpc("raypo_load_weights", kwargs={"push": push})
@@ -146,7 +169,7 @@ class Engine:
         try:
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._broken = f"vLLM failed while it sampled ({type(error).__name__}: {error})"
             if not isinstance(error, Exception):
                 raise
             raise RuntimeError(self._broken_message()) from error
@@ -158,7 +181,7 @@ class Engine:
 
     def _broken_message(self) -> str:
         return (
-            f"vLLM failed while it sampled ({self._broken}); this engine cannot go on. "
+            f"this engine cannot go on: {self._broken}. "
             "Start another one and push the weights to it."
         )
 

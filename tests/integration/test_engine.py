@@ -1,0 +1,370 @@
+"""The engine against the very model whose weights it is given; vLLM itself, no stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from raypo.config import EngineSection
+from raypo.models.loading import engine_weights
+from raypo.models.token_log_probs import response_log_probs
+from raypo.serving.engine import Engine
+from raypo.serving.sampling import Completion, SamplingRequest, log_prob_gap
+from raypo.weights.buckets import Bucket, pack
+from raypo.weights.manifest import WeightError
+from raypo.weights.transport import LocalTransport, ObjectTransport, WeightPush
+from tests.tiny import tiny_policy
+
+AGREES = 1e-3
+"""Nats; engine and learner in float32."""
+MAX_MODEL_LEN = 400
+EOS = 2
+SECTION = EngineSection(kv_cache_gb=0.1)
+PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (5, 1, 33, 60)]
+
+
+@dataclass
+class Pair:
+    """An engine and the learner's model that it should equal."""
+
+    folder: str
+    engine: Engine
+    learner: Any
+    version: int = 0
+
+    def push(self, named_tensors: dict[str, Tensor] | None = None) -> WeightPush:
+        """The learner's weights under the next version, not yet loaded."""
+        self.version += 1
+        tensors = dict(engine_weights(self.learner)) if named_tensors is None else named_tensors
+        return LocalTransport().send(
+            pack(tensors.items(), bucket_bytes=20_000), version=self.version
+        )
+
+    def restart(self) -> None:
+        """Another engine in the place of this one."""
+        self.engine.shutdown()
+        self.engine = start(self.folder)
+
+    def disturb(self) -> None:
+        disturb(self.learner)
+
+    def gap(self, completions: list[Completion], prompts=PROMPTS, temperature=1.0) -> float:
+        return gap(self.learner, completions, prompts, temperature)
+
+
+def disturb(learner: Any) -> None:
+    """A change of weights that no test can overlook: 5 % noise on every tensor."""
+    with torch.no_grad():
+        for parameter in learner.parameters():
+            spread = parameter.std() if parameter.std() > 0 else parameter.abs().mean()
+            parameter.add_(torch.randn_like(parameter) * spread * 0.05)
+
+
+def gap(learner: Any, completions: list[Completion], prompts=PROMPTS, temperature=1.0) -> float:
+    """Largest distance between the engine's and the learner's log-probs."""
+    log_probs = [
+        learner_log_probs(learner, prompt, completion.token_ids, temperature)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    return log_prob_gap(completions, log_probs)[0]
+
+
+def learner_log_probs(
+    model: Any, prompt: np.ndarray, response: np.ndarray, temperature: float
+) -> np.ndarray:
+    ids = [torch.from_numpy(part.astype(np.int64))[None] for part in (prompt, response)]
+    with torch.no_grad():
+        log_probs, _ = response_log_probs(
+            model,
+            ids[0],
+            torch.ones_like(ids[0], dtype=torch.bool),
+            ids[1],
+            torch.ones_like(ids[1], dtype=torch.bool),
+            temperature=temperature,
+        )
+    return log_probs[0].numpy()
+
+
+def start(folder: str) -> Engine:
+    return Engine(folder, section=SECTION, dtype="float32", max_model_len=MAX_MODEL_LEN)
+
+
+def make_pair(folder: str) -> Pair:
+    return Pair(folder, start(folder), AutoModelForCausalLM.from_pretrained(folder).eval())
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def pair(request, tmp_path_factory) -> Iterator[Pair]:
+    folder = tiny_policy(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
+    learner = AutoModelForCausalLM.from_pretrained(folder).eval()
+    pair = Pair(str(folder), start(str(folder)), learner)
+    yield pair
+    pair.engine.shutdown()
+
+
+@pytest.fixture
+def served(pair: Pair) -> Pair:
+    """A pair that agrees, whatever the test before it did."""
+    pair.engine.load_weights(pair.push())
+    return pair
+
+
+def requests(number: int = 12, **changes: Any) -> list[SamplingRequest]:
+    base = SamplingRequest(PROMPTS[0], max_new_tokens=24, temperature=1.0)
+    return [
+        replace(base, prompt_ids=PROMPTS[i % len(PROMPTS)], seed=100 + i, **changes)
+        for i in range(number)
+    ]
+
+
+def test_a_fresh_engine_refuses_to_sample(pair: Pair) -> None:
+    pair.restart()
+    engine = pair.engine
+
+    assert repr(engine) == "Engine(no weights)"
+    assert engine.weight_version() is None
+    with pytest.raises(RuntimeError, match="no weights were pushed yet"):
+        engine.generate(requests(1))
+
+
+def test_engine_and_learner_agree_after_every_push(pair: Pair) -> None:
+    torch.manual_seed(1)
+    for _ in range(3):
+        push = pair.push()
+        received = pair.engine.load_weights(push)
+
+        completions = pair.engine.probe(PROMPTS, 40)
+
+        assert received == push.manifest
+        assert repr(pair.engine) == f"Engine(v{push.version}, ready)"
+        assert {completion.weight_version for completion in completions} == {push.version}
+        assert pair.gap(completions) < AGREES
+        pair.disturb()
+        assert pair.gap(completions) > 30 * AGREES, "the change would not be seen"
+
+
+def test_a_tied_head_that_is_not_sent_follows_its_embedding(pair: Pair) -> None:
+    torch.manual_seed(2)
+    pair.disturb()
+    named_once = dict(pair.learner.named_parameters())
+    assert ("lm_head.weight" in named_once) != pair.learner.config.tie_word_embeddings
+
+    pair.engine.load_weights(pair.push(named_once))
+
+    assert pair.gap(pair.engine.probe(PROMPTS, 40)) < AGREES
+
+
+def corrupted(push: WeightPush) -> WeightPush:
+    bucket = push.refs[-1]
+    data = bucket.data.copy()
+    data[len(data) // 2] ^= 1
+    return replace(push, refs=(*push.refs[:-1], Bucket(data, bucket.entries)))
+
+
+def without(tensors: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+
+
+def bad_pushes(pair: Pair) -> dict[str, WeightPush]:
+    tensors = dict(engine_weights(pair.learner))
+    good = pair.push()
+    first = replace(good.manifest.tensors[0], checksum=good.manifest.tensors[0].checksum ^ 1)
+    lying = replace(good.manifest, tensors=(first, *good.manifest.tensors[1:]))
+    return {
+        "do not have the checksum": corrupted(good),
+        "what arrived is not what version .* announced: .*: checksum": replace(
+            good, manifest=lying
+        ),
+        f"{K_PROJ} is missing": pair.push(without(tensors, K_PROJ)),
+        "x.weight is unknown": pair.push({**tensors, "x.weight": torch.ones(2)}),
+        r"has shape \(2,\) instead of": pair.push({**tensors, K_PROJ: torch.ones(2)}),
+        "could not be loaded": replace(good, refs=(*good.refs, None)),
+    }
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_a_bad_push_is_refused_and_the_next_good_one_serves(pair: Pair, case: int) -> None:
+    torch.manual_seed(3)
+    pair.engine.load_weights(pair.push())
+    pair.disturb()
+    message, push = list(bad_pushes(pair).items())[case]
+
+    with pytest.raises(WeightError, match=message):
+        pair.engine.load_weights(push)
+
+    assert repr(pair.engine) == "Engine(no weights)"
+    with pytest.raises(RuntimeError, match=f"push of version {push.version} failed half-way"):
+        pair.engine.generate(requests(1))
+    pair.engine.load_weights(pair.push())
+    assert pair.gap(pair.engine.probe(PROMPTS, 40)) < AGREES
+
+
+def test_vllm_itself_is_asked_what_it_loaded(served: Pair, monkeypatch) -> None:
+    """Should the list of expected tensors ever err, vLLM's own account still counts."""
+    monkeypatch.setattr(type(served.engine._checkpoint), "check", lambda *_: None)
+    tensors = without(dict(engine_weights(served.learner)), "model.norm.weight")
+
+    with pytest.raises(WeightError, match=r"vLLM did not load model\.norm\.weight"):
+        served.engine.load_weights(served.push(tensors))
+
+
+def test_a_seed_gives_its_response_in_any_batch(served: Pair) -> None:
+    together = served.engine.generate(requests())
+    reversed_ = served.engine.generate(requests()[::-1])[::-1]
+    alone = [served.engine.generate([request])[0] for request in requests()]
+
+    assert len({tuple(completion.token_ids) for completion in together}) > 8
+    for others in (reversed_, alone):
+        for mine, theirs in zip(together, others, strict=True):
+            assert mine.token_ids.tolist() == theirs.token_ids.tolist()
+            np.testing.assert_allclose(mine.log_probs, theirs.log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_log_probs_are_of_the_tempered_distribution(served: Pair, temperature: float) -> None:
+    completions = served.engine.generate(requests(4, temperature=temperature))
+    assert served.gap(completions, temperature=temperature) < AGREES
+    assert served.gap(completions, temperature=1.0) > 30 * AGREES
+
+
+def test_greedy_takes_the_likeliest_and_reports_temperature_one(served: Pair) -> None:
+    mixed = requests(4, temperature=0.0) + requests(4, temperature=0.7)
+    for batch in (mixed[:4], mixed):
+        greedy = served.engine.generate(batch)[:4]
+
+        assert served.gap(greedy) < AGREES
+        ids = torch.from_numpy(np.concatenate([PROMPTS[0], greedy[0].token_ids])).long()
+        likeliest = served.learner(ids[None]).logits[0, len(PROMPTS[0]) - 1 : -1].argmax(-1)
+        assert greedy[0].token_ids.tolist() == likeliest.tolist()
+
+
+def test_nucleus_log_probs_are_renormalised(served: Pair) -> None:
+    nucleus = served.engine.generate(requests(4, top_p=0.3))
+    assert served.gap(nucleus) > AGREES
+    assert all((completion.log_probs <= 0).all() for completion in nucleus)
+
+
+def test_a_stop_token_ends_the_response_and_is_part_of_it(served: Pair) -> None:
+    stops = tuple(range(40, 100))
+    for completion in served.engine.generate(requests(stop_token_ids=stops)):
+        *before, last = completion.token_ids.tolist()
+        assert completion.token_ids.dtype == np.int32
+        assert completion.log_probs.shape == completion.token_ids.shape
+        assert completion.finish_reason == "stop"
+        assert last in stops
+        assert not set(before) & set(stops)
+
+
+def test_only_the_stop_tokens_asked_for_end_a_response(served: Pair) -> None:
+    """The model's end of sequence is in its generation config; it is no default here."""
+    completions = served.engine.generate(requests(max_new_tokens=300)[:2])
+    assert [c.finish_reason for c in completions] == ["length", "length"]
+    assert [len(c.token_ids) for c in completions] == [300, 300]
+    assert any(EOS in c.token_ids for c in completions)
+
+
+@pytest.mark.parametrize("wrong", [[100], [-1], []])
+def test_a_wrong_prompt_is_refused_and_the_engine_lives(served: Pair, wrong: list[int]) -> None:
+    bad = replace(requests(1)[0], prompt_ids=np.array(wrong, dtype=np.int32))
+    with pytest.raises(ValueError, match="prompt_ids"):
+        served.engine.generate([*requests(2), bad])
+    assert len(served.engine.generate(requests(2))) == 2
+
+
+def test_a_prompt_without_room_is_refused(served: Pair) -> None:
+    long = np.full(MAX_MODEL_LEN - 10, 5, dtype=np.int32)
+    assert served.engine.generate(requests(0)) == []
+    fits = replace(requests(1)[0], prompt_ids=long, max_new_tokens=10)
+    assert len(served.engine.generate([fits])[0].token_ids) == 10
+    with pytest.raises(ValueError, match="leaves no room"):
+        served.engine.generate([replace(fits, max_new_tokens=11)])
+
+
+def test_no_key_or_value_of_old_weights_is_used(served: Pair, monkeypatch) -> None:
+    prompts = [np.arange(300, dtype=np.int32) % 90 + 3]  # more than two blocks of 128 tokens
+    torch.manual_seed(4)
+    assert served.gap(served.engine.probe(prompts, 20), prompts) < AGREES
+    served.disturb()
+    with monkeypatch.context() as forgetting_off:
+        forgetting_off.setattr(served.engine._llm, "reset_prefix_cache", lambda: True)
+        served.engine.load_weights(served.push())
+        stale = served.gap(served.engine.probe(prompts, 20), prompts)
+    assert stale > 3 * AGREES, "the prefix cache was not used: this test shows nothing"
+
+    served.engine.load_weights(served.push())
+
+    assert served.gap(served.engine.probe(prompts, 20), prompts) < AGREES
+
+
+def test_an_engine_that_failed_while_sampling_is_broken(served: Pair, monkeypatch) -> None:
+    engine = served.engine
+
+    def fail() -> None:
+        raise IndexError("index 7 is out of bounds")
+
+    monkeypatch.setattr(engine._llm.llm_engine, "step", fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"IndexError: index 7 .* Start another one"):
+            engine.generate(requests(2))
+    with pytest.raises(RuntimeError, match="Start another one"):
+        engine.load_weights(served.push())
+    assert repr(engine) == "Engine(broken)"
+
+    served.restart()
+    served.engine.load_weights(served.push())
+    assert served.gap(served.engine.probe(PROMPTS, 40)) < AGREES
+
+
+def test_there_is_one_engine_a_process(served: Pair) -> None:
+    with pytest.raises(RuntimeError, match=r"has Engine\(v\d+, ready\) already"):
+        start(served.folder)
+    assert len(served.engine.generate(requests(2))) == 2
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[Any]:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+
+
+def test_as_a_ray_actor_through_the_object_store(tmp_path, ray_session) -> None:
+    ray = ray_session
+    folder = str(tiny_policy(tmp_path))
+    learner = AutoModelForCausalLM.from_pretrained(folder).eval()
+    actor = (
+        ray.remote(Engine)
+        .options(num_cpus=1)
+        .remote(folder, section=SECTION, dtype="float32", max_model_len=MAX_MODEL_LEN)
+    )
+    transport = ObjectTransport()
+    torch.manual_seed(5)
+    with pytest.raises(RuntimeError, match="no weights were pushed yet"):
+        ray.get(actor.generate.remote(requests(1)))
+    for version in (1, 2):
+        disturb(learner)
+        buckets = pack(engine_weights(learner), bucket_bytes=100_000)
+        push = transport.send(buckets, version=version)
+        assert transport.last_push is push
+
+        received = ray.get(actor.load_weights.remote(push))
+
+        assert push.manifest.differences(received) == []
+        assert ray.get(actor.weight_version.remote()) == version
+        assert gap(learner, ray.get(actor.probe.remote(PROMPTS, 40))) < AGREES
+    lost = replace(push, refs=(ray.put("no bucket"),))
+    with pytest.raises(WeightError, match="could not be loaded"):
+        ray.get(actor.load_weights.remote(lost))
+    ray.kill(actor)
