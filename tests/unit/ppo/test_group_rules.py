@@ -18,7 +18,8 @@ def test_groups_are_kept_if_their_scores_differ():
 @pytest.mark.parametrize("score", [0.1, 0.7, 1e6 / 3])
 def test_equal_scores_never_differ_by_rounding(score):
     for n in range(2, 12):
-        assert not filter_groups(torch.full((1, n), score), min_std=0.0).any()
+        scores = torch.full((1, n), score, dtype=torch.float64)
+        assert not filter_groups(scores, min_std=0.0).any()
 
 
 def test_range_of_the_mean_and_least_deviation():
