@@ -23,7 +23,12 @@ def check_inputs(config: PPOConfig, *, has_reward_fn: bool = False) -> None:
             _check_model(f"model.{key}", path)
     peek(config.data.prompts, config.data.prompt_key, config.data.label_key)
     if config.eval.prompts:
-        peek(config.eval.prompts, config.data.prompt_key, config.data.label_key)
+        peek(
+            config.eval.prompts,
+            config.data.prompt_key,
+            config.data.label_key,
+            key="eval.prompts",
+        )
     if not has_reward_fn:
         if config.reward.function is None:
             raise ConfigError(
@@ -32,7 +37,7 @@ def check_inputs(config: PPOConfig, *, has_reward_fn: bool = False) -> None:
             )
         check_function(config.reward.function)
     if config.eval.function is not None:
-        check_function(config.eval.function)
+        check_function(config.eval.function, key="eval.function")
     _check_cpus(config)
 
 

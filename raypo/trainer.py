@@ -161,7 +161,7 @@ class PPOTrainer(TorchTrainer):
     def _check_cluster(self) -> None:
         learner = self.config.learner
         scaling = self.scaling_config
-        bundle = scaling._resources_per_worker_not_none
+        bundle: dict[str, Any] = scaling._resources_per_worker_not_none
         check_feasible(
             Demand(
                 role="learner workers (engine and frozen models share their bundles)",

@@ -31,9 +31,9 @@ class PPOConfig(RunFile):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Run folder: <storage_path>/<name>/."""
     recipe: Literal["ppo"] = "ppo"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Of sampling, data order, dealing and new weights."""
-    num_steps: int = Field(40, ge=1)
+    num_steps: int = Field(default=40, ge=1)
     """One step is one rollout batch and its updates."""
     storage_path: str = "runs"
     """Folder or URI (s3://...); a relative path is the driver's."""

@@ -38,7 +38,7 @@ class DataSection(Config):
     """Column of the prompt: a string, or a list of chat messages (then the chat template)."""
     label_key: str | None = None
     """Column handed to reward functions as `rollout.label`."""
-    max_prompt_tokens: int = Field(256, ge=1)
+    max_prompt_tokens: int = Field(default=256, ge=1)
     """Longest prompt in tokens."""
     too_long: Literal["skip", "error"] = "skip"
     """What happens to longer prompts: skip (and count) or error."""
@@ -49,7 +49,7 @@ class RewardSection(Config):
 
     function: str | None = None
     """`file.py:name` or `package.module:name`; (list[Rollout]) -> list[float]."""
-    max_failed_fraction: float = Field(0.0, ge=0.0, le=1.0)
+    max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of a step's samples that may go without a score (None, NaN) before the run stops."""
 
 
@@ -58,9 +58,9 @@ class EngineSection(Config):
 
     count: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Engines; auto: one."""
-    gpu_memory_fraction: float = Field(0.5, gt=0.0, le=1.0)
+    gpu_memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
     """Share of a GPU's memory that an engine may take."""
-    kv_cache_gb: float | None = Field(None, gt=0.0)
+    kv_cache_gb: float | None = Field(default=None, gt=0.0)
     """KV cache in GB; null: a fitting size on CPU, what `gpu_memory_fraction` leaves on GPU."""
     prefix_caching: bool = True
     """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
@@ -76,15 +76,15 @@ class EngineSection(Config):
 class RolloutSection(Config):
     """How responses are sampled."""
 
-    prompts_per_step: int = Field(32, ge=1)
+    prompts_per_step: int = Field(default=32, ge=1)
     """Prompts of one step, over all workers."""
-    samples_per_prompt: int = Field(4, ge=1)
+    samples_per_prompt: int = Field(default=4, ge=1)
     """Responses sampled for each prompt."""
-    max_new_tokens: int = Field(64, ge=1)
+    max_new_tokens: int = Field(default=64, ge=1)
     """Longest response in tokens."""
-    temperature: float = Field(1.0, gt=0.0)
+    temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature; log-probs everywhere are of the tempered distribution."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling; below 1 the engine's log-probs are of the truncated distribution."""
     mode: Literal["sync"] = "sync"
     """sync: sample, then update."""
@@ -94,25 +94,25 @@ class RolloutSection(Config):
 class LearnerSection(Config):
     """The workers that hold policy and critic under DeepSpeed."""
 
-    num_workers: int = Field(1, ge=1)
+    num_workers: int = Field(default=1, ge=1)
     """Ray Train workers."""
     use_gpu: bool | Literal["auto"] = "auto"
     """auto: where the cluster has GPUs."""
-    cpus_per_worker: int = Field(1, ge=1)
+    cpus_per_worker: int = Field(default=1, ge=1)
     """CPU cores of a worker's bundle, and its threads; engine and reference take turns on them."""
-    policy_lr: float = Field(1e-6, ge=0.0)
+    policy_lr: float = Field(default=1e-6, ge=0.0)
     """Learning rate of the policy (AdamW)."""
-    critic_lr: float = Field(1e-5, ge=0.0)
+    critic_lr: float = Field(default=1e-5, ge=0.0)
     """Learning rate of the critic (AdamW)."""
-    weight_decay: float = Field(0.0, ge=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
     """AdamW's decoupled weight decay, policy and critic."""
-    max_grad_norm: float = Field(1.0, gt=0.0)
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients are clipped to this global norm."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights."""
-    max_tokens_per_microbatch: int = Field(4096, ge=1)
+    max_tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Tokens (padding included) of one forward and backward pass."""
-    max_skipped_updates: int = Field(3, ge=0)
+    max_skipped_updates: int = Field(default=3, ge=0)
     """Non-finite updates in a row that are skipped before the run stops."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Merged over the generated DeepSpeed config."""
@@ -125,20 +125,20 @@ class EvalSection(Config):
     """Files or a data set like data.prompts, with the same keys; null: no evaluation."""
     function: str | None = None
     """What `eval/score_mean` means; null: reward.function."""
-    every: int = Field(10, ge=1)
+    every: int = Field(default=10, ge=1)
     """Steps between evaluations; the first is before the first update, the last after the last."""
-    samples_per_prompt: int = Field(1, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1)
     """Responses sampled for each held-out prompt."""
-    temperature: float | None = Field(None, ge=0.0)
+    temperature: float | None = Field(default=None, ge=0.0)
     """null: as the rollouts; 0 is greedy."""
 
 
 class CheckpointSection(Config):
     """When the whole state is saved."""
 
-    every: int = Field(10, ge=1)
+    every: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step always has one."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
 
     def is_due(self, step: int, *, last_step: int) -> bool:
@@ -153,7 +153,7 @@ class PlacementSection(Config):
     """colocated: in the learner workers' own placement group, on their devices."""
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """Ray's placement strategy of the learner workers."""
-    timeout_s: float = Field(600.0, gt=0.0)
+    timeout_s: float = Field(default=600.0, gt=0.0)
     """Seconds that engines and frozen models may take to start."""
 
 

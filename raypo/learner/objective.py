@@ -32,7 +32,7 @@ class StepCounts:
     def of(cls, batch: Experience, workers: Workers) -> StepCounts:
         """The counts of the workers' shares together."""
         mask = batch.response_mask
-        counts = as_tensor(mask.sum(), mask.any(1).sum(), len(batch))
+        counts = as_tensor(float(mask.sum()), float(mask.any(1).sum()), len(batch))
         return cls(*workers.sum(counts).tolist())
 
     def normalizer(self, aggregation: str) -> float:

@@ -34,10 +34,10 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             draws = run.draw_prompts()
             rollouts = sample(draws, services.engine, run.tokenizer, run.sampling)  # 4. generate,
             clock.lap("time/generate_s")
-            scored = judge(rollouts, run.reward_function, services.reference, config.reward)
+            scored = judge(rollouts, run.reward_function, services.reference)
             clock.lap("time/score_s")  # score; old log-probs and values
             dealt = deal(
-                trainable(scored),
+                trainable(scored, config.reward, workers),
                 minibatch_size=config.ppo.minibatch_size,
                 seed=(seed, step),
                 workers=workers,

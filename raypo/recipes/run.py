@@ -87,6 +87,8 @@ class Run:
             seed=config.seed,
             workers=self.workers,
         )
+        # Once more: DeepSpeed and transformers have brought loggers of their own.
+        log_to_file(log_path(self.files, self.workers))
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is not None:
             with checkpoint.as_directory() as directory:
@@ -256,13 +258,18 @@ class Run:
             partial.rename(self.files.policy_dir)
 
 
+def log_path(files: RunFiles, workers: Workers) -> Path:
+    """Where a learner worker writes what libraries say."""
+    return files.logs_dir / f"worker_{workers.rank}.log"
+
+
 @contextmanager
 def open_run(setup: dict[str, Any]) -> Iterator[Run]:
     """Everything that a worker needs before a model is loaded; wrong data ends the run here."""
     config, runtime = open_setup(setup)
     workers = Workers.current()
     files = RunFiles(runtime.storage_path, runtime.name)
-    log_to_file(files.logs_dir / f"worker_{workers.rank}.log")
+    log_to_file(log_path(files, workers))
     torch.set_num_threads(config.learner.cpus_per_worker)
     run = _prepare(config, runtime, workers, files)
     try:
@@ -283,7 +290,7 @@ def _prepare(config: PPOConfig, runtime: Runtime, workers: Workers, files: RunFi
     held_out: list[Prompt] = []
     if config.eval.prompts:
         section = config.data.model_copy(update={"prompts": config.eval.prompts})
-        held_out = load_prompts(section, tokenizer).prompts
+        held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
     reward_function = runtime.reward_fn or load_function(config.reward.function or "")
     return Run(
         config=config,
@@ -296,7 +303,7 @@ def _prepare(config: PPOConfig, runtime: Runtime, workers: Workers, files: RunFi
         stream=PromptStream(loaded.prompts, seed=config.seed),
         held_out=held_out,
         reward_function=reward_function,
-        eval_function=load_function(config.eval.function)
+        eval_function=load_function(config.eval.function, key="eval.function")
         if config.eval.function
         else reward_function,
         sampling=Sampling.of(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import ray
+import ray.train
+import ray.util
 
 from raypo.cluster.deployment import Deployment, DeploymentHandle, start_replica
 from raypo.cluster.placement import own_bundle

@@ -44,7 +44,7 @@ def open_setup(setup: dict[str, Any]) -> tuple[PPOConfig, Runtime]:
 
 def _bare_runtime() -> Runtime:
     context = ray.train.get_context()
-    storage = context.get_storage()
+    storage: Any = context.get_storage()
     if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
         raise ConfigError(
             f"RunConfig.storage_path: the bare train_loop_per_worker writes to a local or shared "

@@ -41,17 +41,28 @@ def score(
     answers = _as_list(_call(function, list(rollouts), name), len(rollouts), name)
     scores = [_number(answer, place, name) for place, answer in enumerate(answers)]
     failed = [place for place, value in enumerate(scores) if math.isnan(value)]
-    fraction = len(failed) / len(scores)
-    if fraction > max_failed_fraction:
-        first = rollouts[failed[0]]
-        raise RewardError(
-            f"reward.max_failed_fraction ({max_failed_fraction}): {name} gave None or a number "
-            f"that is not finite for {len(failed)} of {len(scores)} rollouts ({fraction:.3g}). "
-            f"The first has the prompt {_short(first.prompt)} and the response "
-            f"{_short(first.response)}. Correct the function, or set reward.max_failed_fraction "
-            "higher so that such samples are left out."
+    if len(failed) > max_failed_fraction * len(scores):
+        raise too_many_failures(
+            len(failed),
+            len(scores),
+            rollouts[failed[0]],
+            name=name,
+            max_failed_fraction=max_failed_fraction,
         )
     return scores
+
+
+def too_many_failures(
+    num_failed: int, num_all: int, example: Rollout, *, name: str, max_failed_fraction: float
+) -> RewardError:
+    """The error of more samples without a score than `reward.max_failed_fraction` allows."""
+    return RewardError(
+        f"reward.max_failed_fraction ({max_failed_fraction}): {name} gave None or a number "
+        f"that is not finite for {num_failed} of {num_all} rollouts ({num_failed / num_all:.3g}). "
+        f"The first has the prompt {_short(example.prompt)} and the response "
+        f"{_short(example.response)}. Correct the function, or set reward.max_failed_fraction "
+        "higher so that such samples are left out."
+    )
 
 
 def _name(function: RewardFunction) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, RolloutSection
 from raypo.data.stream import Draw
-from raypo.rewards.scoring import score
+from raypo.rewards.scoring import score, too_many_failures
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.types import Rollout, ScoredRollout
 
@@ -95,14 +96,11 @@ def _rollout(draw: Draw, sample_index: int, completion: Completion, text: str) -
 
 
 def judge(
-    rollouts: list[Rollout],
-    reward_function: RewardFunction,
-    reference: Any | None,
-    section: RewardSection,
+    rollouts: list[Rollout], reward_function: RewardFunction, reference: Any | None
 ) -> list[ScoredRollout]:
     """The rollouts with their scores and reference log-probs; the two run at the same time."""
     pending = reference.log_probs.remote(rollouts) if reference else None
-    scores = score(reward_function, rollouts, max_failed_fraction=section.max_failed_fraction)
+    scores = score(reward_function, rollouts, max_failed_fraction=1.0)
     ref_log_probs = pending.result() if pending else [None] * len(rollouts)
     return [
         ScoredRollout(rollout, value, {"function": value}, log_probs)
@@ -110,6 +108,23 @@ def judge(
     ]
 
 
-def trainable(scored: list[ScoredRollout]) -> list[ScoredRollout]:
-    """What can be learned from: scored, and with at least one sampled token."""
+def trainable(
+    scored: list[ScoredRollout], section: RewardSection, workers: Workers
+) -> list[ScoredRollout]:
+    """What can be learned from: scored, and with at least one sampled token.
+
+    Raises:
+        RewardError: of all workers' samples, more than `reward.max_failed_fraction` have no score.
+    """
+    failed = [s.rollout for s in scored if not math.isfinite(s.score)]
+    num_failed, num_all = workers.sum(as_tensor(len(failed), len(scored))).tolist()
+    if num_failed > section.max_failed_fraction * num_all:
+        (first, *_) = (rollout for share in workers.gather(failed[:1]) for rollout in share)
+        raise too_many_failures(
+            int(num_failed),
+            int(num_all),
+            first,
+            name=section.function or "the reward function",
+            max_failed_fraction=section.max_failed_fraction,
+        )
     return [s for s in scored if math.isfinite(s.score) and s.rollout.response_mask.any()]

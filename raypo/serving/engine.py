@@ -156,7 +156,10 @@ class Engine:
 
     def _receive(self, push: WeightPush) -> Manifest:
         try:
-            (arrived,) = self._llm.collective_rpc("raypo_load_weights", kwargs={"push": push})
+            (arrived,) = self._llm.collective_rpc(
+                "raypo_load_weights",
+                kwargs={"push": push, "second_names": sorted(self._checkpoint.optional)},
+            )
         except WeightError:
             raise
         except Exception as error:

@@ -19,20 +19,26 @@ class WorkerExtension:
     vllm_config: Any
     reload_weights: Callable[..., None]
 
-    def raypo_load_weights(self, push: WeightPush) -> Manifest:
+    def raypo_load_weights(self, push: WeightPush, second_names: list[str]) -> Manifest:
         """Stream a push through vLLM's layerwise reload; what arrived, checksums verified.
 
         Layers that are complete when a tensor turns out wrong hold the new weights, the others
         the old ones: after an error the model is whole in shape but of no version.
 
+        Args:
+            push: What to load.
+            second_names: Of tied tensors; passed over where vLLM's model has no module for them.
+
         Raises:
             WeightError: bytes were corrupted, or vLLM did not load one of its parameters.
         """
         model = self.model_runner.get_model()
+        modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        skipped = {name for name in second_names if name.rpartition(".")[0] not in modules}
         arrived: list[TensorSpec] = []
         with _LoadedNames(model) as loaded:
             try:
-                self.reload_weights(weights_iterator=_named_tensors(push, arrived))
+                self.reload_weights(weights_iterator=_named_tensors(push, arrived, skipped))
             except BaseException:
                 _leave_reload(model, self.vllm_config.model_config)
                 raise
@@ -66,9 +72,13 @@ class _LoadedNames:
         del self._model.load_weights  # the class's own method shows again
 
 
-def _named_tensors(push: WeightPush, arrived: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(
+    push: WeightPush, arrived: list[TensorSpec], skipped: set[str]
+) -> Iterator[tuple[str, Tensor]]:
     for bucket in receive(push):
-        yield from unpack(bucket, verify=True)
+        for name, tensor in unpack(bucket, verify=True):
+            if name not in skipped:
+                yield name, tensor
         arrived += [spec for spec, _ in bucket.entries]
 
 

@@ -1,0 +1,72 @@
+"""A run small enough for tests: a random tiny policy is rewarded for digits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from raypo import Rollout
+from tests.tiny import tiny_policy
+
+REPOSITORY = Path(__file__).parents[2]
+NOT_NUMBERS = ("time/", "perf/")
+"""What may differ between two runs of one seed."""
+
+
+def digit_share(rollouts: list[Rollout]) -> list[float]:
+    return [sum(c.isdigit() for c in r.response) / max(len(r.response), 1) for r in rollouts]
+
+
+def write_task(folder: Path) -> Path:
+    """A policy, prompts and a run config in `folder`; returns the config's path."""
+    tiny_policy(folder / "policy")
+    prompts = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(5)]
+    for name, rows in (("prompts", prompts[:24]), ("held_out", prompts[24:])):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines)
+    config = folder / "ppo.yaml"
+    config.write_text(
+        f"""
+name: tiny
+num_steps: 4
+storage_path: {folder}/runs
+model: {{policy: {folder}/policy}}
+data: {{prompts: {folder}/prompts.jsonl, label_key: answer, max_prompt_tokens: 16}}
+reward: {{function: tests.integration.task:digit_share}}
+rollout: {{prompts_per_step: 8, samples_per_prompt: 4, max_new_tokens: 8}}
+ppo: {{minibatch_size: 16, num_epochs: 2}}
+learner: {{policy_lr: 1.0e-3, critic_lr: 1.0e-3, max_tokens_per_microbatch: 128}}
+eval: {{prompts: {folder}/held_out.jsonl, every: 2}}
+checkpoint: {{every: 2}}
+"""
+    )
+    return config
+
+
+def raypo(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+    """The `raypo` command in a process group of its own, as a terminal starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "raypo.cli", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "CI": "1"},
+        start_new_session=True,
+        **options,
+    )
+
+
+def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without times, which differ from run to run."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(NOT_NUMBERS)}
+        for row in metrics
+    ]
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

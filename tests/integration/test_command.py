@@ -1,0 +1,91 @@
+"""The `raypo` command as a user has it: interrupted, killed, resumed, and given wrong input."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.task import numbers, raypo, read_metrics, write_task
+
+TIMEOUT_S = 420
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("command"))
+
+
+def wait_for_steps(command: subprocess.Popen[str], run: Path, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(read_metrics(run)) < count:
+        assert command.poll() is None, command.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def processes_of(session: int) -> list[psutil.Process]:
+    """Ray's processes that a command started: they have its working directory's session dir."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        environ = process.info["environ"] or {}
+        if environ.get("RAYPO_TEST_COMMAND") == str(session) and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def test_interrupted_and_killed_it_resumes_to_the_very_same_numbers(
+    task: Path, monkeypatch: pytest.MonkeyPatch
+):
+    runs = task.parent / "runs"
+    monkeypatch.setenv("RAYPO_TEST_COMMAND", "17")
+
+    whole = raypo("train", task, "name=whole")
+    out, error = whole.communicate(timeout=TIMEOUT_S)
+    assert whole.returncode == 0, error
+    assert "step 4/4" in out
+
+    broken = runs / "broken"
+    command = raypo("train", task, "name=broken")
+    wait_for_steps(command, broken, 1)
+    os.killpg(command.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
+    out, error = command.communicate(timeout=TIMEOUT_S)
+    assert command.returncode == 130, error
+    assert json.loads((broken / "summary.json").read_text())["status"] == "interrupted"
+    done = len(read_metrics(broken))
+    assert 1 <= done < 4
+    assert processes_of(17) == []
+
+    command = raypo("train", task, "name=broken")
+    wait_for_steps(command, broken, 3)
+    os.killpg(command.pid, signal.SIGKILL)
+    command.wait()
+
+    command = raypo("train", task, "name=broken")
+    out, error = command.communicate(timeout=TIMEOUT_S)
+    assert command.returncode == 0, error
+    assert "Resuming after step" in out
+    assert numbers(read_metrics(broken)) == numbers(read_metrics(runs / "whole"))
+
+    again = raypo("train", task, "name=broken")
+    out, error = again.communicate(timeout=30)
+    assert again.returncode == 0, error
+    assert "is finished" in out
+
+
+def test_a_reward_function_that_raises_ends_the_run_with_its_own_error(task: Path):
+    (task.parent / "bad_reward.py").write_text(
+        "def broken(rollouts):\n    raise KeyError('no such label')\n"
+    )
+    spec = f"{task.parent}/bad_reward.py:broken"
+    command = raypo("train", task, "name=raises", f"reward.function={spec}")
+    out, error = command.communicate(timeout=TIMEOUT_S)
+    assert command.returncode == 1, out
+    assert "no such label" in error
+    assert "bad_reward.py" in error
+    summary = json.loads((task.parent / "runs" / "raises" / "summary.json").read_text())
+    assert summary["status"] == "failed"

@@ -1,0 +1,63 @@
+"""Models whose tensors vLLM names or packs in ways of their own: biases, no head module."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, PretrainedConfig, Qwen2Config
+
+from raypo.config import EngineSection
+from raypo.models.loading import engine_weights
+from raypo.serving.engine import Engine
+from raypo.serving.sampling import log_prob_gap
+from raypo.weights.buckets import pack
+from raypo.weights.transport import LocalTransport
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+CONFIGS = {
+    "qwen2: biases": Qwen2Config(**SIZES),
+    "gemma2: the embedding is the head": Gemma2Config(**SIZES, query_pre_attn_scalar=32),
+}
+PROMPTS = [np.arange(3, 40, dtype=np.int32), np.array([5], dtype=np.int32)]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_engine_and_learner_agree_after_a_large_change(tmp_path, config: PretrainedConfig) -> None:
+    torch.manual_seed(0)
+    learner = AutoModelForCausalLM.from_config(config).eval()
+    learner.save_pretrained(tmp_path)
+    engine = Engine(
+        str(tmp_path),
+        section=EngineSection(kv_cache_gb=0.1),
+        dtype="float32",
+        max_model_len=128,
+    )
+    try:
+        for version in (1, 2):
+            buckets = pack(engine_weights(learner), bucket_bytes=1 << 20)
+            engine.load_weights(LocalTransport().send(buckets, version=version))
+            completions = engine.probe(PROMPTS, 30)
+            log_probs = []
+            for prompt, completion in zip(PROMPTS, completions, strict=True):
+                ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids])).long()
+                with torch.no_grad():
+                    log_p = learner(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                log_probs.append(log_p.gather(-1, ids[len(prompt) :, None])[:, 0].numpy())
+            assert log_prob_gap(completions, log_probs)[0] < 1e-3
+            with torch.no_grad():
+                for parameter in learner.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.01)
+    finally:
+        engine.shutdown()

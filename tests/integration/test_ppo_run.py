@@ -1,0 +1,160 @@
+"""Whole PPO runs through PPOTrainer: real Ray Train, real vLLM, real DeepSpeed, a tiny model."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
+from tests.integration.task import digit_share, numbers, read_metrics, write_task
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+PHASES = (
+    "time/generate_s",
+    "time/score_s",
+    "time/evaluate_s",
+    "time/save_rollouts_s",
+    "time/update_s",
+    "time/push_weights_s",
+    "time/held_out_s",
+    "time/checkpoint_s",
+    "time/report_s",
+)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def first(task: Path, local_ray: None) -> SimpleNamespace:
+    """A run from its start to its end."""
+    result = PPOTrainer(PPOConfig.load(task)).fit()
+    folder = task.parent / "runs" / "tiny"
+    return SimpleNamespace(result=result, folder=folder, metrics=read_metrics(folder))
+
+
+def test_every_step_is_in_the_metrics_and_in_the_result(first: SimpleNamespace):
+    assert [row["step"] for row in first.metrics] == [1, 2, 3, 4]
+    assert first.result.metrics_dataframe["step"].tolist() == [1, 2, 3, 4]
+    assert first.result.return_value == {"status": "finished", "step": 4}
+    for name in (
+        "rollout/score_mean",
+        "rollout/response_tokens_mean",
+        "ppo/policy_loss",
+        "ppo/value_loss",
+        "ppo/clip_fraction",
+        "ppo/approx_kl",
+        "ppo/entropy",
+        "kl/ref_mean",
+        "kl/ref_response_mean",
+        "mismatch/kl",
+        "perf/response_tokens_per_s",
+        "perf/samples_per_s",
+    ):
+        assert all(name in row for row in first.metrics), name
+    assert [row["step"] for row in first.metrics if "eval/score_mean" in row] == [2, 4]
+
+
+def test_the_phases_add_up_to_the_step(first: SimpleNamespace):
+    for row in first.metrics:
+        assert sum(row[name] for name in PHASES) == pytest.approx(row["time/step_s"], rel=0.02)
+
+
+def test_the_policy_starts_at_the_reference_and_leaves_it(first: SimpleNamespace):
+    kl = [row["kl/ref_response_mean"] for row in first.metrics]
+    assert kl[0] == pytest.approx(0.0, abs=1e-5)
+    assert kl[-1] > 1e-3
+
+
+def test_engine_and_learner_agree_after_every_push(first: SimpleNamespace):
+    assert all(0.0 < row["mismatch/probe_gap_max"] < 1e-3 for row in first.metrics)
+    assert all(row["mismatch/log_prob_gap_max"] < 1e-3 for row in first.metrics)
+
+
+def test_the_summary_says_first_and_last(first: SimpleNamespace):
+    summary = json.loads((first.folder / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["recipe"] == "ppo"
+    assert summary["steps"] == 4
+    evaluated = summary["eval/score_mean"]
+    assert evaluated["first"] == first.metrics[0]["eval/initial_score_mean"]
+    assert evaluated["last"] == first.metrics[-1]["eval/score_mean"]
+
+
+def test_rollouts_account_for_every_sample(first: SimpleNamespace):
+    import pyarrow.parquet as pq
+
+    for row in first.metrics:
+        table = pq.read_table(first.folder / "rollouts" / f"step_{row['step']:05d}.parquet")
+        rows = table.to_pylist()
+        assert len(rows) == row["rollout/samples_sampled"] == row["rollout/samples_trained"] == 32
+        assert len({(r["group_index"], r["sample_index"]) for r in rows}) == 32
+        assert {r["weight_version"] for r in rows} == {row["step"] - 1}
+        assert all(len(r["response_ids"]) == len(r["ref_log_probs"]) for r in rows)
+        mean = sum(r["score"] for r in rows) / len(rows)
+        assert mean == pytest.approx(row["rollout/score_mean"])
+
+
+def test_the_saved_policy_is_a_trained_hugging_face_folder(first: SimpleNamespace, task: Path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before = AutoModelForCausalLM.from_pretrained(task.parent / "policy")
+    after = AutoModelForCausalLM.from_pretrained(first.folder / "policy")
+    AutoTokenizer.from_pretrained(first.folder / "policy")
+    changed = [
+        not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)
+    ]
+    assert all(changed)
+
+
+def test_the_same_seed_gives_the_same_numbers(first: SimpleNamespace, task: Path):
+    PPOTrainer(PPOConfig.load(task, {"name": "again"})).fit()
+    again = read_metrics(task.parent / "runs" / "again")
+    assert numbers(again) == numbers(first.metrics)
+
+
+def test_a_finished_run_is_handed_back_without_being_run(first: SimpleNamespace, task: Path):
+    before = (first.folder / "metrics.jsonl").stat().st_mtime_ns
+    result = PPOTrainer(PPOConfig.load(task)).fit()
+    assert (first.folder / "metrics.jsonl").stat().st_mtime_ns == before
+    assert result.metrics_dataframe["step"].tolist() == [1, 2, 3, 4]
+
+
+def test_python_arguments_win_and_are_recorded(task: Path, tmp_path: Path):
+    """Two workers, ZeRO-3, a function from Python: the first step is that of one worker."""
+    trainer = PPOTrainer(
+        PPOConfig.load(task, {"num_steps": 1, "learner.zero_stage": 3}),
+        reward_fn=lambda rollouts: digit_share(rollouts),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="two", storage_path=str(tmp_path)),
+    )
+    trainer.fit()
+    assert trainer.config.learner.num_workers == 2
+    assert trainer.config.storage_path == str(tmp_path)
+    assert "lambda" in (trainer.config.reward.function or "")
+    (step,) = read_metrics(tmp_path / "two")
+    one_worker = read_metrics(task.parent / "runs" / "tiny")[0]
+    for name in ("rollout/score_mean", "ppo/policy_loss", "ppo/value_loss", "ppo/approx_kl"):
+        assert step[name] == pytest.approx(one_worker[name], rel=1e-4, abs=1e-6), name
+
+
+def test_the_bare_loop_runs_under_a_plain_torch_trainer(task: Path, tmp_path: Path):
+    config = PPOConfig.load(task, {"num_steps": 1})
+    result = TorchTrainer(
+        train_loop_per_worker,
+        train_loop_config=config.model_dump(),
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(name="bare", storage_path=str(tmp_path)),
+    ).fit()
+    assert result.return_value == {"status": "finished", "step": 1}
+    first_step = read_metrics(task.parent / "runs" / "tiny")[0]
+    (step,) = read_metrics(tmp_path / "bare")
+    for name in ("rollout/score_mean", "ppo/policy_loss", "ppo/value_loss"):
+        assert step[name] == first_step[name], name
