@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,

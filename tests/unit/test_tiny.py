@@ -21,7 +21,7 @@ def test_special_tokens_are_single_tokens_and_can_be_skipped(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path))
 
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
-    ids = tokenizer("12").input_ids + [tokenizer.eos_token_id]
+    ids = [*tokenizer("12").input_ids, tokenizer.eos_token_id]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
     assert tokenizer.decode(ids) == "12<eos>"
 

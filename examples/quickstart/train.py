@@ -1,0 +1,26 @@
+"""The quickstart from Python: a PPOTrainer is a Ray Train TorchTrainer with a reward function.
+
+python examples/quickstart/make_models.py && python examples/quickstart/train.py
+"""
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+from raypo import PPOConfig, PPOTrainer, Rollout
+
+
+def exact(rollouts: list[Rollout]) -> list[float]:
+    """1 for the right answer, 0 otherwise; any function of rollouts will do."""
+    return [float(rollout.response == rollout.label) for rollout in rollouts]
+
+
+if __name__ == "__main__":
+    trainer = PPOTrainer(
+        PPOConfig.load("examples/quickstart/ppo.yaml", overrides={"ppo.kl.coef": 0.02}),
+        reward_fn=exact,
+        scaling_config=ScalingConfig(num_workers=1, use_gpu=False),
+        run_config=RunConfig(
+            name="quickstart-python", failure_config=FailureConfig(max_failures=1)
+        ),
+    )
+    result = trainer.fit()
+    print(result.metrics_dataframe)
