@@ -120,9 +120,8 @@ def start_replica(
     deadline = time.monotonic() + NAME_TIMEOUT_S
     while True:
         try:
-            _keep_alive[name] = (
-                ray.remote(deployment.cls).options(**options).remote(**deployment.kwargs)
-            )
+            actor: Any = ray.remote(deployment.cls).options(**options)
+            _keep_alive[name] = actor.remote(**deployment.kwargs)
             return name
         except ValueError as error:  # the name is taken
             if time.monotonic() > deadline:

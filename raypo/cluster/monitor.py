@@ -39,7 +39,8 @@ class Monitor:
 
 def start_monitor(run: str) -> ActorHandle:
     """The monitor of a run, owned by this process."""
-    return ray.remote(Monitor).options(name=f"raypo:{run}:monitor", num_cpus=0).remote()
+    actor: Any = ray.remote(Monitor).options(name=f"raypo:{run}:monitor", num_cpus=0)
+    return actor.remote()
 
 
 class Teller:
@@ -66,7 +67,7 @@ class Teller:
 
     def stop_requested(self) -> bool:
         """Whether the driver wants the run to stop."""
-        return self._monitor is not None and ray.get(self._monitor.stop_requested.remote())
+        return self._monitor is not None and bool(ray.get(self._monitor.stop_requested.remote()))
 
     def _tell(self, kind: str, content: Any) -> None:
         if self._monitor is not None:
