@@ -118,7 +118,6 @@ class PPOTrainer(TorchTrainer):
         console.start(
             self.config.name,
             self.config.num_steps,
-            len(self._files.metrics()) + 1,
             dashboard_url(),
             self._files.location,
         )
@@ -261,6 +260,8 @@ def _show(console: Console, monitor: ActorHandle) -> None:
     for kind, content in ray.get(monitor.drain.remote()):
         if kind == "step":
             console.step(content)
+        elif kind == "start":
+            console.resume(content)
         elif kind == "phase":
             console.phase(content)
         elif kind == "message":

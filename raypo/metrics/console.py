@@ -49,21 +49,25 @@ class Console:
         self,
         run_name: str,
         num_steps: int,
-        first_step: int,
         dashboard_url: str | None,
         folder: str | Path,
     ) -> None:
-        """Say what runs and where; `first_step` is the step that comes first, counted from 1."""
+        """Say what runs and where."""
         self._num_steps, self._folder = num_steps, str(folder)
-        self._step = max(first_step - 1, 0)
         self._started = time.monotonic()
         if self._live:
             self._open_bar()
         self.message(f"raypo: {run_name}, {_count(num_steps, 'step')}, files in {folder}")
         if dashboard_url:
             self.message(f"Ray dashboard: {dashboard_url}")
+
+    def resume(self, first_step: int) -> None:
+        """Say which step comes first, counted from 1, where it is not the first of the run."""
+        self._step = first_step - 1
         if self._step:
             self.message(f"Resuming after step {self._step}.")
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=self._step)
 
     def phase(self, text: str) -> None:
         """What is going on now; as plain lines only until the first step has ended."""

@@ -107,10 +107,10 @@ def _module_source(module: str, spec: str, key: str) -> Path | None:
     """The source file of a module, found without importing its parent packages."""
     first, *rest = module.split(".")
     found, name = _top_module(first), first
+    folders = list(found.submodule_search_locations or []) if found else []
     for part in rest:
         name = f"{name}.{part}"
-        locations = found.submodule_search_locations if found else None
-        found = PathFinder.find_spec(name, list(locations)) if locations else None
+        found, folders = _find_below(name, part, folders)
     if found is None:
         raise ConfigError(
             f"{key} ({spec}): there is no module {module}. Install it, put its folder on "
@@ -118,6 +118,15 @@ def _module_source(module: str, spec: str, key: str) -> Path | None:
         )
     is_source = found.origin is not None and found.origin.endswith(".py")
     return Path(found.origin) if is_source and found.origin else None
+
+
+def _find_below(name: str, part: str, folders: list[str]) -> tuple[ModuleSpec | None, list[str]]:
+    """A module below a package's folders, and its own folders where it is a package."""
+    try:
+        found = PathFinder.find_spec(name, folders) if folders else None
+    except KeyError:  # a folder without __init__.py asks for its parent, which is not imported
+        return None, [str(Path(f) / part) for f in folders if (Path(f) / part).is_dir()]
+    return found, list(found.submodule_search_locations or []) if found else []
 
 
 def _top_module(name: str) -> ModuleSpec | None:

@@ -29,8 +29,9 @@ def no_ci(monkeypatch):
 def run(stream, **options):
     console = Console(stream, **options)
     console.phase("connecting to Ray")
-    console.start("quickstart", 40, 3, "http://127.0.0.1:8265", "runs/quickstart")
+    console.start("quickstart", 40, "http://127.0.0.1:8265", "runs/quickstart")
     console.phase("starting engines")
+    console.resume(3)
     console.step(METRICS)
     console.phase("generate")
     console.step(METRICS | {"step": 4, "rollout/score_mean": 0.5, "eval/score_mean": 0.75})
@@ -66,8 +67,8 @@ def test_without_a_terminal_there_are_plain_lines_and_phases_only_before_the_fir
         "connecting to Ray",
         "raypo: quickstart, 40 steps, files in runs/quickstart",
         "Ray dashboard: http://127.0.0.1:8265",
-        "Resuming after step 2.",
         "starting engines",
+        "Resuming after step 2.",
     ]
     assert [line[:10] for line in lines[5:7]] == ["step  3/40", "step  4/40"]
     assert lines[7] == "saved [bold]policy[/bold]"
@@ -99,14 +100,14 @@ def test_a_terminal_gets_a_bar_above_which_the_same_lines_stand():
 
 def test_a_new_run_resumes_nothing_and_has_no_dashboard_line_without_one():
     stream = io.StringIO()
-    Console(stream).start("r", 1, 1, None, "runs/r")
+    Console(stream).start("r", 1, None, "runs/r")
     assert stream.getvalue() == "raypo: r, 1 step, files in runs/r\n"
 
 
 def test_steps_are_counted_where_the_metrics_do_not_say():
     stream = io.StringIO()
     console = Console(stream)
-    console.start("r", 2, 1, None, "runs/r")
+    console.start("r", 2, None, "runs/r")
     console.step({})
     console.step({})
     assert stream.getvalue().splitlines()[1:] == ["step 1/2", "step 2/2"]
@@ -115,7 +116,7 @@ def test_steps_are_counted_where_the_metrics_do_not_say():
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_closing_twice_says_it_once(stream):
     console = Console(stream)
-    console.start("r", 2, 1, None, "runs/r")
+    console.start("r", 2, None, "runs/r")
     console.close("interrupted")
     console.close("finished")
     assert stream.getvalue().count("files in") == 2  # one from start, one from the first close

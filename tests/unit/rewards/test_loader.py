@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -225,3 +226,14 @@ def test_what_is_no_function(tmp_path, text, what):
         f"reward.function ({path}:score): score is {what}, not a function. Give a function, or an "
         "object with __call__, that takes a list of rollouts."
     )
+
+
+def test_a_module_in_nested_folders_without_init_files_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "spread" / "deep").mkdir(parents=True)
+    (tmp_path / "spread" / "deep" / "judge.py").write_text("def score(rollouts): return []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_function("spread.deep.judge:score")
+    with pytest.raises(ConfigError, match="defines no scare"):
+        check_function("spread.deep.judge:scare")
