@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     add_completion=False,
@@ -24,7 +26,42 @@ def _root() -> None:
     """Keeps `train` a word of its own while it is the only command."""
 
 
+@contextmanager
+def exit_status() -> Iterator[None]:
+    """What a command raises becomes a text for people and an exit status."""
+    from raypo.config import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        _tell(str(error))
+        raise typer.Exit(WRONG_INPUT) from None
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        _tell("stopped at once; the same command resumes from the last checkpoint.")
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)  # Ray's threads must not hold the process back
+    except Exception as error:
+        _tell_failure(error)
+        raise typer.Exit(FAILED) from None
+
+
+def _tell(text: str) -> None:
+    typer.echo("\n".join(f"raypo: {line}" for line in text.splitlines()), err=True)
+
+
+def _tell_failure(error: Exception) -> None:
+    import traceback
+
+    # Ray Train's own error holds the workers' tracebacks; its own frames help nobody.
+    from_workers = hasattr(error, "worker_failures")
+    lines = [str(error)] if from_workers else traceback.format_exception(error)
+    typer.echo("".join(lines).rstrip(), err=True)
+
+
 @app.command()
+@exit_status()
 def train(
     config: Annotated[Path, typer.Argument(help="A run config (YAML).")],
     overrides: Annotated[
@@ -59,46 +96,7 @@ def train(
 
 def main() -> None:
     """Run the command and end the process with its exit status."""
-    from raypo.config import ConfigError
-
-    try:
-        status = app(standalone_mode=False)
-    except ConfigError as error:
-        _tell(str(error))
-        status = WRONG_INPUT
-    except typer.Abort:
-        status = INTERRUPTED
-    except KeyboardInterrupt:
-        _leave_at_once()
-    except Exception as error:
-        status = _tell_failure(error)
-    sys.exit(status or DONE)
-
-
-def _tell(text: str) -> None:
-    typer.echo("\n".join(f"raypo: {line}" for line in text.splitlines()), err=True)
-
-
-def _tell_failure(error: Exception) -> int:
-    import click
-
-    if isinstance(error, click.ClickException):
-        error.show()
-        return WRONG_INPUT
-    import traceback
-
-    # Ray Train's own error holds the workers' tracebacks; its own frames help nobody.
-    from_workers = hasattr(error, "worker_failures")
-    lines = [str(error)] if from_workers else traceback.format_exception(error)
-    typer.echo("".join(lines).rstrip(), err=True)
-    return FAILED
-
-
-def _leave_at_once() -> None:
-    """A second Ctrl-C: Ray's own threads must not hold the process back."""
-    _tell("stopped at once; the same command resumes from the last checkpoint.")
-    sys.stdout.flush()
-    os._exit(INTERRUPTED)
+    app()
 
 
 if __name__ == "__main__":

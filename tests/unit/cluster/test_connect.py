@@ -1,0 +1,55 @@
+"""Addresses are tried before Ray sees them: it would retry for minutes."""
+
+import socket
+
+import pytest
+
+from raypo.cluster import connect as module
+from raypo.cluster.connect import cluster_address, connect, worker_environment
+from raypo.config import ClusterSection, ConfigError
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_nothing_at_cluster_address_is_told_with_the_key(free_port: int):
+    address = f"127.0.0.1:{free_port}"
+    with pytest.raises(ConfigError) as caught:
+        connect(ClusterSection(address=address))
+    assert str(caught.value).startswith(f"cluster.address ({address}): nothing listens there")
+    assert "ray start --head" in str(caught.value)
+
+
+def test_nothing_at_ray_address_is_told_with_the_variable(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RAY_ADDRESS", f"ray://127.0.0.1:{free_port}")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS \(ray://127"):
+        connect(ClusterSection())
+
+
+def test_an_address_without_a_port_is_told(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="an address is host:port"):
+        connect(ClusterSection(address="headnode"))
+
+
+def test_the_config_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "b:2")
+    assert cluster_address(ClusterSection(address="a:1")) == ("a:1", "cluster.address")
+    assert cluster_address(ClusterSection()) == ("b:2", "RAY_ADDRESS")
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert cluster_address(ClusterSection())[0] is None
+
+
+def test_variables_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch):
+    for name in module._WORKER_DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    environment = worker_environment()
+    assert environment["NCCL_DEBUG"] == "INFO"
+    assert environment["NCCL_CUMEM_ENABLE"] == "0"
+    assert environment["TOKENIZERS_PARALLELISM"] == "false"

@@ -1,0 +1,128 @@
+"""Wrong input, and the sentence that a user gets for it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from raypo.checks import check_inputs, check_run_folder, is_finished
+from raypo.config import ConfigError, PPOConfig
+from raypo.metrics.run_files import RunFiles
+
+
+@pytest.fixture
+def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
+    """A run file whose input is all there."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    (tmp_path / "reward.py").write_text("def exact(rollouts):\n    return []\n")
+    return {
+        "name": "run",
+        "storage_path": str(tmp_path / "runs"),
+        "model": {"policy": str(tmp_path / "policy")},
+        "data": {"prompts": str(tmp_path / "prompts.jsonl"), "label_key": "answer"},
+        "reward": {"function": f"{tmp_path}/reward.py:exact"},
+    }
+
+
+def refusal(values: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(PPOConfig.parse(values))
+    return str(caught.value)
+
+
+def test_good_input_passes(values: dict):
+    check_inputs(PPOConfig.parse(values))
+
+
+def test_a_missing_prompt_file_is_named(values: dict, tmp_path: Path):
+    values["data"]["prompts"] = str(tmp_path / "nowhere.jsonl")
+    assert "data.prompts" in (text := refusal(values))
+    assert "nowhere.jsonl" in text
+
+
+def test_an_empty_prompt_file_is_named(values: dict, tmp_path: Path):
+    (tmp_path / "prompts.jsonl").write_text("")
+    assert "prompts.jsonl" in refusal(values)
+
+
+def test_a_wrong_prompt_key_names_the_columns(values: dict):
+    values["data"]["prompt_key"] = "promt"
+    text = refusal(values)
+    assert "data.prompt_key (promt)" in text
+    assert "prompt" in text
+    assert "answer" in text
+
+
+def test_held_out_prompts_are_checked_under_their_own_key(values: dict, tmp_path: Path):
+    values["eval"] = {"prompts": str(tmp_path / "held_out.jsonl")}
+    assert "eval.prompts" in refusal(values)
+
+
+@pytest.mark.parametrize("key", ["policy", "critic", "reference"])
+def test_a_missing_model_folder_is_named(values: dict, tmp_path: Path, key: str):
+    values["model"][key] = str(tmp_path / "no-model")
+    text = refusal(values)
+    assert f"model.{key} ({tmp_path}/no-model): there is no such folder" in text
+
+
+def test_a_folder_that_is_no_model_is_named(values: dict, tmp_path: Path):
+    (tmp_path / "policy" / "config.json").unlink()
+    assert "has no config.json" in refusal(values)
+
+
+def test_a_hub_id_is_left_to_the_hub_unless_it_is_offline(
+    values: dict, monkeypatch: pytest.MonkeyPatch
+):
+    values["model"]["policy"] = "organisation/model"
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    check_inputs(PPOConfig.parse(values))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set" in refusal(values)
+
+
+def test_without_a_judge_the_run_is_refused(values: dict):
+    values["reward"] = {}
+    assert "reward.function (None): nothing judges the responses" in refusal(values)
+    check_inputs(PPOConfig.parse(values), has_reward_fn=True)
+
+
+def test_a_reward_function_that_is_not_there_is_named(values: dict, tmp_path: Path):
+    values["reward"]["function"] = f"{tmp_path}/reward.py:exakt"
+    assert "Did you mean exact?" in refusal(values)
+
+
+def test_more_workers_than_cores_are_refused_with_the_sum(values: dict):
+    cores = os.cpu_count() or 1
+    values["learner"] = {"num_workers": 2, "cpus_per_worker": cores}
+    text = refusal(values)
+    assert f"2 learner workers ask for {2 * cores} CPU cores, this machine has {cores}" in text
+    values["cluster"] = {"address": "head:6379"}  # a cluster may have more
+    check_inputs(PPOConfig.parse(values))
+
+
+def test_a_run_folder_with_another_config_is_refused_with_the_difference(values: dict):
+    config = PPOConfig.parse(values)
+    files = RunFiles(config.storage_path, config.name)
+    check_run_folder(config, files)  # nothing there
+    files.write_config(config.model_dump(mode="json"))
+    check_run_folder(config, files)
+
+    changed = PPOConfig.parse(values | {"seed": 7, "logging": {"tensorboard": False}})
+    with pytest.raises(ConfigError) as caught:
+        check_run_folder(changed, files)
+    assert "seed: 0 -> 7" in str(caught.value)
+    assert "--fresh" in str(caught.value)
+    assert "tensorboard" not in str(caught.value)  # it changes no number
+
+
+def test_only_a_run_that_says_so_is_finished(values: dict):
+    files = RunFiles(values["storage_path"], values["name"])
+    assert not is_finished(files)
+    files.write_summary({"status": "interrupted"})
+    assert not is_finished(files)
+    files.write_summary({"status": "finished"})
+    assert is_finished(files)

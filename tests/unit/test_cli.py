@@ -1,0 +1,63 @@
+"""The command's exit status, and that wrong input is told before anything heavy is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import raypo.cli
+
+HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "ppo.yaml"
+    path.write_text("name: run\nmodel: {policy: none/such/folder}\ndata: {prompts: no.jsonl}\n")
+    return path
+
+
+def exit_status(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["raypo", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        raypo.cli.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_a_typo_in_an_override_is_status_2_with_the_nearest_key(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert exit_status(monkeypatch, "train", config, "ppo.kl.cof=0.02") == 2
+    assert "Did you mean ppo.kl.coef?" in capsys.readouterr().err
+
+
+def test_a_missing_config_is_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert exit_status(monkeypatch, "train", "nowhere.yaml") == 2
+    assert "nowhere.yaml: there is no such file" in capsys.readouterr().err
+
+
+def test_a_missing_model_is_status_2(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert exit_status(monkeypatch, "train", config) == 2
+    assert "model.policy (none/such/folder)" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_status_2(monkeypatch: pytest.MonkeyPatch):
+    assert exit_status(monkeypatch, "trian") == 2
+
+
+def test_wrong_input_is_told_without_importing_anything_heavy(config: Path):
+    code = (
+        "import sys, raypo.cli\n"
+        f"sys.argv = ['raypo', 'train', {str(config)!r}]\n"
+        "try:\n    raypo.cli.main()\n"
+        f"finally:\n    print([m for m in {HEAVY!r} if m in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.strip() == "[]"
