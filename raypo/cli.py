@@ -43,21 +43,29 @@ def exit_status() -> Iterator[None]:
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # Ray's threads must not hold the process back
     except Exception as error:
-        _tell_failure(error)
-        raise typer.Exit(FAILED) from None
+        raise typer.Exit(_tell_failure(error)) from None
 
 
 def _tell(text: str) -> None:
     typer.echo("\n".join(f"raypo: {line}" for line in text.splitlines()), err=True)
 
 
-def _tell_failure(error: Exception) -> None:
+def _tell_failure(error: Exception) -> int:
+    """Tell an error whole; input that only the workers could see is told like other input."""
     import traceback
 
-    # Ray Train's own error holds the workers' tracebacks; its own frames help nobody.
-    from_workers = hasattr(error, "worker_failures")
-    lines = [str(error)] if from_workers else traceback.format_exception(error)
-    typer.echo("".join(lines).rstrip(), err=True)
+    from raypo.config import ConfigError
+
+    failures = getattr(error, "worker_failures", None)
+    if not failures:
+        typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
+        return FAILED
+    causes = [getattr(failure, "_base_exc", failure) for failure in failures.values()]
+    if all(isinstance(cause, ConfigError) for cause in causes):
+        _tell(str(causes[0]))
+        return WRONG_INPUT
+    typer.echo(str(error), err=True)  # it holds the workers' tracebacks
+    return FAILED
 
 
 @app.command()

@@ -67,14 +67,9 @@ def worker_environment() -> dict[str, str]:
 
 
 def dashboard_url() -> str | None:
-    """Address of the Ray dashboard; None where there is none."""
-    url = ray.get_runtime_context().dashboard_url if _has_dashboard_url() else None
-    url = url or getattr(ray._private.worker.global_worker.node, "webui_url", None)  # type: ignore[attr-defined]
-    return f"http://{url}" if url and not url.startswith("http") else url
-
-
-def _has_dashboard_url() -> bool:
-    return hasattr(ray.get_runtime_context(), "dashboard_url")
+    """Address of the Ray dashboard of the cluster we are connected to; None without one."""
+    url = ray.init(ignore_reinit_error=True, logging_level="ERROR").dashboard_url
+    return f"http://{url}" if url else None
 
 
 def _probe(address: str, source: str) -> None:

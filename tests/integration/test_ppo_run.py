@@ -1,11 +1,17 @@
 """Whole PPO runs through PPOTrainer: real Ray Train, real vLLM, real DeepSpeed, a tiny model."""
 
 import json
+import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
-from ray.train import RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
@@ -118,6 +124,40 @@ def test_the_same_seed_gives_the_same_numbers(first: SimpleNamespace, task: Path
     PPOTrainer(PPOConfig.load(task, {"name": "again"})).fit()
     again = read_metrics(task.parent / "runs" / "again")
     assert numbers(again) == numbers(first.metrics)
+
+
+def test_plain_vllm_serves_the_saved_policy(first: SimpleNamespace):
+    code = (
+        "from vllm import LLM, SamplingParams\n"
+        f"llm = LLM({str(first.folder / 'policy')!r}, dtype='float32', enforce_eager=True,"
+        " max_model_len=64, kv_cache_memory_bytes=2**26)\n"
+        "params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)\n"
+        "print('tokens:', len(llm.generate('1+1=', params)[0].outputs[0].token_ids))\n"
+    )
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert "tokens: 4" in done.stdout, done.stderr
+
+
+def test_a_worker_that_is_killed_comes_back_to_the_same_numbers(first: SimpleNamespace, task: Path):
+    folder = task.parent / "runs" / "lost"
+
+    def kill_the_worker() -> None:
+        while len(read_metrics(folder)) < 3:
+            time.sleep(0.05)
+        for process in psutil.process_iter(["cmdline"]):
+            if "RayTrainWorker" in " ".join(process.info["cmdline"] or []):
+                process.kill()
+
+    killer = threading.Thread(target=kill_the_worker)
+    killer.start()
+    run_config = RunConfig(name="lost", failure_config=FailureConfig(max_failures=1))
+    result = PPOTrainer(PPOConfig.load(task), run_config=run_config).fit()
+    killer.join()
+    assert result.return_value == {"status": "finished", "step": 4}
+    assert numbers(read_metrics(folder)) == numbers(first.metrics)
 
 
 def test_a_finished_run_is_handed_back_without_being_run(first: SimpleNamespace, task: Path):
