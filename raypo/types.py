@@ -66,6 +66,11 @@ class ScoredRollout:
     ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
 
 
+_BY_PROMPT_TOKEN = ("prompt_ids", "prompt_mask")
+_BY_RESPONSE = ("scores", "group_index", "minibatch", "truncated", "weight_version", "last_values")
+"""Fields of an Experience that are not [B, T]."""
+
+
 @dataclass(frozen=True)
 class Experience:
     """A padded batch with all that an update needs; prompts padded left, responses right.
@@ -84,17 +89,20 @@ class Experience:
     group_index: Tensor  # [B] int64, the samples of one draw of a prompt share it
     minibatch: Tensor  # [B] int64, which minibatch of the step trains the row
     truncated: Tensor  # [B] bool, the response ran into rollout.max_new_tokens
+    weight_version: Tensor  # [B] int64, of the weights that sampled the response
     ref_log_probs: Tensor | None = None  # [B, T] float32
     old_log_probs: Tensor | None = None  # [B, T] float32, learner, before the update
+    weights: Tensor | None = None  # [B, T] float32, of a correction; None: 1
     values: Tensor | None = None  # [B, T] float32, critic, before the update
+    last_values: Tensor | None = None  # [B] float32, critic, after the last token where truncated
     advantages: Tensor | None = None  # [B, T] float32
     returns: Tensor | None = None  # [B, T] float32
 
     def __post_init__(self) -> None:
         rows, prompt = self.prompt_ids.shape
         response = self.response_ids.shape[1]
-        expected = {"prompt_ids": (rows, prompt), "prompt_mask": (rows, prompt)}
-        expected |= dict.fromkeys(("scores", "group_index", "minibatch", "truncated"), (rows,))
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(_BY_PROMPT_TOKEN, (rows, prompt))
+        expected |= dict.fromkeys(_BY_RESPONSE, (rows,))
         for field in fields(self):
             value = getattr(self, field.name)
             shape = expected.get(field.name, (rows, response))
@@ -114,6 +122,16 @@ class Experience:
         held = [(field.name, getattr(self, field.name)) for field in fields(self)]
         moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in held}
         return Experience(**moved)
+
+    def widened(self) -> Experience:
+        """The same batch with one more response position, False in every mask."""
+        wide: dict[str, Any] = {}
+        for field in fields(self):
+            value: Any = getattr(self, field.name)
+            if value is not None and value.dim() == 2 and field.name not in _BY_PROMPT_TOKEN:
+                value = _with_zero_column(value)
+            wide[field.name] = value
+        return Experience(**wide)
 
     def blank(self) -> Experience:
         """One row of one prompt and one response token that no loss counts, fields as here."""
@@ -138,8 +156,14 @@ class Experience:
             value = getattr(self, field.name)
             if value is None:
                 picked[field.name] = None
-            elif field.name in ("prompt_ids", "prompt_mask"):
+            elif field.name in _BY_PROMPT_TOKEN:
                 picked[field.name] = value[rows, first:]
             else:
                 picked[field.name] = value[rows, :responses] if value.dim() == 2 else value[rows]
         return Experience(**picked)
+
+
+def _with_zero_column(value: Tensor) -> Tensor:
+    wide = value.new_zeros(value.shape[0], value.shape[1] + 1)
+    wide[:, :-1] = value
+    return wide

@@ -1,7 +1,14 @@
 """Every config class: frozen pydantic, torch-free."""
 
 from raypo.config.base import Config, ConfigError, RunFile, flatten
-from raypo.config.ppo import KLSection, PPOSection
+from raypo.config.ppo import (
+    CorrectionSection,
+    FilterSection,
+    KLSection,
+    PPOSection,
+    ShapingSection,
+)
+from raypo.config.presets import PRESETS
 from raypo.config.run import NUMBERS_DO_NOT_DEPEND_ON, PPOConfig
 from raypo.config.sections import (
     CheckpointSection,
@@ -19,13 +26,16 @@ from raypo.config.sections import (
 
 __all__ = [
     "NUMBERS_DO_NOT_DEPEND_ON",
+    "PRESETS",
     "CheckpointSection",
     "ClusterSection",
     "Config",
     "ConfigError",
+    "CorrectionSection",
     "DataSection",
     "EngineSection",
     "EvalSection",
+    "FilterSection",
     "KLSection",
     "LearnerSection",
     "LoggingSection",
@@ -36,5 +46,6 @@ __all__ = [
     "RewardSection",
     "RolloutSection",
     "RunFile",
+    "ShapingSection",
     "flatten",
 ]

@@ -1,58 +1,237 @@
-"""The `ppo` recipe's own section: estimator, losses, KL."""
+"""The `ppo` recipe's own section: presets, estimator, losses, KL, shaping, filter, correction."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raypo.config.base import Config
+from raypo.config.presets import with_preset
+
+GROUP_ADVANTAGES = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
+"""Estimators that compare the samples of a prompt."""
+OVERLONG_SHARE = 5
+"""`overlong_buffer_tokens: auto` is one token in so many of the longest response (DAPO: 4096 of
+20480)."""
+
+
+def _refuse_crossed(key: str, low: float | None, high_name: str, high: float | None) -> None:
+    if low is not None and high is not None and low >= high:
+        raise ValueError(
+            f"{key} ({low:g}): must be below {high_name} ({high:g}), or nothing lies between them. "
+            f"Set {key} below {high:g}."
+        )
 
 
 class KLSection(Config):
     """The pull to the reference model."""
 
     coef: float = Field(default=0.01, ge=0.0)
-    """Weight of the penalty in score per nat; 0: no reference model is started."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Per-token estimator (Schulman 2020)."""
-    placement: Literal["reward"] = "reward"
-    """reward: a penalty in the token rewards."""
+    """Weight of the penalty in score per nat, at the start; 0: no reference model is started."""
+    estimator: Literal["k1", "k2", "k3", "k3_st"] = "k1"
+    """Per-token estimator (Schulman 2020); k3_st: k3's value, k2's gradient (arXiv:2510.01555)."""
+    placement: Literal["reward", "loss"] = "reward"
+    """reward: a penalty in the token rewards. loss: a term of the policy's loss, with gradient."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: steers the coefficient to `target` (arXiv:1909.08593, section 2.2)."""
+    target: float | None = Field(default=None, gt=0.0)
+    """Nats a response that the adaptive controller steers to."""
+    horizon: float | None = Field(default=None, gt=0.0)
+    """Responses over which the adaptive controller spreads a full correction."""
+
+    @model_validator(mode="after")
+    def _estimator_fits_its_place(self) -> Self:
+        if self.estimator == "k1" and self.placement == "loss":
+            raise ValueError(
+                "ppo.kl.estimator (k1): cannot be a loss term, its gradient is 0 in expectation. "
+                "Set ppo.kl.estimator to k2 or k3, or ppo.kl.placement to reward."
+            )
+        if self.estimator == "k3_st" and self.placement == "reward":
+            raise ValueError(
+                "ppo.kl.estimator (k3_st): differs from k3 in its gradient alone, and a reward "
+                "has none. Set ppo.kl.estimator to k3, or ppo.kl.placement to loss."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _controller_has_what_it_needs(self) -> Self:
+        steers = self.controller == "adaptive"
+        for key in ("target", "horizon"):
+            value = getattr(self, key)
+            if steers and value is None:
+                raise ValueError(
+                    f"ppo.kl.{key} (null): ppo.kl.controller: adaptive needs it. "
+                    f"Set ppo.kl.{key} above 0, or ppo.kl.controller to fixed."
+                )
+            if not steers and value is not None:
+                raise ValueError(
+                    f"ppo.kl.{key} ({value:g}): is used by ppo.kl.controller: adaptive alone. "
+                    f"Set ppo.kl.{key} to null, or ppo.kl.controller to adaptive."
+                )
+        if steers and self.coef == 0.0:
+            raise ValueError(
+                "ppo.kl.coef (0.0): would stay 0 under ppo.kl.controller: adaptive. "
+                "Set ppo.kl.coef above 0, or ppo.kl.controller to fixed."
+            )
+        return self
+
+
+class CorrectionSection(Config):
+    """Weights for tokens that the engine sampled with other probabilities than the learner's."""
+
+    kind: Literal["none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis"] = "none"
+    """Which weights (MATH.md section 5): truncated by token, response or geometric mean; masked."""
+    low: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Ratio below which icepop and mis drop a token or response; null: 0.5."""
+    high: float | None = Field(default=None, ge=1.0)
+    """Largest ratio of all kinds; null: 2, icepop 5."""
+
+    @model_validator(mode="after")
+    def _bounds_are_used(self) -> Self:
+        unused = "low" if self.kind not in ("icepop", "mis") else None
+        unused = "high" if self.kind == "none" and self.high is not None else unused
+        if unused and getattr(self, unused) is not None:
+            users = "icepop and mis" if unused == "low" else "every other kind"
+            raise ValueError(
+                f"ppo.correction.{unused} ({getattr(self, unused):g}): is used by {users}, not by "
+                f"ppo.correction.kind: {self.kind}. Set it to null, or choose such a kind."
+            )
+        return self
+
+
+class ShapingSection(Config):
+    """From the raw score to the one that is trained on; the steps are taken in this order."""
+
+    overlong_buffer_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Last tokens before rollout.max_new_tokens over which a penalty grows (arXiv:2503.14476, eq.
+    13); auto: a fifth of rollout.max_new_tokens; null: no penalty."""
+    overlong_factor: float = Field(default=1.0, ge=0.0)
+    """The penalty at the limit, in score."""
+    truncated_score: float | None = None
+    """Score of every response that ran into rollout.max_new_tokens; null: its own."""
+    truncated_scale: float | None = Field(default=None, ge=0.0, le=1.0)
+    """c: a truncated response loses (1 - c) of its score's size; null: nothing."""
+    normalize: bool = False
+    """Subtract the running mean of all scores seen, divide by their standard deviation."""
+    clip_low: float | None = None
+    """Smallest shaped score; null: no bound."""
+    clip_high: float | None = None
+    """Largest shaped score; null: no bound."""
+
+    @model_validator(mode="after")
+    def _steps_do_not_contradict(self) -> Self:
+        if self.truncated_score is not None and self.truncated_scale is not None:
+            raise ValueError(
+                f"ppo.shaping.truncated_score ({self.truncated_score:g}): replaces what "
+                f"ppo.shaping.truncated_scale ({self.truncated_scale:g}) would lower. "
+                "Set one of them to null."
+            )
+        _refuse_crossed("ppo.shaping.clip_low", self.clip_low, "clip_high", self.clip_high)
+        return self
+
+    def overlong_tokens(self, max_new_tokens: int) -> int | None:
+        """`overlong_buffer_tokens` in tokens, auto resolved."""
+        if self.overlong_buffer_tokens == "auto":
+            return max(max_new_tokens // OVERLONG_SHARE, 1)
+        return self.overlong_buffer_tokens
+
+
+class FilterSection(Config):
+    """Dynamic sampling: groups that teach nothing are replaced (arXiv:2503.14476, eq. 11)."""
+
+    enabled: bool = False
+    """Train only on groups that pass, and sample further prompts for those that do not."""
+    min_std: float = Field(default=1e-6, ge=0.0)
+    """A kept group's scores have a standard deviation above this."""
+    low: float | None = None
+    """A kept group's mean score is above this; null: no bound."""
+    high: float | None = None
+    """A kept group's mean score is below this; null: no bound."""
+    max_refills: int = Field(default=10, ge=0)
+    """Most rounds of further prompts in a step; then it trains on what there is, and says so."""
+
+    @model_validator(mode="after")
+    def _some_mean_passes(self) -> Self:
+        _refuse_crossed("ppo.filter.low", self.low, "high", self.high)
+        return self
 
 
 class PPOSection(Config):
     """What turns scores into an update."""
 
-    advantage: Literal["gae"] = "gae"
-    """gae: Generalized Advantage Estimation with a critic (arXiv:1506.02438)."""
-    policy_loss: Literal["ppo"] = "ppo"
-    """ppo: clipped surrogate (arXiv:1707.06347)."""
+    preset: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "dapo", "gspo"] | None = None
+    """A published combination (raypo.config.presets); other keys win over it."""
+    advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = "gae"
+    """Estimator (MATH.md section 3); gae alone has a critic (arXiv:1506.02438)."""
+    policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
+    """Surrogate: arXiv:1707.06347, arXiv:2507.18071, arXiv:2506.13585, arXiv:2511.20347."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How token losses become one number (MATH.md section 4)."""
+    """How the policy's token losses become one number (MATH.md section 4); the critic's loss is
+    always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount per sampled token."""
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
     """Bias-variance trade of GAE."""
+    bootstrap_truncated: bool = False
+    """gae: a truncated response goes on with the critic's value of its last state, not with 0."""
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
-    """Ratios below 1 - clip_low get no gradient from positive pushes down."""
+    """Ratios below 1 - clip_low get no gradient from positive pushes down; ppo and gspo."""
     clip_high: float = Field(default=0.2, gt=0.0)
-    """Ratios above 1 + clip_high get no gradient from pushes up."""
+    """Ratios above 1 + clip_high get no gradient from pushes up; cispo cuts its weight there."""
     dual_clip: float | None = Field(default=None, gt=1.0)
-    """Bound on the loss of negative advantages (arXiv:1912.09729)."""
+    """Bound on the loss of negative advantages (arXiv:1912.09729); ppo and gspo."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """Clip of the value change; null: plain squared error."""
     num_epochs: int = Field(default=1, ge=1)
     """Passes over a step's responses."""
     minibatch_size: int = Field(default=32, ge=1)
-    """Responses per optimizer step, over all workers."""
+    """Responses per optimizer step, over all workers; a step with fewer responses than planned is
+    cut into minibatches of like size, none larger."""
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """First steps of the run that update the critic alone."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus; 0: entropy is only logged."""
     kl: KLSection = KLSection()
+    shaping: ShapingSection = ShapingSection()
+    filter: FilterSection = FilterSection()
+    correction: CorrectionSection = CorrectionSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_from_the_preset(cls, values: Any) -> Any:
+        return with_preset(values) if isinstance(values, Mapping) else values
+
+    @model_validator(mode="after")
+    def _dual_clip_has_a_place(self) -> Self:
+        if self.dual_clip is not None and self.policy_loss in ("cispo", "sapo"):
+            raise ValueError(
+                f"ppo.dual_clip ({self.dual_clip:g}): ppo.policy_loss: {self.policy_loss} bounds "
+                "the loss of negative advantages in its own way. Set ppo.dual_clip to null."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_critic_is_there_where_one_is_meant(self) -> Self:
+        for key in ("bootstrap_truncated", "critic_warmup_steps"):
+            value = getattr(self, key)
+            if value and not self.needs_critic:
+                raise ValueError(
+                    f"ppo.{key} ({value}): ppo.advantage: {self.advantage} has no critic. "
+                    f"Remove ppo.{key}, or set ppo.advantage to gae."
+                )
+        return self
 
     @property
     def needs_critic(self) -> bool:
         """Whether the advantage estimator uses values."""
         return self.advantage == "gae"
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether the advantage estimator compares the samples of a prompt."""
+        return self.advantage in GROUP_ADVANTAGES
 
     @property
     def needs_reference(self) -> bool:

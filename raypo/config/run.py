@@ -23,6 +23,8 @@ from raypo.config.sections import (
 
 NUMBERS_DO_NOT_DEPEND_ON = ("cluster", "logging", "storage_path")
 """Sections and keys that may change when a run is resumed."""
+MAX_KL_ERROR = 0.2
+"""Of the adaptive KL controller: `raypo.ppo.kl.MAX_RELATIVE_ERROR`, from a floor above."""
 
 
 class PPOConfig(RunFile):
@@ -97,6 +99,51 @@ class PPOConfig(RunFile):
                 f"({self.learner.max_tokens_per_microbatch}): one sequence may have {longest} "
                 f"tokens (data.max_prompt_tokens + rollout.max_new_tokens). Set "
                 f"learner.max_tokens_per_microbatch to at least {longest}, or the other two lower."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_have_samples_to_compare(self) -> Self:
+        samples = self.rollout.samples_per_prompt
+        comparing = f"ppo.advantage: {self.ppo.advantage}" if self.ppo.needs_group else None
+        comparing = comparing or ("ppo.filter.enabled" if self.ppo.filter.enabled else None)
+        if comparing and samples < 2:
+            raise ValueError(
+                f"rollout.samples_per_prompt ({samples}): {comparing} compares the samples of a "
+                "prompt. Set rollout.samples_per_prompt to 2 or more."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_adaptive_kl_coefficient_stays_positive(self) -> Self:
+        horizon = self.ppo.kl.horizon
+        if horizon is not None and horizon <= MAX_KL_ERROR * self.responses_per_step:
+            raise ValueError(
+                f"ppo.kl.horizon ({horizon:g}): must be above {MAX_KL_ERROR} x the responses of a "
+                f"step ({self.responses_per_step}), or the coefficient could turn negative. "
+                f"Set ppo.kl.horizon to {self.responses_per_step} or more."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _correction_sees_whole_distributions(self) -> Self:
+        kind, top_p = self.ppo.correction.kind, self.rollout.top_p
+        if kind != "none" and top_p < 1.0:
+            raise ValueError(
+                f"ppo.correction.kind ({kind}): compares the engine's log-probs with the "
+                f"learner's, and rollout.top_p ({top_p:g}) makes the engine's those of a truncated "
+                "distribution. Set rollout.top_p to 1, or ppo.correction.kind to none."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_overlong_buffer_fits_a_response(self) -> Self:
+        limit = self.rollout.max_new_tokens
+        buffer = self.ppo.shaping.overlong_tokens(limit)
+        if buffer is not None and buffer > limit:
+            raise ValueError(
+                f"ppo.shaping.overlong_buffer_tokens ({buffer}): must be at most "
+                f"rollout.max_new_tokens ({limit}). Set ppo.shaping.overlong_buffer_tokens to auto."
             )
         return self
 

@@ -18,7 +18,13 @@ from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.data.batching import batches_by_tokens
 from raypo.learner.engine import TrainedModel
-from raypo.learner.objective import StepCounts, policy_objective, value_objective
+from raypo.learner.objective import (
+    PolicyOutput,
+    StepCounts,
+    policy_objective,
+    value_objective,
+    values_of,
+)
 from raypo.learner.statistics import UpdateStatistics
 from raypo.models.loading import load_backbone, load_causal_lm
 from raypo.models.networks import Critic, Policy
@@ -58,25 +64,42 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, experience: Experience) -> Experience:
-        """The experience with `old_log_probs` and, where there is a critic, `values`."""
+        """The experience with `old_log_probs` and, where there is a critic, `values`.
+
+        With `ppo.bootstrap_truncated` also `last_values`, 0 for responses that ended.
+        """
         mask = experience.response_mask
         log_probs, values = torch.zeros(mask.shape), torch.zeros(mask.shape)
+        last_values = torch.zeros(len(experience))
         for rows in self._microbatches(experience, torch.arange(len(experience))):
             batch = self._on_device(experience, rows)
             width = batch.response_mask.shape[1]
             new_log_probs, _ = self._policy(batch)
-            new_values = self._critic(batch) if self._critic else None
             if len(rows):
-                log_probs[rows, :width] = new_log_probs.cpu()
-                if new_values is not None:
-                    values[rows, :width] = new_values.cpu()
+                log_probs[rows, :width] = new_log_probs.to(log_probs)
+            if self._critic:
+                new_values, after_last = values_of(
+                    self._critic, batch, with_last=self._ppo.bootstrap_truncated
+                )
+                if len(rows):
+                    values[rows, :width] = new_values.to(values)
+                    last_values[rows] = after_last.to(values)
         evaluated = experience.with_(old_log_probs=torch.where(mask, log_probs, 0.0))
         if self._critic is None:
             return evaluated
-        return evaluated.with_(values=torch.where(mask, values, 0.0))
+        evaluated = evaluated.with_(values=torch.where(mask, values, 0.0))
+        if not self._ppo.bootstrap_truncated:
+            return evaluated
+        return evaluated.with_(last_values=last_values)
 
-    def update(self, experience: Experience, *, step: int) -> dict[str, float]:
+    def update(
+        self, experience: Experience, *, step: int, kl_coef: float = 0.0
+    ) -> dict[str, float]:
         """PPO epochs over the experience; every minibatch is one optimizer step of each model.
+
+        Args:
+            step: Counted from 1; the first `ppo.critic_warmup_steps` leave the policy alone.
+            kl_coef: Of this step, for a KL placed in the loss.
 
         Returns:
             The figures of the step, reduced over workers: they do not depend on how it was cut.
@@ -92,7 +115,10 @@ class Learner:
             order = np.random.default_rng((self._seed, step, epoch)).permutation(num_minibatches)
             for minibatch in order.tolist():
                 rows = torch.nonzero(experience.minibatch == minibatch).flatten()
-                applied = self._update_on(experience, rows, statistics)
+                with_policy = step > self._ppo.critic_warmup_steps
+                applied = self._update_on(
+                    experience, rows, statistics, kl_coef=kl_coef, with_policy=with_policy
+                )
                 self._count_skipped(applied)
         return statistics.reduce(self._workers)
 
@@ -149,38 +175,50 @@ class Learner:
         return {"num_workers": self._workers.count, "zero_stage": self._section.zero_stage}
 
     def _update_on(
-        self, experience: Experience, rows: Tensor, statistics: UpdateStatistics
+        self,
+        experience: Experience,
+        rows: Tensor,
+        statistics: UpdateStatistics,
+        *,
+        kl_coef: float,
+        with_policy: bool,
     ) -> bool:
         """One optimizer step of policy and critic; False when either was skipped."""
-        counts = StepCounts.of(experience.select(rows), self._workers)
+        counts, critic = StepCounts.of(experience.select(rows), self._workers), self._critic
         for piece in self._microbatches(experience, rows):
             batch = self._on_device(experience, piece)
-            log_probs, entropy = self._policy(
-                batch, with_entropy=True, entropy_grad=self._ppo.entropy_coef > 0.0
-            )
-            output = policy_objective(
-                log_probs,
-                entropy,
-                batch,
-                ppo=self._ppo,
-                counts=counts,
-                max_new_tokens=self._max_new_tokens,
-            )
-            self._policy.backward(output.loss)
-            statistics.add_policy(output)
-            if self._critic:
-                loss, sums = value_objective(
-                    self._critic(batch), batch, ppo=self._ppo, counts=counts
-                )
-                self._critic.backward(loss)
+            if with_policy:
+                output = self._policy_output(batch, counts, kl_coef)
+                self._policy.backward(output.loss)
+                statistics.add_policy(output)
+            if critic:
+                loss, sums = value_objective(critic(batch), batch, ppo=self._ppo, counts=counts)
+                critic.backward(loss)
                 statistics.add_value(loss.detach(), sums)
-        applied, norm = self._policy.step()
-        statistics.end_policy_step(applied=applied, grad_norm=norm)
-        if self._critic:
-            critic_applied, norm = self._critic.step()
-            statistics.end_critic_step(applied=critic_applied, grad_norm=norm)
-            applied = applied and critic_applied
-        return applied
+        all_applied = True
+        if with_policy:
+            applied, norm = self._policy.step()
+            statistics.end_policy_step(applied=applied, grad_norm=norm)
+            all_applied = applied
+        if critic:
+            applied, norm = critic.step()
+            statistics.end_critic_step(applied=applied, grad_norm=norm)
+            all_applied = all_applied and applied
+        return all_applied
+
+    def _policy_output(self, batch: Experience, counts: StepCounts, kl_coef: float) -> PolicyOutput:
+        log_probs, entropy = self._policy(
+            batch, with_entropy=True, entropy_grad=self._ppo.entropy_coef > 0.0
+        )
+        return policy_objective(
+            log_probs,
+            entropy,
+            batch,
+            ppo=self._ppo,
+            counts=counts,
+            max_new_tokens=self._max_new_tokens,
+            kl_coef=kl_coef,
+        )
 
     def _microbatches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
         """Rows cut by token budget; every worker gets as many pieces, some of them empty."""

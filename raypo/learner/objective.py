@@ -6,7 +6,9 @@ all workers, so that the cut into micro-batches and workers cannot matter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch import Tensor
 from raypo.collectives import Workers, as_tensor
 from raypo.config import PPOSection
 from raypo.ppo import losses
+from raypo.ppo.kl import kl_loss_terms
+from raypo.ppo.masked import masked_sum
 from raypo.types import Experience
 
 
@@ -51,6 +55,7 @@ class PolicyOutput:
 
     loss: Tensor  # scalar, with gradient
     policy_loss: Tensor  # scalar, the surrogate alone
+    kl_loss: Tensor | None  # scalar, the KL term before its coefficient; None: no such term
     statistics: dict[str, Tensor]
 
 
@@ -62,35 +67,65 @@ def policy_objective(
     ppo: PPOSection,
     counts: StepCounts,
     max_new_tokens: int,
+    kl_coef: float = 0.0,
 ) -> PolicyOutput:
-    """The surrogate loss minus the entropy bonus of one micro-batch."""
+    """The surrogate, less the entropy bonus, plus the KL term where `ppo.kl.placement` is loss.
+
+    All three are aggregated alike. A correction's weights weigh the surrogate alone.
+
+    Args:
+        kl_coef: This step's weight of the KL term.
+    """
     assert batch.old_log_probs is not None
     assert batch.advantages is not None
-    normalizer = counts.normalizer(ppo.aggregation)
+    mask = batch.response_mask
+    aggregation: dict[str, Any] = {
+        "aggregation": ppo.aggregation,
+        "max_new_tokens": max_new_tokens,
+        "normalizer": counts.normalizer(ppo.aggregation),
+    }
     surrogate, statistics = losses.policy_loss(
         log_probs,
         batch.old_log_probs,
         batch.advantages,
-        batch.response_mask,
+        mask,
         kind=ppo.policy_loss,
         clip_low=ppo.clip_low,
         clip_high=ppo.clip_high,
         dual_clip=ppo.dual_clip,
-        aggregation=ppo.aggregation,
-        max_new_tokens=max_new_tokens,
-        normalizer=normalizer,
+        weights=batch.weights,
+        **aggregation,
     )
     loss = surrogate
     if ppo.entropy_coef > 0.0:
-        loss = loss - ppo.entropy_coef * losses.aggregate(
-            entropy,
-            batch.response_mask,
-            aggregation=ppo.aggregation,
-            max_new_tokens=max_new_tokens,
-            normalizer=normalizer,
-        )
-    entropy_sum = torch.where(batch.response_mask, entropy.detach(), 0.0).sum()
-    return PolicyOutput(loss, surrogate.detach(), {**statistics, "entropy": entropy_sum})
+        loss = loss - ppo.entropy_coef * losses.aggregate(entropy, mask, **aggregation)
+    kl_loss = None
+    if ppo.kl.placement == "loss" and kl_coef > 0.0:
+        assert batch.ref_log_probs is not None
+        terms = kl_loss_terms(log_probs, batch.ref_log_probs, mask, kind=ppo.kl.estimator)
+        divergence = losses.aggregate(terms, mask, **aggregation)
+        loss, kl_loss = loss + kl_coef * divergence, divergence.detach()
+    statistics["entropy"] = masked_sum(entropy.detach(), mask)
+    return PolicyOutput(loss, surrogate.detach(), kl_loss, statistics)
+
+
+def values_of(
+    critic: Callable[[Experience], Tensor], batch: Experience, *, with_last: bool
+) -> tuple[Tensor, Tensor]:
+    """The critic's values, and that of the state that a truncated response stopped in.
+
+    Returns:
+        values: [B, T].
+        last_values: [B], 0 where the response ended by itself, or without `with_last`.
+    """
+    if not with_last:
+        values = critic(batch)
+        return values, values.new_zeros(len(batch))
+    values = critic(batch.widened())  # [B, T + 1]
+    place = torch.arange(1, batch.response_mask.shape[1] + 1, device=values.device)
+    after = torch.where(batch.response_mask, place, 0).amax(1, keepdim=True)  # [B, 1]
+    last_values = values.gather(1, after).squeeze(1)
+    return values[:, :-1], torch.where(batch.truncated, last_values, 0.0)
 
 
 def value_objective(

@@ -24,6 +24,8 @@ class UpdateStatistics:
     def add_policy(self, output: PolicyOutput) -> None:
         """One micro-batch of the policy."""
         self._add("policy_loss", output.policy_loss)
+        if output.kl_loss is not None:
+            self._add("kl_loss", output.kl_loss)
         for name, value in output.statistics.items():
             self._add(f"policy/{name}", value)
 
@@ -42,26 +44,42 @@ class UpdateStatistics:
         self._end("critic", applied, grad_norm)
 
     def reduce(self, workers: Workers) -> dict[str, float]:
-        """Means over tokens or optimizer steps; `ppo/*` names of DESIGN.md section 7."""
+        """Means over tokens or optimizer steps; `ppo/*` names of DESIGN.md section 7.
+
+        A model that made no optimizer step has no figures.
+        """
         means = WeightedMeans()
-        # A loss is already divided by the counts of all workers: its sum over them is the loss.
-        share = self._num_steps["policy"] / workers.count
-        tokens = self._sums.get("policy/tokens", 0.0)
-        means.add("ppo/policy_loss", self._sums.get("policy_loss", 0.0), share)
-        means.add("ppo/clip_fraction", self._sums.get("policy/clipped", 0.0), tokens)
-        means.add("ppo/approx_kl", self._sums.get("policy/approx_kl", 0.0), tokens)
-        means.add("ppo/ratio_mean", self._sums.get("policy/ratio", 0.0), tokens)
-        means.add("ppo/entropy", self._sums.get("policy/entropy", 0.0), tokens)
-        if "value_loss" in self._sums:
-            means.add("ppo/value_loss", self._sums["value_loss"], share)
-            value_tokens = self._sums.get("value/tokens", 0.0)
-            means.add("ppo/value_clip_fraction", self._sums.get("value/clipped", 0.0), value_tokens)
+        if self._num_steps["policy"]:
+            self._join_policy(means, workers)
+        if self._num_steps["critic"]:
+            share = self._num_steps["critic"] / workers.count
+            tokens = self._sum("value/tokens")
+            means.add("ppo/value_loss", self._sum("value_loss"), share)
+            means.add("ppo/value_clip_fraction", self._sum("value/clipped"), tokens)
         figures = means.reduce(workers)
         for model, norms in self._norms.items():
             if norms:
                 figures[f"ppo/{model}_grad_norm"] = math.fsum(norms) / len(norms)
+        figures["ppo/policy_updates"] = float(self._num_steps["policy"])
         figures["ppo/skipped_updates"] = float(self._num_skipped)
         return figures
+
+    def _join_policy(self, means: WeightedMeans, workers: Workers) -> None:
+        # A loss is already divided by the counts of all workers: its sum over them is the loss.
+        share = self._num_steps["policy"] / workers.count
+        tokens = self._sum("policy/tokens")
+        means.add("ppo/policy_loss", self._sum("policy_loss"), share)
+        if "kl_loss" in self._sums:
+            means.add("ppo/kl_loss", self._sum("kl_loss"), share)
+        means.add("ppo/clip_fraction", self._sum("policy/clipped"), tokens)
+        means.add("ppo/dual_clip_fraction", self._sum("policy/dual_clipped"), tokens)
+        means.add("ppo/approx_kl", self._sum("policy/approx_kl"), tokens)
+        means.add("ppo/ratio_mean", self._sum("policy/ratio"), tokens)
+        means.add("ppo/entropy", self._sum("policy/entropy"), tokens)
+        means.total("ppo/ratio_clamped_tokens", self._sum("policy/clamped"))
+
+    def _sum(self, name: str) -> float:
+        return self._sums.get(name, 0.0)
 
     def _add(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(value.to(torch.float64))

@@ -14,13 +14,10 @@ from raypo.types import Experience, ScoredRollout
 
 
 def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
-    """Scores and lengths over all workers; sampled = trained + failed."""
+    """Raw scores and lengths of everything sampled, over all workers."""
     means = WeightedMeans()
     for each in scored:
         rollout, failed = each.rollout, not math.isfinite(each.score)
-        means.total("rollout/samples_sampled", 1)
-        means.total("rollout/samples_failed", failed)
-        means.total("rollout/samples_trained", not failed)
         means.total("rollout/response_tokens", len(rollout.response_ids))
         means.add("rollout/response_tokens_mean", len(rollout.response_ids), 1)
         means.maximum("rollout/response_tokens_max", len(rollout.response_ids))

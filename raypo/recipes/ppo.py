@@ -7,10 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 from raypo.metrics.clock import Clock
-from raypo.recipes.run import open_run
-from raypo.rollout.advantages import mismatch, with_advantages
-from raypo.rollout.collect import judge, sample, trainable
+from raypo.recipes.run import Run, open_run
+from raypo.recipes.services import Services
+from raypo.rollout.advantages import with_advantages, with_corrections
+from raypo.rollout.collect import judge, sample
 from raypo.rollout.dealing import deal, to_experience
+from raypo.rollout.refill import Collected, fill_step
+from raypo.types import ScoredRollout
 
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
@@ -31,25 +34,33 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
 
         for step in run.steps():
             clock = Clock()
-            draws = run.draw_prompts()
-            rollouts = sample(draws, services.engine, run.tokenizer, run.sampling)  # 4. generate,
-            clock.lap("time/generate_s")
-            scored = judge(rollouts, run.reward_function, services.reference)
-            clock.lap("time/score_s")  # score; old log-probs and values
+            collected = collect(run, services, clock)  # 4. generate and score, below;
             dealt = deal(
-                trainable(scored, config.reward, workers),
+                collected.trained,
                 minibatch_size=config.ppo.minibatch_size,
                 seed=(seed, step),
                 workers=workers,
             )
-            experience = learner.evaluate(to_experience(dealt))
+            experience = learner.evaluate(to_experience(dealt))  # old log-probs and values
             clock.lap("time/evaluate_s")
 
-            experience, figures = with_advantages(experience, config.ppo, workers)  # 5. advantages,
-            metrics = figures | mismatch(experience, workers) | run.describe(scored)
+            experience, figures, next_state = with_advantages(  # 5. advantages,
+                experience,
+                config.ppo,
+                run.advantage_state,
+                workers,
+                max_new_tokens=config.rollout.max_new_tokens,
+                step=step,
+            )
+            experience, mismatch = with_corrections(
+                experience, config.ppo.correction, workers, version=run.last_step
+            )
+            metrics = figures | mismatch | run.describe(step, collected)
             run.save_rollouts(step, dealt, experience)
             clock.lap("time/save_rollouts_s")
-            metrics |= learner.update(experience, step=step)  # PPO epochs
+            kl_coef = run.advantage_state.kl.coef
+            metrics |= learner.update(experience, step=step, kl_coef=kl_coef)  # PPO epochs
+            run.advantage_state = next_state
             clock.lap("time/update_s")
 
             metrics |= run.push_weights(learner, services, version=step)  # 6. versioned, verified
@@ -62,3 +73,23 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             run.report(step, metrics, clock, checkpoint)  # report
 
         return run.finish()
+
+
+def collect(run: Run, services: Services, clock: Clock) -> Collected:
+    """Generate and score this worker's share of a step, and again for what `ppo.filter` drops."""
+
+    def scored_rollouts(num_prompts: int) -> list[ScoredRollout]:
+        draws = run.draw_prompts(num_prompts)
+        rollouts = sample(draws, services.engine, run.tokenizer, run.sampling)
+        clock.lap("time/generate_s")
+        scored = judge(rollouts, run.reward_function, services.reference)
+        clock.lap("time/score_s")
+        return scored
+
+    return fill_step(
+        scored_rollouts,
+        prompts_per_step=run.config.rollout.prompts_per_step,
+        section=run.config.ppo.filter,
+        reward=run.config.reward,
+        workers=run.workers,
+    )

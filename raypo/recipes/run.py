@@ -32,11 +32,13 @@ from raypo.recipes.figures import rollout_figures, rollout_rows, speed_figures
 from raypo.recipes.services import Services, start_deployments
 from raypo.recipes.setup import Runtime, open_setup
 from raypo.rewards.loader import load_function
+from raypo.rollout.advantages import AdvantageState
 from raypo.rollout.collect import RewardFunction, Sampling
 from raypo.rollout.dealing import Deal
 from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.refill import Collected
 from raypo.rollout.sync_weights import Probe, push_weights
-from raypo.types import Experience, Prompt, ScoredRollout
+from raypo.types import Experience, Prompt
 from raypo.weights.transport import ObjectTransport
 
 NUM_PROBES = 2
@@ -58,6 +60,7 @@ class Run:
     reward_function: RewardFunction
     eval_function: RewardFunction
     sampling: Sampling
+    advantage_state: AdvantageState
     last_step: int = 0
     """The last step that is done."""
     interrupted: bool = False
@@ -133,14 +136,22 @@ class Run:
                 return
             yield step
 
-    def draw_prompts(self) -> Sequence[Draw]:
-        """This worker's share of the step's prompts."""
-        draws = self.stream.take(self.config.rollout.prompts_per_step)
+    def draw_prompts(self, count: int) -> Sequence[Draw]:
+        """This worker's share of the next prompts, `count` over all workers."""
+        draws = self.stream.take(count)
         return draws[self.workers.rank :: self.workers.count]
 
-    def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
+    def describe(self, step: int, collected: Collected) -> dict[str, float]:
         """Scores and lengths of all workers' rollouts, and what became of each sample."""
-        return rollout_figures(scored, self.workers)
+        figures = rollout_figures(collected.scored, self.workers) | collected.figures
+        missing, wanted = collected.missing_groups, self.config.rollout.prompts_per_step
+        if missing:
+            rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"
+            self.tell.message(
+                f"step {step}: {missing} of {wanted} groups are missing after "
+                f"{figures['rollout/refills']:.0f} refills (ppo.filter.max_refills); {rest}"
+            )
+        return figures
 
     def save_rollouts(self, step: int, deal: Deal, experience: Experience) -> None:
         """All workers' dealt rollouts into `rollouts/`, before the update that might go wrong."""
@@ -178,7 +189,12 @@ class Run:
         directory = Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
         learner.save(directory)
         if self.workers.rank == 0:
-            state = {"step": step, "stream": self.stream.state_dict(), "metrics": metrics}
+            state = {
+                "step": step,
+                "stream": self.stream.state_dict(),
+                "advantages": self.advantage_state.state_dict(),
+                "metrics": metrics,
+            }
             (directory / "run.json").write_text(json.dumps(state))
         self._save_policy(learner)
         return Checkpoint.from_directory(str(directory))
@@ -241,6 +257,7 @@ class Run:
         learner.restore(directory)
         state = json.loads((directory / "run.json").read_text())
         self.stream.load_state_dict(state["stream"])
+        self.advantage_state = self.advantage_state.restored(state["advantages"])
         self.last_step = state["step"]
         if self.workers.rank == 0:
             self.files.truncate(after_step=self.last_step)
@@ -311,4 +328,5 @@ def _prepare(config: PPOConfig, runtime: Runtime, workers: Workers, files: RunFi
             stop_token_ids=stop_token_ids(config.model.policy, tokenizer),
             seed=config.seed,
         ),
+        advantage_state=AdvantageState.of(config.ppo.kl),
     )

@@ -1,74 +1,189 @@
-"""From scores and log-probs to advantages and returns, with statistics over all workers.
+"""From scores and log-probs to what an update trains on, with statistics over all workers.
 
 B responses, T response tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.config import PPOSection
+from raypo.config import CorrectionSection, KLSection, PPOSection
 from raypo.metrics.reduce import WeightedMeans
-from raypo.ppo import advantages, kl, masked
+from raypo.ppo import corrections, kl, losses, masked, shaping
+from raypo.ppo.estimators import estimate_advantages
 from raypo.types import Experience
+
+MAX_LAG = 8
+"""Weight versions between sampling and learning that get figures of their own."""
+
+
+@dataclass(frozen=True)
+class AdvantageState:
+    """What advantages carry from step to step; part of the checkpoint."""
+
+    kl: kl.KLController
+    scores: shaping.RunningMoments
+    """All scores seen, for `ppo.shaping.normalize`."""
+
+    @classmethod
+    def of(cls, section: KLSection) -> AdvantageState:
+        """The state before the first step."""
+        controller = kl.KLController(section.coef, target=section.target, horizon=section.horizon)
+        return cls(controller, shaping.RunningMoments())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"kl": self.kl.state_dict(), "scores": self.scores.state_dict()}
+
+    def restored(self, state: dict[str, Any]) -> AdvantageState:
+        """This state as `state` left it."""
+        scores = shaping.RunningMoments.from_state(state["scores"])
+        return AdvantageState(self.kl.restored(state["kl"]), scores)
 
 
 def with_advantages(
-    experience: Experience, ppo: PPOSection, workers: Workers
-) -> tuple[Experience, dict[str, float]]:
-    """The experience with `advantages` and `returns`, and the figures of the step.
+    experience: Experience,
+    ppo: PPOSection,
+    state: AdvantageState,
+    workers: Workers,
+    *,
+    max_new_tokens: int,
+    step: int,
+) -> tuple[Experience, dict[str, float], AdvantageState]:
+    """The experience with `advantages` and `returns`, the figures, and the next step's state.
 
-    Called by all workers together: whitening uses the moments of the whole batch.
+    Called by all workers together: group baselines, whitening, normalisation and the KL
+    coefficient are of the whole batch. This step's coefficient is that of `state`.
+
+    Args:
+        max_new_tokens: Longest response, in tokens.
+        step: Counted from 1; while the critic warms up, the KL coefficient rests.
     """
     assert experience.old_log_probs is not None
-    assert experience.values is not None
     mask = experience.response_mask
-    penalty, figures = _kl_to_reference(experience, ppo, workers)
-    rewards = advantages.token_rewards(
-        experience.scores, penalty, mask, kl_coef=ppo.kl.coef
-    )  # [B, T]
-    estimated, returns = advantages.generalized_advantages(
-        rewards, experience.values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda
+    scores, seen = shaping.shape_scores(
+        experience.scores,
+        mask.sum(1),
+        experience.truncated,
+        _rules(ppo, max_new_tokens),
+        seen=state.scores,
+        gather=workers.gather,
     )
-    moments = workers.sum(masked.masked_moments(estimated, mask))
-    whitened = masked.masked_whiten(estimated, mask, moments=moments)
+    penalty, figures = _kl_to_reference(experience, ppo, workers)
+    advantages, returns = estimate_advantages(
+        scores,
+        mask,
+        kind=ppo.advantage,
+        gamma=ppo.gamma,
+        gae_lambda=ppo.gae_lambda,
+        kl=penalty if ppo.kl.placement == "reward" else None,
+        kl_coef=state.kl.coef,
+        values=experience.values,
+        last_values=experience.last_values,
+        group_index=experience.group_index,
+        workers=workers,
+    )
+    controller = state.kl
+    if ppo.needs_reference:
+        figures["kl/coef"] = controller.coef
+        if step > ppo.critic_warmup_steps:
+            responses = int(workers.sum(mask.any(1).sum().double()))
+            controller = controller.updated(figures["kl/ref_response_mean"], responses)
+    experience = experience.with_(advantages=advantages, returns=returns)
+    figures |= _score_figures(scores, experience, workers)
+    return experience, figures, replace(state, kl=controller, scores=seen)
+
+
+def with_corrections(
+    experience: Experience, section: CorrectionSection, workers: Workers, *, version: int
+) -> tuple[Experience, dict[str, float]]:
+    """The experience with the `weights` of its correction, and how far engine and learner differ.
+
+    Args:
+        version: Of the learner's weights; figures by lag come where a response is of an older one.
+    """
+    assert experience.old_log_probs is not None
+    pair = experience.old_log_probs, experience.rollout_log_probs
+    mask = experience.response_mask
+    weights, clipped = corrections.bounded_weights(
+        *pair, mask, kind=section.kind, low=section.low, high=section.high
+    )
     means = WeightedMeans()
-    tokens = float(mask.sum())
-    means.add("ppo/return_mean", float(returns.double().sum()), tokens)
-    means.add("ppo/value_mean", float(experience.values.double().sum()), tokens)
-    figures |= means.reduce(workers)
-    return experience.with_(advantages=whitened, returns=returns), figures
+    stats = corrections.mismatch_statistics(*pair, mask, clipped=clipped)
+    _add_mismatch(means, stats, suffix="")
+    means.maximum("mismatch/log_prob_gap_max", stats["abs_difference_max"])
+    means.total("mismatch/unknown_tokens", stats["unknown"])
+    means.add("mismatch/weight_mean", masked.masked_sum(weights, mask), stats["tokens"])
+    lag = version - experience.weight_version  # [B]
+    longest = int(workers.max(torch.cat([lag, lag.new_zeros(1)]).max()))
+    if longest > 0:
+        max_lag = min(longest, MAX_LAG)
+        by_lag = corrections.mismatch_by_lag(*pair, mask, lag, max_lag=max_lag, clipped=clipped)
+        for number, lagging in enumerate(by_lag):
+            _add_mismatch(means, lagging, suffix=f"_lag_{number}")
+    if section.kind != "none":
+        experience = experience.with_(weights=weights)
+    return experience, means.reduce(workers)
+
+
+def _rules(ppo: PPOSection, max_new_tokens: int) -> shaping.ShapingRules:
+    section = ppo.shaping
+    return shaping.ShapingRules(
+        max_new_tokens=max_new_tokens,
+        overlong_buffer_tokens=section.overlong_tokens(max_new_tokens),
+        overlong_factor=section.overlong_factor,
+        truncated_score=section.truncated_score,
+        truncated_scale=section.truncated_scale,
+        normalize=section.normalize,
+        clip_low=section.clip_low,
+        clip_high=section.clip_high,
+    )
 
 
 def _kl_to_reference(
     experience: Experience, ppo: PPOSection, workers: Workers
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Per-token penalty [B, T], and the KL to the reference by token and by response."""
-    assert experience.old_log_probs is not None
-    mask = experience.response_mask
+) -> tuple[Tensor | None, dict[str, float]]:
+    """Per-token KL [B, T] for the reward, and the KL by token and by response; None without one."""
     if not ppo.needs_reference:
-        return torch.zeros(mask.shape), {}
-    assert experience.ref_log_probs is not None
-    means = WeightedMeans()
-    plain = kl.kl_estimate(experience.old_log_probs, experience.ref_log_probs, kind="k1")
-    total = float(torch.where(mask, plain, 0.0).double().sum())
-    means.add("kl/ref_mean", total, float(mask.sum()))
-    means.add("kl/ref_response_mean", total, float(mask.any(1).sum()))
-    penalty = kl.kl_estimate(
-        experience.old_log_probs, experience.ref_log_probs, kind=ppo.kl.estimator
-    )
-    return torch.where(mask, penalty, 0.0), means.reduce(workers)
-
-
-def mismatch(experience: Experience, workers: Workers) -> dict[str, float]:
-    """How far the learner's log-probs are from the engine's, over all sampled tokens."""
+        return None, {}
     assert experience.old_log_probs is not None
-    mask = experience.response_mask
-    gap = torch.where(mask, experience.old_log_probs - experience.rollout_log_probs, 0.0).double()
+    assert experience.ref_log_probs is not None
+    pair, mask = (experience.old_log_probs, experience.ref_log_probs), experience.response_mask
+    stats = kl.kl_statistics(*pair, mask)
     means = WeightedMeans()
-    tokens = float(mask.sum())
-    means.add("mismatch/kl", float(-gap.sum()), tokens)  # KL(rollout || old), sampled from rollout
-    means.add("mismatch/log_prob_gap_mean", float(gap.abs().sum()), tokens)
-    means.maximum("mismatch/log_prob_gap_max", float(gap.abs().max()) if gap.numel() else 0.0)
-    return means.reduce(workers)
+    means.add("kl/ref_mean", stats["kl"], stats["tokens"])
+    means.add("kl/ref_response_mean", stats["kl"], stats["responses"])
+    means.total("kl/clamped_tokens", stats["clamped"])
+    figures = means.reduce(workers)
+    if ppo.kl.placement == "loss":
+        return None, figures
+    return kl.kl_estimate(*pair, kind=ppo.kl.estimator, mask=mask), figures
+
+
+def _score_figures(scores: Tensor, experience: Experience, workers: Workers) -> dict[str, float]:
+    assert experience.returns is not None
+    mask = experience.response_mask
+    means = WeightedMeans()
+    valid = ~scores.isnan() & mask.any(1)
+    means.add("ppo/shaped_score_mean", masked.masked_sum(scores, valid), valid.sum())
+    means.add("ppo/return_mean", masked.masked_sum(experience.returns, mask), mask.sum())
+    if experience.values is None:
+        return means.reduce(workers)
+    means.add("ppo/value_mean", masked.masked_sum(experience.values, mask), mask.sum())
+    stats = losses.value_loss(experience.values, experience.values, experience.returns, mask)[1]
+    names = sorted(stats)
+    totals = workers.sum(torch.stack([stats[name] for name in names])).unbind()
+    explained = losses.explained_variance(dict(zip(names, totals, strict=True)))
+    return means.reduce(workers) | {"ppo/explained_variance": float(explained)}
+
+
+def _add_mismatch(means: WeightedMeans, stats: dict[str, Tensor], *, suffix: str) -> None:
+    tokens = stats["tokens"]
+    means.add(f"mismatch/kl{suffix}", stats["kl"], tokens)
+    means.add(f"mismatch/log_prob_gap_mean{suffix}", stats["abs_difference"], tokens)
+    means.add(f"mismatch/clip_fraction{suffix}", stats["clipped"], tokens)

@@ -51,6 +51,8 @@ def sample(draws: Sequence[Draw], engine: Any, tokenizer: Any, sampling: Samplin
     Every response has a seed of its own, made from the run's seed, its draw and its number, so
     that it does not depend on the batch or the worker that it is sampled in.
     """
+    if not draws:
+        return []
     requests = [
         SamplingRequest(
             prompt_ids=draw.prompt.token_ids,
@@ -99,7 +101,7 @@ def judge(
     rollouts: list[Rollout], reward_function: RewardFunction, reference: Any | None
 ) -> list[ScoredRollout]:
     """The rollouts with their scores and reference log-probs; the two run at the same time."""
-    pending = reference.log_probs.remote(rollouts) if reference else None
+    pending = reference.log_probs.remote(rollouts) if reference and rollouts else None
     scores = score(reward_function, rollouts, max_failed_fraction=1.0)
     ref_log_probs = pending.result() if pending else [None] * len(rollouts)
     return [
@@ -108,10 +110,15 @@ def judge(
     ]
 
 
-def trainable(
+def is_trainable(scored: ScoredRollout) -> bool:
+    """Whether it can be learned from: it has a score, and at least one sampled token."""
+    return math.isfinite(scored.score) and bool(scored.rollout.response_mask.any())
+
+
+def refuse_too_many_failures(
     scored: list[ScoredRollout], section: RewardSection, workers: Workers
-) -> list[ScoredRollout]:
-    """What can be learned from: scored, and with at least one sampled token.
+) -> None:
+    """Stop where scoring fails too often; all workers call it together.
 
     Raises:
         RewardError: of all workers' samples, more than `reward.max_failed_fraction` have no score.
@@ -127,4 +134,3 @@ def trainable(
             name=section.function or "the reward function",
             max_failed_fraction=section.max_failed_fraction,
         )
-    return [s for s in scored if math.isfinite(s.score) and s.rollout.response_mask.any()]

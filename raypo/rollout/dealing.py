@@ -5,6 +5,7 @@ The cut knows nothing of who sampled a rollout, so a step does not depend on the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,16 +36,18 @@ def deal(
 
     Args:
         scored: The rollouts that this worker sampled.
-        minibatch_size: Responses of one optimizer step over all workers; the last may be smaller.
+        minibatch_size: Most responses of one optimizer step over all workers. A batch that is no
+            multiple of it is cut into minibatches of like size, so that none is a single response.
         seed: Of the permutation of the whole batch.
         workers: All of them call it together.
     """
     everyone = [rollout for share in workers.gather(scored) for rollout in share]
     everyone.sort(key=lambda s: (s.rollout.group_index, s.rollout.sample_index))
     order = np.random.default_rng(seed).permutation(len(everyone))
+    num_minibatches = max(math.ceil(len(order) / minibatch_size), 1)
     mine: list[tuple[int, int]] = []  # (minibatch, index into everyone)
-    for number, start in enumerate(range(0, len(order), minibatch_size)):
-        members = order[start : start + minibatch_size].tolist()
+    for number, minibatch in enumerate(np.array_split(order, num_minibatches)):
+        members = minibatch.tolist()
         lengths = [everyone[index].rollout.num_tokens for index in members]
         shares = balanced_shares(lengths, workers.count)
         mine += [(number, members[position]) for position in shares[workers.rank]]
@@ -82,6 +85,7 @@ def to_experience(deal: Deal) -> Experience:
         group_index=torch.tensor([r.group_index for r in rollouts], dtype=torch.int64),
         minibatch=torch.tensor(deal.minibatch, dtype=torch.int64),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),
+        weight_version=torch.tensor([r.weight_version for r in rollouts], dtype=torch.int64),
         ref_log_probs=_pad_right([_reference(s) for s in deal.rollouts], torch.float32)
         if with_reference
         else None,

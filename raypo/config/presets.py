@@ -1,0 +1,103 @@
+"""Published combinations by name: what `ppo.preset` sets where a file says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Ouyang et al. 2022, arXiv:2203.02155, appendix C.4: KL in the reward, no discount.
+    "ppo": {
+        "advantage": "gae",
+        "policy_loss": "ppo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "value_clip": 0.2,
+        "kl": {"coef": 0.02, "estimator": "k1", "placement": "reward"},
+    },
+    # Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4, section 4.2.
+    "grpo": {
+        "advantage": "grpo",
+        "policy_loss": "ppo",
+        "aggregation": "sequence_mean",
+        "gamma": 1.0,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "kl": {"coef": 0.04, "estimator": "k3", "placement": "loss"},
+    },
+    # Liu et al. 2025, arXiv:2503.20783, section 3.2.
+    "dr_grpo": {
+        "advantage": "dr_grpo",
+        "policy_loss": "ppo",
+        "aggregation": "constant",
+        "gamma": 1.0,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "kl": {"coef": 0.0},
+    },
+    # Ahmadian et al. 2024, arXiv:2402.14740, section 2: a response is one action, so its token
+    # losses are summed; `constant` is that sum but for a factor that is the same for all.
+    "rloo": {
+        "advantage": "rloo",
+        "policy_loss": "ppo",
+        "aggregation": "constant",
+        "gamma": 1.0,
+        "kl": {"estimator": "k1", "placement": "reward"},
+    },
+    # Hu et al. 2025, arXiv:2501.03262: PPO's loss without a critic, whitened over the batch.
+    "reinforce++": {
+        "advantage": "reinforce",
+        "policy_loss": "ppo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "kl": {"estimator": "k1", "placement": "reward"},
+    },
+    # Yu et al. 2025, arXiv:2503.14476, eq. 8, 11 and 13, section 4.1.
+    "dapo": {
+        "advantage": "grpo",
+        "policy_loss": "ppo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "kl": {"coef": 0.0},
+        "filter": {"enabled": True},
+        "shaping": {"overlong_buffer_tokens": "auto", "overlong_factor": 1.0},
+    },
+    # Zheng et al. 2025, arXiv:2507.18071, eq. 5 and section 5.1.
+    "gspo": {
+        "advantage": "grpo",
+        "policy_loss": "gspo",
+        "aggregation": "sequence_mean",
+        "gamma": 1.0,
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "kl": {"coef": 0.0},
+    },
+}
+"""Keys below `ppo` by preset; what is not listed has the default of its key."""
+
+
+def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a `ppo` section on top of those of its preset."""
+    preset = PRESETS.get(str(values.get("preset")), {})
+    return _merged(preset, values)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = below.get(key)
+        if isinstance(under, Mapping) and isinstance(value, BaseModel):
+            value = value.model_dump(exclude_unset=True)
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            value = _merged(under, value)
+        merged[key] = value
+    return merged

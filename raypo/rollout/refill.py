@@ -1,0 +1,103 @@
+"""Filling a step: sample, judge, drop the groups that teach nothing, and sample for them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from raypo.collectives import Workers, as_tensor
+from raypo.config import FilterSection, RewardSection
+from raypo.metrics.reduce import WeightedMeans
+from raypo.ppo.sampling import filter_groups
+from raypo.rollout.collect import is_trainable, refuse_too_many_failures
+from raypo.types import ScoredRollout
+
+
+@dataclass(frozen=True)
+class Collected:
+    """This worker's rollouts of a step."""
+
+    scored: list[ScoredRollout]
+    """Everything that it sampled."""
+    trained: list[ScoredRollout]
+    """What is to be learned from."""
+    missing_groups: int
+    """How many groups the step is short of, over all workers."""
+    figures: dict[str, float]
+    """What became of each sample, over all workers: sampled = trained + filtered + failed."""
+
+
+def fill_step(
+    scored_rollouts: Callable[[int], list[ScoredRollout]],
+    *,
+    prompts_per_step: int,
+    section: FilterSection,
+    reward: RewardSection,
+    workers: Workers,
+) -> Collected:
+    """The rollouts of one step; all workers call it, and all go through the same rounds.
+
+    A round draws exactly as many prompts as groups are missing: nothing is left over for a later
+    step, so no rollout outlives the weights that sampled it.
+
+    Args:
+        scored_rollouts: Draws so many prompts over all workers and gives this worker's rollouts,
+            all samples of a prompt to one worker.
+
+    Raises:
+        RewardError: more samples failed than `reward.max_failed_fraction`, of all rounds so far.
+    """
+    scored: list[ScoredRollout] = []
+    kept: list[ScoredRollout] = []
+    missing, rounds = prompts_per_step, 0
+    while missing and rounds < 1 + (section.max_refills if section.enabled else 0):
+        fresh = scored_rollouts(missing)
+        scored += fresh
+        refuse_too_many_failures(scored, reward, workers)
+        passed = passing(fresh, section)
+        kept += passed
+        groups = len({each.rollout.group_index for each in passed})
+        missing = missing - int(workers.sum(as_tensor(groups))) if section.enabled else 0
+        rounds += 1
+    trained = [each for each in kept if is_trainable(each)]
+    figures = _figures(scored, trained, workers)
+    if section.enabled:
+        figures["rollout/refills"] = float(rounds - 1)
+        figures["rollout/groups_missing"] = float(missing)
+    return Collected(scored, trained, missing, figures)
+
+
+def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredRollout]:
+    """The rollouts whose group passes the filter, in their order; all of them where it is off."""
+    if not section.enabled or not scored:
+        return scored
+    groups: dict[int, list[ScoredRollout]] = {}
+    for each in scored:
+        groups.setdefault(each.rollout.group_index, []).append(each)
+    shape = (len(groups), max(map(len, groups.values())))
+    scores = torch.zeros(shape, dtype=torch.float64)  # [P, n]
+    valid = torch.zeros(shape, dtype=torch.bool)
+    for row, members in enumerate(groups.values()):
+        for place, each in enumerate(members):
+            scores[row, place], valid[row, place] = each.score, is_trainable(each)
+    kept = filter_groups(
+        scores, valid=valid, min_std=section.min_std, low=section.low, high=section.high
+    )
+    passed = {index for index, keep in zip(groups, kept.tolist(), strict=True) if keep}
+    return [each for each in scored if each.rollout.group_index in passed]
+
+
+def _figures(
+    scored: list[ScoredRollout], trained: list[ScoredRollout], workers: Workers
+) -> dict[str, float]:
+    failed = sum(not is_trainable(each) for each in scored)
+    means = WeightedMeans()
+    means.total("rollout/samples_sampled", len(scored))
+    means.total("rollout/samples_trained", len(trained))
+    means.total("rollout/samples_failed", failed)
+    means.total("rollout/samples_filtered", len(scored) - len(trained) - failed)
+    empty = sum(not each.rollout.response_mask.any() for each in scored)
+    means.total("rollout/samples_empty", empty)  # of the failed ones
+    return means.reduce(workers)

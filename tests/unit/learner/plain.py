@@ -1,0 +1,280 @@
+"""The real Learner, collecting and advantages on a tiny Llama, with plain torch for DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from raypo.collectives import Workers
+from raypo.config import LearnerSection, ModelSection, PPOSection, RewardSection
+from raypo.learner import learner as learner_module
+from raypo.learner.learner import Learner
+from raypo.models.networks import Policy
+from raypo.rollout.advantages import AdvantageState, with_advantages, with_corrections
+from raypo.rollout.dealing import Deal, deal, to_experience
+from raypo.rollout.refill import Collected, fill_step
+from raypo.types import Experience, Rollout, ScoredRollout
+
+VOCABULARY = 12
+MAX_NEW_TOKENS = 6
+PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 4, 3
+TEMPERATURE = 0.8
+
+
+@functools.cache
+def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
+    """One layer in float64, far from uniform."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            initializer_range=0.4,
+        )
+        return LlamaForCausalLM(config).double()
+
+
+class PlainModel:
+    """What `TrainedModel` promises, on plain torch; it remembers the gradients of each step."""
+
+    optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.SGD)
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        learning_rate: float,
+        dtype: str,
+        section: LearnerSection,
+        workers: Workers,
+    ) -> None:
+        self.module, self.workers, self.device = module.double(), workers, torch.device("cpu")
+        if hasattr(module, "value_head"):  # it starts at 0, where much would not show
+            generator = torch.Generator().manual_seed(1)
+            weight = module.value_head.weight
+            weight.data = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+        self.gradients: list[Tensor] = []
+        self._optimizer = type(self).optimizer(module.parameters(), lr=learning_rate)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> tuple[bool, float]:
+        for parameter in self.module.parameters():
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = self.workers.sum(mine)
+        parameters = list(self.module.parameters())
+        gradient = nn.utils.parameters_to_vector([p.grad for p in parameters if p.grad is not None])
+        self.gradients.append(gradient)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return True, float(gradient.norm())
+
+
+@contextmanager
+def plain_models() -> Iterator[None]:
+    """Learners made in here hold `PlainModel`s of `tiny_llama`; one thread, they are tiny."""
+    llama, num_threads = tiny_llama(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    with (
+        patch.object(learner_module, "TrainedModel", PlainModel),
+        patch.object(learner_module, "load_causal_lm", lambda *_, **__: copy.deepcopy(llama)),
+        patch.object(learner_module, "load_backbone", lambda *_, **__: copy.deepcopy(llama.model)),
+    ):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
+
+
+def plain_learner(
+    ppo: PPOSection, workers: Workers, *, tokens: int = 10_000, rate: float = 0.03
+) -> Learner:
+    """A learner under `plain_models`; `tokens` of a micro-batch, `rate` of learning."""
+    return Learner(
+        ModelSection(policy="tiny"),
+        ppo,
+        LearnerSection(policy_lr=rate, critic_lr=rate, max_tokens_per_microbatch=tokens),
+        temperature=TEMPERATURE,
+        max_new_tokens=MAX_NEW_TOKENS,
+        seed=0,
+        workers=workers,
+    )
+
+
+@functools.cache
+def group(index: int) -> tuple[ScoredRollout, ...]:
+    """All samples of one draw; every third group's scores are alike, the first has no range."""
+    generator = np.random.default_rng(index)
+    prompt = generator.integers(0, VOCABULARY, generator.integers(1, 5)).astype(np.int32)
+    samples = []
+    for number in range(SAMPLES_PER_PROMPT):
+        tokens = int(generator.integers(1, MAX_NEW_TOKENS + 1))
+        response = generator.integers(0, VOCABULARY, tokens).astype(np.int32)
+        mask = np.ones(tokens, dtype=bool)
+        if tokens > 3:
+            mask[1] = False  # an environment wrote it
+        rollout = Rollout(
+            prompt="p",
+            response="r",
+            prompt_ids=prompt,
+            response_ids=response,
+            log_probs=np.zeros(tokens, np.float32),
+            response_mask=mask,
+            label=None,
+            prompt_index=index,
+            sample_index=number,
+            finish_reason="length" if tokens == MAX_NEW_TOKENS or number == 0 else "stop",
+            weight_version=-int(index == 1),
+            group_index=index,
+        )
+        alike = index % 3 == 2
+        score = 0.5 if alike else float(generator.normal())
+        samples.append(ScoredRollout(rollout, score, {}, np.zeros(tokens, np.float32)))
+    return tuple(with_log_probs(samples, generator))
+
+
+def with_log_probs(
+    samples: list[ScoredRollout], generator: np.random.Generator
+) -> Iterator[ScoredRollout]:
+    """Log-probs of engine and reference: the policy's, with noise."""
+    with torch.no_grad():
+        batch = to_experience(Deal(samples, [0] * len(samples)))
+        exact = Policy(tiny_llama(), temperature=TEMPERATURE)(batch)[0].float().numpy()
+    for row, each in enumerate(samples):
+        tokens = len(each.rollout.response_ids)
+        noise = generator.normal(0, 0.4, (2, tokens)).astype(np.float32)
+        engine, reference = exact[row, :tokens] + noise
+        rollout = Rollout(**{**each.rollout.__dict__, "log_probs": engine})
+        yield ScoredRollout(rollout, each.score, {}, reference)
+
+
+@dataclass
+class Outcome:
+    """All that a step leaves behind."""
+
+    collected: Collected
+    experience: Experience
+    figures: dict[str, float]
+    state: AdvantageState
+    policy: list[Tensor]
+    """Gradients, one vector an optimizer step."""
+    critic: list[Tensor] = field(default_factory=list)
+
+
+def one_step(
+    ppo: PPOSection,
+    workers: Workers | None = None,
+    *,
+    tokens: int = 10_000,
+    shuffled: bool = False,
+    step: int = 1,
+) -> Outcome:
+    """A whole step of the loop, from draws to gradients; call it under `plain_models`."""
+    workers, position = workers or Workers(), 0
+
+    def scored_rollouts(count: int) -> list[ScoredRollout]:
+        nonlocal position
+        draws = range(position, position + count)[workers.rank :: workers.count]
+        position += count
+        return [each for index in draws for each in group(index)]
+
+    collected = fill_step(
+        scored_rollouts,
+        prompts_per_step=PROMPTS_PER_STEP,
+        section=ppo.filter,
+        reward=RewardSection(),
+        workers=workers,
+    )
+    learner = plain_learner(ppo, workers, tokens=tokens)
+    dealt = deal(
+        collected.trained, minibatch_size=ppo.minibatch_size, seed=(0, step), workers=workers
+    )
+    experience = to_experience(dealt)
+    if shuffled:  # in another order, and wider
+        order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(3))
+        experience = experience.select(order).widened().widened()
+    experience = learner.evaluate(experience)
+    experience, figures, state = with_advantages(
+        experience,
+        ppo,
+        AdvantageState.of(ppo.kl),
+        workers,
+        max_new_tokens=MAX_NEW_TOKENS,
+        step=step,
+    )
+    experience, mismatch = with_corrections(experience, ppo.correction, workers, version=0)
+    updated = learner.update(experience, step=step, kl_coef=ppo.kl.coef)
+    models: Any = learner
+    return Outcome(
+        collected,
+        experience,
+        {**collected.figures, **figures, **mismatch, **updated},
+        state,
+        models._policy.gradients,
+        models._critic.gradients if models._critic else [],
+    )
+
+
+class ThreadWorkers(Workers):
+    """Workers that are threads of this process, to try any number of them in no time."""
+
+    def __init__(self, rank: int, count: int, barrier: threading.Barrier, box: list[Any]) -> None:
+        super().__init__(rank, count)
+        object.__setattr__(self, "_barrier", barrier)
+        object.__setattr__(self, "_box", box)
+
+    def gather(self, value: Any) -> list[Any]:
+        box, barrier = vars(self)["_box"], vars(self)["_barrier"]
+        box[self.rank] = value
+        barrier.wait(30)
+        everyone = list(box)
+        barrier.wait(30)
+        return everyone
+
+    def sum(self, values: Tensor) -> Tensor:
+        return torch.stack(self.gather(values)).sum(0)
+
+    def max(self, values: Tensor) -> Tensor:
+        return torch.stack(self.gather(values)).amax(0)
+
+
+def on_workers(count: int, function: Callable[[Workers], Any]) -> list[Any]:
+    """What `function` gives on each of `count` workers, in the order of ranks."""
+    barrier, box = threading.Barrier(count), [None] * count
+    results: list[Any] = [None] * count
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadWorkers(rank, count, barrier, box))
+        except BaseException as error:
+            results[rank] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [r for r in results if isinstance(r, BaseException)]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return results

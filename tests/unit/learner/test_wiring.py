@@ -1,0 +1,88 @@
+"""A step as the loop wires it does not depend on how it is cut, whatever the combination."""
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from raypo.config import PPOSection
+from tests.unit.learner.plain import Outcome, on_workers, one_step, plain_models
+
+ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo")
+LOSSES = ("ppo", "gspo", "cispo", "sapo")
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+CORRECTIONS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
+KL_TERMS = (("k1", "reward"), ("k2", "loss"), ("k3", "loss"), ("k3_st", "loss"), ("k3", "reward"))
+
+
+def combinations() -> Iterator[PPOSection]:
+    """All pairs of estimator and loss; the other choices take turns, so each meets each."""
+    pairs = itertools.product(enumerate(ESTIMATORS), enumerate(LOSSES))
+    for number, ((row, advantage), (column, loss)) in enumerate(pairs):
+        estimator, placement = KL_TERMS[number % 5]
+        yield PPOSection.model_validate(
+            {
+                "advantage": advantage,
+                "policy_loss": loss,
+                "aggregation": AGGREGATIONS[(row + column) % 3],
+                "correction": {"kind": CORRECTIONS[(row + column + row * 4) % 6]},
+                "minibatch_size": 5,  # 12 responses: minibatches of 4
+                "entropy_coef": 0.1,
+                "clip_high": 0.05,
+                "dual_clip": 1.1 if loss in ("ppo", "gspo") else None,
+                "bootstrap_truncated": advantage == "gae",
+                "gamma": 0.9,
+                "kl": {"coef": 0.3, "estimator": estimator, "placement": placement},
+                "shaping": {"normalize": number % 2 == 0, "overlong_buffer_tokens": "auto"},
+                "filter": {"enabled": number % 4 == 0},
+            }
+        )
+
+
+CASES = [
+    pytest.param(ppo, id=f"{ppo.advantage}-{ppo.policy_loss}-{ppo.aggregation}")
+    for ppo in combinations()
+]
+
+
+def assert_same(outcome: Outcome, whole: Outcome) -> None:
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-7)
+    for model in ("policy", "critic"):
+        mine, theirs = getattr(outcome, model), getattr(whole, model)
+        assert len(mine) == len(theirs)
+        for gradient, expected in zip(mine, theirs, strict=True):
+            close(gradient, expected)
+    assert outcome.figures.keys() == whole.figures.keys()
+    for name, value in whole.figures.items():
+        assert outcome.figures[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    assert outcome.state.kl == whole.state.kl
+    assert outcome.state.scores.mean == pytest.approx(whole.state.scores.mean)
+
+
+@pytest.mark.parametrize("ppo", CASES)
+def test_rows_microbatches_padding_and_workers_change_nothing(ppo: PPOSection):
+    with plain_models():
+        whole = one_step(ppo)
+        assert len(whole.policy) == 3
+        assert all(gradient.norm() > 0 for gradient in whole.policy[:2])
+
+        assert_same(one_step(ppo, tokens=1, shuffled=True), whole)
+        count = 2 + len(ppo.aggregation) % 2
+        for outcome in on_workers(count, lambda workers: one_step(ppo, workers, tokens=40)):
+            assert_same(outcome, whole)
+
+
+def test_the_combinations_meet_each_other():
+    cases = list(combinations())
+    for left, right in (
+        (lambda p: p.policy_loss, lambda p: p.aggregation),
+        (lambda p: p.policy_loss, lambda p: p.correction.kind),
+        (lambda p: p.aggregation, lambda p: p.correction.kind),
+        (lambda p: p.advantage, lambda p: p.aggregation),
+        (lambda p: p.advantage, lambda p: p.policy_loss),
+    ):
+        pairs = {(left(p), right(p)) for p in cases}
+        assert pairs == set(itertools.product({x for x, _ in pairs}, {y for _, y in pairs}))
+    assert {p.correction.kind for p in cases} == set(CORRECTIONS)
