@@ -1,0 +1,172 @@
+"""The `ppo` section: what is refused with which remedy, and the published presets."""
+
+import pytest
+
+from raypo.config import PRESETS, PPOConfig, PPOSection
+from raypo.config.ppo import GROUP_ADVANTAGES
+from raypo.config.run import MAX_KL_ERROR
+from raypo.ppo.corrections import CORRECTION_KINDS
+from raypo.ppo.estimators import ESTIMATORS
+from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS, MAX_RELATIVE_ERROR
+from raypo.ppo.losses import AGGREGATIONS
+from raypo.ppo.surrogates import POLICY_KINDS
+from tests.unit.config.test_run_config import refused, with_keys
+
+ADAPTIVE = {"ppo__kl__controller": "adaptive"}
+
+
+def choices(section, key):
+    return set(section.model_fields[key].annotation.__args__)
+
+
+def test_the_choices_are_those_that_the_mathematics_has():
+    fields = PPOSection().__class__
+    assert choices(fields, "advantage") == set(ESTIMATORS)
+    assert choices(fields, "policy_loss") == set(POLICY_KINDS)
+    assert choices(fields, "aggregation") == set(AGGREGATIONS)
+    assert choices(PPOSection().kl.__class__, "estimator") == set(KL_KINDS) | set(KL_LOSS_KINDS)
+    assert choices(PPOSection().correction.__class__, "kind") == set(CORRECTION_KINDS)
+    assert MAX_KL_ERROR == MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
+    section = PPOSection(advantage=kind)
+    assert section.needs_critic == ESTIMATORS[kind].needs_critic
+    assert section.needs_group == ESTIMATORS[kind].needs_group == (kind in GROUP_ADVANTAGES)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"ppo__advantage": "rloo", "rollout__samples_per_prompt": 1},
+            "rollout.samples_per_prompt (1): ppo.advantage: rloo compares the samples of a prompt. "
+            "Set rollout.samples_per_prompt to 2 or more.",
+        ),
+        (
+            {"ppo__filter__enabled": True, "rollout__samples_per_prompt": 1},
+            "rollout.samples_per_prompt (1): ppo.filter.enabled compares",
+        ),
+        (
+            {"ppo__dual_clip": 3.0, "ppo__policy_loss": "cispo"},
+            "ppo.dual_clip (3): ppo.policy_loss: cispo bounds the loss of negative advantages in "
+            "its own way. Set ppo.dual_clip to null.",
+        ),
+        (
+            {"ppo__kl__placement": "loss"},
+            "ppo.kl.estimator (k1): cannot be a loss term, its gradient is 0 in expectation. "
+            "Set ppo.kl.estimator to k2 or k3, or ppo.kl.placement to reward.",
+        ),
+        ({"ppo__kl__estimator": "k3_st"}, "ppo.kl.estimator (k3_st): differs from k3"),
+        (ADAPTIVE, "ppo.kl.target (null): ppo.kl.controller: adaptive needs it."),
+        ({**ADAPTIVE, "ppo__kl__target": 1.0}, "ppo.kl.horizon (null): "),
+        ({**ADAPTIVE, "ppo__kl__target": 0.0}, "ppo.kl.target (0.0): must be greater than 0."),
+        ({"ppo__kl__horizon": 9.0}, "ppo.kl.horizon (9): is used by ppo.kl.controller: adaptive"),
+        (
+            {
+                **ADAPTIVE,
+                "ppo__kl__target": 1.0,
+                "ppo__kl__horizon": 9999.0,
+                "ppo__kl__coef": 0.0,
+            },
+            "ppo.kl.coef (0.0): would stay 0",
+        ),
+        (
+            {**ADAPTIVE, "ppo__kl__target": 1.0, "ppo__kl__horizon": 25.6},
+            "ppo.kl.horizon (25.6): must be above 0.2 x the responses of a step (128), or the "
+            "coefficient could turn negative. Set ppo.kl.horizon to 128 or more.",
+        ),
+        (
+            {"ppo__correction__kind": "tis", "rollout__top_p": 0.9},
+            "ppo.correction.kind (tis): compares the engine's log-probs with the learner's, and "
+            "rollout.top_p (0.9) makes the engine's those of a truncated distribution. Set "
+            "rollout.top_p to 1, or ppo.correction.kind to none.",
+        ),
+        (
+            {"ppo__correction__kind": "tis", "ppo__correction__low": 0.5},
+            "ppo.correction.low (0.5): is used by icepop and mis, not by ppo.correction.kind: tis.",
+        ),
+        ({"ppo__correction__high": 2.0}, "ppo.correction.high (2): is used by every other kind"),
+        (
+            {"ppo__shaping__truncated_score": 0.0, "ppo__shaping__truncated_scale": 0.5},
+            "ppo.shaping.truncated_score (0): replaces what ppo.shaping.truncated_scale (0.5)",
+        ),
+        (
+            {"ppo__shaping__clip_low": 1.0, "ppo__shaping__clip_high": 0.0},
+            "ppo.shaping.clip_low (1): must be below clip_high (0)",
+        ),
+        (
+            {"ppo__shaping__overlong_buffer_tokens": 65},
+            "ppo.shaping.overlong_buffer_tokens (65): must be at most rollout.max_new_tokens (64).",
+        ),
+        (
+            {"ppo__filter__low": 1.0, "ppo__filter__high": 1.0},
+            "ppo.filter.low (1): must be below high (1)",
+        ),
+        (
+            {"ppo__advantage": "grpo", "ppo__critic_warmup_steps": 3},
+            "ppo.critic_warmup_steps (3): ppo.advantage: grpo has no critic.",
+        ),
+        (
+            {"ppo__advantage": "grpo", "ppo__bootstrap_truncated": True},
+            "ppo.bootstrap_truncated (True): ppo.advantage: grpo has no critic.",
+        ),
+        ({"ppo__preset": "gppo"}, "ppo.preset ('gppo'): must be"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_remedy(keys, words):
+    assert refused(**keys).startswith(f"run.yaml: {words}")
+
+
+# Presets
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_resolved_preset_shows_every_value_and_loads_as_itself(preset):
+    config = PPOConfig.parse(with_keys(ppo__preset=preset))
+    resolved = config.model_dump(mode="json")
+    assert resolved["ppo"]["preset"] == preset
+    assert PPOConfig.parse(resolved) == config
+
+
+def test_the_presets_are_the_ones_that_can_be_chosen():
+    assert set(PRESETS) == {
+        "ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "dapo", "gspo"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("ppo", ("gae", "ppo", "token_mean", 0.2, 0.2, 0.02, "reward")),
+        ("grpo", ("grpo", "ppo", "sequence_mean", 0.2, 0.2, 0.04, "loss")),
+        ("dr_grpo", ("dr_grpo", "ppo", "constant", 0.2, 0.2, 0.0, "reward")),
+        ("rloo", ("rloo", "ppo", "constant", 0.2, 0.2, 0.01, "reward")),
+        ("reinforce++", ("reinforce", "ppo", "token_mean", 0.2, 0.2, 0.01, "reward")),
+        ("dapo", ("grpo", "ppo", "token_mean", 0.2, 0.28, 0.0, "reward")),
+        ("gspo", ("grpo", "gspo", "sequence_mean", 3e-4, 4e-4, 0.0, "reward")),
+    ],
+)
+def test_a_preset_is_the_published_combination(preset, expected):
+    p = PPOSection(preset=preset)
+    assert expected == (
+        p.advantage, p.policy_loss, p.aggregation, p.clip_low, p.clip_high, p.kl.coef,
+        p.kl.placement,
+    )  # fmt: skip
+    assert p.filter.enabled == (p.shaping.overlong_buffer_tokens == "auto") == (preset == "dapo")
+
+
+def test_other_keys_win_over_the_preset_and_leave_the_rest_of_it():
+    config = PPOConfig.parse(with_keys(ppo__preset="grpo", ppo__kl__coef=0.1, ppo__clip_high=0.5))
+    assert (config.ppo.kl.coef, config.ppo.clip_high) == (0.1, 0.5)
+    assert (config.ppo.kl.estimator, config.ppo.kl.placement) == ("k3", "loss")
+    section = PPOSection(preset="grpo", kl=PPOSection().kl.__class__(coef=0.5))
+    assert (section.kl.coef, section.kl.estimator) == (0.5, "k3")
+
+
+def test_auto_is_a_fifth_of_the_longest_response():
+    shaping = PPOSection(preset="dapo").shaping
+    assert shaping.overlong_tokens(20480) == 4096
+    assert shaping.overlong_tokens(4) == 1
+    assert PPOSection().shaping.overlong_tokens(64) is None

@@ -1,0 +1,160 @@
+"""A step is filled round by round; every sample is accounted for, on every worker alike."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from raypo.collectives import Workers
+from raypo.config import FilterSection, RewardSection
+from raypo.data.stream import PromptStream
+from raypo.rewards.scoring import RewardError
+from raypo.rollout.refill import Collected, fill_step
+from raypo.types import Prompt, Rollout, ScoredRollout
+from tests.unit.learner.plain import on_workers
+
+LENIENT = RewardSection(max_failed_fraction=1.0)
+ALIKE, VARIED = (1.0, 1.0), (0.0, 1.0)
+
+
+def rollout(group: int, sample: int, tokens: int = 3) -> Rollout:
+    return Rollout(
+        prompt="p",
+        response="r",
+        prompt_ids=np.array([5], np.int32),
+        response_ids=np.full(tokens, 6, np.int32),
+        log_probs=np.zeros(tokens, np.float32),
+        response_mask=np.ones(tokens, dtype=bool),
+        label=None,
+        prompt_index=0,
+        sample_index=sample,
+        finish_reason="stop",
+        weight_version=0,
+        group_index=group,
+    )
+
+
+def prompts() -> PromptStream:
+    return PromptStream([Prompt(i, "p", np.array([5], np.int32)) for i in range(3)], seed=0)
+
+
+def fill(
+    scores_of: Callable[[int], tuple[float, ...]],
+    *,
+    section: FilterSection,
+    prompts_per_step: int = 4,
+    workers: Workers | None = None,
+    stream: PromptStream | None = None,
+    reward: RewardSection = LENIENT,
+) -> Collected:
+    workers, stream = workers or Workers(), stream or prompts()
+
+    def scored_rollouts(count: int) -> list[ScoredRollout]:
+        return [
+            ScoredRollout(rollout(draw.group_index, sample), score, {})
+            for draw in stream.take(count)[workers.rank :: workers.count]
+            for sample, score in enumerate(scores_of(draw.group_index))
+        ]
+
+    return fill_step(
+        scored_rollouts,
+        prompts_per_step=prompts_per_step,
+        section=section,
+        reward=reward,
+        workers=workers,
+    )
+
+
+def fates(collected: Collected) -> tuple[float, ...]:
+    names = ("sampled", "trained", "filtered", "failed")
+    return tuple(collected.figures[f"rollout/samples_{name}"] for name in names)
+
+
+def groups(collected: Collected) -> list[int]:
+    return sorted({each.rollout.group_index for each in collected.trained})
+
+
+ON = FilterSection(enabled=True)
+
+
+def test_without_a_filter_there_is_one_round_and_all_of_it_is_trained():
+    collected = fill(lambda group: ALIKE, section=FilterSection())
+    assert fates(collected) == (8, 8, 0, 0)
+    assert collected.missing_groups == 0
+    assert "rollout/refills" not in collected.figures
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_filtered_groups_are_replaced_by_the_next_draws_until_the_step_is_full(count: int):
+    # draws 0, 3, 6 and 9 pass: rounds of 4, 2, 2, 1 and 1 draws
+    def scores_of(group: int) -> tuple[float, ...]:
+        return VARIED if group % 3 == 0 else ALIKE
+
+    streams = [prompts() for _ in range(count)]
+    outcomes = on_workers(
+        count,
+        lambda workers: fill(scores_of, section=ON, workers=workers, stream=streams[workers.rank]),
+    )
+
+    assert sorted(group for outcome in outcomes for group in groups(outcome)) == [0, 3, 6, 9]
+    for outcome, stream in zip(outcomes, streams, strict=True):
+        assert fates(outcome) == (20, 8, 12, 0)
+        assert outcome.missing_groups == 0
+        assert outcome.figures["rollout/refills"] == 4
+        assert stream.state_dict() == {"position": 10}  # the cursor: a resumed run goes on here
+
+
+def test_the_last_refill_leaves_a_smaller_step():
+    collected = fill(
+        lambda group: VARIED if group == 0 else ALIKE,
+        section=FilterSection(enabled=True, max_refills=2),
+    )
+    assert fates(collected) == (20, 2, 18, 0)
+    assert collected.missing_groups == collected.figures["rollout/groups_missing"] == 3
+
+
+def test_a_step_may_lose_all_its_groups():
+    collected = fill(lambda group: ALIKE, section=FilterSection(enabled=True, max_refills=0))
+    assert fates(collected) == (8, 0, 8, 0)
+    assert collected.trained == []
+
+
+def test_the_range_of_means_and_the_least_deviation():
+    scores = {0: (0.0, 0.0, 1.0), 1: (0.0, 1.0, 1.0), 2: (0.49, 0.5, 0.51), 3: (0.2, 0.5, 0.8)}
+    for section, kept in (
+        (FilterSection(enabled=True, low=0.4, max_refills=0), [1, 2, 3]),
+        (FilterSection(enabled=True, high=0.6, max_refills=0), [0, 2, 3]),
+        (FilterSection(enabled=True, min_std=0.1, max_refills=0), [0, 1, 3]),
+    ):
+        assert groups(fill(scores.__getitem__, section=section)) == kept
+
+
+def test_failed_samples_are_failed_whatever_became_of_their_group():
+    scores = {0: (math.nan, 0.0, 1.0), 1: (math.nan, 1.0, 1.0), 2: VARIED, 3: VARIED}
+    collected = fill(scores.__getitem__, section=FilterSection(enabled=True, max_refills=0))
+    assert fates(collected) == (10, 6, 2, 2)
+
+
+def test_too_many_failures_stop_the_run_whichever_worker_they_are_on():
+    def scores_of(group: int) -> tuple[float, ...]:
+        return (math.nan, math.nan) if group == 1 else VARIED
+
+    strict = RewardSection(max_failed_fraction=0.2)
+    with pytest.raises(RewardError, match=r"reward.max_failed_fraction \(0.2\): .* 2 of 8"):
+        on_workers(2, lambda workers: fill(scores_of, section=ON, workers=workers, reward=strict))
+    assert fates(fill(scores_of, section=FilterSection())) == (8, 6, 0, 2)
+
+
+def test_a_response_without_a_sampled_token_cannot_be_trained():
+    scored = [ScoredRollout(rollout(0, n, tokens), 1.0, {}) for n, tokens in ((0, 0), (1, 2))]
+    collected = fill_step(
+        lambda count: scored,
+        prompts_per_step=1,
+        section=FilterSection(),
+        reward=LENIENT,
+        workers=Workers(),
+    )
+    assert collected.trained == scored[1:]
+    assert fates(collected) == (2, 1, 0, 1)
+    assert collected.figures["rollout/samples_empty"] == 1
