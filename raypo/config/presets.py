@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Ouyang et al. 2022, arXiv:2203.02155, appendix C.4: KL in the reward, no discount.
+    # Ouyang et al. 2022, arXiv:2203.02155, section 3.5 and appendix C.4: KL in the reward.
     "ppo": {
         "advantage": "gae",
         "policy_loss": "ppo",
