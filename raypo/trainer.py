@@ -18,7 +18,12 @@ from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, Scalin
 from ray.train.torch import TorchTrainer
 
 from raypo.checks import check_inputs, check_run_folder, is_finished
-from raypo.cluster.connect import cluster_address, connect, dashboard_url
+from raypo.cluster.connect import (
+    cluster_address,
+    connect,
+    dashboard_url,
+    worker_environment,
+)
 from raypo.cluster.monitor import start_monitor
 from raypo.cluster.placement import Demand, alive_nodes, check_feasible
 from raypo.config import PPOConfig
@@ -207,6 +212,8 @@ def _resolve(
     if scaling is not None:
         values["learner"]["num_workers"] = scaling.num_workers
         values["learner"]["use_gpu"] = scaling.use_gpu
+        cpus = (scaling.resources_per_worker or {}).get("CPU")
+        values["learner"]["cpus_per_worker"] = int(cpus or values["learner"]["cpus_per_worker"])
     if run is not None:
         values["name"] = run.name or values["name"]
         values["storage_path"] = run.storage_path or values["storage_path"]
@@ -246,6 +253,9 @@ def _cluster_has_gpus(config: PPOConfig) -> bool:
 def _run_config(config: PPOConfig, given: RunConfig | None) -> RunConfig:
     run = given or RunConfig()
     changes: dict[str, Any] = {"name": config.name, "storage_path": storage_path(config)}
+    environment = dict(run.worker_runtime_env or {})
+    variables = worker_environment() | environment.get("env_vars", {})
+    changes["worker_runtime_env"] = environment | {"env_vars": variables}
     if given is None or given.checkpoint_config in (None, CheckpointConfig()):
         changes["checkpoint_config"] = CheckpointConfig(num_to_keep=config.checkpoint.keep)
     failure = run.failure_config or FailureConfig()

@@ -12,6 +12,9 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypo.cluster.connect import worker_environment
+from raypo.metrics.logs import log_to_file
+
 NAME_TIMEOUT_S = 30.0
 """How long an actor of an earlier attempt may take to give up its name."""
 
@@ -30,6 +33,13 @@ class Deployment:
     kwargs: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the replica's process."""
+    logs_dir: str | None = None
+    """Where replica i writes what libraries say, into <role>_<i>.log; None: to Ray's logs alone."""
+
+    @property
+    def role(self) -> str:
+        """The last word of the name: engine, reference."""
+        return self.name.split(":")[-1]
 
 
 class Response:
@@ -111,7 +121,7 @@ def start_replica(
         "name": name,
         "num_cpus": 0,
         "num_gpus": 0,
-        "runtime_env": {"env_vars": {**deployment.env, **own_devices()}},
+        "runtime_env": {"env_vars": {**worker_environment(), **deployment.env, **own_devices()}},
     }
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -120,7 +130,7 @@ def start_replica(
     deadline = time.monotonic() + NAME_TIMEOUT_S
     while True:
         try:
-            actor: Any = ray.remote(deployment.cls).options(**options)
+            actor: Any = ray.remote(_logging_class(deployment, index)).options(**options)
             _keep_alive[name] = actor.remote(**deployment.kwargs)
             return name
         except ValueError as error:  # the name is taken
@@ -130,6 +140,22 @@ def start_replica(
                     f"this cluster: stop it, or choose another name."
                 ) from error
             time.sleep(0.5)
+
+
+def _logging_class(deployment: Deployment, index: int) -> type:
+    """The class, or one of its name that sends its process's log to a file of the run."""
+    if deployment.logs_dir is None:
+        return deployment.cls
+    path = f"{deployment.logs_dir}/{deployment.role}_{index}.log"
+
+    class Replica(deployment.cls):
+        def __init__(self, **kwargs: Any) -> None:
+            log_to_file(path)
+            super().__init__(**kwargs)
+            log_to_file(path)  # libraries that came in meanwhile have brought their own loggers
+
+    Replica.__name__ = Replica.__qualname__ = deployment.cls.__name__
+    return Replica
 
 
 _keep_alive: dict[str, ActorHandle] = {}

@@ -72,7 +72,9 @@ class Run:
     def start_services(self) -> Services:
         """Start engines and frozen models; on GPU they are up before the learner is."""
         self._phase("starting the engine and the frozen models")
-        services = start_deployments(self.config, self.name, self.workers)
+        services = start_deployments(
+            self.config, self.name, self.workers, logs_dir=str(self.files.logs_dir)
+        )
         if torch.cuda.is_available():
             services.wait(self.config.placement.timeout_s)
         return services

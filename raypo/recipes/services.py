@@ -34,7 +34,9 @@ class Services:
                 response.result(timeout_s)
 
 
-def start_deployments(config: PPOConfig, run_name: str, workers: Workers) -> Services:
+def start_deployments(
+    config: PPOConfig, run_name: str, workers: Workers, *, logs_dir: str
+) -> Services:
     """Start what the run needs in the workers' own placement group; all workers call it.
 
     Engine i belongs to worker i; the reference to worker 0. Both start in the background.
@@ -46,10 +48,12 @@ def start_deployments(config: PPOConfig, run_name: str, workers: Workers) -> Ser
     engines = config.rollout.engine.resolved_count
     if workers.rank < engines:
         names.append(
-            start_replica(_engine(config, run_name, workers), workers.rank, group, bundle=bundle)
+            start_replica(
+                _engine(config, run_name, workers, logs_dir), workers.rank, group, bundle=bundle
+            )
         )
     if workers.rank == 0 and config.ppo.needs_reference:
-        names.append(start_replica(_reference(config, run_name), 0, group, bundle=bundle))
+        names.append(start_replica(_reference(config, run_name, logs_dir), 0, group, bundle=bundle))
     everyone = [name for share in workers.gather(names) for name in share]
     return Services(
         engine=DeploymentHandle.find(_of_role(everyone, "engine"), prefer=workers.rank),
@@ -59,7 +63,7 @@ def start_deployments(config: PPOConfig, run_name: str, workers: Workers) -> Ser
     )
 
 
-def _engine(config: PPOConfig, run_name: str, workers: Workers) -> Deployment:
+def _engine(config: PPOConfig, run_name: str, workers: Workers, logs_dir: str) -> Deployment:
     threads = config.learner.cpus_per_worker * workers.count // config.rollout.engine.resolved_count
     return Deployment(
         name=f"raypo:{run_name}:engine",
@@ -73,10 +77,11 @@ def _engine(config: PPOConfig, run_name: str, workers: Workers) -> Deployment:
             "num_threads": threads,
         },
         env=_threads(threads),
+        logs_dir=logs_dir,
     )
 
 
-def _reference(config: PPOConfig, run_name: str) -> Deployment:
+def _reference(config: PPOConfig, run_name: str, logs_dir: str) -> Deployment:
     threads = config.learner.cpus_per_worker
     return Deployment(
         name=f"raypo:{run_name}:reference",
@@ -89,6 +94,7 @@ def _reference(config: PPOConfig, run_name: str) -> Deployment:
             "num_threads": threads,
         },
         env=_threads(threads),
+        logs_dir=logs_dir,
     )
 
 
