@@ -18,12 +18,7 @@ from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, Scalin
 from ray.train.torch import TorchTrainer
 
 from raypo.checks import check_inputs, check_run_folder, is_finished
-from raypo.cluster.connect import (
-    cluster_address,
-    connect,
-    dashboard_url,
-    worker_environment,
-)
+from raypo.cluster.connect import cluster_address, connect, dashboard_url
 from raypo.cluster.monitor import start_monitor
 from raypo.cluster.placement import Demand, alive_nodes, check_feasible
 from raypo.config import PPOConfig
@@ -38,6 +33,9 @@ from raypo.types import Rollout
 POLL_S = 0.2
 CONTROLLER_FAILURE_LIMIT = 2
 """Ray's own default retries a start that can never succeed for ever."""
+
+RAY_RUN_NAME = "ray_train_run-"
+"""How the names begin that RunConfig makes up."""
 
 RewardFunction = Callable[[list[Rollout]], Sequence[float]]
 
@@ -215,8 +213,11 @@ def _resolve(
         cpus = (scaling.resources_per_worker or {}).get("CPU")
         values["learner"]["cpus_per_worker"] = int(cpus or values["learner"]["cpus_per_worker"])
     if run is not None:
-        values["name"] = run.name or values["name"]
-        values["storage_path"] = run.storage_path or values["storage_path"]
+        # Ray fills both in where the user says nothing.
+        if not str(run.name).startswith(RAY_RUN_NAME):
+            values["name"] = run.name
+        if run.storage_path != RunConfig().storage_path:
+            values["storage_path"] = run.storage_path
     if reward_fn is not None:
         module = getattr(reward_fn, "__module__", "__main__")
         name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
@@ -253,9 +254,6 @@ def _cluster_has_gpus(config: PPOConfig) -> bool:
 def _run_config(config: PPOConfig, given: RunConfig | None) -> RunConfig:
     run = given or RunConfig()
     changes: dict[str, Any] = {"name": config.name, "storage_path": storage_path(config)}
-    environment = dict(run.worker_runtime_env or {})
-    variables = worker_environment() | environment.get("env_vars", {})
-    changes["worker_runtime_env"] = environment | {"env_vars": variables}
     if given is None or given.checkpoint_config in (None, CheckpointConfig()):
         changes["checkpoint_config"] = CheckpointConfig(num_to_keep=config.checkpoint.keep)
     failure = run.failure_config or FailureConfig()

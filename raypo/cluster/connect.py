@@ -43,14 +43,12 @@ def connect(section: ClusterSection) -> bool:
     address, source = cluster_address(section)
     if address:
         _probe(address, source)
-    ray.init(
-        address=address or "local",
-        namespace=section.namespace,
-        include_dashboard=None if address else True,
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env={"env_vars": worker_environment()},
-    )
+        where = {"address": address, "runtime_env": {"env_vars": worker_environment()}}
+    else:
+        # Processes of a local Ray inherit ours; a runtime_env would cost each of them a second.
+        os.environ.update(worker_environment())
+        where = {"address": "local", "include_dashboard": True}
+    ray.init(namespace=section.namespace, log_to_driver=False, logging_level="ERROR", **where)
     return True
 
 

@@ -12,7 +12,6 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypo.cluster.connect import worker_environment
 from raypo.metrics.logs import log_to_file
 
 NAME_TIMEOUT_S = 30.0
@@ -121,7 +120,7 @@ def start_replica(
         "name": name,
         "num_cpus": 0,
         "num_gpus": 0,
-        "runtime_env": {"env_vars": {**worker_environment(), **deployment.env, **own_devices()}},
+        "runtime_env": {"env_vars": {**deployment.env, **own_devices()}},
     }
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
