@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, ConfigError, PPOConfig
@@ -48,7 +49,7 @@ def check_run_folder(config: PPOConfig, files: RunFiles) -> None:
         ConfigError: with every key that differs.
     """
     recorded = files.config()
-    if recorded is None:
+    if recorded is None or not files.metrics():  # it never made a step: nothing to protect
         return
     earlier = PPOConfig.parse(recorded, origin=f"{files.location}/config.yaml")
     changes = earlier.differences(config, ignore=NUMBERS_DO_NOT_DEPEND_ON)
@@ -87,7 +88,7 @@ def _check_model(key: str, path: str) -> None:
 
 def _check_cpus(config: PPOConfig) -> None:
     """Too few cores for a local Ray; a cluster is asked once it is connected."""
-    if config.cluster.address or os.environ.get("RAY_ADDRESS"):
+    if config.cluster.address or os.environ.get("RAY_ADDRESS") or _ray_is_running():
         return
     learner, cores = config.learner, os.cpu_count() or 1
     asked = learner.num_workers * learner.cpus_per_worker
@@ -97,3 +98,9 @@ def _check_cpus(config: PPOConfig) -> None:
             f"workers ask for {asked} CPU cores, this machine has {cores}. Lower "
             f"learner.num_workers or learner.cpus_per_worker, or set cluster.address."
         )
+
+
+def _ray_is_running() -> bool:
+    """Whether this process is connected to Ray already; asks without importing it."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()

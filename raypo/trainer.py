@@ -6,9 +6,10 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import ray
@@ -61,7 +62,9 @@ class PPOTrainer(TorchTrainer):
         Args:
             config: The whole run file.
             reward_fn: (list[Rollout]) -> list[float]; wins over `reward.function`.
-            scaling_config: Its `num_workers` and `use_gpu` win over the `learner` section.
+            scaling_config: Its `num_workers`, `use_gpu` and CPUs of `resources_per_worker` win
+                over the `learner` section, its strategy over `placement.strategy`. Ray's default
+                is `use_gpu=False`: pass True for GPUs, or leave the argument out.
             run_config: Its `name` and `storage_path` win over the config's.
             torch_trainer_arguments: Any other argument of TorchTrainer.
 
@@ -108,6 +111,7 @@ class PPOTrainer(TorchTrainer):
         self._check_cluster()
         self._files.write_config(self.config.model_dump(mode="json"))
         self._files.sync()
+        started = time.monotonic()
         monitor = start_monitor(self.config.name)
         runtime = Runtime(
             name=self.config.name,
@@ -133,8 +137,8 @@ class PPOTrainer(TorchTrainer):
             status = "interrupted"
             raise
         finally:
-            if status == "failed":
-                self._write_failure_summary()
+            if self._has_ended_without_a_summary(status):
+                self._write_summary(status, time.monotonic() - started)
             console.close(status)
             ray.kill(monitor)
 
@@ -173,6 +177,7 @@ class PPOTrainer(TorchTrainer):
                 "cluster.",
             ),
             alive_nodes(),
+            strategy=self.config.placement.strategy,
         )
 
     def _run_path(self) -> str:
@@ -180,19 +185,26 @@ class PPOTrainer(TorchTrainer):
 
     def _with_every_step(self, result: Result) -> Result:
         rows = self._files.metrics()
+        if result.return_value is None and is_finished(self._files):  # it was handed back
+            steps = {"status": "finished", "step": self.config.num_steps}
+            result = dataclasses.replace(result, return_value=steps)
         return dataclasses.replace(
             result,
             metrics=rows[-1] if rows else result.metrics,
             metrics_dataframe=pd.DataFrame(rows) if rows else result.metrics_dataframe,
         )
 
-    def _write_failure_summary(self) -> None:
+    def _has_ended_without_a_summary(self, status: str) -> bool:
+        """The workers write it where they come to the loop's end."""
+        return status == "failed" or (self._files.summary() or {}).get("status") != status
+
+    def _write_summary(self, status: Literal["failed", "interrupted"], wall_s: float) -> None:
         self._files.write_summary(
             summarize(
                 self._files.metrics(),
-                status="failed",
+                status=status,
                 recipe=self.config.recipe,
-                wall_s=0.0,
+                wall_s=wall_s,
                 versions=installed_versions(),
             )
         )
@@ -210,7 +222,10 @@ def _resolve(
     if scaling is not None:
         values["learner"]["num_workers"] = scaling.num_workers
         values["learner"]["use_gpu"] = scaling.use_gpu
-        cpus = (scaling.resources_per_worker or {}).get("CPU")
+        if scaling.placement_strategy != ScalingConfig().placement_strategy:
+            values["placement"]["strategy"] = scaling.placement_strategy
+        resources: Any = scaling.resources_per_worker or {}
+        cpus = resources.get("CPU")
         values["learner"]["cpus_per_worker"] = int(cpus or values["learner"]["cpus_per_worker"])
     if run is not None:
         # Ray fills both in where the user says nothing.
@@ -226,17 +241,14 @@ def _resolve(
 
 
 def _scaling(config: PPOConfig, given: ScalingConfig | None) -> ScalingConfig:
+    """Ray's scaling config of the resolved config; what else the given one says stays."""
     learner = config.learner
-    if given is not None and given.resources_per_worker:
-        return given
     use_gpu = _cluster_has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
     resources = {"CPU": float(learner.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {})
-    if given is not None:
-        return dataclasses.replace(given, resources_per_worker=resources)
-    return ScalingConfig(
-        num_workers=learner.num_workers,
-        use_gpu=use_gpu,
-        resources_per_worker=resources,
+    scaling = given or ScalingConfig(num_workers=learner.num_workers, use_gpu=use_gpu)
+    return dataclasses.replace(
+        scaling,
+        resources_per_worker=scaling.resources_per_worker or resources,
         placement_strategy=config.placement.strategy,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from urllib.parse import urlparse
@@ -48,7 +49,7 @@ def connect(section: ClusterSection) -> bool:
         # Processes of a local Ray inherit ours; a runtime_env would cost each of them a second.
         os.environ.update(worker_environment())
         where = {"address": "local", "include_dashboard": True}
-    ray.init(namespace=section.namespace, log_to_driver=False, logging_level="ERROR", **where)
+    ray.init(namespace=section.namespace, log_to_driver=False, logging_level=logging.ERROR, **where)
     return True
 
 
@@ -66,7 +67,7 @@ def worker_environment() -> dict[str, str]:
 
 def dashboard_url() -> str | None:
     """Address of the Ray dashboard of the cluster we are connected to; None without one."""
-    url = ray.init(ignore_reinit_error=True, logging_level="ERROR").dashboard_url
+    url = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR).dashboard_url
     return f"http://{url}" if url else None
 
 
@@ -74,10 +75,15 @@ def _probe(address: str, source: str) -> None:
     """Ray itself retries for minutes at an address where nothing listens."""
     if address in ("auto", "local"):
         return
-    parsed = urlparse(address if "://" in address else f"ray-gcs://{address}")
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{source} ({address}): Ray Train does not run through Ray Client. Start raypo on a "
+            f"node of the cluster with the address host:port, or with `ray job submit`."
+        )
+    parsed = urlparse(f"ray-gcs://{address}")
     if not parsed.hostname or not parsed.port:
         raise ConfigError(
-            f"{source} ({address}): an address is host:port or ray://host:port. Correct it, or "
+            f"{source} ({address}): an address is host:port. Correct it, or "
             f"leave it out for a local Ray."
         )
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +11,8 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypo.cluster.actors import DeploymentError, start_named
 from raypo.metrics.logs import log_to_file
-
-NAME_TIMEOUT_S = 30.0
-"""How long an actor of an earlier attempt may take to give up its name."""
-
-
-class DeploymentError(RuntimeError):
-    """A deployment could not be started, or a replica was lost."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,6 @@ def start_replica(
     """
     name = f"{deployment.name}:{index}"
     options: dict[str, Any] = {
-        "name": name,
         "num_cpus": 0,
         "num_gpus": 0,
         "runtime_env": {"env_vars": {**deployment.env, **own_devices()}},
@@ -126,19 +118,9 @@ def start_replica(
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
         )
-    deadline = time.monotonic() + NAME_TIMEOUT_S
-    while True:
-        try:
-            actor: Any = ray.remote(_logging_class(deployment, index)).options(**options)
-            _keep_alive[name] = actor.remote(**deployment.kwargs)
-            return name
-        except ValueError as error:  # the name is taken
-            if time.monotonic() > deadline:
-                raise DeploymentError(
-                    f"{name}: an actor of this name is alive. Another run of the same name uses "
-                    f"this cluster: stop it, or choose another name."
-                ) from error
-            time.sleep(0.5)
+    cls = _logging_class(deployment, index)
+    _keep_alive[name] = start_named(cls, name, options=options, kwargs=deployment.kwargs)
+    return name
 
 
 def _logging_class(deployment: Deployment, index: int) -> type:

@@ -8,6 +8,8 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from raypo.cluster.actors import start_named
+
 
 class Monitor:
     """Events on their way to the driver, and the driver's wish to stop. A zero-CPU actor."""
@@ -39,8 +41,7 @@ class Monitor:
 
 def start_monitor(run: str) -> ActorHandle:
     """The monitor of a run, owned by this process."""
-    actor: Any = ray.remote(Monitor).options(name=f"raypo:{run}:monitor", num_cpus=0)
-    return actor.remote()
+    return start_named(Monitor, f"raypo:{run}:monitor", options={"num_cpus": 0}, kwargs={})
 
 
 class Teller:

@@ -27,15 +27,17 @@ class Demand:
     """Which key to lower."""
 
 
-def check_feasible(demand: Demand, nodes: list[Resources]) -> None:
+def check_feasible(demand: Demand, nodes: list[Resources], *, strategy: str = "PACK") -> None:
     """Refuse a demand that no waiting could ever meet; Ray itself would wait for ever.
 
     Args:
         demand: Bundles of one kind.
-        nodes: Resources of each node that is alive.
+        nodes: Resources of each node that is alive, busy or not.
+        strategy: Ray's placement strategy.
 
     Raises:
-        PlacementError: the nodes together, or the largest of them, are too small.
+        PlacementError: the nodes together, or the largest of them, are too small, or the bundles
+            do not fit onto them under the strategy.
     """
     for name, each in sorted(demand.bundle.items()):
         total = sum(node.get(name, 0.0) for node in nodes)
@@ -48,6 +50,26 @@ def check_feasible(demand: Demand, nodes: list[Resources]) -> None:
             f"cluster has {total:g} {name} on {_count(len(nodes))}, the largest has {largest:g}. "
             f"{demand.remedy}"
         )
+
+    room = _room(demand.bundle, nodes, strategy)
+    if room < demand.count:
+        bundle = ", ".join(f"{amount:g} {name}" for name, amount in sorted(demand.bundle.items()))
+        raise PlacementError(
+            f"{demand.role}: asks for {demand.count} bundles of {bundle}, each on one node; under "
+            f"placement.strategy {strategy} the cluster's {_count(len(nodes))} have room for "
+            f"{room}. {demand.remedy}"
+        )
+
+
+def _room(bundle: Resources, nodes: list[Resources], strategy: str) -> int:
+    """How many equal bundles the nodes hold."""
+    by_node = [
+        min(int(node.get(name, 0.0) / each + 1e-9) for name, each in bundle.items())
+        for node in nodes
+    ]
+    if strategy == "STRICT_PACK":
+        return max(by_node, default=0)
+    return sum(min(room, 1) if strategy == "STRICT_SPREAD" else room for room in by_node)
 
 
 def alive_nodes() -> list[Resources]:

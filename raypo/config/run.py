@@ -21,7 +21,14 @@ from raypo.config.sections import (
     RolloutSection,
 )
 
-NUMBERS_DO_NOT_DEPEND_ON = ("cluster", "logging", "storage_path")
+NUMBERS_DO_NOT_DEPEND_ON = (
+    "checkpoint",
+    "cluster",
+    "learner.max_skipped_updates",
+    "logging",
+    "placement",
+    "storage_path",
+)
 """Sections and keys that may change when a run is resumed."""
 MAX_KL_ERROR = 0.2
 """Of the adaptive KL controller: `raypo.ppo.kl.MAX_RELATIVE_ERROR`, from a floor above."""
@@ -81,8 +88,8 @@ class PPOConfig(RunFile):
 
     @model_validator(mode="after")
     def _every_engine_has_a_worker(self) -> Self:
-        count, num_workers = self.rollout.engine.resolved_count, self.learner.num_workers
-        if count > num_workers:
+        count, num_workers = self.rollout.engine.count, self.learner.num_workers
+        if count != "auto" and count > num_workers:
             raise ValueError(
                 f"rollout.engine.count ({count}): an engine lives beside a learner worker, and "
                 f"there are {num_workers} (learner.num_workers). Set rollout.engine.count to at "

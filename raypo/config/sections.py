@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from raypo.config.base import Config
 
@@ -57,7 +57,7 @@ class EngineSection(Config):
     """The vLLM engines that sample."""
 
     count: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Engines; auto: one."""
+    """Engines; auto: one on CPU, one a worker on GPU."""
     gpu_memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
     """Share of a GPU's memory that an engine may take."""
     kv_cache_gb: float | None = Field(default=None, gt=0.0)
@@ -67,10 +67,11 @@ class EngineSection(Config):
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other vLLM engine argument; it wins over raypo's choice."""
 
-    @property
-    def resolved_count(self) -> int:
+    def resolved_count(self, *, num_workers: int, use_gpu: bool) -> int:
         """Engines that are started."""
-        return 1 if self.count == "auto" else self.count
+        if self.count != "auto":
+            return self.count
+        return num_workers if use_gpu else 1
 
 
 class RolloutSection(Config):
@@ -131,6 +132,18 @@ class EvalSection(Config):
     """Responses sampled for each held-out prompt."""
     temperature: float | None = Field(default=None, ge=0.0)
     """null: as the rollouts; 0 is greedy."""
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """k of pass@k (arXiv:2107.03374), at most samples_per_prompt; a score of 1 or more passes."""
+
+    @model_validator(mode="after")
+    def _pass_at_has_its_samples(self) -> Self:
+        if self.pass_at and max(self.pass_at) > self.samples_per_prompt:
+            raise ValueError(
+                f"eval.pass_at ({list(self.pass_at)}): pass@k needs k samples of a prompt, and "
+                f"eval.samples_per_prompt is {self.samples_per_prompt}. Set "
+                f"eval.samples_per_prompt to at least {max(self.pass_at)}."
+            )
+        return self
 
 
 class CheckpointSection(Config):
@@ -161,7 +174,7 @@ class ClusterSection(Config):
     """Which Ray cluster."""
 
     address: str | None = None
-    """host:port or ray://host:port; null: RAY_ADDRESS, else a local Ray with the dashboard on."""
+    """host:port; null: RAY_ADDRESS, else a local Ray with the dashboard on."""
     namespace: str = "raypo"
     """Ray namespace of the actors."""
 

@@ -109,7 +109,7 @@ class TrainedModel:
 
 def deepspeed_config(section: LearnerSection, *, dtype: str) -> dict[str, Any]:
     """The generated DeepSpeed config with `learner.deepspeed` merged over it."""
-    generated = {
+    generated: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -119,6 +119,9 @@ def deepspeed_config(section: LearnerSection, *, dtype: str) -> dict[str, Any]:
         "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
         "steps_per_print": None,
     }
+    if dtype == "bfloat16" and section.zero_stage > 0:
+        # Sums over micro-batches in bfloat16 would depend on how many there are.
+        generated["data_types"] = {"grad_accum_dtype": "fp32"}
     merged = OmegaConf.to_container(OmegaConf.merge(generated, section.deepspeed))
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items()}

@@ -68,6 +68,9 @@ class Run:
     _board: TensorBoard | None = None
     _initial: dict[str, float] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
+    _earlier_s: float = 0.0
+    """Seconds that earlier attempts took, up to their checkpoint."""
+    _step_started: float = 0.0
 
     def start_services(self) -> Services:
         """Start engines and frozen models; on GPU they are up before the learner is."""
@@ -132,10 +135,11 @@ class Run:
         if self.workers.rank == 0 and self.config.logging.tensorboard:
             self._board = TensorBoard(self.files.folder, first_step=first)
         self.tell.start(first)
+        self.interrupted = self.workers.broadcast(self.tell.stop_requested())
         for step in range(first, self.config.num_steps + 1):
-            self.interrupted = self.workers.broadcast(self.tell.stop_requested())
-            if self.interrupted:
+            if self.interrupted:  # asked for during a step: `checkpoint_when_due` has seen to it
                 return
+            self._step_started = time.perf_counter()
             yield step
 
     def draw_prompts(self, count: int) -> Sequence[Draw]:
@@ -195,7 +199,8 @@ class Run:
                 "step": step,
                 "stream": self.stream.state_dict(),
                 "advantages": self.advantage_state.state_dict(),
-                "metrics": metrics,
+                "metrics": self._initial | metrics,
+                "wall_s": self._wall_s(),
             }
             (directory / "run.json").write_text(json.dumps(state))
         self._save_policy(learner)
@@ -207,13 +212,15 @@ class Run:
         """Hand the step to Ray Train, the files and the console."""
         metrics = self._initial | metrics
         self._initial = {}
+        self.files.sync()  # the checkpoint counts once it is reported, so its rollouts go first
         ray.train.report({"step": step, **metrics, **clock.laps}, checkpoint=checkpoint)
         if checkpoint is not None:
             shutil.rmtree(checkpoint.path, ignore_errors=True)
         clock.lap("time/report_s")
         if self.workers.rank > 0:
             return
-        metrics |= clock.laps | speed_figures(metrics, clock.total())
+        step_s = time.perf_counter() - self._step_started
+        metrics |= clock.laps | speed_figures(metrics, step_s)
         self.files.append_metrics(step, metrics)
         if self._board:
             self._board.write(step, metrics)
@@ -222,14 +229,15 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Write the summary and say how it ended."""
-        status = "interrupted" if self.interrupted else "finished"
+        is_done = self.last_step == self.config.num_steps
+        status = "finished" if is_done else "interrupted"
         if self.workers.rank == 0:
             self.files.write_summary(
                 summarize(
                     self.files.metrics(),
                     status=status,
                     recipe="ppo",
-                    wall_s=time.monotonic() - self._started,
+                    wall_s=self._wall_s(),
                     versions=installed_versions(),
                 )
             )
@@ -240,6 +248,9 @@ class Run:
         """Close what is open; safe to call in any state."""
         if self._board:
             self._board.close()
+
+    def _wall_s(self) -> float:
+        return self._earlier_s + time.monotonic() - self._started
 
     def _phase(self, text: str) -> None:
         self.tell.phase(text)
@@ -261,6 +272,7 @@ class Run:
         self.stream.load_state_dict(state["stream"])
         self.advantage_state = self.advantage_state.restored(state["advantages"])
         self.last_step = state["step"]
+        self._earlier_s = state["wall_s"]
         if self.workers.rank == 0:
             self.files.truncate(after_step=self.last_step)
             done = [row["step"] for row in self.files.metrics()]
@@ -268,13 +280,18 @@ class Run:
                 self.files.append_metrics(self.last_step, state["metrics"])
 
     def _save_policy(self, learner: Learner) -> None:
-        """Replace the run's `policy/` in one move."""
-        partial = self.files.policy_dir.with_name("policy.partial")
-        shutil.rmtree(partial, ignore_errors=True) if self.workers.rank == 0 else None
-        learner.save_policy(partial, self.tokenizer)
+        """Replace the run's `policy/`; a whole one is there at every moment but one."""
+        final = self.files.policy_dir
+        new, old = final.with_name("policy.new"), final.with_name("policy.old")
         if self.workers.rank == 0:
-            shutil.rmtree(self.files.policy_dir, ignore_errors=True)
-            partial.rename(self.files.policy_dir)
+            for left_over in (new, old):
+                shutil.rmtree(left_over, ignore_errors=True)
+        learner.save_policy(new, self.tokenizer)
+        if self.workers.rank == 0:
+            if final.exists():
+                final.rename(old)
+            new.rename(final)
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def log_path(files: RunFiles, workers: Workers) -> Path:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import ray.train
 import ray.util
+import torch
 
 from raypo.cluster.deployment import Deployment, DeploymentHandle, start_replica
 from raypo.cluster.placement import own_bundle
@@ -45,11 +46,16 @@ def start_deployments(
     local_rank = ray.train.get_context().get_local_rank()
     group = ray.util.get_current_placement_group()
     bundle = own_bundle(group, local_rank=local_rank) if group else 0
-    engines = config.rollout.engine.resolved_count
-    if workers.rank < engines:
+    num_engines = config.rollout.engine.resolved_count(
+        num_workers=workers.count, use_gpu=torch.cuda.is_available()
+    )
+    if workers.rank < num_engines:
         names.append(
             start_replica(
-                _engine(config, run_name, workers, logs_dir), workers.rank, group, bundle=bundle
+                _engine(config, run_name, workers, num_engines, logs_dir),
+                workers.rank,
+                group,
+                bundle=bundle,
             )
         )
     if workers.rank == 0 and config.ppo.needs_reference:
@@ -63,8 +69,10 @@ def start_deployments(
     )
 
 
-def _engine(config: PPOConfig, run_name: str, workers: Workers, logs_dir: str) -> Deployment:
-    threads = config.learner.cpus_per_worker * workers.count // config.rollout.engine.resolved_count
+def _engine(
+    config: PPOConfig, run_name: str, workers: Workers, num_engines: int, logs_dir: str
+) -> Deployment:
+    threads = config.learner.cpus_per_worker * workers.count // num_engines
     return Deployment(
         name=f"raypo:{run_name}:engine",
         cls=Engine,
@@ -104,4 +112,6 @@ def _threads(count: int) -> dict[str, str]:
 
 
 def _of_role(names: list[str], role: str) -> list[str]:
-    return sorted(name for name in names if name.split(":")[-2] == role)
+    """Names of a role's replicas, by their number."""
+    of_role = [name for name in names if name.split(":")[-2] == role]
+    return sorted(of_role, key=lambda name: int(name.split(":")[-1]))

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from raypo.collectives import Workers
 from raypo.config import EvalSection
 from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans
+from raypo.ppo.sampling import pass_at_k
 from raypo.rewards.scoring import score
 from raypo.rollout.collect import RewardFunction, Sampling, sample
 from raypo.types import Prompt
@@ -52,4 +55,11 @@ def evaluate_policy(
     tokens = sum(len(rollout.response_ids) for rollout in rollouts)
     means.add("eval/response_tokens_mean", tokens, len(rollouts))
     means.total("eval/failed", len(scores) - len(scored))
+    for k in section.pass_at:
+        passed = pass_at_k(
+            torch.tensor(scores).view(len(mine), section.samples_per_prompt).ge(1.0).sum(1),
+            torch.full((len(mine),), section.samples_per_prompt),
+            k=k,
+        )
+        means.add(f"eval/pass_at_{k}", float(passed.double().sum()), len(mine))
     return means.reduce(workers)

@@ -145,17 +145,18 @@ def test_a_worker_that_is_killed_comes_back_to_the_same_numbers(first: SimpleNam
     folder = task.parent / "runs" / "lost"
 
     def kill_the_worker() -> None:
-        while len(read_metrics(folder)) < 3:
+        deadline = time.monotonic() + 300
+        while len(read_metrics(folder)) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         for process in psutil.process_iter(["cmdline"]):
             if "RayTrainWorker" in " ".join(process.info["cmdline"] or []):
                 process.kill()
 
-    killer = threading.Thread(target=kill_the_worker)
+    killer = threading.Thread(target=kill_the_worker, daemon=True)
     killer.start()
     run_config = RunConfig(name="lost", failure_config=FailureConfig(max_failures=1))
     result = PPOTrainer(PPOConfig.load(task), run_config=run_config).fit()
-    killer.join()
+    killer.join(timeout=10)
     assert result.return_value == {"status": "finished", "step": 4}
     assert numbers(read_metrics(folder)) == numbers(first.metrics)
 

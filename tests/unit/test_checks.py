@@ -109,6 +109,8 @@ def test_a_run_folder_with_another_config_is_refused_with_the_difference(values:
     files = RunFiles(config.storage_path, config.name)
     check_run_folder(config, files)  # nothing there
     files.write_config(config.model_dump(mode="json"))
+    check_run_folder(PPOConfig.parse(values | {"seed": 7}), files)  # it never made a step
+    files.append_metrics(1, {})
     check_run_folder(config, files)
 
     changed = PPOConfig.parse(values | {"seed": 7, "logging": {"tensorboard": False}})

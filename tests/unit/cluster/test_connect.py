@@ -27,9 +27,14 @@ def test_nothing_at_cluster_address_is_told_with_the_key(free_port: int):
 def test_nothing_at_ray_address_is_told_with_the_variable(
     free_port: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("RAY_ADDRESS", f"ray://127.0.0.1:{free_port}")
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS \(ray://127"):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS \(127"):
         connect(ClusterSection())
+
+
+def test_ray_client_is_refused_with_what_works():
+    with pytest.raises(ConfigError, match="ray job submit"):
+        connect(ClusterSection(address="ray://head:10001"))
 
 
 def test_an_address_without_a_port_is_told(monkeypatch: pytest.MonkeyPatch):

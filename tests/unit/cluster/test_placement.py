@@ -31,3 +31,17 @@ def test_a_bundle_must_fit_one_node():
 def test_a_resource_that_nobody_has_is_refused():
     with pytest.raises(PlacementError, match="the cluster has 0 GPU on 1 node"):
         check_feasible(demand(1, GPU=1), [{"CPU": 2}])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "room"),
+    [
+        ("PACK", [4, 2], 1),  # 3 + 3 fit 6 in all, but not 4 and 2
+        ("STRICT_PACK", [4, 4], 1),
+        ("STRICT_SPREAD", [8], 1),
+    ],
+)
+def test_bundles_must_fit_the_nodes_under_the_strategy(strategy: str, nodes: list, room: int):
+    with pytest.raises(PlacementError, match=f"{strategy} the cluster's .* have room for {room}"):
+        check_feasible(demand(2, CPU=3), [{"CPU": n} for n in nodes], strategy=strategy)
+    check_feasible(demand(2, CPU=2), [{"CPU": 4}, {"CPU": 2}], strategy="SPREAD")

@@ -1,0 +1,37 @@
+"""Actors with names that people read in the dashboard."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+
+NAME_TIMEOUT_S = 30.0
+"""How long an actor of an earlier attempt may take to give up its name."""
+
+
+class DeploymentError(RuntimeError):
+    """A deployment could not be started, or a replica was lost."""
+
+
+def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    """An actor of this name, owned by this process; waits for a dying one to give the name up.
+
+    Raises:
+        DeploymentError: the name is still taken after `NAME_TIMEOUT_S` seconds.
+    """
+    deadline = time.monotonic() + NAME_TIMEOUT_S
+    while True:
+        try:
+            actor: Any = ray.remote(cls).options(name=name, **options)
+            return actor.remote(**kwargs)
+        except ValueError as error:
+            if "already taken" not in str(error):
+                raise
+            if time.monotonic() > deadline:
+                raise DeploymentError(
+                    f"{name}: an actor of this name is alive. Another run of the same name uses "
+                    f"this cluster: stop it, or choose another name."
+                ) from None
+            time.sleep(0.5)
