@@ -52,12 +52,13 @@ class RunFile(Config):
             raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
 
     def differences(self, other: Self, *, ignore: Sequence[str] = ()) -> list[str]:
-        """`key: mine -> theirs` for each key that differs, sections in `ignore` left out."""
+        """`key: mine -> theirs` for each key that differs; `ignore` names keys and sections."""
         mine, theirs = flatten(self.model_dump(mode="json")), flatten(other.model_dump(mode="json"))
         return [
             f"{key}: {mine.get(key)!r} -> {theirs.get(key)!r}"
             for key in sorted(mine.keys() | theirs.keys())
-            if mine.get(key) != theirs.get(key) and key.split(".")[0] not in ignore
+            if mine.get(key) != theirs.get(key)
+            and not any(key == left_out or key.startswith(f"{left_out}.") for left_out in ignore)
         ]
 
 
