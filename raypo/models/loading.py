@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+)
+
+from raypo.config import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_causal_lm(path: str, *, dtype: str) -> Any:
     """The causal language model of a folder or hub id, dropout off, in training mode."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
-    return without_dropout(model)
+    return _load(AutoModelForCausalLM, path, dtype)
 
 
 def load_backbone(path: str, *, dtype: str) -> Any:
     """The same network without its language-model head, dropout off."""
-    return without_dropout(AutoModel.from_pretrained(path, dtype=DTYPES[dtype]))
+    return _load(AutoModel, path, dtype)
 
 
 def load_tokenizer(path: str) -> Any:
@@ -34,7 +41,7 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     """Tokens that end a response: the generation config's, else the tokenizer's end of sequence.
 
     Raises:
-        ValueError: neither names one; no response could ever end by itself.
+        ConfigError: neither names one; no response could ever end by itself.
     """
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
@@ -42,33 +49,37 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
         ids = None
     ids = tokenizer.eos_token_id if ids is None else ids
     if ids is None:
-        raise ValueError(
+        raise ConfigError(
             f"model.policy ({path}): neither generation_config.json nor the tokenizer names an "
             f"end-of-sequence token. Set eos_token_id in generation_config.json."
         )
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    """The model with every dropout at 0: old and new log-probs must be of one function."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
-    return model.train()
-
-
-def engine_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter | Tensor]]:
-    """Every weight under its checkpoint name, a tied head included under its own name.
-
-    A serving engine may keep a packed copy of the head, so a head that is tied to the embedding
-    is still named: what is not sent is silently kept old.
-    """
-    yield from model.named_parameters(remove_duplicate=False)
-
-
 def vocabulary_size(path: str) -> int | None:
     """`vocab_size` of a local folder's config.json; None when it is not there to read."""
     config = Path(path) / "config.json"
     return json.loads(config.read_text()).get("vocab_size") if config.is_file() else None
+
+
+def _load(kind: Any, path: str, dtype: str) -> nn.Module:
+    """A model with every dropout at 0: old and new log-probs must be of one function.
+
+    The config is changed before the model is built, for many models keep the number itself.
+    """
+    config = AutoConfig.from_pretrained(path)
+    _turn_dropout_off(config)
+    model = kind.from_pretrained(path, config=config, dtype=DTYPES[dtype])
+    for module in model.modules():  # those that do not ask the config
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def _turn_dropout_off(config: PretrainedConfig) -> None:
+    """Set attention_dropout, resid_pdrop, layerdrop and their like to 0, in nested configs too."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            _turn_dropout_off(value)
+        elif isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)

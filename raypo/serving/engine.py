@@ -12,12 +12,7 @@ import torch
 
 from raypo.config import EngineSection
 from raypo.serving.checkpoint import Checkpoint
-from raypo.serving.sampling import (
-    Completion,
-    SamplingRequest,
-    probe_requests,
-    validate_request,
-)
+from raypo.serving.sampling import Completion, SamplingRequest, validate_request
 from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.manifest import Manifest, WeightError, summary
 from raypo.weights.transport import WeightPush
@@ -115,10 +110,6 @@ class Engine:
             if not requests:
                 return []
             return self._sample(requests, self._version)
-
-    def probe(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> list[Completion]:
-        """Responses with fixed seeds at temperature 1, to compare with the learner's log-probs."""
-        return self.generate(probe_requests(prompts, max_new_tokens=max_new_tokens))
 
     def load_weights(self, push: WeightPush) -> Manifest:
         """Take over a push and forget all keys and values of the old weights.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,33 +66,3 @@ def validate_request(request: SamplingRequest, *, vocabulary_size: int, max_mode
             f"temperature ({request.temperature}) must not be negative and top_p "
             f"({request.top_p}) must lie in (0, 1]."
         )
-
-
-def probe_requests(
-    prompts: Sequence[np.ndarray], *, max_new_tokens: int, temperature: float = 1.0
-) -> list[SamplingRequest]:
-    """Requests with fixed seeds, for comparing an engine's log-probs with the learner's."""
-    return [
-        SamplingRequest(prompt, max_new_tokens, temperature=temperature, seed=number)
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-def log_prob_gap(
-    completions: Sequence[Completion], learner_log_probs: Sequence[np.ndarray]
-) -> tuple[float, float]:
-    """Largest and mean distance in nats a token between engine and learner; NaN if either has one.
-
-    Args:
-        completions: What the engine sampled.
-        learner_log_probs: float32 [T] for each completion, of the same tokens.
-
-    Raises:
-        ValueError: the two do not speak of the same tokens.
-    """
-    lengths = [len(completion.log_probs) for completion in completions]
-    if lengths != [len(log_probs) for log_probs in learner_log_probs] or not sum(lengths):
-        raise ValueError("engine and learner must give log-probs of the same, non-empty responses.")
-    engine = np.concatenate([completion.log_probs for completion in completions])
-    gap = np.abs(engine - np.concatenate(list(learner_log_probs)))
-    return float(gap.max()), float(gap.mean())

@@ -25,6 +25,7 @@ def test_after_a_large_change_the_engine_samples_under_the_pushed_weights(
     from raypo.models.loading import DTYPES
     from raypo.models.token_log_probs import response_log_probs
     from raypo.serving.engine import Engine
+    from raypo.serving.sampling import SamplingRequest
     from raypo.weights.buckets import pack
     from raypo.weights.transport import LocalTransport
 
@@ -41,7 +42,7 @@ def test_after_a_large_change_the_engine_samples_under_the_pushed_weights(
     named = model.named_parameters(remove_duplicate=False)
     engine.load_weights(LocalTransport().send(pack(named, bucket_bytes=2**20), version=1))
     prompt = np.arange(4, 12, dtype=np.int32)
-    (answer,) = engine.probe([prompt], 16)
+    (answer,) = engine.generate([SamplingRequest(prompt, 16, temperature=1.0)])
     ids = torch.from_numpy(answer.token_ids.astype(np.int64)).cuda()[None]
     prompt_ids = torch.from_numpy(prompt.astype(np.int64)).cuda()[None]
     log_probs, _ = response_log_probs(

@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from raypo.config import EngineSection
-from raypo.models.loading import engine_weights
 from raypo.models.token_log_probs import response_log_probs
 from raypo.serving.engine import Engine
-from raypo.serving.sampling import Completion, SamplingRequest, log_prob_gap
+from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.weights.buckets import Bucket, pack
 from raypo.weights.manifest import WeightError
 from raypo.weights.transport import LocalTransport, ObjectTransport, WeightPush
@@ -42,7 +41,7 @@ class Pair:
     def push(self, named_tensors: dict[str, Tensor] | None = None) -> WeightPush:
         """The learner's weights under the next version, not yet loaded."""
         self.version += 1
-        tensors = dict(engine_weights(self.learner)) if named_tensors is None else named_tensors
+        tensors = weights(self.learner) if named_tensors is None else named_tensors
         return LocalTransport().send(
             pack(tensors.items(), bucket_bytes=20_000), version=self.version
         )
@@ -59,6 +58,15 @@ class Pair:
         return gap(self.learner, completions, prompts, temperature)
 
 
+def weights(learner: Any) -> dict[str, Tensor]:
+    """Every weight under its checkpoint name, a tied head under its own name too."""
+    return dict(learner.named_parameters(remove_duplicate=False))
+
+
+def probes(prompts: list[np.ndarray], max_new_tokens: int) -> list[SamplingRequest]:
+    return [SamplingRequest(ids, max_new_tokens, 1.0, seed=i) for i, ids in enumerate(prompts)]
+
+
 def disturb(learner: Any) -> None:
     """A change of weights that no test can overlook: 5 % noise on every tensor."""
     with torch.no_grad():
@@ -73,7 +81,8 @@ def gap(learner: Any, completions: list[Completion], prompts=PROMPTS, temperatur
         learner_log_probs(learner, prompt, completion.token_ids, temperature)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    return log_prob_gap(completions, log_probs)[0]
+    engine = np.concatenate([completion.log_probs for completion in completions])
+    return float(np.abs(engine - np.concatenate(log_probs)).max())
 
 
 def learner_log_probs(
@@ -140,7 +149,7 @@ def test_engine_and_learner_agree_after_every_push(pair: Pair) -> None:
         push = pair.push()
         received = pair.engine.load_weights(push)
 
-        completions = pair.engine.probe(PROMPTS, 40)
+        completions = pair.engine.generate(probes(PROMPTS, 40))
 
         assert received == push.manifest
         assert repr(pair.engine) == f"Engine(v{push.version}, ready)"
@@ -158,7 +167,7 @@ def test_a_tied_head_that_is_not_sent_follows_its_embedding(pair: Pair) -> None:
 
     pair.engine.load_weights(pair.push(named_once))
 
-    assert pair.gap(pair.engine.probe(PROMPTS, 40)) < AGREES
+    assert pair.gap(pair.engine.generate(probes(PROMPTS, 40))) < AGREES
 
 
 def corrupted(push: WeightPush) -> WeightPush:
@@ -176,7 +185,7 @@ K_PROJ = "model.layers.0.self_attn.k_proj.weight"
 
 
 def bad_pushes(pair: Pair) -> dict[str, WeightPush]:
-    tensors = dict(engine_weights(pair.learner))
+    tensors = weights(pair.learner)
     good = pair.push()
     first = replace(good.manifest.tensors[0], checksum=good.manifest.tensors[0].checksum ^ 1)
     lying = replace(good.manifest, tensors=(first, *good.manifest.tensors[1:]))
@@ -206,13 +215,13 @@ def test_a_bad_push_is_refused_and_the_next_good_one_serves(pair: Pair, case: in
     with pytest.raises(RuntimeError, match=f"push of version {push.version} failed half-way"):
         pair.engine.generate(requests(1))
     pair.engine.load_weights(pair.push())
-    assert pair.gap(pair.engine.probe(PROMPTS, 40)) < AGREES
+    assert pair.gap(pair.engine.generate(probes(PROMPTS, 40))) < AGREES
 
 
 def test_vllm_itself_is_asked_what_it_loaded(served: Pair, monkeypatch) -> None:
     """Should the list of expected tensors ever err, vLLM's own account still counts."""
     monkeypatch.setattr(type(served.engine._checkpoint), "check", lambda *_: None)
-    tensors = without(dict(engine_weights(served.learner)), "model.norm.weight")
+    tensors = without(weights(served.learner), "model.norm.weight")
 
     with pytest.raises(WeightError, match=r"vLLM did not load model\.norm\.weight"):
         served.engine.load_weights(served.push(tensors))
@@ -293,17 +302,17 @@ def test_a_prompt_without_room_is_refused(served: Pair) -> None:
 def test_no_key_or_value_of_old_weights_is_used(served: Pair, monkeypatch) -> None:
     prompts = [np.arange(300, dtype=np.int32) % 90 + 3]  # more than two blocks of 128 tokens
     torch.manual_seed(4)
-    assert served.gap(served.engine.probe(prompts, 20), prompts) < AGREES
+    assert served.gap(served.engine.generate(probes(prompts, 20)), prompts) < AGREES
     served.disturb()
     with monkeypatch.context() as forgetting_off:
         forgetting_off.setattr(served.engine._llm, "reset_prefix_cache", lambda: True)
         served.engine.load_weights(served.push())
-        stale = served.gap(served.engine.probe(prompts, 20), prompts)
+        stale = served.gap(served.engine.generate(probes(prompts, 20)), prompts)
     assert stale > 3 * AGREES, "the prefix cache was not used: this test shows nothing"
 
     served.engine.load_weights(served.push())
 
-    assert served.gap(served.engine.probe(prompts, 20), prompts) < AGREES
+    assert served.gap(served.engine.generate(probes(prompts, 20)), prompts) < AGREES
 
 
 def test_an_engine_that_failed_while_sampling_is_broken(served: Pair, monkeypatch) -> None:
@@ -322,7 +331,7 @@ def test_an_engine_that_failed_while_sampling_is_broken(served: Pair, monkeypatc
 
     served.restart()
     served.engine.load_weights(served.push())
-    assert served.gap(served.engine.probe(PROMPTS, 40)) < AGREES
+    assert served.gap(served.engine.generate(probes(PROMPTS, 40))) < AGREES
 
 
 def test_there_is_one_engine_a_process(served: Pair) -> None:
@@ -355,7 +364,7 @@ def test_as_a_ray_actor_through_the_object_store(tmp_path, ray_session) -> None:
         ray.get(actor.generate.remote(requests(1)))
     for version in (1, 2):
         disturb(learner)
-        buckets = pack(engine_weights(learner), bucket_bytes=100_000)
+        buckets = pack(weights(learner).items(), bucket_bytes=100_000)
         push = transport.send(buckets, version=version)
         assert transport.last_push is push
 
@@ -363,7 +372,7 @@ def test_as_a_ray_actor_through_the_object_store(tmp_path, ray_session) -> None:
 
         assert push.manifest.differences(received) == []
         assert ray.get(actor.weight_version.remote()) == version
-        assert gap(learner, ray.get(actor.probe.remote(PROMPTS, 40))) < AGREES
+        assert gap(learner, ray.get(actor.generate.remote(probes(PROMPTS, 40)))) < AGREES
     lost = replace(push, refs=(ray.put("no bucket"),))
     with pytest.raises(WeightError, match="could not be loaded"):
         ray.get(actor.load_weights.remote(lost))

@@ -8,9 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, PretrainedConfig, Qwen2Config
 
 from raypo.config import EngineSection
-from raypo.models.loading import engine_weights
 from raypo.serving.engine import Engine
-from raypo.serving.sampling import log_prob_gap
+from raypo.serving.sampling import SamplingRequest
 from raypo.weights.buckets import pack
 from raypo.weights.transport import LocalTransport
 
@@ -46,16 +45,17 @@ def test_engine_and_learner_agree_after_a_large_change(tmp_path, config: Pretrai
     )
     try:
         for version in (1, 2):
-            buckets = pack(engine_weights(learner), bucket_bytes=1 << 20)
+            named = learner.named_parameters(remove_duplicate=False)
+            buckets = pack(named, bucket_bytes=1 << 20)
             engine.load_weights(LocalTransport().send(buckets, version=version))
-            completions = engine.probe(PROMPTS, 30)
-            log_probs = []
+            requests = [SamplingRequest(ids, 30, temperature=1.0) for ids in PROMPTS]
+            completions = engine.generate(requests)
             for prompt, completion in zip(PROMPTS, completions, strict=True):
                 ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids])).long()
                 with torch.no_grad():
                     log_p = learner(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-                log_probs.append(log_p.gather(-1, ids[len(prompt) :, None])[:, 0].numpy())
-            assert log_prob_gap(completions, log_probs)[0] < 1e-3
+                log_probs = log_p.gather(-1, ids[len(prompt) :, None])[:, 0].numpy()
+                assert np.abs(log_probs - completion.log_probs).max() < 1e-3
             with torch.no_grad():
                 for parameter in learner.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.01)

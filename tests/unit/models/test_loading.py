@@ -1,0 +1,59 @@
+"""What is loaded from a folder: one function, whatever dropout its config asks for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+from raypo.config import ConfigError
+from raypo.models.loading import load_backbone, load_causal_lm, stop_token_ids
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIGS = {
+    "opt": OPTConfig(
+        **SIZES, ffn_dim=16, word_embed_proj_dim=16, dropout=0.5, attention_dropout=0.5,
+        layerdrop=0.5,
+    ),
+    "llama": LlamaConfig(**SIZES, intermediate_size=16, attention_dropout=0.5),
+    "gpt2": GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.5, embd_pdrop=0.5,
+        attn_pdrop=0.5,
+    ),
+}  # fmt: skip
+IDS = torch.arange(3, 19)[None]
+
+
+def differs(model) -> bool:
+    """Whether two passes in training mode give different numbers."""
+    assert model.training
+    with torch.no_grad():
+        first, second = (model(IDS)[0] for _ in range(2))
+    return not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_dropout_is_off_in_training_mode_wherever_a_model_keeps_it(
+    tmp_path: Path, config: PretrainedConfig
+):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).train()
+    assert differs(model), "dropout shows nothing: this test neither"
+    model.save_pretrained(tmp_path)
+
+    assert not differs(load_causal_lm(str(tmp_path), dtype="float32"))
+    assert not differs(load_backbone(str(tmp_path), dtype="float32"))
+
+
+def test_a_model_whose_responses_cannot_end_is_refused(tmp_path: Path):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    with pytest.raises(ConfigError, match=r"model\.policy .* names an end-of-sequence token"):
+        stop_token_ids(str(tmp_path), tokenizer)
