@@ -15,14 +15,13 @@ from typing import Any
 import yaml
 
 from raypo.config import ConfigError
-from raypo.metrics.folder import LocalFolder, open_folder, replace_file
+from raypo.metrics.folder import TEMPORARY, LocalFolder, open_folder, replace_file
 from raypo.metrics.rollout_table import rollout_table
 
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 _ROLLOUTS, _POLICY, _LOGS = "rollouts", "policy", "logs"
-_OWN_NAME = re.compile(
-    r"metrics\.jsonl|config\.yaml|summary\.json|rollouts|policy|critic|logs|events\.out\.tfevents\..*"
-)
+_BEFORE_CONFIG = re.compile(rf"{_LOGS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*")
+"""What a run that died before its config may have left; the marker is Ray Train's."""
 _ROLLOUT_NAME = re.compile(r"step_(\d+)\.parquet")
 
 
@@ -144,9 +143,10 @@ class RunFiles:
         Raises:
             ConfigError: the folder holds something else than a run of this name.
         """
-        strangers = [n for n in self._folder.names() if not _OWN_NAME.fullmatch(n)]
         config = self.config()
         is_this_run = isinstance(config, dict) and config.get("name") == self.name
+        strangers = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
+        strangers.sort(key=_CONFIG.__eq__)  # another run's config says the least
         if strangers and not is_this_run:
             raise ConfigError(
                 f"name ({self.name}): {self.location} is not the folder of such a run, it holds "

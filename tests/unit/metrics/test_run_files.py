@@ -276,10 +276,24 @@ def test_remove_takes_a_run_away_and_a_missing_one_is_no_error(storage):
 def test_remove_of_a_run_that_died_before_its_config_works(storage):
     uri, folder = storage
     (folder / "logs").mkdir(parents=True)
+    (folder / ".validate_storage_marker").touch()
 
     RunFiles(uri, "r").remove()
 
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["policy/model.safetensors", "metrics.jsonl", "config.yaml"])
+def test_remove_takes_nothing_by_its_name_alone(storage, name):
+    uri, folder = storage
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_text("name: another")
+    (folder / "logs").mkdir()
+
+    with pytest.raises(ConfigError, match=f"it holds {name.split('/')[0]}, so it is not removed"):
+        RunFiles(uri, "r").remove()
+
+    assert (folder / name).exists()
 
 
 def test_remove_refuses_a_folder_that_is_no_run(storage):
