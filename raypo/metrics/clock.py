@@ -29,8 +29,3 @@ class Clock:
     def total(self) -> float:
         """Seconds from the start to the last lap: what the laps add up to."""
         return self._last - self._start
-
-    def reset(self) -> None:
-        """Forget the laps; the next one starts where the last one ended, so no second is lost."""
-        self._start = self._last
-        self.laps = {}

@@ -47,20 +47,6 @@ def test_laps_add_up_to_the_total_and_time_after_the_last_lap_is_not_in_it():
     assert sum(clock.laps.values()) == pytest.approx(clock.total())
 
 
-def test_after_a_reset_the_next_lap_starts_where_the_last_one_ended():
-    hands = Hands()
-    clock = Clock(hands)
-    hands.seconds = 110.0
-    clock.lap("time/update_s")
-    hands.seconds = 111.0  # the report, not named before the reset
-    clock.reset()
-    hands.seconds = 114.0
-    clock.lap("time/generate_s")
-
-    assert clock.laps == {"time/generate_s": 4.0}
-    assert clock.total() == 4.0
-
-
 def test_a_clock_of_its_own_runs_forward():
     clock = Clock()
     assert clock.lap("time/step_s") >= 0.0
