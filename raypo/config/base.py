@@ -20,7 +20,9 @@ class ConfigError(ValueError):
 class Config(BaseModel):
     """A frozen section of a run file; a key that it does not know is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
 
 class RunFile(Config):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raypo.config.base import Config
-from raypo.config.presets import with_preset
+from raypo.config.base import Config, flatten
+from raypo.config.presets import PRESETS, with_preset
 
 GROUP_ADVANTAGES = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 """Estimators that compare the samples of a prompt."""
@@ -222,6 +222,50 @@ class PPOSection(Config):
                     f"Remove ppo.{key}, or set ppo.advantage to gae."
                 )
         return self
+
+    @model_validator(mode="after")
+    def _what_is_set_can_act(self) -> Self:
+        unused_clips = {"cispo": ("clip_low",), "sapo": ("clip_low", "clip_high")}
+        for keys, can_act, reason, remedy in (
+            (
+                ("gae_lambda", "value_clip"),
+                self.needs_critic,
+                f"ppo.advantage: {self.advantage} has no critic",
+                "set ppo.advantage to gae",
+            ),
+            (
+                unused_clips.get(self.policy_loss, ()),
+                False,
+                f"ppo.policy_loss: {self.policy_loss} has no such clip",
+                "set ppo.policy_loss to ppo or gspo",
+            ),
+            (
+                ("filter.min_std", "filter.low", "filter.high", "filter.max_refills"),
+                self.filter.enabled,
+                "ppo.filter.enabled is false",
+                "set ppo.filter.enabled to true",
+            ),
+            (
+                ("shaping.overlong_factor",),
+                self.shaping.overlong_buffer_tokens is not None,
+                "ppo.shaping.overlong_buffer_tokens is null",
+                "set ppo.shaping.overlong_buffer_tokens",
+            ),
+        ):
+            for key in () if can_act else keys:
+                self._refuse_if_set(key, reason, remedy)
+        return self
+
+    def _refuse_if_set(self, key: str, reason: str, remedy: str) -> None:
+        """A resolved file says every key, so one at its default or its preset's is not set."""
+        section, _, name = key.rpartition(".")
+        owner = getattr(self, section) if section else self
+        value, default = getattr(owner, name), type(owner).model_fields[name].default
+        usual = flatten(PRESETS.get(self.preset or "", {})).get(key, default)
+        if value is not None and value != usual:
+            raise ValueError(
+                f"ppo.{key} ({value:g}): has no effect, {reason}. Remove ppo.{key}, or {remedy}."
+            )
 
     @property
     def needs_critic(self) -> bool:

@@ -113,6 +113,36 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "ppo.bootstrap_truncated (True): ppo.advantage: grpo has no critic.",
         ),
         ({"ppo__preset": "gppo"}, "ppo.preset ('gppo'): must be"),
+        (
+            {"ppo__preset": "grpo", "ppo__gae_lambda": 0.9},
+            "ppo.gae_lambda (0.9): has no effect, ppo.advantage: grpo has no critic. "
+            "Remove ppo.gae_lambda, or set ppo.advantage to gae.",
+        ),
+        ({"ppo__advantage": "rloo", "ppo__value_clip": 0.5}, "ppo.value_clip (0.5): has no effect"),
+        (
+            {"ppo__policy_loss": "cispo", "ppo__clip_low": 0.1},
+            "ppo.clip_low (0.1): has no effect, ppo.policy_loss: cispo has no such clip.",
+        ),
+        ({"ppo__policy_loss": "sapo", "ppo__clip_high": 0.1}, "ppo.clip_high (0.1): has no effect"),
+        (
+            {"ppo__filter__low": 0.1},
+            "ppo.filter.low (0.1): has no effect, ppo.filter.enabled is false.",
+        ),
+        (
+            {"ppo__preset": "dapo", "ppo__filter__enabled": False, "ppo__filter__max_refills": 3},
+            "ppo.filter.max_refills (3): has no effect",
+        ),
+        (
+            {"ppo__shaping__overlong_factor": 0.5},
+            "ppo.shaping.overlong_factor (0.5): has no effect, "
+            "ppo.shaping.overlong_buffer_tokens is null. Remove",
+        ),
+        (
+            {"ppo__kl__coef": float("inf")},
+            "ppo.kl.coef (inf): must be a finite number. Set ppo.kl.coef to an allowed value.",
+        ),
+        ({"ppo__shaping__clip_high": float("nan")}, "ppo.shaping.clip_high (nan): must be a fin"),
+        ({"learner__policy_lr": float("inf")}, "learner.policy_lr (inf): must be a finite number."),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_remedy(keys, words):
@@ -128,6 +158,15 @@ def test_a_resolved_preset_shows_every_value_and_loads_as_itself(preset):
     resolved = config.model_dump(mode="json")
     assert resolved["ppo"]["preset"] == preset
     assert PPOConfig.parse(resolved) == config
+
+
+def test_what_a_preset_set_and_another_key_idles_is_no_mistake():
+    for keys in (
+        {"preset": "ppo", "advantage": "grpo"},
+        {"preset": "gspo", "policy_loss": "cispo"},
+    ):
+        section = PPOSection(**keys)
+        assert PPOSection(**section.model_dump()) == section
 
 
 def test_the_presets_are_the_ones_that_can_be_chosen():
