@@ -9,6 +9,9 @@ import numpy as np
 
 from raypo.types import Prompt
 
+_SEED_WORD = 1
+"""First of the numbers that seed a permutation here; dealing has 2, the learner 3, requests 4."""
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -52,6 +55,6 @@ class PromptStream:
     def _at(self, position: int) -> Draw:
         epoch, offset = divmod(position, len(self._prompts))
         if epoch != self._epoch:
-            generator = np.random.default_rng([self._seed, epoch])
+            generator = np.random.default_rng([_SEED_WORD, self._seed, epoch])
             self._epoch, self._order = epoch, generator.permutation(len(self._prompts))
         return Draw(position, self._prompts[self._order[offset]])

@@ -30,9 +30,17 @@ from raypo.models.loading import load_backbone, load_causal_lm
 from raypo.models.networks import Critic, Policy
 from raypo.types import Experience
 
+_SEED_WORD = 3
+"""First of the numbers that seed an order; the prompt stream has 1, dealing 2, requests 4."""
+
 
 class NonFiniteUpdateError(RuntimeError):
     """Too many updates in a row had a loss or gradient that is not finite."""
+
+
+def minibatch_order(seed: int, step: int, epoch: int, count: int) -> list[int]:
+    """The order in which an epoch of a step takes its minibatches."""
+    return np.random.default_rng((_SEED_WORD, seed, step, epoch)).permutation(count).tolist()
 
 
 class Learner:
@@ -112,8 +120,7 @@ class Learner:
         last = experience.minibatch.max() if len(experience) else torch.tensor(-1)
         num_minibatches = 1 + int(self._workers.max(last))
         for epoch in range(self._ppo.num_epochs):
-            order = np.random.default_rng((self._seed, step, epoch)).permutation(num_minibatches)
-            for minibatch in order.tolist():
+            for minibatch in minibatch_order(self._seed, step, epoch, num_minibatches):
                 rows = torch.nonzero(experience.minibatch == minibatch).flatten()
                 with_policy = step > self._ppo.critic_warmup_steps
                 applied = self._update_on(
@@ -166,7 +173,10 @@ class Learner:
 
     def save_policy(self, directory: Path, tokenizer: Any) -> None:
         """The policy as a Hugging Face folder; written by rank 0, all workers call it."""
-        weights = {name: tensor.cpu().clone() for name, tensor in self.named_weights()}
+        weights: dict[str, Tensor] = {}
+        for name, tensor in self.named_weights():  # all iterate, rank 0 alone keeps
+            if self._workers.rank == 0:
+                weights[name] = tensor.cpu().clone()
         if self._workers.rank == 0:
             self._policy.module.model.save_pretrained(directory, state_dict=weights)
             tokenizer.save_pretrained(directory)

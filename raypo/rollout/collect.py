@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,12 @@ import numpy as np
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, RolloutSection
 from raypo.data.stream import Draw
-from raypo.rewards.scoring import score, too_many_failures
+from raypo.rewards.scoring import RewardFunction, score, too_many_failures
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.types import Rollout, ScoredRollout
 
-RewardFunction = Callable[[list[Rollout]], Sequence[float]]
+_SEED_WORD = 4
+"""First of the numbers that seed a request; prompt stream, dealing and learner have 1 to 3."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def sample(draws: Sequence[Draw], engine: Any, tokenizer: Any, sampling: Samplin
 
 def request_seed(sampling: Sampling, group_index: int, sample_index: int) -> int:
     """A 31-bit seed that differs between runs, draws and samples."""
-    parts = (sampling.seed, sampling.stream, group_index, sample_index)
+    parts = (_SEED_WORD, sampling.seed, sampling.stream, group_index, sample_index)
     state = np.random.SeedSequence(parts).generate_state(1)
     return int(state[0] >> 1)
 

@@ -15,6 +15,9 @@ from torch import Tensor
 from raypo.collectives import Workers
 from raypo.types import Experience, ScoredRollout
 
+_SEED_WORD = 2
+"""First of the numbers that seed the cut; the prompt stream has 1, the learner 3, requests 4."""
+
 
 @dataclass(frozen=True)
 class Deal:
@@ -43,7 +46,7 @@ def deal(
     """
     everyone = [rollout for share in workers.gather(scored) for rollout in share]
     everyone.sort(key=lambda s: (s.rollout.group_index, s.rollout.sample_index))
-    order = np.random.default_rng(seed).permutation(len(everyone))
+    order = np.random.default_rng((_SEED_WORD, *seed)).permutation(len(everyone))
     num_minibatches = max(math.ceil(len(order) / minibatch_size), 1)
     mine: list[tuple[int, int]] = []  # (minibatch, index into everyone)
     for number, minibatch in enumerate(np.array_split(order, num_minibatches)):

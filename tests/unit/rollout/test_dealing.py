@@ -1,10 +1,13 @@
 """Who trains what: a cut of the whole batch that knows nothing of workers."""
 
+import numpy as np
 import pytest
 
 from raypo.collectives import Workers
+from raypo.data.stream import PromptStream
+from raypo.learner.learner import minibatch_order
 from raypo.rollout.dealing import balanced_shares, deal, to_experience
-from raypo.types import ScoredRollout
+from raypo.types import Prompt, ScoredRollout
 from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_refill import rollout
 
@@ -61,3 +64,16 @@ def test_what_an_environment_wrote_and_who_sampled_reach_the_batch():
     batch = to_experience(deal(scored(3), minibatch_size=4, seed=(0,), workers=Workers()))
     assert batch.weight_version.tolist() == [0, 0, 0]
     assert batch.response_mask.sum(1).tolist() == [1 + int(s) % 4 for s in batch.scores.tolist()]
+
+
+def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
+    count = 40
+    prompts = [Prompt(n, "", np.array([n], np.int32)) for n in range(count)]
+    stream = PromptStream(prompts, seed=0)
+    drawn = [d.prompt.index for d in stream.take(2 * count)][count:]  # epoch 1
+    dealt = deal(scored(count), minibatch_size=1, seed=(0, 1), workers=Workers())
+    cut = [int(one.score) for one in dealt.rollouts]
+    orders = [drawn, cut, minibatch_order(0, 1, 0, count)]
+
+    assert [sorted(order) for order in orders] == [list(range(count))] * 3
+    assert len(set(map(tuple, orders))) == 3
