@@ -104,9 +104,13 @@ def estimate_advantages(
     else:
         advantages = returns = discounted_returns(rewards, mask, gamma=gamma)
     if estimator.whitens:
-        moments = workers.sum(masked_moments(advantages, mask))
-        advantages = masked_whiten(advantages, mask, moments=moments)
+        advantages = _whiten_over_workers(advantages, mask, workers)
     return advantages, returns
+
+
+def _whiten_over_workers(advantages: Tensor, mask: Tensor, workers: Workers) -> Tensor:
+    moments = workers.sum(masked_moments(advantages, mask))
+    return masked_whiten(advantages, mask, moments=moments)
 
 
 def baseline_over_workers(

@@ -19,7 +19,7 @@ from raypo.ppo.masked import (
     masked_moments,
     masked_sum,
 )
-from raypo.ppo.surrogates import POLICY_KINDS, surrogate
+from raypo.ppo.surrogates import POLICY_KINDS, TokenLoss, surrogate
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
@@ -118,8 +118,7 @@ def policy_loss(
         clip_high: above `clip_low` it is DAPO's clip-higher.
         dual_clip: above 1; bounds the loss of negative advantages. None: no bound.
         weights: of `corrections.importance_weights`; what they drop stays in the denominator.
-        max_new_tokens: see `aggregate`.
-        normalizer: see `aggregate`.
+        max_new_tokens, normalizer: see `aggregate`.
 
     Returns:
         loss: scalar.
@@ -156,18 +155,21 @@ def policy_loss(
         max_new_tokens=max_new_tokens,
         normalizer=normalizer,
     )
-    with torch.no_grad():
-        clamped = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        stats = {
-            "tokens": mask.sum().double(),
-            "responses": mask.any(1).sum().double(),
-            "ratio": masked_sum(chosen.ratio, mask),
-            "clipped": (chosen.clipped & mask).sum().double(),
-            "dual_clipped": (chosen.dual_clipped & mask).sum().double(),
-            "clamped": (clamped != change).sum().double(),
-            "approx_kl": exact_sum(torch.expm1(clamped) - clamped),
-        }
-    return loss, stats
+    return loss, _policy_stats(chosen, change, mask)
+
+
+@torch.no_grad()
+def _policy_stats(chosen: TokenLoss, change: Tensor, mask: Tensor) -> Stats:
+    clamped = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "tokens": mask.sum().double(),
+        "responses": mask.any(1).sum().double(),
+        "ratio": masked_sum(chosen.ratio, mask),
+        "clipped": (chosen.clipped & mask).sum().double(),
+        "dual_clipped": (chosen.dual_clipped & mask).sum().double(),
+        "clamped": (clamped != change).sum().double(),
+        "approx_kl": exact_sum(torch.expm1(clamped) - clamped),
+    }
 
 
 def value_loss(
@@ -185,8 +187,7 @@ def value_loss(
 
     Args:
         value_clip: how far, in score, a value may move from `old_values`; None: any distance.
-        max_new_tokens: see `aggregate`.
-        normalizer: see `aggregate`.
+        max_new_tokens, normalizer: see `aggregate`.
 
     Returns:
         loss: scalar.
@@ -219,19 +220,22 @@ def value_loss(
         max_new_tokens=max_new_tokens,
         normalizer=normalizer,
     )
-    with torch.no_grad():
-        _, error_sum, squared_error = masked_moments(error, mask)
-        tokens, returns_sum, returns_squared = masked_moments(target, mask)
-        stats = {
-            "tokens": tokens,
-            "clipped": clipped.sum().double(),
-            "values": error_sum + returns_sum,
-            "error": error_sum,
-            "squared_error": squared_error,
-            "returns": returns_sum,
-            "returns_squared": returns_squared,
-        }
-    return loss, stats
+    return loss, _value_stats(error, target, clipped, mask)
+
+
+@torch.no_grad()
+def _value_stats(error: Tensor, target: Tensor, clipped: Tensor, mask: Tensor) -> Stats:
+    _, error_sum, squared_error = masked_moments(error, mask)
+    tokens, returns_sum, returns_squared = masked_moments(target, mask)
+    return {
+        "tokens": tokens,
+        "clipped": clipped.sum().double(),
+        "values": error_sum + returns_sum,
+        "error": error_sum,
+        "squared_error": squared_error,
+        "returns": returns_sum,
+        "returns_squared": returns_squared,
+    }
 
 
 def explained_variance(stats: Stats) -> Tensor:
