@@ -30,7 +30,7 @@ def combinations() -> Iterator[PPOSection]:
                 "correction": {"kind": CORRECTIONS[(row + column + row * 4) % 6]},
                 "minibatch_size": 5,  # 12 responses: minibatches of 4
                 "entropy_coef": 0.1,
-                "clip_high": 0.05,
+                "clip_high": 0.2 if loss == "sapo" else 0.05,  # sapo has none
                 "dual_clip": 1.1 if loss in ("ppo", "gspo") else None,
                 "bootstrap_truncated": advantage == "gae",
                 "gamma": 0.9,
