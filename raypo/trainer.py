@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from raypo.metrics.run_files import RunFiles
 from raypo.metrics.summary import installed_versions, summarize
 from raypo.recipes.ppo import train_loop_per_worker
 from raypo.recipes.setup import RUNTIME_KEY, Runtime
-from raypo.types import Rollout
+from raypo.rewards.scoring import RewardFunction
 
 POLL_S = 0.2
 CONTROLLER_FAILURE_LIMIT = 2
@@ -37,8 +37,6 @@ CONTROLLER_FAILURE_LIMIT = 2
 
 RAY_RUN_NAME = "ray_train_run-"
 """How the names begin that RunConfig makes up."""
-
-RewardFunction = Callable[[list[Rollout]], Sequence[float]]
 
 
 class PPOTrainer(TorchTrainer):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,12 +52,6 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
             f"end-of-sequence token. Set eos_token_id in generation_config.json."
         )
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-
-
-def vocabulary_size(path: str) -> int | None:
-    """`vocab_size` of a local folder's config.json; None when it is not there to read."""
-    config = Path(path) / "config.json"
-    return json.loads(config.read_text()).get("vocab_size") if config.is_file() else None
 
 
 def _load(kind: Any, path: str, dtype: str) -> nn.Module:
