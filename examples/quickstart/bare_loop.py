@@ -9,11 +9,10 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raypo import PPOConfig, train_loop_per_worker
-from raypo.config.paths import absolute_paths
 
 if __name__ == "__main__":
     # Ray's workers run in a folder of their own: relative paths are made absolute here.
-    config = absolute_paths(PPOConfig.load("examples/quickstart/ppo.yaml"), Path.cwd())
+    config = PPOConfig.load("examples/quickstart/ppo.yaml").with_absolute_paths()
     trainer = TorchTrainer(
         train_loop_per_worker,
         train_loop_config=config.model_dump(),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError
 from yaml import YAMLError
+
+from raypo.config.paths import absolute_paths
 
 
 class ConfigError(ValueError):
@@ -27,6 +29,14 @@ class Config(BaseModel):
 
 class RunFile(Config):
     """A whole run file, loadable from YAML."""
+
+    paths: ClassVar[tuple[str, ...]] = ()
+    """Dotted keys of paths and hub ids, besides storage_path."""
+    functions: ClassVar[tuple[str, ...]] = ()
+    """Dotted keys of functions: `file.py:name` or `package.module:name`."""
+
+    storage_path: str = "runs"
+    """Folder or URI (s3://...); a relative path is the driver's."""
 
     @classmethod
     def load(
@@ -52,6 +62,14 @@ class RunFile(Config):
         except ValidationError as error:
             lines = _mistakes(cls, error.errors())
             raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
+
+    def with_absolute_paths(self, base: str | Path | None = None) -> Self:
+        """The config for a reader in another folder: paths that exist below `base` in full.
+
+        Args:
+            base: The folder that relative paths start from; None: the current one.
+        """
+        return absolute_paths(self, Path(base or Path.cwd()))
 
     def differences(self, other: Self, *, ignore: Sequence[str] = ()) -> list[str]:
         """`key: mine -> theirs` for each key that differs; `ignore` names keys and sections."""

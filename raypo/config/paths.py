@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypo.config.run import PPOConfig
+if TYPE_CHECKING:
+    from raypo.config.base import RunFile
+
+AnyRunFile = TypeVar("AnyRunFile", bound="RunFile")
 
 
-def absolute_paths(config: PPOConfig, base: Path) -> PPOConfig:
+def absolute_paths(config: AnyRunFile, base: Path) -> AnyRunFile:
     """The config with every path that exists below `base` made absolute; hub ids stay."""
-    model = config.model.model_copy(
-        update={
-            key: _absolute(getattr(config.model, key), base)
-            for key in ("policy", "critic", "reference")
-        }
-    )
-    data = config.data.model_copy(
-        update={"prompts": tuple(_absolute(path, base) for path in config.data.prompts)}
-    )
-    held_out = config.eval.prompts
-    evaluation = config.eval.model_copy(
-        update={
-            "prompts": held_out and tuple(_absolute(path, base) for path in held_out),
-            "function": _absolute_function(config.eval.function, base),
-        }
-    )
-    reward = config.reward.model_copy(
-        update={"function": _absolute_function(config.reward.function, base)}
-    )
-    return config.model_copy(
-        update={"model": model, "data": data, "eval": evaluation, "reward": reward}
-    )
+    values = config.model_dump()
+    for key in config.paths:
+        _change(values, key.split("."), lambda path: _absolute(path, base))
+    for key in config.functions:
+        _change(values, key.split("."), lambda spec: _absolute_function(spec, base))
+    return type(config).parse(values)
 
 
-def storage_path(config: PPOConfig) -> str:
+def storage_path(config: RunFile) -> str:
     """Where runs are kept: a URI as it is, a local path made absolute."""
     path = config.storage_path
     return path if is_uri(path) else str(Path(path).expanduser().absolute())
@@ -44,16 +33,31 @@ def is_uri(path: str) -> bool:
     return "://" in path
 
 
-def _absolute(path: str | None, base: Path) -> str | None:
-    if path is None or is_uri(path):
+def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]) -> None:
+    """Change the texts at a dotted key; every item of a list, each of its own keys below."""
+    first, *rest = key
+    found = values.get(first)
+    if found is None:
+        return
+    if rest:
+        for section in found if isinstance(found, list | tuple) else [found]:
+            _change(section, rest, change)
+    elif isinstance(found, list | tuple):
+        values[first] = [change(text) for text in found]
+    else:
+        values[first] = change(found)
+
+
+def _absolute(path: str, base: Path) -> str:
+    if is_uri(path):
         return path
     full = base / Path(path).expanduser()
     return str(full) if full.exists() else path
 
 
-def _absolute_function(spec: str | None, base: Path) -> str | None:
+def _absolute_function(spec: str, base: Path) -> str:
     """`file.py:name` with the file's full path; `package.module:name` stays."""
-    if spec is None or ":" not in spec:
+    if ":" not in spec:
         return spec
     file, name = spec.rsplit(":", 1)
     return f"{_absolute(file, base)}:{name}" if file.endswith(".py") else spec

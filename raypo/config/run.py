@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -37,6 +37,15 @@ MAX_KL_ERROR = 0.2
 class PPOConfig(RunFile):
     """The whole run file of the `ppo` recipe; each part of the program gets its own section."""
 
+    paths: ClassVar[tuple[str, ...]] = (
+        "model.policy",
+        "model.critic",
+        "model.reference",
+        "data.prompts",
+        "eval.prompts",
+    )
+    functions: ClassVar[tuple[str, ...]] = ("reward.function", "eval.function")
+
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Run folder: <storage_path>/<name>/."""
     recipe: Literal["ppo"] = "ppo"
@@ -44,8 +53,6 @@ class PPOConfig(RunFile):
     """Of sampling, data order, dealing and new weights."""
     num_steps: int = Field(default=40, ge=1)
     """One step is one rollout batch and its updates."""
-    storage_path: str = "runs"
-    """Folder or URI (s3://...); a relative path is the driver's."""
     model: ModelSection
     data: DataSection
     reward: RewardSection = RewardSection()

@@ -12,7 +12,6 @@ import ray.train
 from ray.actor import ActorHandle
 
 from raypo.config import ConfigError, PPOConfig
-from raypo.config.paths import absolute_paths
 
 RUNTIME_KEY = "raypo_runtime"
 """Key of the driver's additions in the setup of `train_loop_per_worker`."""
@@ -39,7 +38,7 @@ def open_setup(setup: dict[str, Any]) -> tuple[PPOConfig, Runtime]:
     values = dict(setup)
     runtime = values.pop(RUNTIME_KEY, None) or _bare_runtime()
     config = PPOConfig.parse(values, origin="train_loop_config")
-    return absolute_paths(config, Path(runtime.working_dir)), runtime
+    return config.with_absolute_paths(runtime.working_dir), runtime
 
 
 def _bare_runtime() -> Runtime:

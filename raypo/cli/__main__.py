@@ -1,0 +1,5 @@
+"""`python -m raypo.cli` is the `raypo` command."""
+
+from raypo.cli import main
+
+main()

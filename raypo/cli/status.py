@@ -1,0 +1,55 @@
+"""How a command ends: what it raises becomes a text for people and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+
+
+@contextmanager
+def exit_status() -> Iterator[None]:
+    """What a command raises becomes a text for people and an exit status."""
+    from raypo.config import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        tell(str(error))
+        raise typer.Exit(WRONG_INPUT) from None
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        tell("stopped at once; the same command resumes from the last checkpoint.")
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)  # Ray's threads must not hold the process back
+    except Exception as error:
+        raise typer.Exit(_tell_failure(error)) from None
+
+
+def tell(text: str) -> None:
+    """Lines on standard error, each under raypo's name."""
+    typer.echo("\n".join(f"raypo: {line}" for line in text.splitlines()), err=True)
+
+
+def _tell_failure(error: Exception) -> int:
+    """Tell an error whole; input that only the workers could see is told like other input."""
+    import traceback
+
+    from raypo.config import ConfigError
+
+    failures = getattr(error, "worker_failures", None)
+    if not failures:
+        typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
+        return FAILED
+    causes = [getattr(failure, "_base_exc", failure) for failure in failures.values()]
+    if all(isinstance(cause, ConfigError) for cause in causes):
+        tell(str(causes[0]))
+        return WRONG_INPUT
+    typer.echo(str(error), err=True)  # it holds the workers' tracebacks
+    return FAILED

@@ -1,0 +1,43 @@
+"""`raypo train`: one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raypo.cli.status import INTERRUPTED, exit_status
+
+
+@exit_status()
+def train(
+    config: Annotated[Path, typer.Argument(help="A run config (YAML).")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, like ppo.kl.coef=0.02")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; removes the run.")] = False,
+) -> None:
+    """Start a run, resume one that was interrupted, or say that it is finished."""
+    from raypo.checks import check_inputs, check_run_folder, is_finished
+    from raypo.config import PPOConfig
+    from raypo.config.paths import storage_path
+    from raypo.metrics.run_files import RunFiles
+
+    run = PPOConfig.load(config, overrides)
+    check_inputs(run)
+    files = RunFiles(storage_path(run), run.name)
+    if fresh:
+        with files.lock():
+            files.remove()
+    check_run_folder(run, files)
+    if is_finished(files):
+        typer.echo(
+            f"raypo: {run.name} is finished, files in {files.location}; --fresh starts over."
+        )
+        return
+    from raypo.trainer import PPOTrainer  # Ray and torch from here on
+
+    result = PPOTrainer(run).fit()
+    if (result.return_value or {}).get("status") == "interrupted":
+        raise typer.Exit(INTERRUPTED)
