@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from raypo.cli.sweep import sweep
 from raypo.cli.train import train
 
 app = typer.Typer(
@@ -13,11 +14,7 @@ app = typer.Typer(
     help="Align language models with PPO on Ray Train, vLLM and DeepSpeed.",
 )
 app.command()(train)
-
-
-@app.callback()
-def _root() -> None:
-    """Keeps `train` a word of its own while it is the only command."""
+app.command()(sweep)
 
 
 def main() -> None:

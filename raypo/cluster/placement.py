@@ -51,18 +51,18 @@ def check_feasible(demand: Demand, nodes: list[Resources], *, strategy: str = "P
             f"{demand.remedy}"
         )
 
-    room = _room(demand.bundle, nodes, strategy)
-    if room < demand.count:
+    fits = room(demand.bundle, nodes, strategy)
+    if fits < demand.count:
         bundle = ", ".join(f"{amount:g} {name}" for name, amount in sorted(demand.bundle.items()))
         raise PlacementError(
             f"{demand.role}: asks for {demand.count} bundles of {bundle}, each on one node; under "
             f"placement.strategy {strategy} the cluster's {_count(len(nodes))} have room for "
-            f"{room}. {demand.remedy}"
+            f"{fits}. {demand.remedy}"
         )
 
 
-def _room(bundle: Resources, nodes: list[Resources], strategy: str) -> int:
-    """How many equal bundles the nodes hold."""
+def room(bundle: Resources, nodes: list[Resources], strategy: str) -> int:
+    """How many equal bundles the nodes hold under a placement strategy."""
     by_node = [
         min(int(node.get(name, 0.0) / each + 1e-9) for name, each in bundle.items())
         for node in nodes

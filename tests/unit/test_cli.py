@@ -61,3 +61,18 @@ def test_wrong_input_is_told_without_importing_anything_heavy(config: Path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_a_wrong_sweep_file_is_told_without_importing_anything_heavy(config: Path):
+    file = config.parent / "sweep.yaml"
+    file.write_text(f"name: s\nbase: {config}\nspace: {{ppo.kl.cof: {{uniform: [0, 1]}}}}\n")
+    code = (
+        "import sys, raypo.cli\n"
+        f"sys.argv = ['raypo', 'sweep', {str(file)!r}]\n"
+        "try:\n    raypo.cli.main()\n"
+        f"finally:\n    print([m for m in {HEAVY!r} if m in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Did you mean ppo.kl.coef?" in done.stderr
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,116 @@
+"""The values that a sweep may give a key: `choice`, `grid`, `uniform` and their kin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+RANGES = {
+    "uniform": "[low, high]",
+    "loguniform": "[low, high], both above 0",
+    "randint": "[low, high], whole numbers, high left out",
+    "quniform": "[low, high, step]",
+}
+"""Kinds with ends, and how their values are written."""
+LISTS = ("choice", "grid")
+KINDS = (*LISTS, *RANGES)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What one key may become, as the sweep file says: `{loguniform: [1.0e-4, 1.0]}`."""
+
+    kind: str
+    values: tuple[Any, ...]
+
+    @classmethod
+    def parse(cls, key: str, written: Any) -> Domain:
+        """The domain of a key.
+
+        Raises:
+            ValueError: the text of the file is no domain, with key, value, rule and remedy.
+        """
+        if (
+            not isinstance(written, Mapping)
+            or len(written) != 1
+            or next(iter(written)) not in KINDS
+        ):
+            raise ValueError(
+                f"space.{key} ({written!r}): must be one of {', '.join(KINDS)} with its values. "
+                f"Write it like {{loguniform: [1.0e-4, 1.0]}} or {{choice: [0.1, 0.2]}}."
+            )
+        ((kind, values),) = written.items()
+        if not isinstance(values, list | tuple) or not values:
+            raise ValueError(
+                f"space.{key} ({kind}: {values!r}): must be a list of values. Write "
+                f"{kind}: {RANGES.get(kind, '[first, second]').split(', both')[0]}."
+            )
+        if kind in RANGES:
+            _check_range(key, kind, list(values))
+        elif len({repr(value) for value in values}) < len(values):
+            raise ValueError(
+                f"space.{key} ({kind}: {list(values)!r}): a value stands there twice. Remove one."
+            )
+        return cls(kind, tuple(values))
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the values are all there are, rather than the ends of a range."""
+        return self.kind in LISTS
+
+    @property
+    def test_values(self) -> tuple[Any, ...]:
+        """Values that stand for all of them when a config is tried: the ends of a range."""
+        if self.is_list:
+            return self.values
+        low, high = self.values[:2]
+        return (low, high - 1) if self.kind == "randint" else (low, high)
+
+    def as_written(self) -> dict[str, list[Any]]:
+        """The form of the sweep file."""
+        return {self.kind: list(self.values)}
+
+    def __str__(self) -> str:
+        return f"{self.kind} {', '.join(_short(value) for value in self.values)}"
+
+
+def flat_space(written: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"ppo.kl.coef": {"uniform": [0, 1]}}`, also where an override has nested the keys."""
+    flat: dict[str, Any] = {}
+    for key, value in written.items():
+        nests = isinstance(value, Mapping) and value and not set(value) & set(KINDS)
+        if nests and all(isinstance(below, Mapping) for below in value.values()):
+            flat |= flat_space(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _check_range(key: str, kind: str, values: list[Any]) -> None:
+    def refuse(rule: str, remedy: str) -> None:
+        raise ValueError(f"space.{key} ({kind}: {values!r}): {rule}. {remedy}.")
+
+    usual = f"Write {kind}: {RANGES[kind]}"
+    if len(values) != (3 if kind == "quniform" else 2):
+        refuse(f"must be {RANGES[kind]}", usual)
+    for value in values:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            refuse("must be numbers", usual)
+        if kind == "randint" and not isinstance(value, int):
+            refuse("must be whole numbers", usual)
+    low, high = values[:2]
+    if not low < high:
+        refuse(f"low ({low:g}) must be below high ({high:g})", "Swap or change them")
+    if kind == "loguniform" and low <= 0:
+        refuse(f"low ({low:g}) must be above 0", "Choose a small positive number, or uniform")
+    if kind == "quniform" and not 0 < values[2] <= high - low:
+        refuse(
+            f"step ({values[2]:g}) must be above 0 and at most high - low", "Choose another step"
+        )
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

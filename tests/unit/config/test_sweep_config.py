@@ -1,0 +1,176 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypo.config import ConfigError
+from raypo.config.space import Domain, flat_space
+from raypo.config.sweep import Constraint, SweepConfig, with_values
+
+BASE = """
+name: quick
+model: {policy: tiny}
+data: {prompts: prompts.jsonl}
+rollout: {prompts_per_step: 8, samples_per_prompt: 4}
+eval: {prompts: held_out.jsonl}
+"""
+COEFFICIENT = {"ppo.kl.coef": {"loguniform": [1e-4, 1.0]}}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def sweep_of(base: Path, **changes: Any) -> SweepConfig:
+    values = {"name": "s", "base": str(base), "space": COEFFICIENT} | changes
+    return SweepConfig.parse(values, origin="sweep.yaml")
+
+
+def refused(base: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        sweep_of(base, **changes).base_config()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "rule"),
+    [
+        (3, "must be one of choice, grid, uniform"),
+        ({"uniform": [0, 1], "choice": [1]}, "must be one of choice, grid, uniform"),
+        ({"uniform": [1.0, 0.5]}, "low (1) must be below high (0.5)"),
+        ({"uniform": [1.0]}, "must be [low, high]"),
+        ({"uniform": ["a", 1]}, "must be numbers"),
+        ({"uniform": [0.0, float("inf")]}, "must be numbers"),
+        ({"loguniform": [0.0, 1.0]}, "low (0) must be above 0"),
+        ({"randint": [1, 2.5]}, "must be whole numbers"),
+        ({"quniform": [0.1, 0.3, 0.5]}, "step (0.5) must be above 0"),
+        ({"choice": [1, 1]}, "a value stands there twice"),
+        ({"choice": []}, "must be a list of values"),
+    ],
+)
+def test_a_domain_that_is_none_is_refused_with_its_rule(written: Any, rule: str):
+    with pytest.raises(ValueError, match=r"space\.ppo\.x") as error:
+        Domain.parse("ppo.x", written)
+    assert rule in str(error.value)
+
+
+def test_an_override_on_the_command_line_reaches_a_dotted_key(base: Path, tmp_path: Path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(
+        f"name: s\nbase: {base}\nspace:\n  ppo.kl.coef: {{loguniform: [1.0e-4, 1.0]}}\n"
+    )
+    sweep = SweepConfig.load(file, ["space.ppo.kl.coef={choice: [0.1, 0.2]}", "num_samples=3"])
+    assert sweep.domains == {"ppo.kl.coef": Domain("choice", (0.1, 0.2))}
+    assert sweep.num_trials == 3
+
+
+def test_nested_and_dotted_spaces_are_the_same():
+    nested = {"ppo": {"kl": {"coef": {"uniform": [0, 1]}}, "clip_low": {"choice": [1]}}}
+    assert flat_space(nested) == {
+        "ppo.kl.coef": {"uniform": [0, 1]},
+        "ppo.clip_low": {"choice": [1]},
+    }
+
+
+def test_a_key_that_the_run_config_has_not_is_refused_with_the_nearest(base: Path):
+    message = refused(base, space={"ppo.kl.coeff": {"uniform": [0, 1]}})
+    assert message == (
+        "space.ppo.kl.coeff: the run config has no such key. Did you mean ppo.kl.coef?"
+    )
+
+
+def test_a_section_and_what_the_sweep_sets_itself_are_refused(base: Path):
+    assert "is a section" in refused(base, space={"ppo.kl": {"choice": [1]}})
+    for key in ("name", "storage_path", "cluster.namespace"):
+        assert "is the same for all trials" in refused(base, space={key: {"choice": ["a"]}})
+
+
+def test_values_that_the_run_config_refuses_are_refused_at_once(base: Path):
+    message = refused(base, space={"ppo.kl.coef": {"uniform": [-1.0, 1.0]}})
+    assert "ppo.kl.coef (-1.0): must be greater than or equal to 0" in message
+    message = refused(base, space={"rollout.max_new_tokens": {"choice": ["many"]}})
+    assert "rollout.max_new_tokens ('many')" in message
+
+
+def test_combinations_that_the_run_config_refuses_are_refused_at_once(base: Path):
+    space = {
+        "ppo.minibatch_size": {"choice": [8, 16]},
+        "rollout.samples_per_prompt": {"choice": [2, 3]},
+    }
+    message = refused(base, space=space)
+    assert message.startswith("space, ppo.minibatch_size=16, rollout.samples_per_prompt=3: ")
+    fitting = {**space, "rollout.samples_per_prompt": {"choice": [2, 4]}}
+    sweep_of(base, space=fitting).base_config()
+
+
+def test_two_keys_that_only_fit_together_are_allowed(base: Path):
+    space = {
+        "ppo.minibatch_size": {"choice": [64]},  # too large for the base's 32 responses
+        "rollout.prompts_per_step": {"choice": [16, 32]},
+    }
+    sweep_of(base, space=space).base_config()
+
+
+def test_a_preset_in_the_space_still_sets_what_the_base_leaves_unsaid(base: Path):
+    sweep = sweep_of(base, space={"ppo.preset": {"choice": ["grpo", "rloo"]}})
+    sweep.base_config()
+    trial = with_values(sweep.base_values(), {"ppo.preset": "grpo"})
+    assert trial["ppo"] == {"preset": "grpo"}
+    assert "ppo" not in sweep.base_values()
+
+
+def test_an_override_of_the_base_is_checked_like_the_base(base: Path):
+    assert sweep_of(base, overrides={"num_steps": 3}).base_config().num_steps == 3
+    assert sweep_of(base, overrides={"ppo.kl.coef": 0.5}).base_config().ppo.kl.coef == 0.5
+    assert "Did you mean num_steps?" in refused(base, overrides={"num_step": 3})
+
+
+def test_a_metric_that_the_base_never_measures_is_refused(base: Path):
+    assert "evaluates nothing" in refused(base, overrides={"eval": {"prompts": None}})
+    message = refused(
+        base,
+        overrides={"ppo.kl.coef": 0.0},
+        space={"ppo.gamma": {"uniform": [0.9, 1.0]}},
+        constraint="kl/ref_response_mean <= 10",
+    )
+    assert "has no reference" in message
+
+
+def test_grid_and_searcher_belong_together(base: Path):
+    grid = {"ppo.gamma": {"grid": [0.9, 1.0]}, "ppo.kl.coef": {"choice": [0.1, 0.2, 0.3]}}
+    assert sweep_of(base, space=grid, searcher="grid").num_trials == 6
+    assert "Write choice" in refused(base, space=grid)
+    assert "a grid is tried whole, 6 trials" in refused(
+        base, space=grid, searcher="grid", num_samples=4
+    )
+    assert "is a range" in refused(base, searcher="grid")
+
+
+def test_a_scheduler_has_only_its_own_settings(base: Path):
+    assert sweep_of(base, scheduler="asha").scheduler.reduction_factor == 3.0
+    message = refused(base, scheduler={"kind": "median", "reduction_factor": 2})
+    assert "scheduler.reduction_factor (2.0)" in message
+    assert "scheduler.kind to asha" in message
+
+
+def test_every_metric_has_its_mode(base: Path):
+    two = ["eval/score_mean", "kl/ref_response_mean"]
+    assert sweep_of(base, metric=two, mode=["max", "min"]).mode == ("max", "min")
+    assert "one for each metric" in refused(base, metric=two)
+
+
+def test_a_constraint_says_by_how_much_it_is_broken(base: Path):
+    at_most = Constraint("kl/ref_response_mean <= 10")
+    assert at_most.excess(12.5) == 2.5
+    assert at_most.excess(4.0) < 0
+    assert Constraint("eval/score_mean >= 1e-1").excess(0.0) == 0.1
+    assert at_most.excess(float("nan")) == float("inf")
+    assert "METRIC <= NUMBER" in refused(base, constraint="kl/ref_response_mean < 10")
+
+
+def test_the_resolved_sweep_reads_back_as_itself(base: Path):
+    sweep = sweep_of(base, scheduler="asha", constraint="kl/ref_response_mean <= 10")
+    assert SweepConfig.parse(sweep.model_dump(mode="json", exclude_unset=True)) == sweep

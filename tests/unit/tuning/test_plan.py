@@ -1,0 +1,91 @@
+from typing import Any
+
+import pytest
+
+from raypo.config import ConfigError, PPOConfig
+from raypo.config.sweep import SweepConfig
+from raypo.tuning.plan import describe, grid_points, plan_sweep
+
+SPACE = {"ppo.kl.coef": {"loguniform": [1e-4, 1.0]}}
+
+
+def sweep_of(**changes: Any) -> SweepConfig:
+    return SweepConfig.parse({"name": "s", "base": "base.yaml", "space": SPACE} | changes)
+
+
+def base_of(**learner: Any) -> PPOConfig:
+    placement = {"strategy": learner.pop("strategy", "PACK")}
+    return PPOConfig.parse(
+        {
+            "name": "b",
+            "model": {"policy": "p"},
+            "data": {"prompts": "d"},
+            "learner": learner,
+            "placement": placement,
+        }
+    )
+
+
+def slots(nodes: list[dict[str, float]], *, use_gpu: bool = False, **learner: Any) -> int:
+    sweep = sweep_of(num_samples=100)
+    return plan_sweep(sweep, base_of(**learner), nodes, use_gpu=use_gpu).num_slots
+
+
+def test_as_many_trials_as_fit_side_by_side():
+    two_cores = [{"CPU": 2.0}]
+    assert slots(two_cores, cpus_per_worker=2) == 1
+    assert slots(two_cores, cpus_per_worker=1) == 2
+    assert slots([{"CPU": 64.0, "GPU": 8.0}], num_workers=2, use_gpu=True) == 4
+
+
+def test_half_a_trial_is_no_slot():
+    nodes = [{"CPU": 3.0}, {"CPU": 3.0}]
+    assert slots(nodes, cpus_per_worker=2, num_workers=2) == 1
+    assert slots([{"CPU": 5.0}], cpus_per_worker=2, num_workers=2) == 1
+
+
+def test_the_placement_strategy_decides_what_fits():
+    nodes = [{"CPU": 3.0}, {"CPU": 3.0}]
+    assert slots(nodes, num_workers=2) == 3
+    assert slots(nodes, num_workers=2, strategy="STRICT_PACK") == 2
+    assert slots(nodes, num_workers=2, strategy="STRICT_SPREAD") == 3
+    lopsided = [{"CPU": 5.0}, {"CPU": 1.0}]
+    assert slots(lopsided, num_workers=2, strategy="STRICT_SPREAD") == 1
+
+
+def test_the_sweep_file_may_take_less_than_fits():
+    nodes, base = [{"CPU": 8.0}], base_of(cpus_per_worker=2)
+    limited = sweep_of(resources={"cpus": 5})
+    assert plan_sweep(limited, base, nodes, use_gpu=False).num_slots == 2
+    assert plan_sweep(sweep_of(max_concurrent=3), base, nodes, use_gpu=False).num_slots == 3
+    assert plan_sweep(sweep_of(max_concurrent=99), base, nodes, use_gpu=False).num_slots == 4
+    assert plan_sweep(sweep_of(num_samples=2), base, nodes, use_gpu=False).num_slots == 2
+
+
+def test_a_trial_that_never_fits_is_refused():
+    with pytest.raises(ConfigError, match="learner workers of one trial: asks for 1 x 4 CPU"):
+        slots([{"CPU": 2.0}], cpus_per_worker=4)
+    with pytest.raises(ConfigError, match=r"resources\.cpus \(1\): one trial takes 2 CPU"):
+        plan_sweep(
+            sweep_of(resources={"cpus": 1}),
+            base_of(cpus_per_worker=2),
+            [{"CPU": 2.0}],
+            use_gpu=False,
+        )
+
+
+def test_a_grid_is_every_combination():
+    sweep = sweep_of(
+        searcher="grid", space={"ppo.gamma": {"grid": [0.9, 1.0]}, "seed": {"grid": [0, 1]}}
+    )
+    assert grid_points(sweep) == [
+        {"ppo.gamma": 0.9, "seed": 0},
+        {"ppo.gamma": 0.9, "seed": 1},
+        {"ppo.gamma": 1.0, "seed": 0},
+        {"ppo.gamma": 1.0, "seed": 1},
+    ]
+    plan = plan_sweep(sweep, base_of(), [{"CPU": 2.0}], use_gpu=False)
+    lines = describe(sweep, plan)
+    assert "4 trials of base.yaml" in lines[0]
+    assert "each trial takes 1 CPU; 2 at a time" in "\n".join(lines)
+    assert lines[-1] == "  s-00003: ppo.gamma=1.0, seed=1"
