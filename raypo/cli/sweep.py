@@ -24,11 +24,14 @@ def sweep(
 ) -> None:
     """Search the keys of a run config with Ray Tune."""
     from raypo.checks import check_inputs
+    from raypo.config import ConfigError
     from raypo.config.sweep import SweepConfig
 
     config = SweepConfig.load(file, overrides)
     base = config.base_config()
     check_inputs(base)
+    if not dry_run:
+        raise ConfigError("sweep: running one lands with the next change. Add --dry-run.")
     if dry_run:
         from raypo.tuning.cluster import find_nodes
         from raypo.tuning.plan import describe, plan_sweep
