@@ -12,8 +12,14 @@ from raypo.metrics.run_files import RunFiles
 from raypo.rewards.loader import check_function
 
 
-def check_inputs(config: PPOConfig, *, has_reward_fn: bool = False) -> None:
+def check_inputs(
+    config: PPOConfig, *, has_reward_fn: bool = False, on_this_machine: bool = True
+) -> None:
     """Refuse files that are missing or wrong, and what this machine can never hold.
+
+    Args:
+        has_reward_fn: A function was passed in Python, so the config need not name one.
+        on_this_machine: The run would start here, so its cores must do.
 
     Raises:
         ConfigError: the first thing that is wrong, as key (value), rule and remedy.
@@ -39,7 +45,8 @@ def check_inputs(config: PPOConfig, *, has_reward_fn: bool = False) -> None:
         check_function(config.reward.function)
     if config.eval.function is not None:
         check_function(config.eval.function, key="eval.function")
-    _check_cpus(config)
+    if on_this_machine:
+        _check_cpus(config)
 
 
 def check_run_folder(config: PPOConfig, files: RunFiles) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from raypo.cli.plan import plan
 from raypo.cli.sweep import sweep
 from raypo.cli.train import train
 
@@ -14,6 +15,7 @@ app = typer.Typer(
     help="Align language models with PPO on Ray Train, vLLM and DeepSpeed.",
 )
 app.command()(train)
+app.command()(plan)
 app.command()(sweep)
 
 

@@ -1,5 +1,6 @@
 """The command's exit status, and that wrong input is told before anything heavy is imported."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,30 @@ def test_a_wrong_sweep_file_is_told_without_importing_anything_heavy(config: Pat
     assert done.returncode == 2, done.stderr
     assert "Did you mean ppo.kl.coef?" in done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_plan_says_what_fits_and_what_does_not_without_importing_anything_heavy(tmp_path: Path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "vocab_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | heads))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "reward.py").write_text("def score(rollouts):\n    return []\n")
+    config = tmp_path / "ppo.yaml"
+    config.write_text(
+        f"name: run\nmodel: {{policy: {tmp_path}}}\ndata: {{prompts: {tmp_path}/prompts.jsonl}}\n"
+        f"reward: {{function: '{tmp_path}/reward.py:score'}}\n"
+    )
+    for cluster, status in (("4xCPU,16G", 0), ("4xCPU,2G", 2), ("4xGPU", 2)):
+        code = (
+            "import sys, raypo.cli\n"
+            f"sys.argv = ['raypo', 'plan', {str(config)!r}, 'seed=3', '--cluster', {cluster!r}]\n"
+            "try:\n    raypo.cli.main()\n"
+            f"finally:\n    print([m for m in {HEAVY!r} if m in sys.modules])\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status, done.stderr
+        assert done.stdout.splitlines()[-1] == "[]"
+        assert ("run fits." in done.stdout) == (status == 0)
+        assert ("memory (node 0 RAM): needs" in done.stderr) == (cluster == "4xCPU,2G")

@@ -1,0 +1,54 @@
+"""What the nodes of a running cluster have."""
+
+from __future__ import annotations
+
+import ray
+
+from raypo.cluster.connect import connect
+from raypo.cluster.placement import Resources, alive_nodes
+from raypo.config import ClusterSection
+from raypo.plan import Node
+from raypo.plan.hardware import GB
+
+GPU_GB = {
+    "V100": 16,
+    "T4": 16,
+    "L4": 24,
+    "A10G": 24,
+    "L40S": 48,
+    "A100": 40,
+    "A100-40G": 40,
+    "A100-80G": 80,
+    "H100": 80,
+    "H200": 141,
+    "B200": 180,
+}
+"""Memory by the accelerator type that Ray tells; the smaller kind where there are two."""
+
+
+def cluster_nodes(section: ClusterSection) -> list[Node]:
+    """The nodes that are alive; joins the cluster for as long as it takes to ask.
+
+    Raises:
+        ConfigError: nothing listens at the address.
+    """
+    connected_here = connect(section)
+    try:
+        return [describe(f"node {i}", found) for i, found in enumerate(alive_nodes())]
+    finally:
+        if connected_here:
+            ray.shutdown()
+
+
+def describe(name: str, resources: Resources) -> Node:
+    """A node by its Ray resources; Ray's `memory` leaves out what its object store takes."""
+    kinds = [key.split(":")[1] for key in resources if key.startswith("accelerator_type:")]
+    gpu_gb = next((GPU_GB[kind] for kind in kinds if kind in GPU_GB), None)
+    ram = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
+    return Node(
+        name,
+        gpus=int(resources.get("GPU", 0.0)),
+        gpu_bytes=gpu_gb * GB if gpu_gb else None,
+        cpus=int(resources.get("CPU", 0.0)),
+        ram_bytes=int(ram) or None,
+    )

@@ -1,0 +1,192 @@
+"""From a config and the shapes of its models to the memory of each role, and of each device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raypo.config import PPOConfig
+from raypo.plan import memory
+from raypo.plan.memory import ITEMSIZE, Batch, Bytes, Memory, Sharding
+from raypo.plan.model_shape import ModelShape
+
+Device = Literal["cpu", "cuda"]
+RUNTIME = {
+    "cpu": {"learner": 600 * 10**6, "engine": 1100 * 10**6, "frozen": 600 * 10**6},
+    "cuda": {"learner": 600 * 10**6, "engine": 600 * 10**6, "frozen": 600 * 10**6},
+}
+"""Bytes of a process that holds no model yet: imports on CPU, the CUDA context and its libraries'
+workspaces on a GPU. Measured on CPU (tests/benchmarks); a usual number on GPUs."""
+HOST_RUNTIME = 2 * 10**9
+"""RAM of a process that works on a GPU: imports and CUDA's libraries."""
+RAY_BYTES = 10**9
+"""RAM of Ray's own processes on a node."""
+CPU_HEAP = 1.4
+"""Resident bytes a byte of activations on CPU: glibc's heap keeps what is freed (measured)."""
+ENGINE_SEQUENCES = 256
+"""Sequences that vLLM samples at a time; each has a row of float32 logits, three times."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Shapes of the models of a run."""
+
+    policy: ModelShape
+    critic: ModelShape | None
+    reference: ModelShape | None
+
+    @classmethod
+    def read(cls, config: PPOConfig) -> Models:
+        """From the folders or the hub; the same path is read once."""
+        read: dict[str, ModelShape] = {}
+
+        def shape(key: str, path: str) -> ModelShape:
+            if path not in read:
+                read[path] = ModelShape.read(path, key=key)
+            return read[path]
+
+        model = config.model
+        policy = shape("model.policy", model.policy)
+        critic = shape("model.critic", model.critic or model.policy)
+        reference = shape("model.reference", model.reference or model.policy)
+        return cls(
+            policy,
+            critic if config.ppo.needs_critic else None,
+            reference if config.ppo.needs_reference else None,
+        )
+
+
+@dataclass(frozen=True)
+class Role:
+    """One kind of process."""
+
+    name: str
+    memory: Memory
+
+
+def update_batch(config: PPOConfig, shape: ModelShape) -> Batch:
+    """The largest micro-batch of an update on one worker."""
+    return _worst(config, shape, rows=config.ppo.minibatch_size)
+
+
+def step_batch(config: PPOConfig, shape: ModelShape) -> Batch:
+    """The largest batch of a pass over all of a step's responses."""
+    return _worst(config, shape, rows=config.responses_per_step)
+
+
+def learner(config: PPOConfig, models: Models, sharding: Sharding, device: Device) -> Memory:
+    """A learner worker: policy and critic under DeepSpeed."""
+    itemsize = ITEMSIZE[config.model.dtype]
+    result = Memory(held={"runtime": RUNTIME[device]["learner"]})
+    trained = [("policy", models.policy, models.policy.parameters)]
+    if models.critic:
+        trained.append(("critic", models.critic, models.critic.backbone_parameters))
+    update: Bytes = {}
+    for name, shape, parameters in trained:
+        held, extra, host = memory.trained(
+            parameters, shape.largest_tensor, sharding, itemsize=itemsize
+        )
+        for what, size in held.items():
+            result.held[f"{name} {what}"] = size
+        for what, size in host.items():
+            result.host[f"{name} {what}"] = size
+        for what, size in extra.items():
+            update[what] = max(update.get(what, 0), size)
+    gathered = update.pop("gathered weights", 0)
+    saved, made = _passes(config, models, itemsize)
+    step = sum(update.values())
+    bucket = memory.push_bytes(models.policy, itemsize=itemsize)
+    result.phases = {
+        "evaluate": _named(gathered, activations=_scratch(config, models, itemsize)),
+        "update": _update(device, gathered, saved, made, step),
+    }
+    if device == "cpu":
+        result.phases["push"] = {"push bucket": bucket}
+    else:
+        result.host["push bucket"] = bucket
+    return result
+
+
+def frozen(config: PPOConfig, shape: ModelShape, device: Device, *, head: bool = True) -> Memory:
+    """The reference, or another frozen model without its head."""
+    itemsize = ITEMSIZE[config.model.dtype]
+    batch = step_batch(config, shape)
+    added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
+    if head:
+        added["logits"] = memory.logits(shape, batch, itemsize=itemsize, copies=1)
+    parameters = shape.parameters if head else shape.backbone_parameters
+    return Memory(
+        held={"runtime": RUNTIME[device]["frozen"], "weights": parameters * itemsize},
+        phases={"score": added},
+    )
+
+
+def engine(config: PPOConfig, shape: ModelShape, device: Device, gpu_bytes: int | None) -> Memory:
+    """A vLLM engine; on a GPU it takes `gpu_memory_fraction` and makes the rest its KV cache."""
+    itemsize = ITEMSIZE[config.model.dtype]
+    section, length = config.rollout.engine, max_model_len(config)
+    sampling = ENGINE_SEQUENCES * shape.vocabulary * 4 * 3
+    held: Bytes = {
+        "runtime": RUNTIME[device]["engine"],
+        "weights": shape.parameters * itemsize,
+        "sampling": sampling
+        if device == "cuda"
+        else min(config.responses_per_step, ENGINE_SEQUENCES) * shape.vocabulary * 12,
+    }
+    if section.kv_cache_gb is not None:
+        held["KV cache"] = int(section.kv_cache_gb * 1e9)
+    elif device == "cpu":
+        held["KV cache"] = memory.default_cpu_kv_bytes(shape, length, itemsize=itemsize)
+    elif gpu_bytes:
+        taken = int(section.gpu_memory_fraction * gpu_bytes)
+        held["KV cache"] = max(0, taken - sum(held.values()))
+    return Memory(held=held)
+
+
+def max_model_len(config: PPOConfig) -> int:
+    """Most tokens of prompt and response together."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def _worst(config: PPOConfig, shape: ModelShape, *, rows: int) -> Batch:
+    return memory.worst_batch(
+        max_tokens=config.learner.max_tokens_per_microbatch,
+        max_rows=-(-rows // config.learner.num_workers),
+        prompt_tokens=config.data.max_prompt_tokens,
+        response_tokens=config.rollout.max_new_tokens,
+        vocabulary=shape.vocabulary,
+        hidden=shape.hidden,
+    )
+
+
+def _passes(config: PPOConfig, models: Models, itemsize: int) -> tuple[int, int]:
+    """Bytes that the larger forward and backward pass saves, and of its logits."""
+    batch = update_batch(config, models.policy)
+    saved = memory.activations(models.policy, batch, itemsize=itemsize)
+    made = memory.logits(models.policy, batch, itemsize=itemsize, copies=2)
+    if models.critic:
+        saved = max(saved, memory.activations(models.critic, batch, itemsize=itemsize))
+    return saved, made
+
+
+def _scratch(config: PPOConfig, models: Models, itemsize: int) -> int:
+    batch = step_batch(config, models.policy)
+    return memory.layer_scratch(models.policy, batch, itemsize=itemsize) + memory.logits(
+        models.policy, batch, itemsize=itemsize, copies=1
+    )
+
+
+def _update(device: Device, gathered: int, saved: int, made: int, step: int) -> Bytes:
+    """Activations and logits are gone when the optimizer steps, but the heap on CPU keeps them."""
+    if device == "cpu":
+        kept = int(CPU_HEAP * saved)
+        added = {"logits": made} if made >= step else {"gradient copies": step}
+        return _named(gathered, {"activations": kept, **added})
+    if saved + made >= step:
+        return _named(gathered, {"activations": saved, "logits": made})
+    return _named(gathered, {"gradient copies": step})
+
+
+def _named(gathered: int, parts: Bytes | None = None, **more: int) -> Bytes:
+    parts = {**(parts or {}), **more}
+    return {"gathered weights": gathered, **parts} if gathered else parts

@@ -1,0 +1,59 @@
+"""Which node each bundle of the learner workers comes to lie on, as Ray's strategies place them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypo.config import ConfigError
+from raypo.plan.hardware import Node
+
+
+def room(node: Node, *, cpus: int, gpus: int) -> int:
+    """Bundles of `cpus` and `gpus` that a node holds; what it does not say is enough."""
+    by_gpu = node.gpus // gpus if gpus else 10**6
+    by_cpu = node.cpus // cpus if node.cpus is not None else 10**6
+    return min(by_gpu, by_cpu)
+
+
+def place(nodes: Sequence[Node], count: int, *, cpus: int, gpus: int, strategy: str) -> list[int]:
+    """Index of the node of each bundle.
+
+    Raises:
+        ConfigError: they do not fit, with what is asked, what there is, and what to change.
+    """
+    rooms = [room(node, cpus=cpus, gpus=gpus) for node in nodes]
+    order = sorted(range(len(nodes)), key=lambda index: -rooms[index])
+    placed: list[int] = []
+    if strategy == "STRICT_PACK":
+        placed = [order[0]] * min(count, rooms[order[0]])
+    elif strategy == "PACK":
+        placed = [index for index in order for _ in range(min(count, rooms[index]))][:count]
+    else:
+        rounds = 1 if strategy == "STRICT_SPREAD" else count
+        placed = [i for turn in range(rounds) for i in order if rooms[i] > turn][:count]
+    if len(placed) < count:
+        raise ConfigError(_refusal(nodes, rooms, count, len(placed), cpus, gpus, strategy))
+    return sorted(placed)
+
+
+def _refusal(
+    nodes: Sequence[Node],
+    rooms: list[int],
+    count: int,
+    fits: int,
+    cpus: int,
+    gpus: int,
+    strategy: str,
+) -> str:
+    bundle = f"{cpus} CPU" + (f" and {gpus} GPU" if gpus else "")
+    there = ", ".join(str(node) for node in nodes[:4]) + (", ..." if len(nodes) > 4 else "")
+    change = f"Set learner.num_workers to at most {fits}" if fits else "Lower learner.num_workers"
+    if cpus > 1 and not fits:
+        change = f"Lower learner.cpus_per_worker ({cpus})"
+    if strategy.startswith("STRICT") and sum(rooms) >= count:
+        change = f"Set placement.strategy to {strategy.removeprefix('STRICT_')}"
+    return (
+        f"learner.num_workers ({count}): asks for {count} bundles of {bundle}, each on one node; "
+        f"under placement.strategy {strategy} there is room for {fits} on {there}. {change}, or "
+        f"use a larger cluster."
+    )

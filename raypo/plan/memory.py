@@ -1,0 +1,252 @@
+"""Predicted memory of one process of a run, by what it holds and by phase: pure arithmetic.
+
+N weights of b bytes each, W learner workers, S tokens of a micro-batch, R of them responses, V
+vocabulary, h hidden, a all query heads, i MLP width. Every formula names what it follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raypo.plan.model_shape import ModelShape
+
+MIB = 1024**2
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+MASTER = 4
+"""Bytes of a master weight, of each of AdamW's two moments and of an accumulated gradient: fp32."""
+REDUCE_BUCKET = 500_000_000
+"""Elements; DeepSpeed's zero_optimization.reduce_bucket_size."""
+MAX_LIVE = 1_000_000_000
+"""Elements; DeepSpeed's zero_optimization.stage3_max_live_parameters."""
+PUSH_BUCKET = 256 * MIB
+"""`raypo.rollout.sync_weights.BUCKET_BYTES`, from a floor above."""
+SCRATCH_LOGITS = 1 << 24
+"""`raypo.models.token_log_probs.CHUNK_ELEMENTS`, from a floor above."""
+SCRATCH_COPIES = 3
+"""Tensors of that size that `_TokenLogProbs` holds at a time: z, exp(z) and a product."""
+CPU_BLOCK_TOKENS = 128
+CPU_SEQUENCES = 32
+CPU_KV_BYTES = (1 << 29, 1 << 31)
+"""Of `raypo.serving.vllm_settings.default_cpu_kv_bytes`, from a floor above."""
+
+Bytes = dict[str, int]
+"""What holds memory -> bytes."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The largest micro-batch that a phase may see."""
+
+    rows: int
+    prompt_tokens: int
+    """Of each row, padding included."""
+    response_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return self.rows * (self.prompt_tokens + self.response_tokens)
+
+    @property
+    def logits(self) -> int:
+        """Positions whose logits are computed: `logits_to_keep` is the longest response."""
+        return self.rows * self.response_tokens
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How DeepSpeed holds a model that is trained: what `deepspeed_config` says of memory."""
+
+    stage: int
+    workers: int = 1
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    reduce_bucket: int = REDUCE_BUCKET
+    max_live: int = MAX_LIVE
+
+    def __str__(self) -> str:
+        moved = [
+            w
+            for w, on in (("optimizer", self.offload_optimizer), ("weights", self.offload_param))
+            if on
+        ]
+        return f"{self.stage}" + (f" + {' and '.join(moved)} off-loaded" if moved else "")
+
+
+@dataclass
+class Memory:
+    """Bytes of one process: what it always holds, and what each phase adds."""
+
+    held: Bytes = field(default_factory=dict)
+    phases: dict[str, Bytes] = field(default_factory=dict)
+    """Phase -> what it adds at its peak."""
+    host: Bytes = field(default_factory=dict)
+    """In the node's RAM, where the process works on a GPU: off-loaded parts."""
+
+    @property
+    def steady(self) -> int:
+        """What it holds between phases."""
+        return sum(self.held.values())
+
+    def added(self, phase: str) -> int:
+        """What a phase adds; 0 for one that it takes no part in."""
+        return sum(self.phases.get(phase, {}).values())
+
+    @property
+    def peak(self) -> int:
+        """The largest sum over its phases."""
+        return self.steady + max((self.added(phase) for phase in self.phases), default=0)
+
+
+def worst_batch(
+    *,
+    max_tokens: int,
+    max_rows: int,
+    prompt_tokens: int,
+    response_tokens: int,
+    vocabulary: int,
+    hidden: int,
+) -> Batch:
+    """The micro-batch of most memory that a token budget allows.
+
+    Long prompts make the most tokens, short ones the most logits; the one whose logits and
+    activations of one layer weigh more is taken. Of `raypo.data.batching.batches_by_tokens`.
+    """
+
+    def of(prompt: int) -> Batch:
+        rows = max(1, min(max_rows, max_tokens // (prompt + response_tokens)))
+        return Batch(rows, prompt, response_tokens)
+
+    long, short = of(prompt_tokens), of(1)
+    return max(
+        long, short, key=lambda batch: batch.tokens * 100 * hidden + batch.logits * vocabulary
+    )
+
+
+def activations(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
+    """Bytes that a forward pass saves for the backward pass; no checkpointing.
+
+    Of transformers' Llama with SDPA. A norm saves its input in float32, the normalised input and
+    its output (4h + 2bh); attention saves queries, keys and values, repeated for every query
+    head where there is a mask, and its output (4ba); an MLP with a gate saves gate, silu(gate),
+    up and their product (4bi), one without two (2bi). With padding the mask is saved too.
+    Compare Korthikanti et al. 2022, arXiv:2205.05198, section 4.
+    """
+    norm = (4 + 2 * itemsize) * shape.hidden
+    mlp = (4 if shape.gated else 2) * itemsize * shape.intermediate
+    layer = 2 * norm + 4 * itemsize * shape.attention + mlp
+    length = batch.prompt_tokens + batch.response_tokens
+    mask = batch.rows * length * length * itemsize
+    return shape.layers * (layer * batch.tokens + mask) + norm * batch.tokens
+
+
+def layer_scratch(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
+    """Bytes that one layer holds at a time without gradients: residual, norm and MLP."""
+    return batch.tokens * itemsize * (3 * shape.hidden + 4 * shape.intermediate)
+
+
+def logits(shape: ModelShape, batch: Batch, *, itemsize: int, copies: int) -> int:
+    """Bytes of logits (and their gradient: two copies) and of the float32 scratch beside them.
+
+    Of `raypo.models.token_log_probs._TokenLogProbs`.
+    """
+    elements = batch.logits * shape.vocabulary
+    return copies * elements * itemsize + SCRATCH_COPIES * 4 * min(elements, SCRATCH_LOGITS)
+
+
+def trained(
+    parameters: int, largest: int, sharding: Sharding, *, itemsize: int
+) -> tuple[Bytes, Bytes, Bytes]:
+    """One model under DeepSpeed on one worker.
+
+    Stage 0 in float32 keeps weights, gradients and AdamW's moments whole: 16 bytes a weight; in
+    bfloat16 (FP16_UnfusedOptimizer) master weights and a float32 copy of the gradients come to
+    it. Stages 1 and 2 (DeepSpeedZeroOptimizer) hold all weights, and of master weights, moments
+    and summed gradients one part in W; stage 1 sums all gradients on every worker. Gradients
+    pass a bucket of `reduce_bucket_size` elements. Stage 3 shards the weights too and gathers
+    those in use, up to `stage3_max_live_parameters`. Rajbhandari et al. 2020, arXiv:1910.02054,
+    section 5; deepspeed/runtime/zero/stage_1_and_2.py and stage3.py of 0.19.
+
+    Returns:
+        held: What is always there; weights, master weights, moments.
+        update: What the update adds; gradients and buckets.
+        host: What is off-loaded.
+    """
+    share = -(-parameters // sharding.workers)
+    bucket = min(parameters, sharding.reduce_bucket)
+    accumulated = 4 if sharding.stage else itemsize
+    held: Bytes = {"weights": parameters * itemsize}
+    host: Bytes = {}
+    if sharding.stage == 0:
+        held["optimizer"] = 2 * MASTER * parameters
+        held["gradients"] = itemsize * parameters
+        update = {"buckets": bucket * itemsize}
+        if itemsize < MASTER:
+            held["optimizer"] += MASTER * parameters
+            update["buckets"] = MASTER * parameters
+        return held, update, host
+    optimizer = 3 * MASTER * share  # master weights and two moments
+    gradients = (parameters if sharding.stage == 1 else share) * accumulated
+    # Stage 2: the reduced part of a backward pass and its copy, before they join the sum. Else
+    # the flat gradient of the step and AdamW's two intermediates.
+    copies = 2 if sharding.stage == 2 else 3
+    update = {"gradient copies": copies * MASTER * share}
+    if sharding.stage == 3:
+        live = min(parameters, sharding.max_live)
+        weights = share * itemsize
+        update["gathered weights"] = live * itemsize
+        (host if sharding.offload_param else held)["weights"] = weights
+        if sharding.offload_param:
+            held.pop("weights")
+    if sharding.offload_optimizer:
+        host["optimizer"] = optimizer
+        host["gradients"] = gradients
+        gradients = 2 * largest * itemsize  # one tensor on its way to the host
+        host["gradient copies"] = update.pop("gradient copies")
+    else:
+        held["optimizer"] = optimizer
+    held["gradients"] = gradients
+    held["buckets"] = bucket * (4 if sharding.stage == 1 else itemsize)
+    return held, update, host
+
+
+def kv_bytes_per_token(shape: ModelShape, *, itemsize: int) -> int:
+    """Keys and values of one token over all layers, as `raypo.serving.checkpoint` has it."""
+    return 2 * shape.layers * shape.key_value * itemsize
+
+
+def kv_bytes_of_one(shape: ModelShape, max_model_len: int, *, itemsize: int) -> int:
+    """Bytes of the cache that hold one sequence of full length, the smallest that vLLM takes."""
+    blocks = -(-max_model_len // CPU_BLOCK_TOKENS) + 1
+    return blocks * CPU_BLOCK_TOKENS * kv_bytes_per_token(shape, itemsize=itemsize)
+
+
+def default_cpu_kv_bytes(shape: ModelShape, max_model_len: int, *, itemsize: int) -> int:
+    """The cache of an engine on CPU where `rollout.engine.kv_cache_gb` is null."""
+    sequence = kv_bytes_of_one(shape, max_model_len, itemsize=itemsize)
+    smallest, largest = CPU_KV_BYTES
+    return max(sequence, smallest, min(largest, CPU_SEQUENCES * sequence))
+
+
+def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
+    """RAM of one bucket of `raypo.weights.buckets` while it is filled."""
+    largest = max(PUSH_BUCKET, shape.largest_tensor * itemsize)
+    return min(largest, shape.parameters * itemsize)
+
+
+def sharding_of(stage: int, workers: int, deepspeed: dict[str, Any]) -> Sharding:
+    """What `learner.zero_stage` and `learner.deepspeed` say together; the latter wins."""
+    zero = deepspeed.get("zero_optimization", {})
+
+    def is_off(name: str) -> bool:
+        return (zero.get(name) or {}).get("device", "none") not in ("none", None)
+
+    return Sharding(
+        stage=int(zero.get("stage", stage)),
+        workers=workers,
+        offload_optimizer=is_off("offload_optimizer"),
+        offload_param=is_off("offload_param"),
+        reduce_bucket=int(float(zero.get("reduce_bucket_size", REDUCE_BUCKET))),
+        max_live=int(float(zero.get("stage3_max_live_parameters", MAX_LIVE))),
+    )

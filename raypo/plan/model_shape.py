@@ -1,0 +1,192 @@
+"""Sizes of a language model, from its config.json and safetensors headers; nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypo.config import ConfigError
+
+PLAIN_MLP = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt")
+"""Model types whose MLP has two matrices; every other one is taken to have a gate, so three."""
+OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+}
+"""What older architectures call the same numbers."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the memory of a transformer depends on; counts of elements, not bytes."""
+
+    parameters: int
+    """All weights, a tied head once."""
+    largest_tensor: int
+    """Elements of the largest weight."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of the MLP that one token passes; of all its experts together."""
+    vocabulary: int
+    tied: bool
+    gated: bool
+    is_exact: bool
+    """Whether `parameters` was counted in the weights' headers, not computed from config.json."""
+
+    @property
+    def backbone_parameters(self) -> int:
+        """Weights without the language-model head."""
+        return self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
+
+    @property
+    def attention(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        """Width of all key heads together; the values have as much."""
+        return self.kv_heads * self.head_dim
+
+    @classmethod
+    def read(cls, path: str, *, key: str = "model.policy") -> ModelShape:
+        """The shape of a Hugging Face folder or hub id (then config.json alone is fetched).
+
+        Raises:
+            ConfigError: there is no config.json, or it names no sizes of a transformer.
+        """
+        folder = _folder(path, key)
+        values = _json(folder / "config.json", f"{key} ({path})")
+        counted = _count_in_headers(folder)
+        try:
+            return from_config(values, counted=counted)
+        except KeyError as error:
+            raise ConfigError(
+                f"{key} ({path}): its config.json has no {error.args[0]}, so its memory cannot be "
+                f"predicted. Give a folder of a transformer with a language-model head."
+            ) from None
+
+
+def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = None) -> ModelShape:
+    """The shape that a config.json describes.
+
+    Args:
+        values: Of config.json; a nested text_config is looked into.
+        counted: Weights and the elements of the largest, from headers; None: computed here.
+
+    Raises:
+        KeyError: a size is missing.
+    """
+    outer, values = values, values.get("text_config", values)
+    hidden = int(_size(values, "hidden_size"))
+    heads = int(_size(values, "num_attention_heads"))
+    vocabulary = int(values["vocab_size"])
+    gated = values.get("model_type") not in PLAIN_MLP
+    plain_width = values["intermediate_size"] if gated else 4 * hidden
+    width = int(_size(values, "intermediate_size", plain_width) or 4 * hidden)
+    experts = int(values.get("num_local_experts") or values.get("num_experts") or 1)
+    active = int(values.get("num_experts_per_tok") or 1) if experts > 1 else 1
+    width = int(values.get("moe_intermediate_size") or width) if experts > 1 else width
+    tied = bool(outer.get("tie_word_embeddings", values.get("tie_word_embeddings", True)))
+    shape = ModelShape(
+        parameters=0,
+        largest_tensor=vocabulary * hidden,
+        layers=int(_size(values, "num_hidden_layers")),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(values.get("num_key_value_heads") or heads),
+        head_dim=int(values.get("head_dim") or hidden // heads),
+        intermediate=width * active,
+        vocabulary=vocabulary,
+        tied=tied,
+        gated=gated,
+        is_exact=counted is not None,
+    )
+    parameters, largest = counted or (
+        _computed(shape, values, width * experts),
+        vocabulary * hidden,
+    )
+    return ModelShape(**{**vars(shape), "parameters": parameters, "largest_tensor": largest})
+
+
+def _computed(shape: ModelShape, values: dict[str, Any], width: int) -> int:
+    """Weights of an architecture like Llama's, or like GPT-2's where the MLP has no gate."""
+    hidden, attention, key_value = shape.hidden, shape.attention, shape.key_value
+    layer = 2 * hidden * attention + 2 * hidden * key_value + 2 * hidden  # two norms
+    layer += (3 if shape.gated else 2) * hidden * width
+    kind = values.get("model_type")
+    if values.get("attention_bias") or kind in ("qwen2", "qwen2_moe"):
+        layer += attention + 2 * key_value
+    if kind in ("qwen3", "qwen3_moe"):
+        layer += 2 * shape.head_dim
+    if not shape.gated:  # biases, and a second vector of each norm
+        layer += attention + 2 * key_value + 2 * hidden + width + 2 * hidden
+    outside = hidden * shape.vocabulary * (1 if shape.tied else 2) + hidden
+    if not shape.gated:
+        outside += hidden + hidden * int(values.get("n_positions") or 0)
+    return shape.layers * layer + outside
+
+
+def _size(values: dict[str, Any], name: str, default: Any = None) -> Any:
+    for known in (name, *OTHER_NAMES.get(name, ())):
+        if values.get(known) is not None:
+            return values[known]
+    if default is None:
+        raise KeyError(name)
+    return default
+
+
+def _folder(path: str, key: str) -> Path:
+    """Where the model's files lie: the folder itself, or the hub's cache."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    import huggingface_hub  # only a hub id needs it
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(path, "config.json")).parent
+    except Exception as error:  # the hub has a dozen of them
+        raise ConfigError(
+            f"{key} ({path}): its config.json cannot be had: {type(error).__name__}. Give a local "
+            f"folder, or correct the hub id."
+        ) from None
+
+
+def _json(path: Path, what: str) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what}: {path} cannot be read: {error}. Correct the file.") from None
+
+
+def _count_in_headers(folder: Path) -> tuple[int, int] | None:
+    """Elements of all weights and of the largest one; None without safetensors files.
+
+    A safetensors file begins with 8 bytes, the length of the JSON header that follows.
+    """
+    sizes: dict[str, int] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > os.path.getsize(path):
+                return None  # a pointer of Git LFS, or half a file
+            try:
+                header = json.loads(file.read(length))
+            except ValueError:
+                return None
+        header.pop("__metadata__", None)
+        sizes |= {name: math.prod(tensor["shape"]) for name, tensor in header.items()}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and set(_json(index, str(folder)).get("weight_map", ())) - set(sizes):
+        return None  # a part is missing
+    return (sum(sizes.values()), max(sizes.values())) if sizes else None

@@ -1,0 +1,173 @@
+"""The plan of a run: role -> bundle -> node and devices, memory, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from raypo.config import PPOConfig
+from raypo.plan import memory
+from raypo.plan.estimate import Device, Models, Role
+from raypo.plan.hardware import GB, Node
+from raypo.plan.loads import (
+    USABLE,
+    DeviceLoad,
+    device_loads,
+    device_of,
+    place_workers,
+    roles_in,
+    roles_of,
+    smallest_gpu,
+)
+from raypo.plan.memory import Sharding
+from raypo.plan.remedies import impossible, remedy
+
+CHOICES = (
+    (0, False, False),
+    (1, False, False),
+    (2, False, False),
+    (2, True, False),
+    (3, False, False),
+    (3, True, False),
+    (3, True, True),
+)
+"""ZeRO stage, optimizer off-loaded, weights off-loaded."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One bundle of the learner workers' placement group and who lives in it."""
+
+    index: int
+    node: str
+    resources: str
+    roles: tuple[str, ...]
+    devices: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one way to shard would need on the fullest device and the fullest node."""
+
+    sharding: Sharding
+    is_chosen: bool
+    device: DeviceLoad
+    host: DeviceLoad
+
+    @property
+    def fits(self) -> bool:
+        """Whether both hold it."""
+        return self.device.fits and self.host.fits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `raypo plan` prints."""
+
+    bundles: list[Bundle]
+    roles: list[Role]
+    loads: list[DeviceLoad]
+    choices: list[Choice]
+    problems: list[str]
+    """One sentence each: key (value): rule. remedy."""
+    notes: list[str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run can be started."""
+        return not self.problems
+
+
+def make_plan(config: PPOConfig, nodes: Sequence[Node]) -> Plan:
+    """Plan a run on some nodes; pure but for the models' headers.
+
+    Raises:
+        ConfigError: a model's sizes cannot be read, or the bundles do not fit onto the nodes.
+    """
+    models = Models.read(config)
+    device = device_of(config, nodes)
+    placed = place_workers(config, nodes, device)
+    sharding = memory.sharding_of(
+        config.learner.zero_stage, config.learner.num_workers, config.learner.deepspeed
+    )
+    roles = roles_of(config, models, sharding, device, smallest_gpu(nodes, placed))
+    loads = device_loads(config, roles, nodes, placed, device)
+    problems = _problems(config, models, nodes, placed, device, loads)
+    return Plan(
+        bundles=list(_bundles(config, models, nodes, placed, device)),
+        roles=roles,
+        loads=loads,
+        choices=list(_choices(config, models, nodes, placed, device, sharding)),
+        problems=problems,
+        notes=_notes(models, nodes, device),
+    )
+
+
+def _bundles(
+    config: PPOConfig, models: Models, nodes: Sequence[Node], placed: list[int], device: Device
+) -> Iterator[Bundle]:
+    taken: dict[int, int] = {}
+    for bundle, node in enumerate(placed):
+        gpu = taken.get(node, 0)
+        taken[node] = gpu + 1
+        resources = f"{config.learner.cpus_per_worker} CPU"
+        kinds = roles_in(config, bundle, device, models.reference is not None)
+        names = {"learner worker": f"learner {bundle}", "engine": f"engine:{bundle}"}
+        yield Bundle(
+            index=bundle,
+            node=nodes[node].name,
+            resources=resources + (", 1 GPU" if device == "cuda" else ""),
+            roles=tuple(names.get(kind, f"{kind}:0") for kind in kinds),
+            devices=f"GPU {gpu}" if device == "cuda" else "CPU",
+        )
+
+
+def _choices(
+    config: PPOConfig,
+    models: Models,
+    nodes: Sequence[Node],
+    placed: list[int],
+    device: Device,
+    chosen: Sharding,
+) -> Iterator[Choice]:
+    for stage, optimizer, param in CHOICES:
+        if device == "cpu" and (optimizer or param):
+            continue  # they are in RAM already
+        sharding = replace(chosen, stage=stage, offload_optimizer=optimizer, offload_param=param)
+        roles = roles_of(config, models, sharding, device, smallest_gpu(nodes, placed))
+        loads = device_loads(config, roles, nodes, placed, device)
+        fullest = sorted(loads, key=lambda load: -load.needed / (load.available or load.needed * 2))
+        gpus = [load for load in fullest if not load.name.endswith("RAM")] or fullest
+        rams = [load for load in fullest if load.name.endswith("RAM")]
+        yield Choice(sharding, sharding == chosen, gpus[0], rams[0])
+
+
+def _problems(
+    config: PPOConfig,
+    models: Models,
+    nodes: Sequence[Node],
+    placed: list[int],
+    device: Device,
+    loads: list[DeviceLoad],
+) -> list[str]:
+    problems = list(impossible(config, models, device, smallest_gpu(nodes, placed)))
+    full = [load for load in loads if not load.fits]
+    if full:
+        worst = max(full, key=lambda load: load.needed / (load.available or 1))
+        problems.append(
+            f"memory ({worst.name}): needs {worst.needed / GB:.3g} GB in the phase "
+            f"{worst.phase}, {USABLE * (worst.available or 0) / GB:.3g} GB of "
+            f"{(worst.available or 0) / GB:.3g} GB are usable. {remedy(config, nodes)}"
+        )
+    return problems
+
+
+def _notes(models: Models, nodes: Sequence[Node], device: Device) -> list[str]:
+    notes = []
+    if not models.policy.is_exact:
+        notes.append("model.policy has no weights here: its size is computed from config.json")
+    if device == "cuda" and any(node.gpus and node.gpu_bytes is None for node in nodes):
+        notes.append("the memory of the GPUs is not known, so it is not checked: use --cluster")
+    if any(node.ram_bytes is None for node in nodes):
+        notes.append("the nodes' RAM is not stated, so it is not checked")
+    return notes

@@ -1,0 +1,88 @@
+"""A plan as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from raypo.plan.estimate import Role
+from raypo.plan.hardware import GB
+from raypo.plan.plan import DeviceLoad, Plan
+
+
+def tables(plan: Plan) -> Iterator[Table]:
+    """Bundles, memory by role and phase, devices, and what other ways to shard would need."""
+    yield _bundles(plan)
+    yield _roles(plan.roles)
+    yield _loads(plan.loads)
+    yield _choices(plan)
+
+
+def gb(size: int) -> str:
+    """Bytes as GB of 1e9."""
+    return f"{size / GB:.2f}" if size >= GB // 100 else "<0.01"
+
+
+def _bundles(plan: Plan) -> Table:
+    table = _table("Placement", "bundle", "node", "resources", "roles", "device")
+    for bundle in plan.bundles:
+        roles = ", ".join(bundle.roles)
+        row = (str(bundle.index), bundle.node, bundle.resources, roles, bundle.devices)
+        table.add_row(*row)
+    return table
+
+
+def _roles(roles: list[Role]) -> Table:
+    table = _table("Memory of one process, GB", "role", "when", "what", right="GB")
+    for role in roles:
+        memory, name = role.memory, role.name
+        for what, size in memory.held.items():
+            table.add_row(name, "always", what, gb(size))
+            name = ""
+        for phase, parts in memory.phases.items():
+            for what, size in parts.items():
+                table.add_row("", phase, what, gb(size))
+        for what, size in memory.host.items():
+            table.add_row("", "in RAM", what, gb(size))
+        table.add_row("", "", "largest sum", gb(memory.peak), style="bold", end_section=True)
+    return table
+
+
+def _loads(loads: list[DeviceLoad]) -> Table:
+    table = _table("Devices at their worst phase", "device", "phase", right="needs GB")
+    table.add_column("has GB", justify="right")
+    table.add_column("")
+    for load in loads:
+        has = "not stated" if load.available is None else gb(load.available)
+        table.add_row(load.name, load.phase, gb(load.needed), has, _verdict(load))
+    return table
+
+
+def _choices(plan: Plan) -> Table:
+    title = "learner.zero_stage and off-loading (learner.deepspeed)"
+    table = _table(title, "stage", right="fullest device GB")
+    table.add_column("fullest node RAM GB", justify="right")
+    table.add_column("")
+    for choice in plan.choices:
+        mark = " <- this run" if choice.is_chosen else ""
+        verdict = "fits" if choice.fits else "too much"
+        table.add_row(
+            str(choice.sharding), gb(choice.device.needed), gb(choice.host.needed), verdict + mark
+        )
+    return table
+
+
+def _verdict(load: DeviceLoad) -> str:
+    if load.available is None:
+        return "not checked"
+    return "fits" if load.fits else "too much"
+
+
+def _table(title: str, *columns: str, right: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
+    for column in columns:
+        table.add_column(column)
+    if right:
+        table.add_column(right, justify="right")
+    return table

@@ -1,0 +1,108 @@
+"""Formulas by head, and against what torch and the code's own constants say."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from raypo.config import LearnerSection
+from raypo.learner.engine import deepspeed_config
+from raypo.models import token_log_probs
+from raypo.plan import memory
+from raypo.plan.memory import Batch, Sharding, activations, sharding_of, trained, worst_batch
+from raypo.plan.model_shape import ModelShape
+from raypo.rollout import sync_weights
+from tests.tiny import tiny_policy
+
+N = 1_000
+
+
+def total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
+
+
+def test_constants_are_those_of_the_code():
+    assert memory.PUSH_BUCKET == sync_weights.BUCKET_BYTES
+    assert memory.SCRATCH_LOGITS == token_log_probs.CHUNK_ELEMENTS
+
+
+def test_stage_0_in_float32_takes_sixteen_bytes_a_weight():
+    held, _, host = trained(N, 100, Sharding(0), itemsize=4)
+    assert total(held) == 16 * N
+    assert host == {}
+
+
+def test_master_weights_and_moments_are_shared_out_from_stage_1():
+    held, _, _ = trained(N, 100, Sharding(1, workers=4), itemsize=2)
+    assert held["weights"] == 2 * N
+    assert held["optimizer"] == 12 * N // 4
+    assert held["gradients"] == 4 * N  # a float32 sum on every worker
+
+
+def test_gradients_from_stage_2_and_weights_at_stage_3():
+    second, _, _ = trained(N, 100, Sharding(2, workers=4), itemsize=2)
+    third, update, _ = trained(N, 100, Sharding(3, workers=4), itemsize=2)
+    assert second["gradients"] == third["gradients"] == 4 * N // 4
+    assert (second["weights"], third["weights"]) == (2 * N, 2 * N // 4)
+    assert update["gathered weights"] == 2 * N
+
+
+def test_what_is_off_loaded_lies_in_ram():
+    held, _, host = trained(N, 100, Sharding(3, 4, True, True), itemsize=2)
+    assert host["optimizer"] == 12 * N // 4
+    assert host["weights"] == 2 * N // 4
+    assert "weights" not in held
+    assert "optimizer" not in held
+
+
+def test_a_bucket_is_no_larger_than_the_model_or_its_key():
+    held, _, _ = trained(N, 100, Sharding(2), itemsize=2)
+    assert held["buckets"] == 2 * N
+    held, _, _ = trained(N, 100, Sharding(2, reduce_bucket=10), itemsize=2)
+    assert held["buckets"] == 20
+
+
+def test_the_deepspeed_key_wins_over_the_stage():
+    section = LearnerSection.model_validate(
+        {"zero_stage": 1, "deepspeed": {"zero_optimization": {"stage": 3}}}
+    )
+    generated = deepspeed_config(section, dtype="float32")["zero_optimization"]
+    assert sharding_of(1, 2, section.deepspeed).stage == generated["stage"] == 3
+    off = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert sharding_of(2, 2, off) == Sharding(2, 2, offload_optimizer=True)
+
+
+def test_saved_activations_are_what_autograd_saves(tmp_path: Path):
+    """Every tensor that torch keeps for the backward pass, weights aside, counted once."""
+    folder = tiny_policy(tmp_path, hidden=64, layers=4)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    shape = ModelShape.read(str(folder))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    rows, length = 4, 96
+    ids = torch.randint(4, 90, (rows, length))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+    predicted = activations(shape, Batch(rows, length - 8, 8), itemsize=4)
+    assert predicted == pytest.approx(sum(saved.values()), rel=0.05)
+
+
+def test_the_worst_batch_is_within_the_budget_and_has_the_rows_there_are():
+    limits = {"prompt_tokens": 60, "response_tokens": 40, "hidden": 64}
+    batch = worst_batch(max_tokens=1_000, max_rows=100, vocabulary=100, **limits)
+    assert (batch.rows, batch.prompt_tokens) == (10, 60)
+    assert worst_batch(max_tokens=1_000, max_rows=3, vocabulary=100, **limits).rows == 3
+    short = worst_batch(max_tokens=1_000, max_rows=100, vocabulary=10**6, **limits)
+    assert short.prompt_tokens == 1  # most logits
+    assert short.tokens <= 1_000

@@ -1,0 +1,91 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from raypo.config import ConfigError
+from raypo.plan.memory import default_cpu_kv_bytes as planned_kv_bytes
+from raypo.plan.memory import kv_bytes_of_one, kv_bytes_per_token
+from raypo.plan.model_shape import ModelShape, from_config
+from raypo.serving.checkpoint import kv_bytes_per_token as served_kv_bytes_per_token
+from raypo.serving.vllm_settings import default_cpu_kv_bytes
+from tests.tiny import tiny_policy
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS = [
+    LlamaConfig(**SIZES, tie_word_embeddings=True),
+    LlamaConfig(**SIZES, tie_word_embeddings=False, head_dim=32),
+    Qwen2Config(**SIZES, tie_word_embeddings=True),
+    Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=32),
+    MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False),
+    GPT2Config(vocab_size=96, n_embd=64, n_layer=3, n_head=4, n_positions=128),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_parameters_computed_from_a_config_are_those_of_the_model(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = from_config(config.to_dict())
+
+    router = 3 * 64 * 4 if config.model_type == "mixtral" else 0
+    assert shape.parameters + router == sum(p.numel() for p in model.parameters())
+    assert shape.largest_tensor == 96 * 64
+    assert not shape.is_exact
+
+
+def test_parameters_are_counted_in_the_headers_where_weights_are_there(tmp_path: Path):
+    folder = tiny_policy(tmp_path, tied=False)
+    shape = ModelShape.read(str(folder))
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert shape.is_exact
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.backbone_parameters == sum(p.numel() for p in model.model.parameters())
+    assert shape.largest_tensor == max(p.numel() for p in model.parameters())
+
+
+def test_half_a_checkpoint_is_not_counted(tmp_path: Path):
+    folder = tiny_policy(tmp_path)
+    weights = folder / "model.safetensors"
+    whole = ModelShape.read(str(folder))
+    weights.write_bytes(weights.read_bytes()[:100])
+
+    shape = ModelShape.read(str(folder))
+
+    assert not shape.is_exact
+    assert shape.parameters == whole.parameters
+
+
+def test_a_config_without_sizes_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ConfigError, match=r"model.critic .* its config.json has no hidden_size"):
+        ModelShape.read(str(tmp_path), key="model.critic")
+
+
+def test_the_kv_cache_is_the_engines(tmp_path: Path):
+    folder = str(tiny_policy(tmp_path))
+    shape = ModelShape.read(folder)
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        per_token = served_kv_bytes_per_token(folder, dtype=dtype)
+        assert kv_bytes_per_token(shape, itemsize=itemsize) == per_token
+        for length in (16, 5_000, 400_000):
+            planned = planned_kv_bytes(shape, length, itemsize=itemsize)
+            assert planned == default_cpu_kv_bytes(per_token, length)
+            assert planned >= kv_bytes_of_one(shape, length, itemsize=itemsize)

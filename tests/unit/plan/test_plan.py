@@ -1,0 +1,131 @@
+"""What fits, what does not, and which key the plan says to change."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raypo.config import ConfigError, PPOConfig
+from raypo.plan import Plan, make_plan, parse_cluster
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4_096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+LLAMA_1B = LLAMA_8B | {
+    "hidden_size": 2_048,
+    "intermediate_size": 8_192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict:
+    for name, config in (("8b", LLAMA_8B), ("1b", LLAMA_1B)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return {
+        "name": "run",
+        "model": {"policy": str(tmp_path / "1b"), "dtype": "bfloat16"},
+        "data": {"prompts": "prompts.jsonl", "max_prompt_tokens": 1024},
+        "rollout": {"prompts_per_step": 128, "max_new_tokens": 1024, "samples_per_prompt": 4},
+        "learner": {"num_workers": 8, "max_tokens_per_microbatch": 4096},
+    }
+
+
+def plan(values: dict, cluster: str) -> Plan:
+    return make_plan(PPOConfig.parse(values), parse_cluster(cluster))
+
+
+def test_a_billion_weights_fit_eight_large_gpus(values: dict):
+    made = plan(values, "8xGPU80G,128xCPU,1000G")
+    assert made.fits, made.problems
+    assert [bundle.devices for bundle in made.bundles] == [f"GPU {i}" for i in range(8)]
+    assert made.bundles[0].roles == ("learner 0", "engine:0", "reference:0")
+    assert made.bundles[7].roles == ("learner 7", "engine:7")
+    assert [load.name for load in made.loads][-1] == "node 0 RAM"
+    (chosen,) = [choice for choice in made.choices if choice.is_chosen]
+    assert chosen.sharding.stage == 2
+
+
+def test_higher_stages_and_off_loading_need_less_of_the_device(values: dict):
+    by_name = {str(c.sharding): c.device.needed for c in plan(values, "8xGPU80G").choices}
+    assert by_name["0"] > by_name["1"] > by_name["2"] > by_name["3"]
+    assert by_name["2"] > by_name["2 + optimizer off-loaded"]
+    assert by_name["3"] > by_name["3 + optimizer off-loaded"]
+
+
+def test_what_does_not_fit_names_device_phase_and_keys_that_help(values: dict, tmp_path: Path):
+    values["model"]["policy"] = str(tmp_path / "8b")
+    made = plan(values, "8xGPU141G,128xCPU,2000G")
+    assert not made.fits
+    (problem,) = made.problems
+    assert problem.startswith("memory (node 0 GPU 0): needs ")
+    assert "in the phase update, 134 GB of 141 GB are usable. Set learner.zero_stage to 3 and" in (
+        problem
+    )
+
+
+def test_the_keys_that_a_plan_names_make_it_fit(values: dict):
+    values["learner"]["max_tokens_per_microbatch"] = 65_536
+    values["ppo"] = {"minibatch_size": 512}
+    made = plan(values, "8xGPU80G")
+    (problem,) = made.problems
+    remedy = "learner.max_tokens_per_microbatch to "
+    assert remedy in problem
+    tokens = int(problem.split(remedy)[1].split(",")[0].split(".")[0])
+    values["learner"]["max_tokens_per_microbatch"] = tokens
+    assert plan(values, "8xGPU80G").fits
+
+
+def test_an_engine_without_room_for_one_sequence_is_refused(values: dict):
+    values["rollout"]["engine"] = {"kv_cache_gb": 0.01}
+    (problem,) = plan(values, "8xGPU80G").problems
+    assert problem.startswith("rollout.engine.kv_cache_gb (0.01): one sequence of 2048 tokens")
+    least = problem.split("at least ")[1].split(",")[0]
+    values["rollout"]["engine"] = {"kv_cache_gb": float(least)}
+    assert plan(values, "8xGPU80G").fits
+
+
+def test_an_engine_that_its_share_of_the_gpu_cannot_hold_is_refused(values: dict):
+    values["rollout"]["engine"] = {"gpu_memory_fraction": 0.03}
+    (problem,) = plan(values, "8xGPU80G").problems
+    assert problem.startswith("rollout.engine.gpu_memory_fraction (0.03): of 80 GB it leaves 0 GB")
+    least = problem.split("at least ")[1].split(",")[0]
+    values["rollout"]["engine"] = {"gpu_memory_fraction": float(least)}
+    assert plan(values, "8xGPU80G").fits
+
+
+def test_too_few_gpus_are_refused(values: dict):
+    with pytest.raises(ConfigError, match=r"Set learner.num_workers to at most 4"):
+        plan(values, "4xGPU80G")
+
+
+def test_gpus_that_are_demanded_but_not_there(values: dict):
+    values["learner"]["use_gpu"] = True
+    with pytest.raises(ConfigError, match=r"learner.use_gpu \(True\): no node has a GPU"):
+        plan(values, "64xCPU")
+
+
+def test_on_cpu_everything_lies_in_ram(values: dict):
+    values["learner"]["num_workers"] = 1
+    values["learner"]["max_tokens_per_microbatch"] = 2_048
+    small = plan(values, "4xCPU,16G")
+    assert not small.fits
+    assert small.problems[0].startswith("memory (node 0 RAM): needs ")
+    assert plan(values, "4xCPU,512G").fits
+    assert {choice.sharding.offload_optimizer for choice in small.choices} == {False}
+
+
+def test_what_nobody_stated_is_not_checked_and_said(values: dict):
+    made = plan(values, "8xGPU80G")
+    assert made.fits
+    assert any("RAM is not stated" in note for note in made.notes)
