@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from raypo.cli.plan import plan
+from raypo.cli.report import report
+from raypo.cli.show import show
 from raypo.cli.sweep import sweep
 from raypo.cli.train import train
 
@@ -17,6 +19,8 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command()(sweep)
+app.command()(report)
+app.command()(show)
 
 
 def main() -> None:

@@ -24,7 +24,15 @@ REQUIRED = (
 )
 """Columns that every row has."""
 
-OPTIONAL = ("label", "ref_log_probs", "score", "scores_by_source", "advantage_mean", "kl")
+OPTIONAL = (
+    "label",
+    "ref_log_probs",
+    "score",
+    "scores_by_source",
+    "advantages",
+    "advantage_mean",
+    "kl",
+)
 """Columns that are null where a row does not have them."""
 
 
@@ -43,6 +51,7 @@ def rollout_schema() -> pa.Schema:
             ("ref_log_probs", pa.list_(pa.float32())),  # null without a reference
             ("score", pa.float64()),  # null where scoring failed
             ("scores_by_source", pa.map_(pa.string(), pa.float64())),
+            ("advantages", pa.list_(pa.float32())),  # by response token, as the update used them
             ("advantage_mean", pa.float64()),
             ("kl", pa.float64()),
             ("finish_reason", pa.string()),

@@ -38,6 +38,15 @@ class RunFiles:
         self._folder = open_folder(storage_path, name)
         self._has_whole_lines = False
 
+    @classmethod
+    def at(cls, location: str) -> RunFiles:
+        """The files of a run by its folder or URI, as a person names it."""
+        storage_path, _, name = location.rstrip("/").rpartition("/")
+        if "://" in location:
+            return cls(storage_path, name)
+        path = Path(location).expanduser().absolute()
+        return cls(str(path.parent), path.name)
+
     @property
     def location(self) -> str:
         """Where the files end up, for people: a path or a URI."""
@@ -114,6 +123,22 @@ class RunFiles:
         pq.write_table(rollout_table(rows), buffer, compression="zstd")
         replace_file(self.folder / _ROLLOUTS / f"step_{step:05d}.parquet", buffer.getvalue())
 
+    def rollout_steps(self) -> list[int]:
+        """Steps whose rollouts are saved, ascending."""
+        names = [_ROLLOUT_NAME.fullmatch(name) for name in self._folder.names(_ROLLOUTS)]
+        return sorted(int(match[1]) for match in names if match)
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """The rollouts of a step as rows; empty where there are none."""
+        import pyarrow.parquet as pq
+
+        content = self._folder.read(f"{_ROLLOUTS}/step_{step:05d}.parquet")
+        return [] if content is None else pq.read_table(io.BytesIO(content)).to_pylist()
+
+    def tokenizer_json(self) -> bytes | None:
+        """The saved policy's `tokenizer.json`; None where there is none yet."""
+        return self._folder.read(f"{_POLICY}/tokenizer.json")
+
     def write_config(self, values: Mapping[str, Any]) -> None:
         """Write the resolved config: plain nested values."""
         plain = json.loads(json.dumps(values))  # tuples become lists
@@ -155,6 +180,25 @@ class RunFiles:
             )
         self._folder.remove()
 
+    def is_running(self) -> bool | None:
+        """Whether a process holds the run; None where that cannot be seen (at a URI)."""
+        if not isinstance(self._folder, LocalFolder):
+            return None
+        if not self._lock_path.exists():
+            return False
+        from filelock import FileLock, Timeout
+
+        try:
+            with FileLock(self._lock_path, timeout=0):
+                return False
+        except Timeout:
+            return True
+
+    @property
+    def _lock_path(self) -> Path:
+        # Beside the folder, not in it: it outlives `remove`, which happens under the lock.
+        return self.folder.parent / f".{self.name}.lock"
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run for this process; only in a local folder, a URI cannot be locked.
@@ -168,8 +212,7 @@ class RunFiles:
         from filelock import FileLock, Timeout
 
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the folder, not in it: it outlives `remove`, which happens under the lock.
-        lock = FileLock(self.folder.parent / f".{self.name}.lock")
+        lock = FileLock(self._lock_path)
         try:
             lock.acquire(timeout=0)
         except Timeout:

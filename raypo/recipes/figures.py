@@ -16,6 +16,7 @@ from raypo.types import Experience, ScoredRollout
 def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
     """Raw scores and lengths of everything sampled, over all workers."""
     means = WeightedMeans()
+    by_group: dict[int, list[float]] = {}  # a worker samples whole groups
     for each in scored:
         rollout, failed = each.rollout, not math.isfinite(each.score)
         means.total("rollout/response_tokens", len(rollout.response_ids))
@@ -24,8 +25,12 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
         means.add("rollout/prompt_tokens_mean", len(rollout.prompt_ids), 1)
         means.add("rollout/truncated_fraction", rollout.finish_reason == "length", 1)
         if not failed:
+            by_group.setdefault(rollout.group_index, []).append(each.score)
             means.add("rollout/score_mean", each.score, 1)
             means.add("rollout/score_square_mean", each.score**2, 1)
+    for scores in by_group.values():
+        if len(scores) > 1:
+            means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     figures = means.reduce(workers)
     square = figures.pop("rollout/score_square_mean", math.nan)
     mean = figures.setdefault("rollout/score_mean", math.nan)
@@ -48,7 +53,8 @@ def rollout_rows(deal: Deal, experience: Experience) -> list[dict[str, Any]]:
     assert experience.old_log_probs is not None
     mask = experience.response_mask
     tokens = mask.sum(1).clamp(min=1)
-    advantages = (experience.advantages.sum(1) / tokens).tolist()
+    means = (experience.advantages.sum(1) / tokens).tolist()
+    advantages = experience.advantages.float().cpu().numpy()
     kl: list[float | None] = [None] * len(deal.rollouts)
     if experience.ref_log_probs is not None:
         gap = torch.where(mask, experience.old_log_probs - experience.ref_log_probs, 0.0)
@@ -64,7 +70,8 @@ def rollout_rows(deal: Deal, experience: Experience) -> list[dict[str, Any]]:
             "ref_log_probs": each.ref_log_probs,
             "score": each.score,
             "scores_by_source": dict(each.scores_by_source),
-            "advantage_mean": advantages[row],
+            "advantages": advantages[row, : len(each.rollout.response_ids)],
+            "advantage_mean": means[row],
             "kl": kl[row],
             "finish_reason": each.rollout.finish_reason,
             "weight_version": each.rollout.weight_version,

@@ -136,6 +136,7 @@ def test_rollouts_have_the_columns_and_types_of_the_design(storage):
         "ref_log_probs": "list<element: float>",
         "score": "double",
         "scores_by_source": "map<string, double>",
+        "advantages": "list<element: float>",
         "advantage_mean": "double",
         "kl": "double",
         "finish_reason": "string",

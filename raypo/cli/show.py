@@ -1,0 +1,42 @@
+"""`raypo show`: samples of a run in the terminal."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from raypo.cli.status import exit_status
+
+
+@exit_status()
+def show(
+    run: Annotated[str, typer.Argument(help="A run folder or URI; also of a run under way.")],
+    step: Annotated[int | None, typer.Option(help="Default: the last step.")] = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many samples.")] = 5,
+    best: Annotated[bool, typer.Option("--best", help="Highest scores first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest scores first.")] = False,
+    longest: Annotated[bool, typer.Option("--longest", help="Longest responses first.")] = False,
+) -> None:
+    """Print samples of a step: prompt, response, score, advantage, KL."""
+    from raypo.config import ConfigError
+    from raypo.metrics.run_files import RunFiles
+    from raypo.metrics.show import ORDERS, print_samples
+
+    wishes = {"best": best, "worst": worst, "longest": longest}
+    orders = [name for name in ORDERS if wishes.get(name)]
+    if len(orders) > 1:
+        raise ConfigError(f"--{orders[0]} and --{orders[1]}: one order at a time. Leave one out.")
+    files = RunFiles.at(run)
+    steps = files.rollout_steps()
+    if not steps:
+        raise ConfigError(
+            f"RUN ({run}): no rollouts are there. Give the folder of a PPO run, "
+            "<storage_path>/<name>, after its first step."
+        )
+    if step is not None and step not in steps:
+        raise ConfigError(
+            f"--step ({step}): no rollouts of it are there. The run has steps {steps[0]} to "
+            f"{steps[-1]}; choose one of those."
+        )
+    print_samples(files, steps[-1] if step is None else step, orders[0] if orders else None, count)

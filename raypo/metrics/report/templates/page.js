@@ -1,0 +1,258 @@
+"use strict";
+(() => {
+  const SLOTS = ["#3b82f6", "#f97316", "#10a37f", "#a855f7", "#e5484d", "#14b8a6", "#d6a10a", "#ec4899", "#6b7280"];
+  const PAGE = 24;
+  const byId = (id) => document.getElementById(id);
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const slot = (which) => (typeof which === "number" ? SLOTS[which % SLOTS.length] : "#8a94a6");
+
+  const unpack = async (id) => {
+    const packed = byId(id).textContent.trim();
+    if (!packed) return "";
+    const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream).text();
+  };
+
+  // Charts
+
+  const narrow = () => window.innerWidth < 820;
+  const layoutOf = (layout) => {
+    const ink = colour("--ink"), line = colour("--line");
+    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
+    return {
+      margin: { l: 50, r: 14, t: 10, b: 44 }, hovermode: "x unified", dragmode: narrow() ? false : "zoom",
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 12 } },
+      ...layout,
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: ink, size: 12, family: "inherit" },
+      colorway: SLOTS, modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--quiet"), activecolor: ink },
+      hoverlabel: { bgcolor: colour("--paper"), bordercolor: line, font: { color: ink } },
+      xaxis: { ...layout.xaxis, ...axis }, yaxis: { ...layout.yaxis, ...axis },
+    };
+  };
+  const traceOf = ({ slot: which, ...trace }) => {
+    if (which === undefined) return trace;
+    const own = { ...trace, marker: { color: slot(which), ...trace.marker } };
+    if (trace.type !== "bar") own.line = { color: slot(which), ...trace.line };
+    return own;
+  };
+  const drawn = new Map();
+  const draw = (element, figure) => {
+    drawn.set(element, figure);
+    const layout = layoutOf(figure.layout);
+    if (figure.data.some((trace) => trace.hovertemplate || trace.orientation === "h")) layout.hovermode = "closest";
+    const parallel = figure.data.some((trace) => trace.type === "parcoords");
+    if (parallel) { delete layout.xaxis; delete layout.yaxis; }
+    return Plotly.react(element, figure.data.map(traceOf), layout, {
+      responsive: true, displaylogo: false,
+      displayModeBar: narrow() ? false : "hover",
+      modeBarButtons: parallel ? [["toImage"]] : [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+    });
+  };
+  const redraw = () => drawn.forEach((figure, element) => draw(element, figure));
+
+  const explore = (element, choice, columns) => {
+    const names = [...new Set(Object.values(columns).flatMap((run) => Object.keys(run)))];
+    names.filter((name) => name !== "step").sort().forEach((name) => choice.add(new Option(name, name)));
+    const show = () => {
+      const data = Object.entries(columns).filter(([, run]) => run[choice.value]).map(([run, values], which) => ({
+        x: values.step.filter((_, i) => values[choice.value][i] !== null),
+        y: values[choice.value].filter((value) => value !== null),
+        name: run, slot: which, mode: "lines+markers", marker: { size: 5 },
+      }));
+      const layout = { xaxis: { title: { text: "step" } }, yaxis: { title: { text: choice.value } }, showlegend: data.length > 1 };
+      draw(element, { data, layout });
+    };
+    choice.addEventListener("change", show);
+    if (names.includes("ppo/policy_loss")) choice.value = "ppo/policy_loss";
+    if (choice.options.length) show();
+  };
+
+  // Samples
+
+  const make = (tag, className, text) => {
+    const element = document.createElement(tag);
+    if (className) element.className = className;
+    if (text !== undefined) element.textContent = text;
+    return element;
+  };
+  const short = (value) => (value === undefined ? "-" : Math.abs(value) < 1e-6 ? "0" : Number(value.toPrecision(3)).toString());
+
+  const browse = (root, samples) => {
+    const form = root.querySelector("form"), list = root.querySelector(".list");
+    const more = root.querySelector(".more"), count = root.querySelector(".count"), key = root.querySelector(".key");
+    const field = (name) => form.elements[name];
+    const unique = (name) => [...new Set(samples.map((sample) => sample[name]))];
+    const runs = unique("run");
+    let shown = PAGE, across = null;
+
+    field("run").add(new Option("all", ""));
+    runs.forEach((run) => field("run").add(new Option(run, run)));
+    field("run").parentElement.hidden = runs.length < 2;
+    field("step").add(new Option("all", ""));
+    unique("step").sort((a, b) => a - b).forEach((step) => field("step").add(new Option(step, step)));
+    const colours = { advantages: "advantage", changes: "log-prob against the reference" };
+    Object.keys(colours).filter((name) => samples.some((sample) => sample[name] && sample.tokens))
+      .forEach((name) => field("colour").add(new Option(colours[name], name)));
+    field("colour").add(new Option("none", ""));
+
+    const scores = samples.map((sample) => sample.score).filter((score) => score !== undefined);
+    const lowest = Math.min(...scores), highest = Math.max(...scores);
+    const scales = {};
+    Object.keys(colours).forEach((name) => {
+      const sizes = samples.flatMap((sample) => sample[name] || []).map(Math.abs).sort((a, b) => a - b);
+      scales[name] = sizes[Math.floor(0.95 * sizes.length)] || 1;
+    });
+    const stepsOf = new Map();
+    const idOf = (sample) => `${sample.held_out ? "held out" : "trained"} ${sample.prompt_id} ${sample.prompt}`;
+    samples.forEach((sample) => {
+      if (!stepsOf.has(idOf(sample))) stepsOf.set(idOf(sample), new Set());
+      stepsOf.get(idOf(sample)).add(`${sample.run} ${sample.step}`);
+    });
+
+    const tint = (value, name) => {
+      if (value === null || value === undefined) return "";
+      const strength = Math.min(Math.abs(value) / scales[name], 1) * 0.6;
+      return `rgba(${colour(value > 0 ? "--more" : "--less")}, ${strength.toFixed(2)})`;
+    };
+    const response = (sample) => {
+      const text = make("div", "text response"), name = field("colour").value;
+      if (!sample.tokens) { text.textContent = sample.response; return text; }
+      sample.tokens.forEach((piece, i) => {
+        const special = /^<[^ ]+>$/.test(piece) && i === sample.tokens.length - 1;
+        const token = make("span", special ? "token special" : "token", piece);
+        const values = sample[name];
+        if (values) token.style.background = tint(values[i], name);
+        token.title = Object.keys(colours).filter((each) => sample[each])
+          .map((each) => `${colours[each]} ${short(sample[each][i] ?? undefined)}`).join("\n");
+        text.append(token);
+      });
+      const left = sample.num_tokens - sample.tokens.length;
+      if (left > 0) text.append(make("span", "quiet", ` … ${left} more tokens`));
+      return text;
+    };
+    const card = (sample, { withPrompt }) => {
+      const box = make("article", "sample");
+      const meta = make("div", "meta");
+      if (withPrompt) meta.append(make("span", "", `${runs.length > 1 ? `${sample.run}, ` : ""}step ${sample.step}${sample.held_out ? ", held out" : ""}`));
+      const score = make("span", "", "score ");
+      score.append(make("b", "", short(sample.score)));
+      meta.append(score);
+      if (sample.sources) meta.append(make("span", "", Object.entries(sample.sources).map(([name, value]) => `${name} ${value}`).join(", ")));
+      if (sample.advantage !== undefined) meta.append(make("span", "", `advantage ${short(sample.advantage)}`));
+      if (sample.kl !== undefined) meta.append(make("span", "", `KL ${short(sample.kl)}`));
+      meta.append(make("span", "", `${sample.num_tokens} tokens${sample.finish === "length" ? ", cut off" : ""}`));
+      if (sample.label !== undefined) meta.append(make("span", "", `label ${sample.label}`));
+      box.append(meta);
+      if (sample.score !== undefined && highest > lowest) {
+        const bar = make("div", "bar"), fill = make("i");
+        fill.style.width = `${100 * (sample.score - lowest) / (highest - lowest)}%`;
+        bar.append(fill); box.append(bar);
+      }
+      if (withPrompt) box.append(make("div", "text prompt", sample.prompt));
+      box.append(response(sample));
+      const steps = stepsOf.get(idOf(sample)).size;
+      if (withPrompt && steps > 1) {
+        const link = make("button", "link", `this prompt in ${steps} steps, side by side`);
+        link.type = "button";
+        link.addEventListener("click", () => { across = idOf(sample); show(); root.scrollIntoView(); });
+        box.append(link);
+      }
+      return box;
+    };
+
+    const orders = {
+      step: (a, b) => a.step - b.step,
+      best: (a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity),
+      worst: (a, b) => (a.score ?? Infinity) - (b.score ?? Infinity),
+      longest: (a, b) => b.num_tokens - a.num_tokens,
+      kl: (a, b) => (b.kl ?? -Infinity) - (a.kl ?? -Infinity),
+    };
+    const chosen = () => {
+      const run = field("run").value, step = field("step").value, words = field("text").value.toLowerCase();
+      const low = field("low").value === "" ? -Infinity : Number(field("low").value);
+      const high = field("high").value === "" ? Infinity : Number(field("high").value);
+      const bounded = low > -Infinity || high < Infinity;
+      return samples.filter((sample) =>
+        (!run || sample.run === run) && (!step || sample.step === Number(step)) &&
+        (!bounded || (sample.score !== undefined && sample.score >= low && sample.score <= high)) &&
+        (!words || `${sample.prompt}\n${sample.response}`.toLowerCase().includes(words)),
+      ).sort(orders[field("order").value]);
+    };
+    const explain = () => {
+      key.replaceChildren();
+      const name = field("colour").value;
+      if (!name) return;
+      [[-1, "less"], [0.001, "none"], [1, "more"]].forEach(([sign, word]) => {
+        const token = make("span", "token", sign === 0.001 ? "0" : `${sign > 0 ? "+" : "−"}${short(scales[name])}`);
+        token.style.background = tint(sign * scales[name], name);
+        token.title = word;
+        key.append(token, " ");
+      });
+      key.append(`${colours[name]} of a token`);
+    };
+    const showAcross = () => {
+      const same = samples.filter((sample) => idOf(sample) === across).sort(orders.step);
+      const back = make("button", "link back", "back to all samples");
+      back.type = "button";
+      back.addEventListener("click", () => { across = null; show(); });
+      count.replaceChildren(`The prompt ${JSON.stringify(same[0].prompt)}${same[0].label !== undefined ? `, label ${same[0].label}` : ""}: `, back);
+      const columns = new Map();
+      same.forEach((sample) => {
+        const name = `${runs.length > 1 ? `${sample.run}, ` : ""}step ${sample.step}`;
+        if (!columns.has(name)) {
+          const column = make("div", "column");
+          column.append(make("h3", "", name));
+          columns.set(name, column);
+        }
+        columns.get(name).append(card(sample, { withPrompt: false }));
+      });
+      list.className = "list across";
+      list.replaceChildren(...columns.values());
+      more.hidden = true;
+    };
+    const show = () => {
+      explain();
+      if (across) { showAcross(); return; }
+      const found = chosen();
+      list.className = "list";
+      list.replaceChildren(...found.slice(0, shown).map((sample) => card(sample, { withPrompt: true })));
+      count.textContent = `${Math.min(shown, found.length)} of ${found.length} samples`;
+      more.hidden = found.length <= shown;
+    };
+    ["input", "change"].forEach((kind) => form.addEventListener(kind, (event) => {
+      if (event.target.name !== "colour") { shown = PAGE; across = null; }
+      show();
+    }));
+    form.addEventListener("submit", (event) => event.preventDefault());
+    more.addEventListener("click", () => { shown += PAGE; show(); });
+    show();
+    return show;
+  };
+
+  const start = async () => {
+    const data = JSON.parse((await unpack("packed-data")) || "{}");
+    const recolour = [];
+    document.querySelectorAll(".samples").forEach((root) => recolour.push(browse(root, data[root.id])));
+    const charts = [...document.querySelectorAll(".chart")];
+    if (charts.length) {
+      const script = make("script");
+      script.textContent = await unpack("packed-plotly");
+      document.head.append(script);
+      for (const element of charts) {
+        if (element.classList.contains("explorer")) explore(element, byId(`${element.id}-choice`), data[element.id]);
+        else await draw(element, data[element.id]);
+      }
+    }
+    const dark = window.matchMedia("(prefers-color-scheme: dark)");
+    dark.addEventListener("change", () => { redraw(); recolour.forEach((show) => show()); });
+    document.body.dataset.ready = "true";
+  };
+  start().catch((error) => {
+    const problem = byId("problem");
+    problem.textContent = `The charts could not be drawn: ${error}. A browser of 2023 or later is needed.`;
+    problem.hidden = false;
+    console.error(error);
+  });
+})();

@@ -1,0 +1,120 @@
+"""Run folders as a PPO run leaves them, written in a moment; what pages and commands read."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from raypo.metrics.run_files import RunFiles
+
+WORDS = ["<eos>", "a", "b", "c", "=", "</p>"]
+CONFIG = {
+    "name": "recorded",
+    "recipe": "ppo",
+    "num_steps": 12,
+    "model": {"policy": "nowhere", "dtype": "float32"},
+    "ppo": {"advantage": "gae", "kl": {"coef": 0.02}},
+}
+
+
+def metrics(step: int, **changes: float) -> dict[str, float]:
+    """A step of a run that learns and is not remarkable."""
+    rise = 1.0 - math.exp(-step / 6)
+    row = {
+        "rollout/score_mean": 0.2 + 0.6 * rise,
+        "rollout/score_std": 0.4,
+        "rollout/samples_sampled": 512.0,
+        "rollout/response_tokens_mean": 5.0,
+        "rollout/response_tokens_max": 6.0,
+        "rollout/truncated_fraction": 0.1,
+        "kl/ref_mean": 0.1 * rise,
+        "kl/ref_response_mean": 0.5 * rise,
+        "kl/coef": 0.02,
+        "mismatch/kl": 1e-13,
+        "ppo/clip_fraction": 0.05,
+        "ppo/approx_kl": 0.01,
+        "ppo/entropy": 0.6 - 0.3 * rise,
+        "ppo/policy_loss": -0.01,
+        "ppo/value_loss": 0.1,
+        "time/generate_s": 0.6,
+        "time/score_s": 0.2,
+        "time/update_s": 1.0,
+        "time/report_s": 0.2,
+        "time/step_s": 2.0,
+        "perf/response_tokens_per_s": 1000.0,
+    }
+    if step == 1:
+        row["eval/initial_score_mean"] = 0.25
+    if step % 4 == 0:
+        row["eval/score_mean"] = 0.25 + 0.5 * rise
+    return row | changes
+
+
+def rollout(step: int, group: int, sample: int) -> dict[str, Any]:
+    """A response of three tokens; the group's prompt comes again in every step."""
+    ids = [1 + (group + sample + step) % 3, 4, 0]
+    return {
+        "prompt": f"prompt {group} </script>",
+        "response": f"{WORDS[ids[0]]}=",
+        "label": "a",
+        "prompt_ids": [5, 4],
+        "response_ids": ids,
+        "log_probs": [-0.1, -0.2, -0.3],
+        "ref_log_probs": [-0.4, -0.1, -0.3],
+        "score": float(sample) / 2 + step / 100,
+        "scores_by_source": {"function": float(sample) / 2 + step / 100},
+        "advantages": [0.5 - sample, 0.1, -0.2],
+        "advantage_mean": 0.1,
+        "kl": 0.2,
+        "finish_reason": "stop",
+        "weight_version": step - 1,
+        "prompt_index": group,
+        "sample_index": sample,
+        "group_index": group,
+    }
+
+
+def write_run(
+    folder: Path,
+    name: str = "recorded",
+    *,
+    steps: int = 12,
+    with_rollouts: bool = True,
+    status: str | None = "finished",
+    **changes: float,
+) -> Path:
+    """A run folder; `changes` are figures that every step has instead.
+
+    Args:
+        status: Of the summary; None: the run has not ended.
+    """
+    files = RunFiles(str(folder), name)
+    files.write_config(CONFIG | {"name": name})
+    for step in range(1, steps + 1):
+        files.append_metrics(step, metrics(step, **changes))
+        if with_rollouts:
+            rows = [rollout(step, group, sample) for group in range(3) for sample in range(3)]
+            files.write_rollouts(step, rows)
+    if status:
+        files.write_summary(
+            {"status": status, "recipe": "ppo", "wall_s": 167.0, "versions": {"raypo": "0.1.0"}}
+        )
+    write_tokenizer(files.policy_dir)
+    return folder / name
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<eos>"))
+    tokenizer.decoder = decoders.Fuse()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def page_data(html: str) -> dict[str, Any]:
+    """What the page's script draws: data by block."""
+    from raypo.metrics.report.page import unpack
+
+    packed = html.partition('id="packed-data">')[2].partition("</script>")[0]
+    return json.loads(unpack(packed))
