@@ -119,7 +119,7 @@ class PPOTrainer(TorchTrainer):
             reward_fn=self._reward_fn,
         )
         self.train_loop_config = {**self.config.model_dump(), RUNTIME_KEY: runtime}
-        console = Console()
+        console = Console(config=self.config.model_dump())
         console.start(
             self.config.name,
             self.config.num_steps,

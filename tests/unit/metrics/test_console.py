@@ -1,9 +1,12 @@
 import io
 import math
+import re
 
 import pytest
 
 from raypo.metrics.console import Console, step_line
+from raypo.metrics.live_view import curve_line
+from tests.recorded_run import metrics
 
 METRICS = {
     "step": 3,
@@ -96,6 +99,49 @@ def test_a_terminal_gets_a_bar_above_which_the_same_lines_stand():
     assert "step  3/40  score +0.412  kl 0.021  clipped 4.1%  length 57.3  6.2 s" in text
     assert "saved [bold]policy[/bold]" in text
     assert text.splitlines()[-1].endswith("files in runs/quickstart")
+
+
+def test_a_terminal_sees_how_the_run_stands_and_where_the_time_goes():
+    stream = Terminal()
+    console = Console(stream)
+    console.start("r", 40, None, "runs/r")
+    for step in range(1, 6):
+        console.step(metrics(step))
+    console.close("finished")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "score +0.539  held out +0.493  KL 0.28  length 5.0" in text
+    assert "▁" in text
+    assert "generate 30%  score 10%  update 50%  report 10%" in text
+
+
+def test_a_warning_is_told_once_with_its_remedy():
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("r", 40, None, "runs/r")
+    for step in range(1, 9):
+        console.step({"step": step, **metrics(step, **{"ppo/clip_fraction": 0.5})})
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("warning: ")]
+    assert len(lines) == 1
+    assert "Lower learner.policy_lr" in lines[0]
+
+
+def test_other_recipes_have_their_own_figures():
+    row = {"train/loss": 1.5, "eval/accuracy": 0.75, "perf/samples_per_s": 12.0, "time/step_s": 2.0}
+    assert step_line(2, 9, row) == (
+        "step 2/9  loss 1.5000  12.0 samples/s  2.0 s  eval accuracy 75.0%"
+    )
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("r", 9, None, "runs/r")
+    console.step(row)
+    console.close("finished")
+    assert "nan" not in stream.getvalue()
+
+
+def test_a_curve_of_blocks():
+    assert curve_line([0.0, math.nan, 0.5, 1.0]) == "▁ ▅█"
+    assert curve_line([1.0]) == ""
+    assert curve_line([1.0, 1.0]) == "▁▁"
 
 
 def test_a_new_run_resumes_nothing_and_has_no_dashboard_line_without_one():
