@@ -6,6 +6,7 @@ import typer
 
 from raypo.cli.plan import plan
 from raypo.cli.report import report
+from raypo.cli.serve_reward import serve_reward
 from raypo.cli.show import show
 from raypo.cli.sweep import sweep
 from raypo.cli.train import train
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(serve_reward)
 app.command()(sweep)
 app.command()(report)
 app.command()(show)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from numbers import Real
@@ -21,12 +21,33 @@ class RewardError(RuntimeError):
     """The reward function failed, or answered with what are not scores."""
 
 
+class FailedScore(float):
+    """NaN that says why there is no score."""
+
+    reason: str
+
+    def __new__(cls, reason: str) -> FailedScore:
+        """A NaN with its reason."""
+        failed = super().__new__(cls, math.nan)
+        failed.reason = reason
+        return failed
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # it is pickled between workers
+        return (self.reason,)
+
+
+def first_reason(scores: Iterable[float]) -> str | None:
+    """Why the first of some scores that says so is missing."""
+    return next((score.reason for score in scores if isinstance(score, FailedScore)), None)
+
+
 def score(
     function: RewardFunction, rollouts: Sequence[Rollout], *, max_failed_fraction: float
 ) -> list[float]:
     """One score a rollout, from one call with all of them; NaN where scoring failed.
 
-    None, NaN and infinity are a failed sample; True and False count as 1 and 0.
+    None, NaN, infinity and an exception in a score's place are a failed sample; True and False
+    count as 1 and 0.
 
     Args:
         max_failed_fraction: Share of these rollouts that may fail.
@@ -48,14 +69,28 @@ def score(
             rollouts[failed[0]],
             name=name,
             max_failed_fraction=max_failed_fraction,
+            reason=first_reason(scores),
         )
     return scores
 
 
 def too_many_failures(
-    num_failed: int, num_all: int, example: Rollout, *, name: str, max_failed_fraction: float
+    num_failed: int,
+    num_all: int,
+    example: Rollout,
+    *,
+    name: str,
+    max_failed_fraction: float,
+    reason: str | None = None,
 ) -> RewardError:
     """The error of more samples without a score than `reward.max_failed_fraction` allows."""
+    if reason is not None:
+        return RewardError(
+            f"reward.max_failed_fraction ({max_failed_fraction}): {num_failed} of {num_all} "
+            f"rollouts ({num_failed / num_all:.3g}) have no score. The first error: {reason}. "
+            f"Correct its cause, or set reward.max_failed_fraction higher so that such samples "
+            f"are left out."
+        )
     return RewardError(
         f"reward.max_failed_fraction ({max_failed_fraction}): {name} gave None or a number "
         f"that is not finite for {num_failed} of {num_all} rollouts ({num_failed / num_all:.3g}). "
@@ -113,6 +148,8 @@ def _number(answer: Any, place: int, name: str) -> float:
     """A score as a float, NaN for a failed one."""
     if answer is None:
         return math.nan
+    if isinstance(answer, Exception):
+        return FailedScore(str(answer) or type(answer).__name__)
     if hasattr(answer, "item"):  # numpy, torch; it raises where there is more than one number
         with suppress(ValueError, RuntimeError):
             answer = answer.item()

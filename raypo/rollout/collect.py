@@ -12,7 +12,7 @@ import numpy as np
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, RolloutSection
 from raypo.data.stream import Draw
-from raypo.rewards.scoring import RewardFunction, score, too_many_failures
+from raypo.rewards.scoring import RewardFunction, first_reason, score, too_many_failures
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.types import Rollout, ScoredRollout
 
@@ -125,13 +125,16 @@ def refuse_too_many_failures(
         RewardError: of all workers' samples, more than `reward.max_failed_fraction` have no score.
     """
     failed = [s.rollout for s in scored if not math.isfinite(s.score)]
+    reason = first_reason(value for s in scored for value in s.scores_by_source.values())
     num_failed, num_all = workers.sum(as_tensor(len(failed), len(scored))).tolist()
     if num_failed > section.max_failed_fraction * num_all:
         (first, *_) = (rollout for share in workers.gather(failed[:1]) for rollout in share)
+        reasons = workers.gather(reason)
         raise too_many_failures(
             int(num_failed),
             int(num_all),
             first,
             name=section.function or "the reward function",
             max_failed_fraction=section.max_failed_fraction,
+            reason=next(filter(None, reasons), None),
         )

@@ -1,0 +1,163 @@
+"""Reward servers over HTTP: batches, retries, several of them, and samples that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_random_exponential,
+)
+
+from raypo.rewards.wire import TOKEN_VARIABLE, WireError, from_answer, to_request
+from raypo.types import Rollout
+
+BACKOFF_S = (0.25, 30.0)
+"""Of the wait before another attempt: a random share of the first, doubled each time, at most
+the second."""
+TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class RemoteRewardError(RuntimeError):
+    """A reward server did not give scores, after all attempts."""
+
+
+class _Retryable(RemoteRewardError):
+    """Another attempt may help."""
+
+    retry_after_s: float = 0.0
+
+
+class RemoteReward:
+    """A reward function that asks servers; what they cannot score is an exception in its place.
+
+    Batches go to the server with the fewest requests under way; another attempt goes elsewhere
+    where there is an elsewhere.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        batch_size: int,
+        max_concurrent: int,
+        timeout_s: float,
+        max_attempts: int,
+        backoff_s: tuple[float, float] = BACKOFF_S,
+    ) -> None:
+        """Only note what to do; nothing is asked yet.
+
+        Args:
+            urls: Whole addresses that requests are posted to.
+            batch_size: Most samples of a request.
+            max_concurrent: Most requests under way from this process.
+            timeout_s: Seconds that one attempt may take.
+            max_attempts: Attempts a batch, over all servers.
+            backoff_s: See BACKOFF_S.
+        """
+        self._urls = tuple(urls)
+        self._batch_size, self._max_concurrent = batch_size, max_concurrent
+        self._timeout_s, self._max_attempts = timeout_s, max_attempts
+        self._first_wait_s, self._longest_wait_s = backoff_s
+        self._turn = itertools.count()
+
+    async def __call__(self, rollouts: list[Rollout]) -> list[float | Exception | None]:
+        """Scores in the order given; None where the server has none, else the error."""
+        under_way = dict.fromkeys(self._urls, 0)
+        room = asyncio.Semaphore(self._max_concurrent)
+        token = os.environ.get(TOKEN_VARIABLE)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        limits = httpx.Limits(max_connections=self._max_concurrent)
+        async with httpx.AsyncClient(
+            headers=headers, timeout=self._timeout_s, limits=limits
+        ) as client:
+
+            async def batch(members: list[Rollout]) -> list[Any]:
+                async with room:
+                    try:
+                        return await self._ask(client, members, under_way)
+                    except RemoteRewardError as error:
+                        return [error] * len(members)
+
+            size = self._batch_size
+            cut = [rollouts[first : first + size] for first in range(0, len(rollouts), size)]
+            answers = await asyncio.gather(*(batch(members) for members in cut))
+        return [score for answer in answers for score in answer]
+
+    async def _ask(
+        self, client: httpx.AsyncClient, rollouts: list[Rollout], under_way: dict[str, int]
+    ) -> list[float | None]:
+        body, avoid = to_request(rollouts), ""
+        async for attempt in AsyncRetrying(
+            stop=stop_after_attempt(self._max_attempts),
+            wait=self._wait,
+            retry=retry_if_exception_type(_Retryable),
+            reraise=True,
+        ):
+            with attempt:
+                url = self._choose(under_way, avoid)
+                avoid = url
+                under_way[url] += 1
+                try:
+                    async with asyncio.timeout(self._timeout_s):  # httpx counts each read anew
+                        return await self._post(client, url, body, len(rollouts))
+                except (TimeoutError, httpx.TimeoutException):
+                    raise _Retryable(f"{url}: no answer in {self._timeout_s:g} s") from None
+                finally:
+                    under_way[url] -= 1
+        raise AssertionError("reraise=True leaves no way here")
+
+    async def _post(
+        self, client: httpx.AsyncClient, url: str, body: dict[str, Any], count: int
+    ) -> list[float | None]:
+        try:
+            response = await client.post(url, json=body)
+        except httpx.TimeoutException:
+            raise
+        except httpx.HTTPError as error:
+            raise _Retryable(f"{url}: {type(error).__name__}: {error}") from error
+        if response.status_code != httpx.codes.OK:
+            text = f"{url}: status {response.status_code}: {_reason(response)}"
+            if response.status_code not in TRY_AGAIN:
+                raise RemoteRewardError(text)
+            error = _Retryable(text)
+            error.retry_after_s = _seconds(response.headers.get("Retry-After"))
+            raise error
+        try:
+            return from_answer(response.json(), count)
+        except (WireError, ValueError) as error:
+            raise RemoteRewardError(f"{url}: {error}") from error
+
+    def _choose(self, under_way: dict[str, int], avoid: str) -> str:
+        """The server with the fewest requests under way, another one than last time."""
+        others = [url for url in self._urls if url != avoid] or list(self._urls)
+        first = next(self._turn) % len(others)
+        return min(others[first:] + others[:first], key=lambda url: under_way[url])
+
+    def _wait(self, state: RetryCallState) -> float:
+        wait = wait_random_exponential(self._first_wait_s, self._longest_wait_s)(state)
+        error = state.outcome.exception() if state.outcome else None
+        asked = error.retry_after_s if isinstance(error, _Retryable) else 0.0
+        return max(wait, min(asked, self._longest_wait_s))
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        return float(text or 0.0)
+    except ValueError:  # a date
+        return 0.0

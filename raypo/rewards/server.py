@@ -1,0 +1,113 @@
+"""A reward server: any reward function or model behind the JSON of `raypo.rewards.wire`."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import uvicorn
+from anyio.to_thread import run_sync
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from raypo.rewards.scoring import RewardError, RewardFunction, score
+from raypo.rewards.wire import WireError, from_request, to_answer
+
+MAX_BODY_BYTES = 64 * 1024**2
+RETRY_AFTER_S = 1
+
+
+def make_app(
+    function: RewardFunction, *, name: str, token: str | None, max_queued: int = 64
+) -> Starlette:
+    """The application: POST /score and GET /health.
+
+    Requests are scored one at a time, in a thread: models and most functions are not made for
+    more. Those that wait beyond `max_queued` are told to come again.
+
+    Args:
+        function: (list[Rollout]) -> a score each.
+        name: What is served, for /health.
+        token: Clients must bring it; None: everybody may ask.
+        max_queued: Most requests that wait.
+    """
+    turn = anyio.Semaphore(1)
+    waiting = 0
+
+    async def answer(request: Request) -> JSONResponse:
+        nonlocal waiting
+        if token and not _brings(request, token):
+            return _error(401, "the token is missing or wrong")
+        if waiting > max_queued:
+            busy = {"Retry-After": str(RETRY_AFTER_S)}
+            return _error(503, f"{waiting} requests wait already", headers=busy)
+        try:
+            rollouts = from_request(await _body(request))
+        except WireError as error:
+            return _error(422, str(error))
+        waiting += 1
+        try:
+            async with turn:
+                scores = await run_sync(lambda: score(function, rollouts, max_failed_fraction=1.0))
+        except RewardError as error:
+            return _error(500, str(error))
+        finally:
+            waiting -= 1
+        return JSONResponse(to_answer(scores))
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", "name": name})
+
+    return Starlette(routes=[Route("/score", answer, methods=["POST"]), Route("/health", health)])
+
+
+def serve(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        app: An ASGI application.
+        host: Interface to listen on.
+        port: 0: any free one.
+        ready: Called with the address once the port is taken.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listening:
+        shown = f"[{host}]" if ":" in host else host
+        ready(f"http://{shown}:{listening.getsockname()[1]}")
+        config = uvicorn.Config(app, log_level="warning", access_log=False)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _brings(request: Request, token: str) -> bool:
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+async def _body(request: Request) -> Any:
+    """The JSON of a request.
+
+    Raises:
+        WireError: it is no JSON, or larger than `MAX_BODY_BYTES`.
+    """
+    parts: list[bytes] = []
+    async for part in request.stream():
+        parts.append(part)
+        if sum(map(len, parts)) > MAX_BODY_BYTES:
+            raise WireError(f"a request has at most {MAX_BODY_BYTES} bytes")
+    try:
+        return json.loads(b"".join(parts))
+    except ValueError as error:
+        raise WireError(f"the body is no JSON: {error}") from None
+
+
+def _error(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": text}, status_code=status, headers=headers)

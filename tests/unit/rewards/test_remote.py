@@ -1,0 +1,424 @@
+"""Client and server over real sockets: failing, slow, dying and lying servers."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+
+from raypo.rewards.remote import RemoteReward
+from raypo.rewards.scoring import FailedScore, RewardError, score
+from raypo.rewards.server import make_app
+from raypo.rewards.wire import TOKEN_VARIABLE, WireError, from_answer, from_request, to_request
+from raypo.types import Rollout
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def rollout(number: int) -> Rollout:
+    return Rollout(
+        prompt=f"{number}+0=",
+        response=str(number),
+        prompt_ids=np.arange(4, dtype=np.int32),
+        response_ids=np.array([number], dtype=np.int32),
+        log_probs=np.zeros(1, np.float32),
+        response_mask=np.ones(1, bool),
+        label={"answer": number},
+        prompt_index=number,
+        sample_index=number % 2,
+        finish_reason="stop",
+        weight_version=3,
+    )
+
+
+ROLLOUTS = [rollout(number) for number in range(10)]
+EXPECTED = [float(number) for number in range(10)]
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+
+
+def as_number(rollouts: list[Rollout]) -> list[float]:
+    return [float(r.response) for r in rollouts]
+
+
+def client(*urls: str, **changes: Any) -> RemoteReward:
+    settings = {"batch_size": 3, "max_concurrent": 4, "timeout_s": 5.0, "max_attempts": 3}
+    return RemoteReward(urls, **(settings | {"backoff_s": (0.01, 0.05)} | changes))
+
+
+@contextmanager
+def served(function: Callable[..., Any], **options: Any) -> Iterator[str]:
+    """raypo's own server in a thread."""
+    app = make_app(function, name="test", **({"token": None} | options))
+    config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}/score"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def scripted(
+    answer: Callable[[dict[str, Any], int], tuple[int, Any]],
+) -> Iterator[tuple[str, list]]:
+    """A server that does what `answer(body, number of the request)` says: status and JSON."""
+    requests: list[dict[str, Any]] = []
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                requests.append(body)
+                number = len(requests)
+            status, content = answer(body, number)
+            if status == 0:  # hang up without an answer
+                self.close_connection = True
+                return
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            with suppress(BrokenPipeError, ConnectionResetError):  # the client gave up
+                self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/score", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def numbers(body: dict[str, Any]) -> dict[str, Any]:
+    return {"scores": [float(sample["response"]) for sample in body["samples"]]}
+
+
+def scores_of(reward: RemoteReward, *, max_failed_fraction: float = 0.0) -> list[float]:
+    return score(reward, ROLLOUTS, max_failed_fraction=max_failed_fraction)
+
+
+def test_scores_come_back_in_order_batched():
+    sizes = []
+
+    def function(rollouts: list[Rollout]) -> list[float]:
+        sizes.append(len(rollouts))
+        return as_number(rollouts)
+
+    with served(function) as url:
+        assert scores_of(client(url)) == EXPECTED
+    assert sorted(sizes) == [1, 3, 3, 3]
+
+
+def test_the_server_sees_what_the_run_has():
+    seen: list[Rollout] = []
+
+    def function(rollouts: list[Rollout]) -> list[float]:
+        seen.extend(rollouts)
+        return as_number(rollouts)
+
+    with served(function) as url:
+        scores_of(client(url, max_concurrent=1))
+    for mine, theirs in zip(ROLLOUTS, seen, strict=True):
+        for name in ("prompt", "response", "label", "prompt_index", "sample_index"):
+            assert getattr(mine, name) == getattr(theirs, name)
+        np.testing.assert_array_equal(mine.prompt_ids, theirs.prompt_ids)
+        np.testing.assert_array_equal(mine.response_ids, theirs.response_ids)
+
+
+def test_samples_without_a_score_stay_single_failures():
+    def function(rollouts: list[Rollout]) -> list[float | None]:
+        return [None if r.response == "4" else 1.0 for r in rollouts]
+
+    with served(function) as url:
+        scores = scores_of(client(url), max_failed_fraction=0.1)
+    assert [place for place, value in enumerate(scores) if np.isnan(value)] == [4]
+
+
+def test_a_server_that_fails_at_first_is_asked_again():
+    with scripted(lambda body, number: (503, {}) if number < 5 else (200, numbers(body))) as (
+        url,
+        _,
+    ):
+        assert scores_of(client(url, max_attempts=5)) == EXPECTED
+
+
+def test_a_server_that_hangs_up_is_asked_again():
+    with scripted(lambda body, number: (0, {}) if number < 3 else (200, numbers(body))) as (url, _):
+        assert scores_of(client(url)) == EXPECTED
+
+
+def test_a_server_that_stays_broken_stops_the_run_with_its_first_error():
+    def function(rollouts: list[Rollout]) -> list[float]:
+        raise KeyError("no such label")
+
+    with served(function) as url, pytest.raises(RewardError) as caught:
+        scores_of(client(url))
+    text = str(caught.value)
+    assert "reward.max_failed_fraction (0.0): 10 of 10 rollouts (1) have no score" in text
+    assert f"{url}: status 500" in text
+    assert "raised KeyError: 'no such label'" in text
+
+
+def test_batches_that_fail_are_masked_as_far_as_is_allowed():
+    def answer(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        bad = any(sample["response"] == "4" for sample in body["samples"])
+        return (500, {"error": "cannot judge 4"}) if bad else (200, numbers(body))
+
+    with scripted(answer) as (url, _):
+        scores = scores_of(client(url), max_failed_fraction=0.3)
+        assert [place for place, value in enumerate(scores) if np.isnan(value)] == [3, 4, 5]
+        with pytest.raises(RewardError, match=r"3 of 10 rollouts .* cannot judge 4"):
+            scores_of(client(url), max_failed_fraction=0.2)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_what_another_attempt_cannot_heal_is_asked_once(status: int):
+    with (
+        scripted(lambda body, number: (status, {"error": "no"})) as (url, requests),
+        pytest.raises(RewardError, match=f"status {status}: no"),
+    ):
+        scores_of(client(url, batch_size=100))
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"scores": [1.0]}, "it is 1 scores"),
+        ({"score": 1}, "it is {'score': 1}"),
+        ({"scores": ["a"] * 10}, "one is 'a'"),
+        (b"<html>", "Expecting value"),
+    ],
+)
+def test_what_is_no_answer_is_told(content: Any, reason: str):
+    with (
+        scripted(lambda body, number: (200, content)) as (url, _),
+        pytest.raises(RewardError) as caught,
+    ):
+        scores_of(client(url, batch_size=100))
+    assert reason in str(caught.value)
+
+
+def test_a_slow_server_times_out_and_the_other_one_answers():
+    release = threading.Event()
+
+    def slow(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        release.wait(10)
+        return 200, numbers(body)
+
+    with scripted(slow) as (stuck, _), served(as_number) as good:
+        started = time.monotonic()
+        assert scores_of(client(stuck, good, timeout_s=0.5)) == EXPECTED
+        assert time.monotonic() - started < 8
+        release.set()
+
+
+def test_a_server_alone_that_is_too_slow_says_how_long_it_was_waited_for():
+    release = threading.Event()
+
+    def slow(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        release.wait(10)
+        return 200, numbers(body)
+
+    with scripted(slow) as (url, _):
+        with pytest.raises(RewardError, match=r"no answer in 0.2 s"):
+            scores_of(client(url, timeout_s=0.2, max_attempts=1))
+        release.set()
+
+
+def test_requests_go_to_all_servers():
+    counts = []
+    with (
+        scripted(lambda body, number: (200, numbers(body))) as (one, first),
+        scripted(lambda body, number: (200, numbers(body))) as (two, second),
+    ):
+        assert scores_of(client(one, two, batch_size=1)) == EXPECTED
+        counts = [len(first), len(second)]
+    assert sum(counts) == 10
+    assert min(counts) >= 3
+
+
+def test_no_more_requests_are_under_way_than_allowed():
+    now, most, lock = [0], [0], threading.Lock()
+
+    def answer(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.02)
+        with lock:
+            now[0] -= 1
+        return 200, numbers(body)
+
+    with scripted(answer) as (url, _):
+        assert scores_of(client(url, batch_size=1, max_concurrent=2)) == EXPECTED
+    assert most[0] == 2
+
+
+def test_only_the_right_token_opens_the_server(monkeypatch: pytest.MonkeyPatch):
+    with served(as_number, token="secret") as url:
+        with pytest.raises(RewardError, match="status 401: the token is missing or wrong"):
+            scores_of(client(url))
+        monkeypatch.setenv(TOKEN_VARIABLE, "wrong")
+        with pytest.raises(RewardError, match="status 401"):
+            scores_of(client(url))
+        monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+        assert scores_of(client(url)) == EXPECTED
+
+
+def test_a_full_server_says_come_again():
+    entered, release = threading.Event(), threading.Event()
+
+    def slow(rollouts: list[Rollout]) -> list[float]:
+        entered.set()
+        release.wait(10)
+        return as_number(rollouts)
+
+    with served(slow, max_queued=0) as url:
+        body = to_request(ROLLOUTS[:1])
+        first = threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body})
+        first.start()
+        assert entered.wait(10)
+        refused = httpx.post(url, json=body)
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"] == "1"
+        release.set()
+        first.join()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{", "the body is no JSON"),
+        (b"[]", "the body must be"),
+        (b'{"samples": [{"prompt": 1}]}', "sample 0 must have the texts prompt and response"),
+        (
+            b'{"samples": [{"prompt": "", "response": "", "prompt_ids": ["a"]}]}',
+            "sample 0 has ids or indices that are no integers",
+        ),
+    ],
+)
+def test_what_is_no_request_is_refused(content: bytes, reason: str):
+    with served(as_number) as url:
+        refused = httpx.post(url, content=content)
+    assert refused.status_code == 422
+    assert reason in refused.json()["error"]
+
+
+def test_health_names_what_is_served():
+    with served(as_number) as url:
+        assert httpx.get(url.replace("/score", "/health")).json() == {
+            "status": "ok",
+            "name": "test",
+        }
+
+
+def test_prompt_and_response_are_enough_for_a_request():
+    (made,) = from_request({"samples": [{"prompt": "2+2=", "response": "4"}]})
+    assert (made.prompt, made.response, made.label, made.finish_reason) == (
+        "2+2=",
+        "4",
+        None,
+        "stop",
+    )
+
+
+def test_true_is_no_text_but_a_score():
+    assert from_answer({"scores": [True, None, 2]}, 3) == [1.0, None, 2.0]
+    with pytest.raises(WireError):
+        from_answer([], 0)
+
+
+def test_a_failed_score_keeps_its_reason_between_processes():
+    failed = pickle.loads(pickle.dumps(FailedScore("why")))
+    assert np.isnan(failed)
+    assert failed.reason == "why"
+
+
+# The command, as a process of its own.
+
+
+@pytest.fixture
+def reward_file(tmp_path: Path) -> Path:
+    path = tmp_path / "reward.py"
+    path.write_text("def number(rollouts):\n    return [float(r.response) for r in rollouts]\n")
+    return path
+
+
+def command(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "raypo.cli", "serve-reward", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+    )
+
+
+def address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert "set reward.url to http://127.0.0.1:" in line, process.communicate()[1]
+    return line.split("set reward.url to ")[1].strip()
+
+
+def test_a_server_that_dies_mid_way_is_survived_by_the_other(reward_file: Path):
+    """Two `raypo serve-reward` processes; one is killed with requests of ours under way."""
+    reward_file.write_text(
+        "import time\n"
+        "def number(rollouts):\n"
+        "    time.sleep(0.1)\n"
+        "    return [float(r.response) for r in rollouts]\n"
+    )
+    servers = [command(f"{reward_file}:number", "--port", "0") for _ in range(2)]
+    try:
+        urls = [address(server) for server in servers]
+        threading.Timer(0.25, servers[0].kill).start()
+        many = ROLLOUTS * 4
+        reward = client(*urls, batch_size=2, max_attempts=5)
+        assert score(reward, many, max_failed_fraction=0.0) == EXPECTED * 4
+        assert servers[0].wait(timeout=10) == -signal.SIGKILL
+        servers[1].send_signal(signal.SIGINT)
+        assert servers[1].wait(timeout=10) in (0, 130)
+    finally:
+        for server in servers:
+            server.kill()
+            server.communicate()
+
+
+def test_beyond_loopback_a_token_is_demanded(reward_file: Path):
+    process = command(f"{reward_file}:number", "--host", "0.0.0.0")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"Set the environment variable {TOKEN_VARIABLE}" in error
