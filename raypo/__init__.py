@@ -4,21 +4,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raypo.config import ConfigError, PPOConfig
+    from raypo.config import ConfigError, PPOConfig, RewardModelConfig, SFTConfig
     from raypo.recipes.ppo import train_loop_per_worker
-    from raypo.trainer import PPOTrainer
+    from raypo.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
     from raypo.types import Rollout
 
 _HOMES = {
     "ConfigError": "raypo.config",
     "PPOConfig": "raypo.config",
     "PPOTrainer": "raypo.trainer",
+    "RewardModelConfig": "raypo.config",
+    "RewardModelTrainer": "raypo.trainer",
     "Rollout": "raypo.types",
+    "SFTConfig": "raypo.config",
+    "SFTTrainer": "raypo.trainer",
     "train_loop_per_worker": "raypo.recipes.ppo",
 }
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "PPOConfig", "PPOTrainer", "Rollout", "train_loop_per_worker"]
+__all__ = [
+    "ConfigError",
+    "PPOConfig",
+    "PPOTrainer",
+    "RewardModelConfig",
+    "RewardModelTrainer",
+    "Rollout",
+    "SFTConfig",
+    "SFTTrainer",
+    "train_loop_per_worker",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, ConfigError, PPOConfig
+from raypo.config import (
+    NUMBERS_DO_NOT_DEPEND_ON,
+    ConfigError,
+    PPOConfig,
+    RecipeConfig,
+    RewardModelConfig,
+    SFTConfig,
+    parse_run_config,
+)
 from raypo.data.prompts import peek
 from raypo.metrics.run_files import RunFiles
 from raypo.rewards.loader import check_function
 
 
 def check_inputs(
-    config: PPOConfig, *, has_reward_fn: bool = False, on_this_machine: bool = True
+    config: RecipeConfig, *, has_reward_fn: bool = False, on_this_machine: bool = True
 ) -> None:
     """Refuse files that are missing or wrong, and what this machine can never hold.
 
@@ -24,32 +33,63 @@ def check_inputs(
     Raises:
         ConfigError: the first thing that is wrong, as key (value), rule and remedy.
     """
-    for key in ("policy", "critic", "reference"):
-        path = getattr(config.model, key)
-        if path is not None:
-            _check_model(f"model.{key}", path)
-    peek(config.data.prompts, config.data.prompt_key, config.data.label_key)
-    if config.eval.prompts:
-        peek(
-            config.eval.prompts,
-            config.data.prompt_key,
-            config.data.label_key,
-            key="eval.prompts",
-        )
-    if not has_reward_fn:
-        if config.reward.function is None:
-            raise ConfigError(
-                "reward.function (None): nothing judges the responses. Set it to file.py:name or "
-                "package.module:name, or pass reward_fn to PPOTrainer."
-            )
-        check_function(config.reward.function)
-    if config.eval.function is not None:
-        check_function(config.eval.function, key="eval.function")
+    if isinstance(config, PPOConfig):
+        _check_ppo(config, has_reward_fn=has_reward_fn)
+    elif isinstance(config, SFTConfig):
+        _check_model("model.policy", config.model.policy)
+        _check_data(config, {"data.response_key": config.data.response_key})
+        if config.eval.function is not None:
+            check_function(config.eval.function, key="eval.function")
+    elif isinstance(config, RewardModelConfig):
+        _check_model("model.policy", config.model.policy)
+        keys = {"chosen_key": config.data.chosen_key, "rejected_key": config.data.rejected_key}
+        _check_data(config, {f"data.{name}": column for name, column in keys.items()})
     if on_this_machine:
         _check_cpus(config)
 
 
-def check_run_folder(config: PPOConfig, files: RunFiles) -> None:
+def check_evaluation(model: str, config: PPOConfig | SFTConfig) -> None:
+    """Refuse what `raypo eval` cannot read.
+
+    Raises:
+        ConfigError: the model, a prompt file or the judge is not there.
+    """
+    _check_model("MODEL", model)
+    data = config.data
+    if config.eval.prompts:
+        peek(config.eval.prompts, data.prompt_key, data.label_key, key="eval.prompts")
+    if config.eval.function is not None:
+        check_function(config.eval.function, key="eval.function")
+
+
+def _check_ppo(config: PPOConfig, *, has_reward_fn: bool) -> None:
+    for key in ("policy", "critic", "reference"):
+        path = getattr(config.model, key)
+        if path is not None:
+            _check_model(f"model.{key}", path)
+    for entry in config.model.reward or ():
+        _check_model("model.reward", entry.path)
+    _check_data(config)
+    if not has_reward_fn:
+        if config.reward.function is None and config.model.reward is None:
+            raise ConfigError(
+                "reward.function (None): nothing judges the responses. Set it to file.py:name or "
+                "package.module:name, set model.reward, or pass reward_fn to PPOTrainer."
+            )
+        if config.reward.function is not None:
+            check_function(config.reward.function)
+    if config.eval.function is not None:
+        check_function(config.eval.function, key="eval.function")
+
+
+def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> None:
+    data = config.data
+    for key, paths in (("data.prompts", data.prompts), ("eval.prompts", config.eval.prompts)):
+        if paths:
+            peek(paths, data.prompt_key, data.label_key, key=key, response_keys=response_keys)
+
+
+def check_run_folder(config: RecipeConfig, files: RunFiles) -> None:
     """Refuse to go on in a folder that belongs to another config.
 
     Raises:
@@ -58,7 +98,7 @@ def check_run_folder(config: PPOConfig, files: RunFiles) -> None:
     recorded = files.config()
     if recorded is None or not files.metrics():  # it never made a step: nothing to protect
         return
-    earlier = PPOConfig.parse(recorded, origin=f"{files.location}/config.yaml")
+    earlier = parse_run_config(recorded, origin=f"{files.location}/config.yaml")
     changes = earlier.differences(config, ignore=NUMBERS_DO_NOT_DEPEND_ON)
     if changes:
         lines = "\n  ".join(changes)
@@ -93,7 +133,7 @@ def _check_model(key: str, path: str) -> None:
         )
 
 
-def _check_cpus(config: PPOConfig) -> None:
+def _check_cpus(config: Any) -> None:
     """Too few cores for a local Ray; a cluster is asked once it is connected."""
     if config.cluster.address or os.environ.get("RAY_ADDRESS") or _ray_is_running():
         return

@@ -1,4 +1,4 @@
-"""The nouns that cross rooms: Prompt, Rollout, ScoredRollout, Experience.
+"""The nouns that cross rooms: Prompt, Rollout, ScoredRollout, Example, Pair, Experience.
 
 B responses, P prompt tokens, T response tokens. Every mask: True = keep.
 """
@@ -24,6 +24,8 @@ class Prompt:
     text: str
     token_ids: np.ndarray  # int32 [P]
     label: Any = None
+    messages: list[dict[str, Any]] | None = None
+    """The chat messages, where the prompt was given so."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Rollout:
     """Version of the weights that sampled it."""
     group_index: int = 0
     """Which draw of the run the prompt was, from 0: the samples of one draw are a group."""
+    messages: list[dict[str, Any]] | None = None
+    """The prompt's chat messages, where it was given so."""
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +68,35 @@ class ScoredRollout:
     """What PPO trains on, before KL and shaping; NaN when scoring failed."""
     scores_by_source: Mapping[str, float]
     ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt with the response to learn; recipe `sft`."""
+
+    prompt_ids: np.ndarray  # int32 [P]
+    response_ids: np.ndarray  # int32 [T], the end of sequence included
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt with a better and a worse response; recipe `reward_model`."""
+
+    prompt_ids: np.ndarray  # int32 [P]
+    chosen_ids: np.ndarray  # int32 [T], the end of sequence included
+    rejected_ids: np.ndarray  # int32 [T], the end of sequence included
+    margin: float = 0.0
+    """How much better the chosen one is, in units of the score."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of both sequences, the shorter one padded to the longer one."""
+        return 2 * (len(self.prompt_ids) + max(len(self.chosen_ids), len(self.rejected_ids)))
 
 
 _BY_PROMPT_TOKEN = ("prompt_ids", "prompt_mask")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from raypo.cli.evaluate import evaluate, export
 from raypo.cli.plan import plan
 from raypo.cli.report import report
 from raypo.cli.serve_reward import serve_reward
@@ -18,6 +19,8 @@ app = typer.Typer(
     help="Align language models with PPO on Ray Train, vLLM and DeepSpeed.",
 )
 app.command()(train)
+app.command("eval")(evaluate)
+app.command()(export)
 app.command()(plan)
 app.command()(serve_reward)
 app.command()(sweep)

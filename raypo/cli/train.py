@@ -20,11 +20,11 @@ def train(
 ) -> None:
     """Start a run, resume one that was interrupted, or say that it is finished."""
     from raypo.checks import check_inputs, check_run_folder, is_finished
-    from raypo.config import PPOConfig
+    from raypo.config import load_run_config
     from raypo.config.paths import storage_path
     from raypo.metrics.run_files import RunFiles
 
-    run = PPOConfig.load(config, overrides)
+    run = load_run_config(config, overrides)
     check_inputs(run)
     files = RunFiles(storage_path(run), run.name)
     if fresh:
@@ -36,8 +36,8 @@ def train(
             f"raypo: {run.name} is finished, files in {files.location}; --fresh starts over."
         )
         return
-    from raypo.trainer import PPOTrainer  # Ray and torch from here on
+    from raypo.trainer import trainer_for  # Ray and torch from here on
 
-    result = PPOTrainer(run).fit()
+    result = trainer_for(run).fit()
     if (result.return_value or {}).get("status") == "interrupted":
         raise typer.Exit(INTERRUPTED)

@@ -9,7 +9,8 @@ from raypo.config.ppo import (
     ShapingSection,
 )
 from raypo.config.presets import PRESETS
-from raypo.config.run import NUMBERS_DO_NOT_DEPEND_ON, PPOConfig
+from raypo.config.recipes import RECIPES, load_run_config, parse_run_config
+from raypo.config.run import NUMBERS_DO_NOT_DEPEND_ON, PPOConfig, RecipeConfig
 from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
@@ -20,13 +21,25 @@ from raypo.config.sections import (
     LoggingSection,
     ModelSection,
     PlacementSection,
+    RewardModelEntry,
     RewardSection,
     RolloutSection,
+    SamplingSection,
+    WorkersSection,
+)
+from raypo.config.supervised import (
+    ExamplesLearnerSection,
+    PairsSection,
+    ResponsesSection,
+    RewardModelConfig,
+    SFTConfig,
+    TrainedModelSection,
 )
 
 __all__ = [
     "NUMBERS_DO_NOT_DEPEND_ON",
     "PRESETS",
+    "RECIPES",
     "CheckpointSection",
     "ClusterSection",
     "Config",
@@ -35,6 +48,7 @@ __all__ = [
     "DataSection",
     "EngineSection",
     "EvalSection",
+    "ExamplesLearnerSection",
     "FilterSection",
     "KLSection",
     "LearnerSection",
@@ -42,10 +56,21 @@ __all__ = [
     "ModelSection",
     "PPOConfig",
     "PPOSection",
+    "PairsSection",
     "PlacementSection",
+    "RecipeConfig",
+    "ResponsesSection",
+    "RewardModelConfig",
+    "RewardModelEntry",
     "RewardSection",
     "RolloutSection",
     "RunFile",
+    "SFTConfig",
+    "SamplingSection",
     "ShapingSection",
+    "TrainedModelSection",
+    "WorkersSection",
     "flatten",
+    "load_run_config",
+    "parse_run_config",
 ]

@@ -34,25 +34,36 @@ MAX_KL_ERROR = 0.2
 """Of the adaptive KL controller: `raypo.ppo.kl.MAX_RELATIVE_ERROR`, from a floor above."""
 
 
-class PPOConfig(RunFile):
+class RecipeConfig(RunFile):
+    """What the run files of all recipes have in common."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Run folder: <storage_path>/<name>/."""
+    recipe: str
+    seed: int = Field(default=0, ge=0)
+    """Of sampling, data order, dealing and new weights."""
+    num_steps: int = Field(default=40, ge=1)
+    """ppo: one rollout batch and its updates; sft, reward_model: one optimizer step."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    placement: PlacementSection = PlacementSection()
+    cluster: ClusterSection = ClusterSection()
+    logging: LoggingSection = LoggingSection()
+
+
+class PPOConfig(RecipeConfig):
     """The whole run file of the `ppo` recipe; each part of the program gets its own section."""
 
     paths: ClassVar[tuple[str, ...]] = (
         "model.policy",
         "model.critic",
+        "model.reward.path",
         "model.reference",
         "data.prompts",
         "eval.prompts",
     )
     functions: ClassVar[tuple[str, ...]] = ("reward.function", "eval.function")
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Run folder: <storage_path>/<name>/."""
-    recipe: Literal["ppo"] = "ppo"
-    seed: int = Field(default=0, ge=0)
-    """Of sampling, data order, dealing and new weights."""
-    num_steps: int = Field(default=40, ge=1)
-    """One step is one rollout batch and its updates."""
+    recipe: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ModelSection
     data: DataSection
     reward: RewardSection = RewardSection()
@@ -60,10 +71,6 @@ class PPOConfig(RunFile):
     ppo: PPOSection = PPOSection()
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    placement: PlacementSection = PlacementSection()
-    cluster: ClusterSection = ClusterSection()
-    logging: LoggingSection = LoggingSection()
 
     @property
     def responses_per_step(self) -> int:

@@ -16,13 +16,39 @@ def _one_or_many(value: Any) -> Any:
 Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
 
+class RewardModelEntry(Config):
+    """One reward model of a run."""
+
+    path: str
+    """A sequence classifier with one label: a Hugging Face folder or a hub id."""
+    weight: float = 1.0
+    """What its score is multiplied by before the models' scores are added."""
+
+
+def _reward_models(value: Any) -> Any:
+    """A path, an entry, or a list of either, as a list of entries."""
+    if value is None:
+        return None
+    items = value if isinstance(value, list | tuple) else [value]
+    return [{"path": item} if isinstance(item, str) else item for item in items]
+
+
+RewardModels = Annotated[
+    Annotated[tuple[RewardModelEntry, ...], Field(min_length=1)] | None,
+    BeforeValidator(_reward_models),
+]
+
+
 class ModelSection(Config):
     """Which models a run is made of; every path is a Hugging Face folder or a hub id."""
 
     policy: str
     """The model to align."""
     critic: str | None = None
-    """Backbone of the critic; null: the policy's, with a new value head."""
+    """Backbone of the critic; null: the first reward model's, with its score head, where there is
+    one with the policy's vocabulary, else the policy's with a value head that starts at zero."""
+    reward: RewardModels = None
+    """A reward model, or a list of them, each a path or {path, weight}."""
     reference: str | None = None
     """The model that the KL penalty pulls to; null: the policy as it was at the start."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -44,11 +70,22 @@ class DataSection(Config):
     """What happens to longer prompts: skip (and count) or error."""
 
 
+class RewardWeights(Config):
+    """How much each kind of judge counts: the score is the weighted sum."""
+
+    function: float = 1.0
+    """Of `reward.function`."""
+    model: float = 1.0
+    """Of the sum over `model.reward`."""
+
+
 class RewardSection(Config):
     """How responses are judged."""
 
     function: str | None = None
     """`file.py:name` or `package.module:name`; (list[Rollout]) -> list[float]."""
+    weights: RewardWeights = RewardWeights()
+    """With a function and reward models the two add, each multiplied by its weight."""
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of a step's samples that may go without a score (None, NaN) before the run stops."""
 
@@ -74,26 +111,31 @@ class EngineSection(Config):
         return num_workers if use_gpu else 1
 
 
-class RolloutSection(Config):
-    """How responses are sampled."""
+class SamplingSection(Config):
+    """How held-out prompts are answered, where `eval.function` judges the answers."""
 
-    prompts_per_step: int = Field(default=32, ge=1)
-    """Prompts of one step, over all workers."""
-    samples_per_prompt: int = Field(default=4, ge=1)
-    """Responses sampled for each prompt."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Longest response in tokens."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature; log-probs everywhere are of the tempered distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling; below 1 the engine's log-probs are of the truncated distribution."""
-    mode: Literal["sync"] = "sync"
-    """sync: sample, then update."""
     engine: EngineSection = EngineSection()
 
 
-class LearnerSection(Config):
-    """The workers that hold policy and critic under DeepSpeed."""
+class RolloutSection(SamplingSection):
+    """How responses are sampled."""
+
+    prompts_per_step: int = Field(default=32, ge=1)
+    """Prompts of one step, over all workers."""
+    samples_per_prompt: int = Field(default=4, ge=1)
+    """Responses sampled for each prompt."""
+    mode: Literal["sync"] = "sync"
+    """sync: sample, then update."""
+
+
+class WorkersSection(Config):
+    """Learner workers and their DeepSpeed, whatever they train."""
 
     num_workers: int = Field(default=1, ge=1)
     """Ray Train workers."""
@@ -101,12 +143,8 @@ class LearnerSection(Config):
     """auto: where the cluster has GPUs."""
     cpus_per_worker: int = Field(default=1, ge=1)
     """CPU cores of a worker's bundle, and its threads; engine and reference take turns on them."""
-    policy_lr: float = Field(default=1e-6, ge=0.0)
-    """Learning rate of the policy (AdamW)."""
-    critic_lr: float = Field(default=1e-5, ge=0.0)
-    """Learning rate of the critic (AdamW)."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """AdamW's decoupled weight decay, policy and critic."""
+    """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients are clipped to this global norm."""
     zero_stage: Literal[0, 1, 2, 3] = 2
@@ -119,13 +157,22 @@ class LearnerSection(Config):
     """Merged over the generated DeepSpeed config."""
 
 
+class LearnerSection(WorkersSection):
+    """The workers that hold policy and critic under DeepSpeed."""
+
+    policy_lr: float = Field(default=1e-6, ge=0.0)
+    """Learning rate of the policy (AdamW)."""
+    critic_lr: float = Field(default=1e-5, ge=0.0)
+    """Learning rate of the critic (AdamW)."""
+
+
 class EvalSection(Config):
     """Held-out prompts, judged as the run goes."""
 
     prompts: Paths | None = None
     """Files or a data set like data.prompts, with the same keys; null: no evaluation."""
     function: str | None = None
-    """What `eval/score_mean` means; null: reward.function."""
+    """What `eval/score_mean` means; null: reward.function, else the reward models."""
     every: int = Field(default=10, ge=1)
     """Steps between evaluations; the first is before the first update, the last after the last."""
     samples_per_prompt: int = Field(default=1, ge=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 PEEK_ROWS = 1000
 """Rows of each file that `peek` looks at."""
 
-_CHUNK = 1024  # prompts that a tokenizer gets at once
+CHUNK = 1024
+"""Rows that a tokenizer gets at once."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +39,28 @@ def peek(
     label_key: str | None = None,
     *,
     key: str = "data.prompts",
+    response_keys: Mapping[str, str] | None = None,
 ) -> None:
     """Check prompt files without a tokenizer or any heavy import, by their first rows.
 
     Args:
         key: The config key that the paths come from, for messages.
+        response_keys: Config key -> column of the responses that each row must have.
 
     Raises:
         ConfigError: a file is missing, empty, unreadable or of an unknown kind, or a row lacks
-            the prompt or the label, or the prompt is neither text nor chat messages.
+            the prompt, the label or a response, or one of them is neither text nor chat messages.
     """
     for source in paths:
         if is_data_set_id(source):
             check_data_set(source, key=key)
             continue
         rows = read_rows(source, key=key)
-        for row in _with_keys(islice(rows, PEEK_ROWS), source, prompt_key, label_key):
-            _check_prompt(row, prompt_key)
+        columns = key_columns(prompt_key, label_key) | dict(response_keys or {})
+        for row in with_columns(islice(rows, PEEK_ROWS), source, columns):
+            check_prompt(row, prompt_key)
+            for config_key, column in (response_keys or {}).items():
+                check_response(row, config_key, column)
 
 
 def load_prompts(
@@ -76,15 +82,17 @@ def load_prompts(
     prompts: list[Prompt] = []
     lengths_skipped: list[int] = []
     index = 0
-    rows = _rows_of_all(section, key)
-    while chunk := list(islice(rows, _CHUNK)):
-        texts = [_text(row, section.prompt_key, tokenizer) for row in chunk]
+    rows = checked_rows(section, key, key_columns(section.prompt_key, section.label_key))
+    while chunk := list(islice(rows, CHUNK)):
+        texts = [prompt_text(row, section.prompt_key, tokenizer) for row in chunk]
         for row, text, ids in zip(
-            chunk, texts, _tokenised(chunk, texts, section, tokenizer), strict=True
+            chunk, texts, tokenised_prompts(chunk, texts, section, tokenizer), strict=True
         ):
-            if _is_allowed(row, len(ids), section):
+            if is_allowed(row, len(ids), section):
                 label = row.values[section.label_key] if section.label_key else None
-                prompts.append(Prompt(index, text, np.asarray(ids, np.int32), label))
+                given = row.values[section.prompt_key]
+                messages = given if is_chat(given) else None
+                prompts.append(Prompt(index, text, np.asarray(ids, np.int32), label, messages))
             else:
                 lengths_skipped.append(len(ids))
             index += 1
@@ -97,40 +105,43 @@ def load_prompts(
     return LoadedPrompts(prompts, len(lengths_skipped))
 
 
-def _rows_of_all(section: DataSection, key: str) -> Iterator[Row]:
+def key_columns(prompt_key: str, label_key: str | None) -> dict[str, str]:
+    """Config key -> column that each row must have."""
+    return {"data.prompt_key": prompt_key} | ({"data.label_key": label_key} if label_key else {})
+
+
+def checked_rows(section: DataSection, key: str, columns: Mapping[str, str]) -> Iterator[Row]:
+    """The rows of all files in their order, each with a prompt and the wanted columns."""
     for source in section.prompts:
-        rows = read_rows(source, key=key)
-        for row in _with_keys(rows, source, section.prompt_key, section.label_key):
-            _check_prompt(row, section.prompt_key)
+        for row in with_columns(read_rows(source, key=key), source, columns):
+            check_prompt(row, section.prompt_key)
             yield row
 
 
-def _with_keys(
-    rows: Iterator[Row], source: str, prompt_key: str, label_key: str | None
-) -> Iterator[Row]:
-    """The rows, each with its prompt and label; a key that the first row lacks is the config's."""
-    wanted = {"data.prompt_key": prompt_key} | ({"data.label_key": label_key} if label_key else {})
+def with_columns(rows: Iterator[Row], source: str, columns: Mapping[str, str]) -> Iterator[Row]:
+    """The rows, each with the wanted columns; one that the first row lacks is the config's."""
     for number, row in enumerate(rows):
-        for config_key, name in wanted.items():
+        for config_key, name in columns.items():
             if name in row.values:
                 continue
-            columns = ", ".join(row.values) or "none"
+            there = ", ".join(row.values) or "none"
             if number:
                 raise ConfigError(
-                    f"{config_key} ({name}): {row.where} has no such key, it has {columns}. "
+                    f"{config_key} ({name}): {row.where} has no such key, it has {there}. "
                     "Correct the row or remove it."
                 )
             near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)
             raise ConfigError(
-                f"{config_key} ({name}): {source} has no such column, it has {columns}. "
+                f"{config_key} ({name}): {source} has no such column, it has {there}. "
                 f"Set {config_key} to {near[0] if near else 'one of them'}."
             )
         yield row
 
 
-def _check_prompt(row: Row, prompt_key: str) -> None:
+def check_prompt(row: Row, prompt_key: str) -> None:
+    """Refuse a prompt that is neither text nor chat messages."""
     value = row.values[prompt_key]
-    if isinstance(value, str) or _is_chat(value):
+    if isinstance(value, str) or is_chat(value):
         return
     raise ConfigError(
         f"data.prompt_key ({prompt_key}): {row.where} has {_short(value)} there. A prompt is a "
@@ -138,7 +149,19 @@ def _check_prompt(row: Row, prompt_key: str) -> None:
     )
 
 
-def _is_chat(value: Any) -> bool:
+def check_response(row: Row, config_key: str, column: str) -> None:
+    """Refuse a response that is neither text nor one chat message."""
+    value = row.values[column]
+    if isinstance(value, str) or (is_chat(value) and len(value) == 1):
+        return
+    raise ConfigError(
+        f"{config_key} ({column}): {row.where} has {_short(value)} there. A response is a text, or "
+        "a list of one chat message with role and content. Correct the row or remove it."
+    )
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of chat messages."""
     return (
         isinstance(value, list)
         and len(value) > 0
@@ -146,7 +169,7 @@ def _is_chat(value: Any) -> bool:
     )
 
 
-def _text(row: Row, prompt_key: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def prompt_text(row: Row, prompt_key: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """What is tokenised: the text itself, or the chat messages through the template."""
     value = row.values[prompt_key]
     if isinstance(value, str):
@@ -167,7 +190,7 @@ def _text(row: Row, prompt_key: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return text
 
 
-def _tokenised(
+def tokenised_prompts(
     rows: Sequence[Row],
     texts: Sequence[str],
     section: DataSection,
@@ -186,7 +209,7 @@ def _tokenised(
     return ids
 
 
-def _is_allowed(row: Row, num_tokens: int, section: DataSection) -> bool:
+def is_allowed(row: Row, num_tokens: int, section: DataSection) -> bool:
     """Whether the prompt is kept; what must not be at all is an error."""
     if num_tokens == 0:
         raise ConfigError(

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from raypo.collectives import Workers
-from raypo.config import LearnerSection
+from raypo.config import WorkersSection
 
 
 class TrainedModel:
@@ -28,7 +28,7 @@ class TrainedModel:
         *,
         learning_rate: float,
         dtype: str,
-        section: LearnerSection,
+        section: WorkersSection,
         workers: Workers,
     ) -> None:
         deepspeed = _import_deepspeed()
@@ -61,6 +61,11 @@ class TrainedModel:
     def module(self) -> Any:
         """The wrapped module; its weights are whole only inside `named_weights`."""
         return self._engine.module
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """The rate of the updates from now on."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss that is this worker's part of the sum over workers."""
@@ -107,7 +112,7 @@ class TrainedModel:
         return self._workers.max(torch.tensor([0.0 if finite else 1.0])).item() == 0.0
 
 
-def deepspeed_config(section: LearnerSection, *, dtype: str) -> dict[str, Any]:
+def deepspeed_config(section: WorkersSection, *, dtype: str) -> dict[str, Any]:
     """The generated DeepSpeed config with `learner.deepspeed` merged over it."""
     generated: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

@@ -5,7 +5,6 @@ B responses, T response tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,19 @@ from raypo.learner.objective import (
     value_objective,
     values_of,
 )
+from raypo.learner.state import (
+    SkippedUpdates,
+    load_worker_state,
+    save_worker_state,
+)
 from raypo.learner.statistics import UpdateStatistics
-from raypo.models.loading import load_backbone, load_causal_lm
-from raypo.models.networks import Critic, Policy
+from raypo.models.critic import Critic, CriticStart
+from raypo.models.loading import load_causal_lm
+from raypo.models.networks import Policy
 from raypo.types import Experience
 
 _SEED_WORD = 3
 """First of the numbers that seed an order; the prompt stream has 1, dealing 2, requests 4."""
-
-
-class NonFiniteUpdateError(RuntimeError):
-    """Too many updates in a row had a loss or gradient that is not finite."""
 
 
 def minibatch_order(seed: int, step: int, epoch: int, count: int) -> list[int]:
@@ -56,18 +57,22 @@ class Learner:
         max_new_tokens: int,
         seed: int,
         workers: Workers,
+        critic_start: CriticStart | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self._ppo, self._section, self._workers = ppo, section, workers
         self._max_new_tokens, self._seed = max_new_tokens, seed
-        self._skipped_in_a_row = 0
+        rates = "learner.policy_lr and learner.critic_lr"
+        self._skipped = SkippedUpdates(section.max_skipped_updates, rates)
         shared: dict[str, Any] = {"dtype": model.dtype, "section": section, "workers": workers}
         policy = Policy(load_causal_lm(model.policy, dtype=model.dtype), temperature=temperature)
         self._policy = TrainedModel(policy, learning_rate=section.policy_lr, **shared)
         self._critic = None
+        self.critic_start = ""
+        """In words, which weights the critic starts from."""
         if ppo.needs_critic:
-            backbone = load_backbone(model.critic or model.policy, dtype=model.dtype)
-            critic = Critic(backbone)
+            start = critic_start or CriticStart(model.critic or model.policy)
+            critic, self.critic_start = Critic.load(start, dtype=model.dtype)
             self._critic = TrainedModel(critic, learning_rate=section.critic_lr, **shared)
 
     @torch.no_grad()
@@ -126,7 +131,7 @@ class Learner:
                 applied = self._update_on(
                     experience, rows, statistics, kl_coef=kl_coef, with_policy=with_policy
                 )
-                self._count_skipped(applied)
+                self._skipped.count(applied)
         return statistics.reduce(self._workers)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -144,12 +149,7 @@ class Learner:
         self._policy.save(directory / "policy")
         if self._critic:
             self._critic.save(directory / "critic")
-        state = {
-            "torch": torch.get_rng_state(),
-            "skipped_in_a_row": self._skipped_in_a_row,
-            "layout": self._layout(),
-        }
-        torch.save(state, directory / f"learner_{self._workers.rank}.pt")
+        save_worker_state(directory, self._workers, self._section, self._skipped)
 
     def restore(self, directory: Path) -> None:
         """What `save` wrote.
@@ -157,19 +157,10 @@ class Learner:
         Raises:
             ValueError: it was written by another number of workers or another ZeRO stage.
         """
-        first = torch.load(directory / "learner_0.pt", weights_only=True)
-        if first["layout"] != self._layout():
-            raise ValueError(
-                f"{directory}: was saved with {json.dumps(first['layout'])}, this run has "
-                f"{json.dumps(self._layout())}. Resume with the same learner.num_workers and "
-                f"learner.zero_stage, or start over with --fresh."
-            )
+        load_worker_state(directory, self._workers, self._section, self._skipped)
         self._policy.load(directory / "policy")
         if self._critic:
             self._critic.load(directory / "critic")
-        state = torch.load(directory / f"learner_{self._workers.rank}.pt", weights_only=True)
-        torch.set_rng_state(state["torch"])
-        self._skipped_in_a_row = state["skipped_in_a_row"]
 
     def save_policy(self, directory: Path, tokenizer: Any) -> None:
         """The policy as a Hugging Face folder; written by rank 0, all workers call it."""
@@ -180,9 +171,6 @@ class Learner:
         if self._workers.rank == 0:
             self._policy.module.model.save_pretrained(directory, state_dict=weights)
             tokenizer.save_pretrained(directory)
-
-    def _layout(self) -> dict[str, int]:
-        return {"num_workers": self._workers.count, "zero_stage": self._section.zero_stage}
 
     def _update_on(
         self,
@@ -243,13 +231,3 @@ class Learner:
         """Some rows on the device; for no rows a blank one that weighs nothing."""
         batch = experience.select(rows) if len(rows) else experience.blank()
         return batch.to(self._policy.device)
-
-    def _count_skipped(self, applied: bool) -> None:
-        self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row > self._section.max_skipped_updates:
-            raise NonFiniteUpdateError(
-                f"{self._skipped_in_a_row} updates in a row had a loss or gradient that is not "
-                f"finite (learner.max_skipped_updates is {self._section.max_skipped_updates}). "
-                f"Lower learner.policy_lr and learner.critic_lr, or look for extreme scores in "
-                f"the rollouts of this step."
-            )

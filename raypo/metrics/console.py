@@ -15,6 +15,7 @@ from raypo.metrics.report.verdict import duration
 from raypo.metrics.warnings import Watch
 
 _COLUMNS: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
+    ("accuracy", ("train/accuracy",), lambda v: f"{v:.1%}"),
     ("score", ("rollout/score_mean",), lambda v: f"{v:+.3f}"),
     ("kl", ("kl/ref_response_mean", "kl/ref_mean"), lambda v: f"{v:.3f}"),
     ("clipped", ("ppo/clip_fraction",), lambda v: f"{v:.1%}"),

@@ -10,6 +10,9 @@ from typing import Any, Literal
 SUMMARISED = (
     "eval/score_mean",
     "eval/reward_model_mean",
+    "eval/loss",
+    "eval/accuracy",
+    "train/loss",
     "rollout/score_mean",
     "rollout/response_tokens_mean",
     "kl/ref_mean",

@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -28,6 +29,29 @@ def load_causal_lm(path: str, *, dtype: str) -> Any:
 def load_backbone(path: str, *, dtype: str) -> Any:
     """The same network without its language-model head, dropout off."""
     return _load(AutoModel, path, dtype)
+
+
+def load_reward_model(path: str, *, dtype: str) -> Any:
+    """The sequence classifier with one label of a folder or hub id, dropout off.
+
+    A causal language model loads too: it gets a new score head, from torch's random state.
+
+    Raises:
+        ConfigError: the folder is a classifier with more than one label.
+    """
+    labels = getattr(AutoConfig.from_pretrained(path), "num_labels", 1)
+    architectures = getattr(AutoConfig.from_pretrained(path), "architectures", None) or []
+    if labels != 1 and any("SequenceClassification" in name for name in architectures):
+        raise ConfigError(
+            f"model.reward ({path}): it is a classifier with {labels} labels. A reward model has "
+            f"one label: its score."
+        )
+    return _load(AutoModelForSequenceClassification, path, dtype, num_labels=1)
+
+
+def same_vocabulary(path: str, other: str) -> bool:
+    """Whether two folders or hub ids have tokenizers with the same tokens under the same ids."""
+    return path == other or load_tokenizer(path).get_vocab() == load_tokenizer(other).get_vocab()
 
 
 def load_tokenizer(path: str) -> Any:
@@ -54,12 +78,12 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
-def _load(kind: Any, path: str, dtype: str) -> nn.Module:
+def _load(kind: Any, path: str, dtype: str, **config_values: Any) -> nn.Module:
     """A model with every dropout at 0: old and new log-probs must be of one function.
 
     The config is changed before the model is built, for many models keep the number itself.
     """
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **config_values)
     _turn_dropout_off(config)
     model = kind.from_pretrained(path, config=config, dtype=DTYPES[dtype])
     for module in model.modules():  # those that do not ask the config

@@ -1,16 +1,16 @@
-"""Policy and critic as modules that return what PPO needs: [B, T] tensors aligned to responses.
+"""Policy and reward model as modules that return what their updates need.
 
-B responses, T response tokens, H hidden size.
+B responses, T response tokens, L tokens of a whole sequence.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from raypo.models.token_log_probs import response_hidden, response_log_probs
+from raypo.models.scores import sequence_scores
+from raypo.models.token_log_probs import response_log_probs
 from raypo.types import Experience
 
 
@@ -38,26 +38,13 @@ class Policy(nn.Module):
         )
 
 
-class Critic(nn.Module):
-    """A language model's backbone with a value head that starts at zero: V = 0 before training."""
+class SequenceScorer(nn.Module):
+    """A sequence classifier with one label that is being trained."""
 
-    def __init__(self, backbone: Any) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.backbone = backbone
-        parameter = next(backbone.parameters())
-        self.value_head = nn.Linear(
-            backbone.config.hidden_size, 1, dtype=parameter.dtype, device=parameter.device
-        )
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.model = model
 
-    def forward(self, batch: Experience) -> Tensor:
-        """Values [B, T] float32 of the states before each response token is chosen."""
-        hidden = response_hidden(
-            self.backbone,
-            batch.prompt_ids,
-            batch.prompt_mask,
-            batch.response_ids,
-            batch.attention_mask,
-        )  # [B, T, H]
-        return self.value_head(hidden).squeeze(-1).to(torch.float32)
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Scores [B] float32 of sequences [B, L], padded on either side."""
+        return sequence_scores(self.model, ids, mask)

@@ -38,13 +38,19 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
     return figures
 
 
+RATES = {
+    "rollout/samples_sampled": "perf/samples_per_s",
+    "rollout/response_tokens": "perf/response_tokens_per_s",
+    "train/examples": "perf/samples_per_s",
+    "train/tokens": "perf/tokens_per_s",
+}
+"""Count of a step -> the name of its rate."""
+
+
 def speed_figures(metrics: dict[str, float], step_s: float) -> dict[str, float]:
-    """Seconds of the step, and samples and response tokens a second of it."""
-    return {
-        "time/step_s": step_s,
-        "perf/samples_per_s": metrics["rollout/samples_sampled"] / step_s,
-        "perf/response_tokens_per_s": metrics["rollout/response_tokens"] / step_s,
-    }
+    """Seconds of the step, and what it counted, by the second."""
+    rates = {rate: metrics[count] / step_s for count, rate in RATES.items() if count in metrics}
+    return {"time/step_s": step_s} | rates
 
 
 def rollout_rows(deal: Deal, experience: Experience) -> list[dict[str, Any]]:

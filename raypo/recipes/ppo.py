@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from raypo.metrics.clock import Clock
-from raypo.recipes.run import Run, open_run
+from raypo.recipes.ppo_run import PPORun
+from raypo.recipes.run import open_run
 from raypo.recipes.services import Services
 from raypo.rollout.advantages import with_advantages, with_corrections
 from raypo.rollout.collect import judge, sample
@@ -25,9 +26,9 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
     Returns:
         `{"status": "finished" | "interrupted", "step": the last step that is done}`.
     """
-    with open_run(setup) as run:
+    with open_run(setup, PPORun) as run:
         config, workers, seed = run.config, run.workers, run.config.seed
-        services = run.start_services()  # 2. engines, reference
+        services = run.start_services()  # 2. engines, frozen models
         learner = run.start_learner()  # 3. policy and critic; restored where there is a checkpoint
         run.push_weights(learner, services, version=run.last_step)
         run.evaluate_before_first_update(services)
@@ -75,14 +76,14 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         return run.finish()
 
 
-def collect(run: Run, services: Services, clock: Clock) -> Collected:
+def collect(run: PPORun, services: Services, clock: Clock) -> Collected:
     """Generate and score this worker's share of a step, and again for what `ppo.filter` drops."""
 
     def scored_rollouts(num_prompts: int) -> list[ScoredRollout]:
         draws = run.draw_prompts(num_prompts)
         rollouts = sample(draws, services.engine, run.tokenizer, run.sampling)
         clock.lap("time/generate_s")
-        scored = judge(rollouts, run.reward_function, services.reference)
+        scored = judge(rollouts, run.judges(services), services.reference)
         clock.lap("time/score_s")
         return scored
 

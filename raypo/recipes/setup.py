@@ -11,7 +11,7 @@ import pyarrow.fs
 import ray.train
 from ray.actor import ActorHandle
 
-from raypo.config import ConfigError, PPOConfig
+from raypo.config import ConfigError, parse_run_config
 
 RUNTIME_KEY = "raypo_runtime"
 """Key of the driver's additions in the setup of `train_loop_per_worker`."""
@@ -30,14 +30,14 @@ class Runtime:
     reward_fn: Callable[..., Any] | None = None
 
 
-def open_setup(setup: dict[str, Any]) -> tuple[PPOConfig, Runtime]:
-    """The config, its paths made absolute, and the driver's additions.
+def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:
+    """The config of any recipe, its paths made absolute, and the driver's additions.
 
     Without a driver of ours (a bare TorchTrainer) the run lives where Ray Train put it.
     """
     values = dict(setup)
     runtime = values.pop(RUNTIME_KEY, None) or _bare_runtime()
-    config = PPOConfig.parse(values, origin="train_loop_config")
+    config = parse_run_config(values, origin="train_loop_config")
     return config.with_absolute_paths(runtime.working_dir), runtime
 
 

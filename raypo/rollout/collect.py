@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from raypo.collectives import Workers, as_tensor
-from raypo.config import RewardSection, RolloutSection
+from raypo.config import RewardSection, SamplingSection
 from raypo.data.stream import Draw
-from raypo.rewards.scoring import RewardFunction, first_reason, score, too_many_failures
+from raypo.rewards.scoring import first_reason, too_many_failures
+from raypo.rollout.judges import Judges
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.types import Rollout, ScoredRollout
 
@@ -34,10 +35,17 @@ class Sampling:
     """Keeps the seeds of training and evaluation apart."""
 
     @classmethod
-    def of(cls, section: RolloutSection, *, stop_token_ids: tuple[int, ...], seed: int) -> Sampling:
+    def of(
+        cls,
+        section: SamplingSection,
+        *,
+        stop_token_ids: tuple[int, ...],
+        seed: int,
+        samples_per_prompt: int = 1,
+    ) -> Sampling:
         """The sampling of training rollouts."""
         return cls(
-            samples_per_prompt=section.samples_per_prompt,
+            samples_per_prompt=samples_per_prompt,
             max_new_tokens=section.max_new_tokens,
             temperature=section.temperature,
             top_p=section.top_p,
@@ -95,19 +103,18 @@ def _rollout(draw: Draw, sample_index: int, completion: Completion, text: str) -
         finish_reason=completion.finish_reason,
         weight_version=completion.weight_version,
         group_index=draw.group_index,
+        messages=draw.prompt.messages,
     )
 
 
-def judge(
-    rollouts: list[Rollout], reward_function: RewardFunction, reference: Any | None
-) -> list[ScoredRollout]:
-    """The rollouts with their scores and reference log-probs; the two run at the same time."""
+def judge(rollouts: list[Rollout], judges: Judges, reference: Any | None) -> list[ScoredRollout]:
+    """The rollouts with their scores and reference log-probs; all judges work at the same time."""
     pending = reference.log_probs.remote(rollouts) if reference and rollouts else None
-    scores = score(reward_function, rollouts, max_failed_fraction=1.0)
+    scores = judges.scores_by_source(rollouts)
     ref_log_probs = pending.result() if pending else [None] * len(rollouts)
     return [
-        ScoredRollout(rollout, value, {"function": value}, log_probs)
-        for rollout, value, log_probs in zip(rollouts, scores, ref_log_probs, strict=True)
+        ScoredRollout(rollout, judges.total(by_source), by_source, log_probs)
+        for rollout, by_source, log_probs in zip(rollouts, scores, ref_log_probs, strict=True)
     ]
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from raypo.collectives import Workers
+from raypo.data.padding import pad_left, pad_right
 from raypo.types import Experience, ScoredRollout
 
 _SEED_WORD = 2
@@ -78,18 +78,18 @@ def to_experience(deal: Deal) -> Experience:
     rollouts = [scored.rollout for scored in deal.rollouts]
     with_reference = all(scored.ref_log_probs is not None for scored in deal.rollouts)
     return Experience(
-        prompt_ids=_pad_left([r.prompt_ids for r in rollouts], torch.int64),
-        prompt_mask=_pad_left([np.ones(len(r.prompt_ids)) for r in rollouts], torch.bool),
-        response_ids=_pad_right([r.response_ids for r in rollouts], torch.int64),
-        attention_mask=_pad_right([np.ones(len(r.response_ids)) for r in rollouts], torch.bool),
-        response_mask=_pad_right([r.response_mask for r in rollouts], torch.bool),
-        rollout_log_probs=_pad_right([r.log_probs for r in rollouts], torch.float32),
+        prompt_ids=pad_left([r.prompt_ids for r in rollouts], torch.int64),
+        prompt_mask=pad_left([np.ones(len(r.prompt_ids)) for r in rollouts], torch.bool),
+        response_ids=pad_right([r.response_ids for r in rollouts], torch.int64),
+        attention_mask=pad_right([np.ones(len(r.response_ids)) for r in rollouts], torch.bool),
+        response_mask=pad_right([r.response_mask for r in rollouts], torch.bool),
+        rollout_log_probs=pad_right([r.log_probs for r in rollouts], torch.float32),
         scores=torch.tensor([scored.score for scored in deal.rollouts], dtype=torch.float32),
         group_index=torch.tensor([r.group_index for r in rollouts], dtype=torch.int64),
         minibatch=torch.tensor(deal.minibatch, dtype=torch.int64),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),
         weight_version=torch.tensor([r.weight_version for r in rollouts], dtype=torch.int64),
-        ref_log_probs=_pad_right([_reference(s) for s in deal.rollouts], torch.float32)
+        ref_log_probs=pad_right([_reference(s) for s in deal.rollouts], torch.float32)
         if with_reference
         else None,
     )
@@ -98,18 +98,3 @@ def to_experience(deal: Deal) -> Experience:
 def _reference(scored: ScoredRollout) -> np.ndarray:
     assert scored.ref_log_probs is not None, "some rollouts have reference log-probs, some do not"
     return scored.ref_log_probs
-
-
-def _pad_right(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-    padded = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=dtype)
-    for row, values in enumerate(rows):
-        padded[row, : len(values)] = torch.as_tensor(np.array(values))
-    return padded
-
-
-def _pad_left(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-    width = max(map(len, rows), default=0)
-    padded = torch.zeros(len(rows), width, dtype=dtype)
-    for row, values in enumerate(rows):
-        padded[row, width - len(values) :] = torch.as_tensor(np.array(values))
-    return padded

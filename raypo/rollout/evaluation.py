@@ -14,8 +14,9 @@ from raypo.config import EvalSection
 from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.sampling import pass_at_k
-from raypo.rewards.scoring import score
-from raypo.rollout.collect import RewardFunction, Sampling, sample
+from raypo.rewards.scoring import RewardFunction, score
+from raypo.rollout.collect import Sampling, sample
+from raypo.rollout.judges import Judges
 from raypo.types import Prompt
 
 EVALUATION_STREAM = 1
@@ -26,16 +27,21 @@ def evaluate_policy(
     prompts: Sequence[Prompt],
     engine: Any,
     tokenizer: Any,
-    function: RewardFunction,
+    function: RewardFunction | None,
     *,
     section: EvalSection,
     sampling: Sampling,
     workers: Workers,
+    judges: Judges | None = None,
 ) -> dict[str, float]:
     """`eval/score_mean` and `eval/response_tokens_mean` of the engines' weights.
 
     The prompts are shared out over the workers; every evaluation of a run samples with the same
     seeds. A response that cannot be scored counts as nothing, and is counted.
+
+    Args:
+        function: What the score is; None: what the judges say.
+        judges: Those of training; their reward models also give `eval/reward_model_mean`.
     """
     temperature = section.temperature
     sampling = replace(
@@ -48,8 +54,19 @@ def evaluate_policy(
     mine = prompts[workers.rank :: workers.count]
     draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
     rollouts = sample(draws, engine, tokenizer, sampling)
-    scores = score(function, rollouts, max_failed_fraction=1.0) if rollouts else []
     means = WeightedMeans()
+    judged: list[dict[str, float]] = []
+    if judges and (judges.models or function is None):
+        judged = judges.scores_by_source(rollouts)
+    if judges and judges.models:
+        by_models = [judges.model_total(by_source) for by_source in judged]
+        finite = [value for value in by_models if math.isfinite(value)]
+        means.add("eval/reward_model_mean", math.fsum(finite), len(finite))
+    if function is not None:
+        scores = score(function, rollouts, max_failed_fraction=1.0)
+    else:
+        assert judges is not None
+        scores = [judges.total(by_source) for by_source in judged]
     scored = [value for value in scores if math.isfinite(value)]
     means.add("eval/score_mean", math.fsum(scored), len(scored))
     tokens = sum(len(rollout.response_ids) for rollout in rollouts)

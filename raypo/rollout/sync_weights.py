@@ -5,18 +5,18 @@ B probes, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.learner.learner import Learner
 from raypo.rollout.dealing import Deal, to_experience
 from raypo.serving.sampling import Completion, SamplingRequest
-from raypo.types import Rollout, ScoredRollout
+from raypo.types import Experience, Rollout, ScoredRollout
 from raypo.weights.buckets import pack
 from raypo.weights.manifest import WeightError, summary
 from raypo.weights.transport import Transport
@@ -26,6 +26,18 @@ PROBE_TOKENS = 8
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.15}
 """Nats. Largest gap of a token in float32; largest mean over the probe in bfloat16, in which
 engine and learner round differently (0.06 was measured)."""
+
+
+class PushedLearner(Protocol):
+    """What a push needs of a learner: its weights, and its opinion of a few responses."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights under their checkpoint names; all workers iterate together."""
+        ...
+
+    def log_probs(self, experience: Experience) -> Tensor:
+        """[B, T] float32, nats."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class Probe:
 
 
 def push_weights(
-    learner: Learner,
+    learner: PushedLearner,
     engine: Any,
     *,
     version: int,
@@ -86,7 +98,7 @@ def push_weights(
 
 
 def _try_probe(
-    learner: Learner, engine: Any, probe: Probe, version: int, workers: Workers
+    learner: PushedLearner, engine: Any, probe: Probe, version: int, workers: Workers
 ) -> dict[str, float]:
     answers: list[Completion] | None = None
     if workers.rank == 0:

@@ -15,6 +15,7 @@ from raypo.data.stream import Draw
 from raypo.ppo.estimators import estimate_advantages
 from raypo.rollout.collect import Sampling, judge, sample
 from raypo.rollout.dealing import Deal, to_experience
+from raypo.rollout.judges import Judges
 from raypo.rollout.sync_weights import Probe, WeightError, push_weights
 from raypo.serving.sampling import Completion
 from raypo.types import Prompt
@@ -133,7 +134,8 @@ def test_bug_11_equal_prompts_drawn_twice_are_two_groups():
 def test_bug_12_what_is_trained_are_the_sampled_ids_whatever_the_text_says():
     rollouts = sampled(1)
     assert rollouts[0].response == "?"
-    scored = judge(rollouts, lambda given: [1.0] * len(given), None)
+    judges = Judges(lambda given: [1.0] * len(given), (), {"function": 1.0})
+    scored = judge(rollouts, judges, None)
     batch = to_experience(Deal(scored, [0, 0]))
     assert batch.response_ids.tolist() == [SAMPLED.tolist()] * 2
     assert batch.prompt_ids.tolist() == [PROMPT.tolist()] * 2
@@ -151,6 +153,7 @@ def test_bug_15_frozen_models_get_the_policys_ids_and_functions_the_text():
         seen["reward"] = [r.response for r in rollouts]
         return [0.0] * len(rollouts)
 
-    judge(sampled(1), reward, SimpleNamespace(log_probs=SimpleNamespace(remote=log_probs)))
+    judges = Judges(reward, (), {"function": 1.0})
+    judge(sampled(1), judges, SimpleNamespace(log_probs=SimpleNamespace(remote=log_probs)))
 
     assert seen == {"reference": [SAMPLED.tolist()] * 2, "reward": ["?", "?"]}

@@ -76,5 +76,5 @@ def test_the_state_is_the_position():
 
 
 def test_a_stream_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one prompt, it got none"):
+    with pytest.raises(ValueError, match="at least one item, it got none"):
         PromptStream([], seed=0)

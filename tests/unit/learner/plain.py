@@ -20,6 +20,7 @@ from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection, RewardSection
 from raypo.learner import learner as learner_module
 from raypo.learner.learner import Learner
+from raypo.models import critic as critic_module
 from raypo.models.networks import Policy
 from raypo.rollout.advantages import AdvantageState, with_advantages, with_corrections
 from raypo.rollout.dealing import Deal, deal, to_experience
@@ -97,7 +98,7 @@ def plain_models() -> Iterator[None]:
     with (
         patch.object(learner_module, "TrainedModel", PlainModel),
         patch.object(learner_module, "load_causal_lm", lambda *_, **__: copy.deepcopy(llama)),
-        patch.object(learner_module, "load_backbone", lambda *_, **__: copy.deepcopy(llama.model)),
+        patch.object(critic_module, "load_backbone", lambda *_, **__: copy.deepcopy(llama.model)),
     ):
         try:
             yield

@@ -1,84 +1,82 @@
-"""PPOTrainer: a Ray Train TorchTrainer that checks, watches, resumes and stops a PPO run."""
+"""A Ray Train TorchTrainer that checks, watches, resumes and stops a run of any recipe."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import pandas as pd
 import ray
 import ray.train
 from ray.actor import ActorHandle
-from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train import Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raypo.checks import check_inputs, check_run_folder, is_finished
-from raypo.cluster.connect import cluster_address, connect, dashboard_url
+from raypo.cluster.connect import connect, dashboard_url
 from raypo.cluster.monitor import start_monitor
 from raypo.cluster.placement import Demand, alive_nodes, check_feasible
-from raypo.config import PPOConfig
+from raypo.config import RecipeConfig
 from raypo.config.paths import storage_path
 from raypo.metrics.console import Console
 from raypo.metrics.run_files import RunFiles
 from raypo.metrics.summary import installed_versions, summarize
-from raypo.recipes.ppo import train_loop_per_worker
 from raypo.recipes.setup import RUNTIME_KEY, Runtime
 from raypo.rewards.scoring import RewardFunction
+from raypo.trainer.settings import resolve, run_config_of, scaling_of
+from raypo.trainer.watch import show_events, stop_on_signal
+
+AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 POLL_S = 0.2
-CONTROLLER_FAILURE_LIMIT = 2
-"""Ray's own default retries a start that can never succeed for ever."""
-
-RAY_RUN_NAME = "ray_train_run-"
-"""How the names begin that RunConfig makes up."""
 
 
-class PPOTrainer(TorchTrainer):
-    """PPO on a language model: `PPOTrainer(PPOConfig.load("ppo.yaml")).fit()`.
+class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
+    """A recipe as a `ray.train.torch.TorchTrainer`: the same arguments and the same Result.
 
-    A `ray.train.torch.TorchTrainer` with the same arguments and the same Result. What Python
-    passes wins over the config, and the resolved config records it.
+    What Python passes wins over the config, and the resolved config records it.
     """
+
+    loop: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
+    """The recipe's train loop, the same on every worker."""
 
     def __init__(
         self,
-        config: PPOConfig,
+        config: AnyConfig,
         *,
-        reward_fn: RewardFunction | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
+        reward_fn: RewardFunction | None = None,
         **torch_trainer_arguments: Any,
     ) -> None:
         """Check the input and resolve the config; starts nothing.
 
         Args:
             config: The whole run file.
-            reward_fn: (list[Rollout]) -> list[float]; wins over `reward.function`.
             scaling_config: Its `num_workers`, `use_gpu` and CPUs of `resources_per_worker` win
                 over the `learner` section, its strategy over `placement.strategy`. Ray's default
                 is `use_gpu=False`: pass True for GPUs, or leave the argument out.
             run_config: Its `name` and `storage_path` win over the config's.
+            reward_fn: Of PPO: (list[Rollout]) -> list[float]; wins over `reward.function`.
             torch_trainer_arguments: Any other argument of TorchTrainer.
 
         Raises:
             ConfigError: a file, a key or a combination is wrong.
         """
-        self.config = _resolve(config, reward_fn, scaling_config, run_config)
+        self.config = resolve(config, scaling_config, run_config, reward_fn)
         check_inputs(self.config, has_reward_fn=reward_fn is not None)
         self._files = RunFiles(storage_path(self.config), self.config.name)
         self._reward_fn = reward_fn
         self._failure: BaseException | None = None
         super().__init__(
-            train_loop_per_worker,
+            type(self).loop,
             train_loop_config=self.config.model_dump(),
-            scaling_config=_scaling(self.config, scaling_config),
-            run_config=_run_config(self.config, run_config),
+            scaling_config=scaling_of(self.config, scaling_config),
+            run_config=run_config_of(self.config, run_config),
             **torch_trainer_arguments,
         )
 
@@ -151,19 +149,20 @@ class PPOTrainer(TorchTrainer):
                 outcome.append(error)
 
         thread = threading.Thread(target=fit, name="raypo-fit", daemon=True)
-        with _stop_on_signal(monitor, console):
+        with stop_on_signal(monitor, console):
             thread.start()
             while thread.is_alive():
                 thread.join(POLL_S)
-                _show(console, monitor)
-            _show(console, monitor)
+                show_events(console, monitor)
+            show_events(console, monitor)
         (result,) = outcome
         if isinstance(result, BaseException):
             raise result
         return result
 
     def _check_cluster(self) -> None:
-        learner = self.config.learner
+        config: Any = self.config
+        learner = config.learner
         scaling = self.scaling_config
         bundle: dict[str, Any] = scaling._resources_per_worker_not_none
         check_feasible(
@@ -207,104 +206,3 @@ class PPOTrainer(TorchTrainer):
             )
         )
         self._files.sync()
-
-
-def _resolve(
-    config: PPOConfig,
-    reward_fn: RewardFunction | None,
-    scaling: ScalingConfig | None,
-    run: RunConfig | None,
-) -> PPOConfig:
-    """The config with what Python passed recorded in it, checked once more as a whole."""
-    values = config.model_dump()
-    if scaling is not None:
-        values["learner"]["num_workers"] = scaling.num_workers
-        values["learner"]["use_gpu"] = scaling.use_gpu
-        if scaling.placement_strategy != ScalingConfig().placement_strategy:
-            values["placement"]["strategy"] = scaling.placement_strategy
-        resources: Any = scaling.resources_per_worker or {}
-        cpus = resources.get("CPU")
-        values["learner"]["cpus_per_worker"] = int(cpus or values["learner"]["cpus_per_worker"])
-    if run is not None:
-        # Ray fills both in where the user says nothing.
-        if not str(run.name).startswith(RAY_RUN_NAME):
-            values["name"] = run.name
-        if run.storage_path != RunConfig().storage_path:
-            values["storage_path"] = run.storage_path
-    if reward_fn is not None:
-        module = getattr(reward_fn, "__module__", "__main__")
-        name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
-        values["reward"]["function"] = f"{module}:{name}"
-    return PPOConfig.parse(values, origin="PPOTrainer")
-
-
-def _scaling(config: PPOConfig, given: ScalingConfig | None) -> ScalingConfig:
-    """Ray's scaling config of the resolved config; what else the given one says stays."""
-    learner = config.learner
-    use_gpu = _cluster_has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
-    resources = {"CPU": float(learner.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {})
-    scaling = given or ScalingConfig(num_workers=learner.num_workers, use_gpu=use_gpu)
-    return dataclasses.replace(
-        scaling,
-        resources_per_worker=scaling.resources_per_worker or resources,
-        placement_strategy=config.placement.strategy,
-    )
-
-
-def _cluster_has_gpus(config: PPOConfig) -> bool:
-    """Asks the cluster where there is one, else this machine, without starting anything."""
-    if ray.is_initialized() or cluster_address(config.cluster)[0]:
-        connect(config.cluster)
-        return ray.cluster_resources().get("GPU", 0.0) > 0.0
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _run_config(config: PPOConfig, given: RunConfig | None) -> RunConfig:
-    run = given or RunConfig()
-    changes: dict[str, Any] = {"name": config.name, "storage_path": storage_path(config)}
-    if given is None or given.checkpoint_config in (None, CheckpointConfig()):
-        changes["checkpoint_config"] = CheckpointConfig(num_to_keep=config.checkpoint.keep)
-    failure = run.failure_config or FailureConfig()
-    if failure.controller_failure_limit < 0:
-        changes["failure_config"] = dataclasses.replace(
-            failure, controller_failure_limit=CONTROLLER_FAILURE_LIMIT
-        )
-    return dataclasses.replace(run, **changes)
-
-
-def _show(console: Console, monitor: ActorHandle) -> None:
-    for kind, content in ray.get(monitor.drain.remote()):
-        if kind == "step":
-            console.step(content)
-        elif kind == "start":
-            console.resume(content)
-        elif kind == "phase":
-            console.phase(content)
-        elif kind == "message":
-            console.message(content)
-
-
-@contextmanager
-def _stop_on_signal(monitor: ActorHandle, console: Console) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after its step, the second one at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    count = 0
-
-    def stop(number: int, frame: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > 1:
-            raise KeyboardInterrupt
-        monitor.request_stop.remote()
-        console.message("Stopping after this step, with a checkpoint; once more to stop at once.")
-
-    earlier = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in earlier.items():
-            signal.signal(each, handler)

@@ -1,0 +1,100 @@
+"""`raypo eval` and `raypo export`: what a run has made, judged and handed out."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from raypo.cli.status import exit_status, tell
+
+
+@exit_status()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run's folder, a Hugging Face folder or hub id.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, like eval.samples_per_prompt=8")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A ppo or sft run config; of a run's folder its own is the default."),
+    ] = None,
+    to: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
+) -> None:
+    """Score a policy on held-out prompts: mean, pass@k, by data source."""
+    from raypo.config import ConfigError, PPOConfig, SFTConfig, load_run_config
+
+    policy, run_config = _policy_of(model)
+    source = config or run_config
+    if source is None:
+        raise ConfigError(
+            f"--config: {model} is no run folder, so the prompts and the judge must be named. "
+            f"Give a run config with an eval section."
+        )
+    settings = load_run_config(source, overrides)
+    if not isinstance(settings, PPOConfig | SFTConfig):
+        raise ConfigError(
+            f"--config ({source}): recipe {settings.recipe} samples nothing. Give a ppo or sft "
+            f"config."
+        )
+    from raypo.checks import check_evaluation
+
+    check_evaluation(policy, settings)
+    for variable, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("VLLM_LOGGING_LEVEL", "ERROR")):
+        os.environ.setdefault(variable, value)
+    from raypo.metrics.logs import log_to_file
+    from raypo.recipes.evaluate import evaluate_model, joined
+
+    log_to_file(Path(tempfile.gettempdir()) / f"raypo-eval-{os.getpid()}.log")
+    results = evaluate_model(policy, settings, tell)
+    if len(results) > 1:
+        results["all"] = joined(results)
+    _print(results)
+    if to is not None:
+        to.write_text(json.dumps({"model": policy, "results": results}, indent=2) + "\n")
+
+
+@exit_status()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    to: Annotated[Path, typer.Option(help="A folder that does not exist yet.")],
+) -> None:
+    """Copy what a run has trained, as a Hugging Face folder."""
+    import shutil
+
+    from raypo.config import ConfigError
+
+    found = [run / name for name in ("policy", "reward_model") if (run / name).is_dir()]
+    if not found:
+        raise ConfigError(
+            f"{run}: there is no policy/ or reward_model/ in it. Give the folder of a run that "
+            f"has reached a checkpoint."
+        )
+    if to.exists():
+        raise ConfigError(f"--to ({to}): it exists. Name a new folder, or remove this one.")
+    shutil.copytree(found[0], to)
+    typer.echo(f"raypo: {found[0]} -> {to}")
+
+
+def _policy_of(model: str) -> tuple[str, Path | None]:
+    """The model's folder and, of a run, its config."""
+    run = Path(model).expanduser()
+    if (run / "config.yaml").is_file() and (run / "policy").is_dir():
+        return str(run / "policy"), run / "config.yaml"
+    return model, None
+
+
+def _print(results: dict[str, dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = [name for name in next(iter(results.values())) if name != "eval/prompts"]
+    table = Table("source", "prompts", *(name.removeprefix("eval/") for name in names))
+    for source, figures in results.items():
+        cells = [f"{figures[name]:.4g}" for name in names]
+        table.add_row(source, f"{figures['eval/prompts']:.0f}", *cells)
+    Console().print(table)

@@ -1,0 +1,141 @@
+"""The learner of recipes that learn from examples; the tasks are in `raypo.learner.tasks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from raypo.collectives import Workers, as_tensor
+from raypo.config import ExamplesLearnerSection
+from raypo.data.batching import batches_by_tokens
+from raypo.learner.engine import TrainedModel
+from raypo.learner.schedule import learning_rate
+from raypo.learner.state import SkippedUpdates, load_worker_state, save_worker_state
+from raypo.learner.tasks import Item, Sums, Task
+from raypo.metrics.reduce import WeightedMeans
+from raypo.types import Experience
+
+
+class SupervisedLearner(Generic[Item]):
+    """One worker's part; every method is called by all workers together."""
+
+    def __init__(
+        self,
+        task: Task[Item],
+        section: ExamplesLearnerSection,
+        *,
+        dtype: str,
+        num_steps: int,
+        workers: Workers,
+    ) -> None:
+        self._task, self._section, self._workers = task, section, workers
+        self._num_steps = num_steps
+        self._skipped = SkippedUpdates(section.max_skipped_updates, "learner.lr")
+        self._model = TrainedModel(
+            task.module, learning_rate=section.lr, dtype=dtype, section=section, workers=workers
+        )
+
+    @property
+    def name(self) -> str:
+        """Folder of the saved model in the run's folder."""
+        return self._task.name
+
+    def update(self, items: Sequence[Item], *, step: int) -> dict[str, float]:
+        """One optimizer step on this worker's share of a batch.
+
+        Args:
+            step: Counted from 1; it decides the learning rate.
+
+        Returns:
+            `train/*`, reduced over workers; they do not depend on how the batch was cut.
+
+        Raises:
+            NonFiniteUpdateError: more than `learner.max_skipped_updates` updates in a row were
+                skipped.
+        """
+        means = WeightedMeans()
+        mine = sum(self._task.weight(item) for item in items)
+        normalizer = float(self._workers.sum(as_tensor(mine)))
+        rate = learning_rate(
+            step,
+            self._num_steps,
+            highest=self._section.lr,
+            schedule=self._section.lr_schedule,
+            warmup_steps=self._section.lr_warmup_steps,
+        )
+        self._model.set_learning_rate(rate)
+        for piece in self._microbatches(items):
+            total, sums = self._loss(piece)
+            self._model.backward(total / normalizer)
+            _add(means, sums, "train")
+        applied, norm = self._model.step()
+        self._skipped.count(applied)
+        means.total("train/examples", len(items))
+        means.total("train/tokens", sum(item.num_tokens for item in items))
+        figures = means.reduce(self._workers) | {"train/learning_rate": rate}
+        figures["train/skipped_updates"] = float(not applied)
+        return figures if norm is None else figures | {"train/grad_norm": norm}
+
+    @torch.no_grad()
+    def evaluate(self, items: Sequence[Item]) -> dict[str, float]:
+        """`eval/*` of this worker's share of the held-out examples, reduced over workers."""
+        means = WeightedMeans()
+        for piece in self._microbatches(items):
+            _add(means, self._loss(piece)[1], "eval")
+        return means.reduce(self._workers)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their checkpoint names; all workers iterate together."""
+        return self._model.named_weights(self._task.network)
+
+    @torch.no_grad()
+    def log_probs(self, experience: Experience) -> Tensor:
+        """Log-probs of responses, [B, T] float32, zero where masked; of an `sft` learner."""
+        evaluated, _ = self._model(experience.to(self._model.device))
+        return torch.where(experience.response_mask, evaluated.cpu(), 0.0)
+
+    def save(self, directory: Path) -> None:
+        """Everything that the next update depends on, this worker's part of it."""
+        self._model.save(directory / "model")
+        save_worker_state(directory, self._workers, self._section, self._skipped)
+
+    def restore(self, directory: Path) -> None:
+        """What `save` wrote.
+
+        Raises:
+            ValueError: it was written by another number of workers or another ZeRO stage.
+        """
+        load_worker_state(directory, self._workers, self._section, self._skipped)
+        self._model.load(directory / "model")
+
+    def save_model(self, directory: Path, tokenizer: Any) -> None:
+        """The model as a Hugging Face folder; written by rank 0, all workers call it."""
+        weights: dict[str, Tensor] = {}
+        for name, tensor in self.named_weights():  # all iterate, rank 0 alone keeps
+            if self._workers.rank == 0:
+                weights[name] = tensor.cpu().clone()
+        if self._workers.rank == 0:
+            self._task.network.save_pretrained(directory, state_dict=weights)
+            tokenizer.save_pretrained(directory)
+
+    def _microbatches(self, items: Sequence[Item]) -> list[list[Item]]:
+        """Examples cut by token budget; every worker gets as many pieces, some of them empty."""
+        lengths = [item.num_tokens for item in items]
+        pieces = batches_by_tokens(lengths, self._section.max_tokens_per_microbatch)
+        count = int(self._workers.max(torch.tensor(len(pieces))))
+        cut = [[items[row] for row in piece] for piece in pieces]
+        return cut + [[] for _ in range(count - len(cut))]
+
+    def _loss(self, piece: list[Item]) -> tuple[Tensor, Sums]:
+        """Summed loss and figures; for no examples a pass that weighs nothing (ZeRO-3 gathers)."""
+        total, sums = self._task.loss(self._model, piece or [self._task.blank], self._model.device)
+        return (total, sums) if piece else (total * 0.0, {})
+
+
+def _add(means: WeightedMeans, sums: Sums, prefix: str) -> None:
+    for name, (total, weight) in sums.items():
+        means.add(f"{prefix}/{name}", total, weight)

@@ -1,0 +1,141 @@
+"""What recipes learn from examples: responses (sft) or pairs (reward_model).
+
+B examples, T response tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from raypo.data.padding import pad_left, pad_right
+from raypo.models.networks import Policy, SequenceScorer
+from raypo.types import Example, Experience, Pair
+
+Item = TypeVar("Item", Example, Pair)
+Sums = dict[str, tuple[float, float]]
+"""Figure -> sum of its values and how much they count for."""
+
+
+class Task(ABC, Generic[Item]):
+    """What is learned from examples: a module, and a loss that is a sum of its examples' losses."""
+
+    module: nn.Module
+    """What is trained."""
+    blank: Item
+    """The shortest example: it takes part in a pass, and its loss is multiplied by zero."""
+    name: str
+    """Folder of the saved model in the run's folder."""
+
+    @abstractmethod
+    def weight(self, item: Item) -> float:
+        """What an example counts for in the mean: tokens, or one pair."""
+
+    @abstractmethod
+    def loss(self, model: Any, items: Sequence[Item], device: Any) -> tuple[Tensor, Sums]:
+        """The summed loss of some examples, not yet divided, and figures of them."""
+
+    @property
+    @abstractmethod
+    def network(self) -> Any:
+        """The Hugging Face model, whose names the saved weights have."""
+
+
+class ResponseTask(Task[Example]):
+    """Supervised fine-tuning: the negative log-likelihood of the responses' tokens."""
+
+    name = "policy"
+    blank = Example(np.zeros(1, np.int32), np.zeros(1, np.int32))
+
+    def __init__(self, model: Any) -> None:
+        """A causal language model."""
+        self.module = Policy(model, temperature=1.0)
+
+    def weight(self, item: Example) -> float:
+        """Its response tokens."""
+        return float(len(item.response_ids))
+
+    def loss(self, model: Any, items: Sequence[Example], device: Any) -> tuple[Tensor, Sums]:
+        """Loss of the responses' tokens; prompts are given."""
+        batch = response_batch(items).to(device)
+        log_probs, _ = model(batch)  # [B, T]
+        total = -torch.where(batch.response_mask, log_probs, 0.0).sum()
+        return total, {"loss": (float(total.detach()), float(batch.response_mask.sum()))}
+
+    @property
+    def network(self) -> Any:
+        """The causal language model."""
+        return self.module.model
+
+
+class PairTask(Task[Pair]):
+    """A reward model: the chosen response scores higher than the rejected one.
+
+    Bradley-Terry: -log sigmoid(chosen - rejected - margin) (arXiv:2203.02155 eq. 1; the margin
+    arXiv:2307.09288 eq. 2), and where asked for `centering_coef` times the square of the sum of
+    the two scores (arXiv:2312.09244 eq. 2).
+    """
+
+    name = "reward_model"
+    blank = Pair(np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))
+
+    def __init__(self, model: Any, *, centering_coef: float) -> None:
+        """A sequence classifier with one label."""
+        self.module = SequenceScorer(model)
+        self._centering_coef = centering_coef
+
+    def weight(self, item: Pair) -> float:
+        """One pair."""
+        return 1.0
+
+    def loss(self, model: Any, items: Sequence[Pair], device: Any) -> tuple[Tensor, Sums]:
+        """Loss of the pairs, and how many are in order."""
+        chosen = [np.concatenate([pair.prompt_ids, pair.chosen_ids]) for pair in items]
+        rejected = [np.concatenate([pair.prompt_ids, pair.rejected_ids]) for pair in items]
+        sequences = chosen + rejected
+        ids = pad_right(sequences, torch.int64)
+        mask = pad_right([np.ones(len(each)) for each in sequences], torch.bool)
+        better, worse = model(ids.to(device), mask.to(device)).chunk(2)  # [B] each
+        margins = torch.tensor([pair.margin for pair in items], device=device)
+        losses = -logsigmoid(better - worse - margins)
+        losses = losses + self._centering_coef * (better + worse).square()
+        count = float(len(items))
+        better, worse = better.detach(), worse.detach()
+        right = (better > worse).float() + 0.5 * (better == worse).float()
+        sums: Sums = {
+            "loss": (float(losses.detach().sum()), count),
+            "accuracy": (float(right.sum()), count),
+            "score_gap_mean": (float((better - worse).sum()), count),
+            "score_mean": (float((better + worse).sum()), 2.0 * count),
+        }
+        return losses.sum(), sums
+
+    @property
+    def network(self) -> Any:
+        """The sequence classifier."""
+        return self.module.model
+
+
+def response_batch(items: Sequence[Example]) -> Experience:
+    """Examples as a padded batch; what only rollouts have is zero."""
+    count = len(items)
+    mask = pad_right([np.ones(len(item.response_ids)) for item in items], torch.bool)
+    return Experience(
+        prompt_ids=pad_left([item.prompt_ids for item in items], torch.int64),
+        prompt_mask=pad_left([np.ones(len(item.prompt_ids)) for item in items], torch.bool),
+        response_ids=pad_right([item.response_ids for item in items], torch.int64),
+        attention_mask=mask,
+        response_mask=mask,
+        rollout_log_probs=torch.zeros(mask.shape),
+        scores=torch.zeros(count),
+        group_index=torch.zeros(count, dtype=torch.int64),
+        minibatch=torch.zeros(count, dtype=torch.int64),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        weight_version=torch.zeros(count, dtype=torch.int64),
+    )

@@ -1,0 +1,80 @@
+"""The critic: a backbone with a value head, and where both start.
+
+B responses, T response tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from raypo.config import ModelSection
+from raypo.models.loading import load_backbone, load_reward_model, same_vocabulary
+from raypo.models.scores import has_score_head
+from raypo.models.token_log_probs import response_hidden
+from raypo.types import Experience
+
+
+@dataclass(frozen=True)
+class CriticStart:
+    """Which weights a critic starts from."""
+
+    path: str
+    reward_weight: float | None = None
+    """None: the value head starts at zero; else at the reward model's score head times this."""
+
+
+def critic_start(model: ModelSection) -> CriticStart:
+    """`model.critic`, else the first reward model of the policy's vocabulary, else the policy.
+
+    A reward model's score is the return of a whole response (before KL), so its score head is a
+    fair first guess of the value; elsewhere a head of zeros says V = 0.
+    """
+    if model.critic is not None:
+        return CriticStart(model.critic)
+    for entry in model.reward or ():
+        if same_vocabulary(entry.path, model.policy):
+            return CriticStart(entry.path, entry.weight)
+    return CriticStart(model.policy)
+
+
+class Critic(nn.Module):
+    """A language model's backbone with a value head."""
+
+    def __init__(self, backbone: Any) -> None:
+        """The value head starts at zero: V = 0 before training."""
+        super().__init__()
+        self.backbone = backbone
+        parameter = next(backbone.parameters())
+        self.value_head = nn.Linear(
+            backbone.config.hidden_size, 1, dtype=parameter.dtype, device=parameter.device
+        )
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    @classmethod
+    def load(cls, start: CriticStart, *, dtype: str) -> tuple[Self, str]:
+        """The critic, and in words where it starts from."""
+        if start.reward_weight is not None:
+            model = load_reward_model(start.path, dtype=dtype)
+            if has_score_head(model):  # an encoder's states see the future: no critic
+                critic = cls(model.base_model)
+                with torch.no_grad():
+                    critic.value_head.weight.copy_(model.score.weight * start.reward_weight)
+                return critic, f"starts from the reward model {start.path}, score head included"
+        backbone = load_backbone(start.path, dtype=dtype)
+        return cls(backbone), f"starts from {start.path}, with a value head of zeros"
+
+    def forward(self, batch: Experience) -> Tensor:
+        """Values [B, T] float32 of the states before each response token is chosen."""
+        hidden = response_hidden(
+            self.backbone,
+            batch.prompt_ids,
+            batch.prompt_mask,
+            batch.response_ids,
+            batch.attention_mask,
+        )  # [B, T, H]
+        return self.value_head(hidden).squeeze(-1).to(torch.float32)

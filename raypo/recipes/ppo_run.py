@@ -1,0 +1,231 @@
+"""What a PPO run reads, keeps and describes, besides what all runs do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from raypo.cluster.monitor import Teller
+from raypo.collectives import Workers
+from raypo.config import PPOConfig
+from raypo.data.prompts import load_prompts
+from raypo.data.stream import Draw, PromptStream
+from raypo.learner.learner import Learner
+from raypo.metrics.run_files import RunFiles
+from raypo.models.critic import critic_start
+from raypo.models.loading import load_tokenizer, stop_token_ids
+from raypo.recipes.figures import rollout_figures, rollout_rows
+from raypo.recipes.run import Run
+from raypo.recipes.services import Services, start_deployments
+from raypo.recipes.setup import Runtime
+from raypo.rewards.loader import load_function
+from raypo.rewards.scoring import RewardFunction
+from raypo.rollout.advantages import AdvantageState
+from raypo.rollout.collect import Sampling
+from raypo.rollout.dealing import Deal
+from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.judges import Judges
+from raypo.rollout.refill import Collected
+from raypo.rollout.sync_weights import Probe, push_weights
+from raypo.types import Experience, Prompt
+from raypo.weights.transport import ObjectTransport
+
+NUM_PROBES = 2
+
+
+@dataclass
+class PPORun(Run[PPOConfig]):
+    """One worker's view of a PPO run; every method is called by all workers."""
+
+    tokenizer: Any
+    prompts: list[Prompt]
+    stream: PromptStream
+    held_out: list[Prompt]
+    reward_function: RewardFunction | None
+    eval_function: RewardFunction | None
+    sampling: Sampling
+    advantage_state: AdvantageState
+    _transport: ObjectTransport = field(default_factory=ObjectTransport)
+
+    @classmethod
+    def prepare(
+        cls,
+        config: PPOConfig,
+        runtime: Runtime,
+        workers: Workers,
+        files: RunFiles,
+        tell: Teller,
+    ) -> Self:
+        """The run with its prompts read and its functions loaded."""
+        tokenizer = load_tokenizer(config.model.policy)
+        loaded = load_prompts(config.data, tokenizer)
+        if loaded.num_skipped:
+            tell.message(
+                f"{loaded.num_skipped} of {loaded.num_skipped + len(loaded.prompts)} prompts are "
+                f"longer than data.max_prompt_tokens ({config.data.max_prompt_tokens}) and skipped"
+            )
+        held_out: list[Prompt] = []
+        if config.eval.prompts:
+            section = config.data.model_copy(update={"prompts": config.eval.prompts})
+            held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
+        reward_function = runtime.reward_fn
+        if reward_function is None and config.reward.function:
+            reward_function = load_function(config.reward.function)
+        return cls(
+            config=config,
+            name=runtime.name,
+            workers=workers,
+            files=files,
+            tell=tell,
+            tokenizer=tokenizer,
+            prompts=loaded.prompts,
+            stream=PromptStream(loaded.prompts, seed=config.seed),
+            held_out=held_out,
+            reward_function=reward_function,
+            eval_function=load_function(config.eval.function, key="eval.function")
+            if config.eval.function
+            else reward_function,
+            sampling=Sampling.of(
+                config.rollout,
+                stop_token_ids=stop_token_ids(config.model.policy, tokenizer),
+                seed=config.seed,
+                samples_per_prompt=config.rollout.samples_per_prompt,
+            ),
+            advantage_state=AdvantageState.of(config.ppo.kl),
+        )
+
+    def start_services(self) -> Services:
+        """Start engines and frozen models; on GPU they are up before the learner is."""
+        self._phase("starting the engine and the frozen models")
+        services = start_deployments(
+            self.config, self.name, self.workers, logs_dir=str(self.files.logs_dir)
+        )
+        if torch.cuda.is_available():
+            services.wait(self.config.placement.timeout_s)
+        return services
+
+    def start_learner(self) -> Learner:
+        """Policy and critic, restored from the run's last checkpoint where there is one."""
+        self._phase("loading policy and critic")
+        config = self.config
+        learner = Learner(
+            config.model,
+            config.ppo,
+            config.learner,
+            temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            seed=config.seed,
+            critic_start=critic_start(config.model),
+            workers=self.workers,
+        )
+        if learner.critic_start:
+            self.tell.message(f"critic: {learner.critic_start}")
+        self.restore(learner)
+        return learner
+
+    def judges(self, services: Services) -> Judges:
+        """Who scores this run's responses."""
+        return Judges.of(
+            self.reward_function,
+            services.reward_models,
+            reward=self.config.reward,
+            model=self.config.model,
+        )
+
+    def push_weights(
+        self, learner: Learner, services: Services, *, version: int
+    ) -> dict[str, float]:
+        """The learner's weights to the engines; their version is the step that made them."""
+        if version == self.last_step:  # the first push of this attempt
+            self._phase("waiting for the engine")
+            services.wait(self.config.placement.timeout_s)
+        config = self.config
+        probe = Probe(
+            prompts=[prompt.token_ids for prompt in self.prompts[:NUM_PROBES]],
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+            dtype=config.model.dtype,
+            seed=config.seed,
+        )
+        return push_weights(
+            learner,
+            services.engine,
+            version=version,
+            transport=self._transport,
+            probe=probe,
+            workers=self.workers,
+        )
+
+    def draw_prompts(self, count: int) -> Sequence[Draw]:
+        """This worker's share of the next prompts, `count` over all workers."""
+        draws = self.stream.take(count)
+        return draws[self.workers.rank :: self.workers.count]
+
+    def describe(self, step: int, collected: Collected) -> dict[str, float]:
+        """Scores and lengths of all workers' rollouts, and what became of each sample."""
+        figures = rollout_figures(collected.scored, self.workers) | collected.figures
+        missing, wanted = collected.missing_groups, self.config.rollout.prompts_per_step
+        if missing:
+            rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"
+            self.tell.message(
+                f"step {step}: {missing} of {wanted} groups are missing after "
+                f"{figures['rollout/refills']:.0f} refills (ppo.filter.max_refills); {rest}"
+            )
+        return figures
+
+    def save_rollouts(self, step: int, deal: Deal, experience: Experience) -> None:
+        """All workers' dealt rollouts into `rollouts/`, before the update that might go wrong."""
+        shares = self.workers.gather(rollout_rows(deal, experience))
+        if self.workers.rank == 0:
+            rows = [row for share in shares for row in share]
+            rows.sort(key=lambda row: (row["group_index"], row["sample_index"]))
+            self.files.write_rollouts(step, rows)
+
+    def evaluate_before_first_update(self, services: Services) -> None:
+        """The held-out score that the run starts from; it stands in the first step's metrics."""
+        if self.last_step == 0 and self.held_out:
+            self._phase("evaluating the policy as it is")
+            figures = self._evaluate(services)
+            self.note_initial(figures)
+            self.tell.message(f"before the first update: eval {figures['eval/score_mean']:+.3f}")
+
+    def evaluate_when_due(self, step: int, services: Services) -> dict[str, float]:
+        """The held-out score after a step that has an evaluation, else nothing."""
+        is_due = step % self.config.eval.every == 0 or step == self.config.num_steps
+        return self._evaluate(services) if is_due and self.held_out else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Data cursor, KL coefficient and score normaliser."""
+        return {
+            "stream": self.stream.state_dict(),
+            "advantages": self.advantage_state.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.stream.load_state_dict(state["stream"])
+        self.advantage_state = self.advantage_state.restored(state["advantages"])
+
+    def save_models(self, learner: Learner) -> None:
+        """The policy into the run's `policy/`."""
+        self.replace_folder(
+            self.files.policy_dir, lambda folder: learner.save_policy(folder, self.tokenizer)
+        )
+
+    def _phase(self, text: str) -> None:
+        self.tell.phase(text)
+
+    def _evaluate(self, services: Services) -> dict[str, float]:
+        return evaluate_policy(
+            self.held_out,
+            services.engine,
+            self.tokenizer,
+            self.eval_function,
+            section=self.config.eval,
+            sampling=self.sampling,
+            workers=self.workers,
+            judges=self.judges(services),
+        )

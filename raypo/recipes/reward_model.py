@@ -1,0 +1,86 @@
+"""A reward model from pairs of responses: a Hugging Face sequence classifier with one label."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from raypo.cluster.monitor import Teller
+from raypo.collectives import Workers
+from raypo.config import RewardModelConfig
+from raypo.data.examples import load_pairs
+from raypo.data.stream import ShuffledStream
+from raypo.learner.tasks import PairTask
+from raypo.metrics.clock import Clock
+from raypo.metrics.run_files import RunFiles
+from raypo.models.loading import load_reward_model, load_tokenizer, stop_token_ids
+from raypo.recipes.examples_run import ExamplesRun, tell_skipped
+from raypo.recipes.run import open_run
+from raypo.recipes.setup import Runtime
+from raypo.types import Pair
+
+
+def reward_model_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """A whole reward-model run on one learner worker; `ray.train` calls it on each.
+
+    Args:
+        setup: `config.model_dump()` of a RewardModelConfig.
+
+    Returns:
+        `{"status": "finished" | "interrupted", "step": the last step that is done}`.
+    """
+    with open_run(setup, RewardModelRun) as run:
+        learner = run.start_learner()
+        if run.last_step == 0:
+            run.note_initial(run.evaluate_held_out(learner))
+
+        for step in run.steps():
+            clock = Clock()
+            metrics = learner.update(run.draw_batch(), step=step)
+            clock.lap("time/update_s")
+            if run.is_evaluation_due(step):
+                metrics |= run.evaluate_held_out(learner)
+            clock.lap("time/held_out_s")
+            checkpoint = run.checkpoint_when_due(step, learner, metrics)
+            clock.lap("time/checkpoint_s")
+            run.report(step, metrics, clock, checkpoint)
+
+        return run.finish()
+
+
+@dataclass
+class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
+    """One worker's view of a reward-model run."""
+
+    @classmethod
+    def prepare(
+        cls,
+        config: RewardModelConfig,
+        runtime: Runtime,
+        workers: Workers,
+        files: RunFiles,
+        tell: Teller,
+    ) -> Self:
+        """The run with its pairs read."""
+        tokenizer = load_tokenizer(config.model.policy)
+        end = stop_token_ids(config.model.policy, tokenizer)[0]
+        loaded = load_pairs(config.data, tokenizer, end)
+        tell_skipped(loaded, tell)
+        held_out: list[Pair] = []
+        if config.eval.prompts:
+            section = config.data.model_copy(update={"prompts": config.eval.prompts})
+            held_out = load_pairs(section, tokenizer, end, key="eval.prompts").items
+        stream = ShuffledStream(loaded.items, seed=config.seed)
+        return cls(config, runtime.name, workers, files, tell, tokenizer, stream, held_out)
+
+    def make_task(self) -> PairTask:
+        """The policy's backbone with a new score head, or the classifier that it is already."""
+        model = load_reward_model(self.config.model.policy, dtype=self.config.model.dtype)
+        _set_padding(model.config, self.tokenizer)
+        return PairTask(model, centering_coef=self.config.reward_model.centering_coef)
+
+
+def _set_padding(config: Any, tokenizer: Any) -> None:
+    """The padding id that plain transformers looks for; none where it would hide the end."""
+    padding, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    config.pad_token_id = None if padding == end else padding

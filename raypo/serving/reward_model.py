@@ -1,0 +1,96 @@
+"""A frozen reward model: scores of responses that others sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypo.data.batching import batches_by_tokens
+from raypo.models.loading import load_reward_model, load_tokenizer, same_vocabulary
+from raypo.models.scores import sequence_scores
+from raypo.types import Rollout
+
+
+class RewardModel:
+    """One replica of a reward model: rollouts in, a score each out.
+
+    Where its vocabulary is the policy's it reads the policy's token ids. Elsewhere prompt and
+    response are encoded anew from their text (chat messages through its own chat template), with
+    an end of sequence where the response had one.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        policy: str,
+        dtype: str,
+        max_batch_tokens: int,
+        num_threads: int | None = None,
+    ) -> None:
+        """Load the model onto the GPU where there is one.
+
+        Args:
+            model: Folder or hub id of a sequence classifier with one label.
+            policy: Folder or hub id of the policy, whose vocabulary is compared.
+            dtype: float32 or bfloat16.
+            max_batch_tokens: Most tokens, padding included, of one forward pass.
+            num_threads: Threads of this process's tensor operations; None: as they are.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._name = model
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = load_reward_model(model, dtype=dtype).eval().to(self._device)
+        self._tokenizer = None if same_vocabulary(model, policy) else load_tokenizer(model)
+        self._max_batch_tokens = max_batch_tokens
+
+    def __repr__(self) -> str:
+        return f"RewardModel({self._name}, ready)"
+
+    def score(self, rollouts: list[Rollout]) -> list[float]:
+        """A score for each rollout, in the order given; NaN for one without tokens."""
+        sequences = [self._ids(rollout) for rollout in rollouts]
+        scores = [float("nan")] * len(rollouts)
+        rows = [row for row, ids in enumerate(sequences) if len(ids)]
+        lengths = [len(sequences[row]) for row in rows]
+        for batch in batches_by_tokens(lengths, self._max_batch_tokens):
+            members = [rows[i] for i in batch]
+            values = self._batch([sequences[row] for row in members])
+            for row, value in zip(members, values.tolist(), strict=True):
+                scores[row] = value
+        return scores
+
+    @torch.inference_mode()
+    def _batch(self, sequences: list[np.ndarray]) -> Tensor:
+        width = max(map(len, sequences))
+        ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        for row, tokens in enumerate(sequences):
+            ids[row, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
+            mask[row, : len(tokens)] = True
+        return sequence_scores(self._model, ids.to(self._device), mask.to(self._device)).cpu()
+
+    def _ids(self, rollout: Rollout) -> np.ndarray:
+        if self._tokenizer is None:
+            return np.concatenate([rollout.prompt_ids, rollout.response_ids])
+        return np.asarray(_encode(self._tokenizer, rollout), dtype=np.int64)
+
+
+def _encode(tokenizer: Any, rollout: Rollout) -> list[int]:
+    """Prompt and response in another vocabulary."""
+    ids: list[int]
+    if rollout.messages and tokenizer.chat_template:
+        answered = [*rollout.messages, {"role": "assistant", "content": rollout.response}]
+        text = tokenizer.apply_chat_template(answered, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+    ids = tokenizer(rollout.prompt)["input_ids"]
+    if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text
+        ids = ids[:-1]
+    ids = ids + tokenizer(rollout.response, add_special_tokens=False)["input_ids"]
+    end: int | None = tokenizer.eos_token_id
+    return [*ids, end] if rollout.finish_reason == "stop" and end is not None else ids

@@ -1,0 +1,85 @@
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from raypo.config import ConfigError, PairsSection, ResponsesSection
+from raypo.data.examples import load_examples, load_pairs
+from tests.tiny import tiny_tokenizer
+
+END = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def text(tokenizer, ids) -> str:
+    return tokenizer.decode(ids.tolist())
+
+
+def test_a_text_response_ends_with_the_end_token(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", {"prompt": "1+1=", "response": "2"})
+    (example,) = load_examples(ResponsesSection(prompts=path), tokenizer, END).items
+    assert text(tokenizer, example.prompt_ids) == "1+1="
+    assert text(tokenizer, example.response_ids) == "2<eos>"
+
+
+def test_an_end_that_is_there_is_not_doubled(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", {"prompt": "a", "response": "b<eos>c"})
+    (example,) = load_examples(ResponsesSection(prompts=path), tokenizer, END).items
+    assert text(tokenizer, example.response_ids) == "b<eos>"
+
+
+def test_a_chat_response_is_what_the_template_writes(tmp_path, tokenizer):
+    messages = [{"role": "user", "content": "hi"}]
+    answers = ["yo", [{"role": "assistant", "content": "yo"}]]
+    rows = [{"prompt": messages, "response": answer} for answer in answers]
+    path = write(tmp_path / "a.jsonl", *rows)
+    for example in load_examples(ResponsesSection(prompts=path), tokenizer, END).items:
+        assert text(tokenizer, example.prompt_ids) == "user: hi\nassistant: "
+        assert text(tokenizer, example.response_ids) == "yo\n<eos>"
+
+
+def test_pairs_have_both_responses_and_their_margin(tmp_path, tokenizer):
+    row = {"prompt": "q", "chosen": "good", "rejected": "no", "by": 3}
+    path = write(tmp_path / "a.jsonl", row)
+    section = PairsSection(prompts=path, margin_key="by")
+    (pair,) = load_pairs(section, tokenizer, END).items
+    assert text(tokenizer, pair.chosen_ids) == "good<eos>"
+    assert text(tokenizer, pair.rejected_ids) == "no<eos>"
+    assert pair.margin == 3.0
+    assert pair.num_tokens == 2 * (1 + 5)
+
+
+def test_long_rows_are_skipped_and_counted_or_refused(tmp_path, tokenizer):
+    rows = [{"prompt": "q", "response": "abcd"}, {"prompt": "q", "response": "a"}]
+    path = write(tmp_path / "a.jsonl", *rows)
+    loaded = load_examples(ResponsesSection(prompts=path, max_response_tokens=4), tokenizer, END)
+    assert (len(loaded.items), loaded.num_skipped) == (1, 1)
+    strict = ResponsesSection(prompts=path, max_response_tokens=4, too_long="error")
+    with pytest.raises(ConfigError, match=r"max_response_tokens to at least 5"):
+        load_examples(strict, tokenizer, END)
+    with pytest.raises(ConfigError, match="all 2 rows"):
+        load_examples(ResponsesSection(prompts=path, max_response_tokens=1), tokenizer, END)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "q", "chosen": "a"}, "data.rejected_key"),
+        ({"prompt": "q", "chosen": 1, "rejected": "b"}, "A response is a text"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "A margin is a number"),
+    ],
+)
+def test_wrong_pairs_are_told(tmp_path, tokenizer, row, words):
+    path = write(tmp_path / "a.jsonl", row)
+    margin_key = "margin" if "margin" in row else None
+    with pytest.raises(ConfigError, match=words):
+        load_pairs(PairsSection(prompts=path, margin_key=margin_key), tokenizer, END)

@@ -1,0 +1,65 @@
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from raypo.config import ModelSection, RewardSection
+from raypo.rollout.judges import Judges
+from raypo.types import Rollout
+
+
+def rollouts(*labels: float) -> list[Rollout]:
+    none = np.zeros(0, np.float32)
+    return [
+        Rollout("", "", none, none, none, none, label, 0, number, "stop", 0)
+        for number, label in enumerate(labels)
+    ]
+
+
+def model(factor: float):
+    def remote(given):
+        return SimpleNamespace(result=lambda: [factor * r.label for r in given])
+
+    return SimpleNamespace(score=SimpleNamespace(remote=remote))
+
+
+def judges(**changes) -> Judges:
+    values = {
+        "function": lambda given: [1.0] * len(given),
+        "models": (model(10.0), model(100.0)),
+        "reward": RewardSection.model_validate({"weights": {"function": 3.0, "model": 2.0}}),
+        "model": ModelSection.model_validate(
+            {"policy": "p", "reward": ["a", {"path": "b", "weight": 0.5}]}
+        ),
+    } | changes
+    return Judges.of(
+        values["function"], values["models"], reward=values["reward"], model=values["model"]
+    )
+
+
+def test_sources_add_by_their_weights():
+    judge = judges()
+    (source,) = judge.scores_by_source(rollouts(4.0))
+    assert source == {"function": 1.0, "model_0": 40.0, "model_1": 400.0}
+    assert judge.total(source) == 3.0 * 1.0 + 2.0 * (40.0 + 0.5 * 400.0)
+    assert judge.model_total(source) == 2.0 * (40.0 + 0.5 * 400.0)
+
+
+def test_one_model_alone_is_called_model():
+    judge = judges(
+        function=None,
+        models=(model(1.0),),
+        model=ModelSection(policy="p", reward="a"),
+        reward=RewardSection(),
+    )
+    assert judge.scores_by_source(rollouts(4.0, 5.0)) == [{"model": 4.0}, {"model": 5.0}]
+
+
+def test_a_source_that_failed_makes_the_score_nan():
+    assert math.isnan(judges().total({"function": math.nan, "model_0": 1.0, "model_1": 1.0}))
+
+
+def test_nothing_to_judge_asks_nobody():
+    broken = SimpleNamespace(score=SimpleNamespace(remote=lambda given: pytest.fail("asked")))
+    assert judges(models=(broken, broken)).scores_by_source([]) == []
