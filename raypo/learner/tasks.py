@@ -112,7 +112,7 @@ class PairTask(Task[Pair]):
             "loss": (float(losses.detach().sum()), count),
             "accuracy": (float(right.sum()), count),
             "score_gap_mean": (float((better - worse).sum()), count),
-            "score_mean": (float((better + worse).sum()), 2.0 * count),
+            "pair_score_mean": (float((better + worse).sum()), 2.0 * count),
         }
         return losses.sum(), sums
 

@@ -145,13 +145,25 @@ class Run(Generic[AnyConfig]):
         return Checkpoint.from_directory(str(directory))
 
     def report(
-        self, step: int, metrics: dict[str, float], clock: Clock, checkpoint: Checkpoint | None
+        self,
+        step: int,
+        metrics: dict[str, float],
+        clock: Clock,
+        checkpoint: Checkpoint | None,
+        *,
+        to_ray: bool = True,
     ) -> None:
-        """Hand the step to Ray Train, the files and the console."""
+        """Hand the step to Ray Train, the files and the console.
+
+        Args:
+            to_ray: Whether Ray Train hears of it; each time costs its controller's poll, half a
+                second. A checkpoint always goes there.
+        """
         metrics = self._initial | metrics
         self._initial = {}
         self.files.sync()  # the checkpoint counts once it is reported, so its rollouts go first
-        ray.train.report({"step": step, **metrics, **clock.laps}, checkpoint=checkpoint)
+        if to_ray or checkpoint is not None:
+            ray.train.report({"step": step, **metrics, **clock.laps}, checkpoint=checkpoint)
         if checkpoint is not None:
             shutil.rmtree(checkpoint.path, ignore_errors=True)
         clock.lap("time/report_s")

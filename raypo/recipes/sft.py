@@ -50,12 +50,13 @@ def sft_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             clock = Clock()
             metrics = learner.update(run.draw_batch(), step=step)
             clock.lap("time/update_s")
-            if run.is_evaluation_due(step):
+            is_evaluated = run.is_evaluation_due(step)
+            if is_evaluated:
                 metrics |= run.evaluate(learner, engine, version=step)
             clock.lap("time/held_out_s")
             checkpoint = run.checkpoint_when_due(step, learner, metrics)
             clock.lap("time/checkpoint_s")
-            run.report(step, metrics, clock, checkpoint)
+            run.report(step, metrics, clock, checkpoint, to_ray=is_evaluated)
 
         return run.finish()
 

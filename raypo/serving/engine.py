@@ -60,6 +60,9 @@ class Engine:
             RuntimeError: vLLM is missing or its version is not supported, or this process has an
                 engine already.
         """
+        self._version: int | None = None  # `repr` is asked even where the start fails
+        self._broken: str | None = None
+        self._why_not = "no weights were pushed yet"
         if (other := _in_this_process and _in_this_process()) is not None:
             raise RuntimeError(
                 f"this process has {other!r} already, and vLLM allows one at a time. "
@@ -76,9 +79,6 @@ class Engine:
         self._max_model_len = max_model_len
         self._vocabulary_size: int = self._llm.llm_engine.model_config.get_vocab_size()
         self._turn = threading.Lock()
-        self._version: int | None = None
-        self._why_not = "no weights were pushed yet"
-        self._broken: str | None = None
         _remember(self)
 
     def __repr__(self) -> str:

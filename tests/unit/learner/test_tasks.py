@@ -92,7 +92,7 @@ def test_the_pair_loss_by_hand(classifier):
     assert float(total) == pytest.approx(expected)
     assert sums["accuracy"] == (1.0, 2.0)
     assert sums["score_gap_mean"] == (pytest.approx(1.5), 2.0)
-    assert sums["score_mean"] == (pytest.approx(0.5), 4.0)
+    assert sums["pair_score_mean"] == (pytest.approx(0.5), 4.0)
 
 
 def test_equal_scores_are_half_right(classifier):
