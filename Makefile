@@ -10,11 +10,8 @@ help: ## What can be made
 setup: ## .venv with raypo and the pinned packages (instant when it is there)
 	@scripts/setup.sh
 
-demo: setup examples/quickstart/data ## PPO on a tiny model that is made on the spot; CPU, a few minutes
-	raypo train examples/quickstart/ppo.yaml
-
-examples/quickstart/data: | setup
-	python examples/quickstart/make_models.py
+demo: setup ## SFT, a reward model and PPO on a tiny model that is made on the spot; CPU, minutes
+	python -m examples.quickstart.demo
 
 test: setup ## Unit and integration tests, what CI runs
 	python -m pytest -m "unit or integration"

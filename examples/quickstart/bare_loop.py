@@ -1,6 +1,6 @@
-"""raypo's training loop in a plain Ray Train TorchTrainer: it starts its engine by itself.
+"""raypo's training loop in a plain Ray Train TorchTrainer: it starts engine and models by itself.
 
-python examples/quickstart/make_models.py && python examples/quickstart/bare_loop.py
+make demo && python examples/quickstart/bare_loop.py
 """
 
 from pathlib import Path

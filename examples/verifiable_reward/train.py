@@ -1,6 +1,6 @@
-"""The quickstart from Python: a PPOTrainer is a Ray Train TorchTrainer with a reward function.
+"""PPO from Python: a PPOTrainer is a Ray Train TorchTrainer with a reward function.
 
-python examples/quickstart/make_models.py && python examples/quickstart/train.py
+make demo && python examples/verifiable_reward/train.py
 """
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -15,12 +15,10 @@ def exact(rollouts: list[Rollout]) -> list[float]:
 
 if __name__ == "__main__":
     trainer = PPOTrainer(
-        PPOConfig.load("examples/quickstart/ppo.yaml", overrides={"ppo.kl.coef": 0.02}),
+        PPOConfig.load("examples/verifiable_reward/ppo.yaml", overrides={"ppo.kl.coef": 0.05}),
         reward_fn=exact,
         scaling_config=ScalingConfig(num_workers=1, use_gpu=False),
-        run_config=RunConfig(
-            name="quickstart-python", failure_config=FailureConfig(max_failures=1)
-        ),
+        run_config=RunConfig(name="from-python", failure_config=FailureConfig(max_failures=1)),
     )
     result = trainer.fit()
     print(result.metrics_dataframe)
