@@ -36,12 +36,12 @@ def check_inputs(
     if isinstance(config, PPOConfig):
         _check_ppo(config, has_reward_fn=has_reward_fn)
     elif isinstance(config, SFTConfig):
-        _check_model("model.policy", config.model.policy)
+        check_model("model.policy", config.model.policy)
         _check_data(config, {"data.response_key": config.data.response_key})
         if config.eval.function is not None:
             check_function(config.eval.function, key="eval.function")
     elif isinstance(config, RewardModelConfig):
-        _check_model("model.policy", config.model.policy)
+        check_model("model.policy", config.model.policy)
         keys = {"chosen_key": config.data.chosen_key, "rejected_key": config.data.rejected_key}
         _check_data(config, {f"data.{name}": column for name, column in keys.items()})
     if on_this_machine:
@@ -54,7 +54,7 @@ def check_evaluation(model: str, config: PPOConfig | SFTConfig) -> None:
     Raises:
         ConfigError: the model, a prompt file or the judge is not there.
     """
-    _check_model("MODEL", model)
+    check_model("MODEL", model)
     data = config.data
     if config.eval.prompts:
         peek(config.eval.prompts, data.prompt_key, data.label_key, key="eval.prompts")
@@ -66,20 +66,25 @@ def _check_ppo(config: PPOConfig, *, has_reward_fn: bool) -> None:
     for key in ("policy", "critic", "reference"):
         path = getattr(config.model, key)
         if path is not None:
-            _check_model(f"model.{key}", path)
+            check_model(f"model.{key}", path)
     for entry in config.model.reward or ():
-        _check_model("model.reward", entry.path)
+        check_model("model.reward", entry.path)
     _check_data(config)
     if not has_reward_fn:
-        if config.reward.function is None and config.model.reward is None:
+        if not _has_judge(config):
             raise ConfigError(
                 "reward.function (None): nothing judges the responses. Set it to file.py:name or "
-                "package.module:name, set model.reward, or pass reward_fn to PPOTrainer."
+                "package.module:name, set model.reward or reward.url, or pass reward_fn to "
+                "PPOTrainer."
             )
         if config.reward.function is not None:
             check_function(config.reward.function)
     if config.eval.function is not None:
         check_function(config.eval.function, key="eval.function")
+
+
+def _has_judge(config: PPOConfig) -> bool:
+    return bool(config.reward.function or config.model.reward or config.reward.url)
 
 
 def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> None:
@@ -114,7 +119,12 @@ def is_finished(files: RunFiles) -> bool:
     return summary is not None and summary["status"] == "finished"
 
 
-def _check_model(key: str, path: str) -> None:
+def check_model(key: str, path: str) -> None:
+    """Refuse a model that is neither a folder with a config.json nor a hub id.
+
+    Raises:
+        ConfigError: with the key, the path and what to give.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,12 +16,21 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @exit_status()
 def serve_reward(
     target: Annotated[
-        str, typer.Argument(help="file.py:name or package.module:name of a reward function.")
+        str,
+        typer.Argument(
+            help="A sequence classifier (Hugging Face folder or hub id), or a reward function: "
+            "file.py:name or package.module:name."
+        ),
     ],
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    dtype: Annotated[str, typer.Option(help="Of a model: float32 or bfloat16.")] = "float32",
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Of a model: most tokens of one forward pass.")
+    ] = 4096,
 ) -> None:
     """Serve rewards as JSON over HTTP until Ctrl-C; runs ask it by reward.url."""
+    from raypo.checks import check_model
     from raypo.config import ConfigError
     from raypo.rewards.loader import check_function
     from raypo.rewards.wire import TOKEN_VARIABLE
@@ -31,10 +41,17 @@ def serve_reward(
             f"--host ({host}): whoever reaches this port could send work. Set the environment "
             f"variable {TOKEN_VARIABLE} for server and runs, or leave --host out."
         )
-    check_function(target, key="TARGET")
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype ({dtype}): must be float32 or bfloat16. Choose one.")
+    is_function = ":" in target and not Path(target).is_dir()
+    if is_function:
+        check_function(target, key="TARGET")
+    else:
+        check_model("TARGET", target)
     from raypo.rewards.server import make_app, serve
 
-    app = make_app(_function(target), name=target, token=token)
+    function = _function(target) if is_function else _model(target, dtype, max_batch_tokens)
+    app = make_app(function, name=target, token=token)
 
     def ready(address: str) -> None:
         typer.echo(f"raypo: serves {target}; set reward.url to {address}/score")
@@ -51,3 +68,10 @@ def _function(target: str) -> Any:
     from raypo.rewards.loader import load_function
 
     return load_function(target, key="TARGET")
+
+
+def _model(target: str, dtype: str, max_batch_tokens: int) -> Any:
+    from raypo.serving.reward_model import RewardModel
+
+    model = RewardModel(target, policy=None, dtype=dtype, max_batch_tokens=max_batch_tokens)
+    return model.score

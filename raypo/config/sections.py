@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -77,6 +78,21 @@ class RewardWeights(Config):
     """Of `reward.function`."""
     model: float = 1.0
     """Of the sum over `model.reward`."""
+    url: float = 1.0
+    """Of what the servers of `reward.url` say."""
+
+
+class RewardRequestSection(Config):
+    """How reward servers are asked."""
+
+    batch_size: int = Field(default=16, ge=1)
+    """Most samples of a request."""
+    max_concurrent: int = Field(default=8, ge=1)
+    """Most requests under way from one learner worker, over all servers."""
+    timeout_s: float = Field(default=60.0, gt=0.0)
+    """Seconds that one attempt may take."""
+    max_attempts: int = Field(default=5, ge=1)
+    """Attempts a request, with growing waits, before its samples count as failed."""
 
 
 class RewardSection(Config):
@@ -84,10 +100,37 @@ class RewardSection(Config):
 
     function: str | None = None
     """`file.py:name` or `package.module:name`; (list[Rollout]) -> list[float]."""
+    processes: int = Field(default=0, ge=0)
+    """Processes that a slow function runs in, a few prompts a call, on each learner worker; 0: it
+    runs in the worker itself and sees all of its rollouts at once."""
+    timeout_s: float | None = Field(default=None, gt=0.0)
+    """Seconds that one call in such a process may take before its samples count as failed."""
+    url: Paths | None = None
+    """Reward server, or several that share the work: addresses that `samples` are posted to."""
+    request: RewardRequestSection = RewardRequestSection()
     weights: RewardWeights = RewardWeights()
-    """With a function and reward models the two add, each multiplied by its weight."""
+    """Function, reward models and servers add, each multiplied by its weight."""
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of a step's samples that may go without a score (None, NaN) before the run stops."""
+
+    @model_validator(mode="after")
+    def _what_is_set_can_act(self) -> Self:
+        if self.timeout_s is not None and not self.processes:
+            raise ValueError(
+                f"reward.timeout_s ({self.timeout_s:g}): a call in the learner worker itself "
+                "cannot be ended. Set reward.processes to 1 or more, or reward.timeout_s to null."
+            )
+        if self.request != RewardRequestSection() and self.url is None:
+            raise ValueError(
+                "reward.request: has no effect, reward.url is null. Set reward.url, or remove it."
+            )
+        for url in self.url or ():
+            if not re.fullmatch(r"https?://[^/\s]+\S*", url):
+                raise ValueError(
+                    f"reward.url ({url}): must begin with http:// or https:// and name a host. "
+                    "Write it like http://127.0.0.1:8000/score."
+                )
+        return self
 
 
 class EngineSection(Config):

@@ -34,6 +34,7 @@ class Models:
     policy: ModelShape
     critic: ModelShape | None
     reference: ModelShape | None
+    rewards: tuple[ModelShape, ...] = ()
 
     @classmethod
     def read(cls, config: PPOConfig) -> Models:
@@ -47,12 +48,17 @@ class Models:
 
         model = config.model
         policy = shape("model.policy", model.policy)
-        critic = shape("model.critic", model.critic or model.policy)
+        rewards = tuple(shape("model.reward", entry.path) for entry in model.reward or ())
+        shares_words = bool(rewards) and rewards[0].vocabulary == policy.vocabulary
+        critic = rewards[0] if shares_words else policy
+        if model.critic:
+            critic = shape("model.critic", model.critic)
         reference = shape("model.reference", model.reference or model.policy)
         return cls(
             policy,
             critic if config.ppo.needs_critic else None,
             reference if config.ppo.needs_reference else None,
+            rewards,
         )
 
 

@@ -58,6 +58,9 @@ def roles_of(
     ]
     if models.reference:
         roles.append(Role("reference", estimate.frozen(config, models.reference, device)))
+    for number, shape in enumerate(models.rewards):
+        frozen = estimate.frozen(config, shape, device, head=False)
+        roles.append(Role(f"reward_{number}", frozen))
     return roles
 
 
@@ -90,11 +93,11 @@ def smallest_gpu(nodes: Sequence[Node], placed: list[int]) -> int | None:
     return min((size for size in sizes if size), default=None)
 
 
-def roles_in(config: PPOConfig, bundle: int, device: Device, has_reference: bool) -> list[str]:
-    """Kinds of the processes of a bundle: engine i beside worker i, the reference beside 0."""
+def roles_in(config: PPOConfig, bundle: int, device: Device, frozen: Sequence[str]) -> list[str]:
+    """Kinds of the processes of a bundle: engine i beside worker i, frozen models beside 0."""
     roles = ["learner worker"]
     roles += ["engine"] if bundle < num_engines(config, device) else []
-    return roles + (["reference"] if has_reference and bundle == 0 else [])
+    return roles + (list(frozen) if bundle == 0 else [])
 
 
 def device_loads(
@@ -102,11 +105,11 @@ def device_loads(
 ) -> list[DeviceLoad]:
     """Each GPU and each node's RAM at its worst phase."""
     by_name = {role.name: role for role in roles}
-    has_reference = "reference" in by_name
+    frozen = [name for name in by_name if name not in ("learner worker", "engine")]
     loads, on_node = [], {}
     taken: dict[int, int] = {}
     for bundle, node in enumerate(placed):
-        kinds = [by_name[name] for name in roles_in(config, bundle, device, has_reference)]
+        kinds = [by_name[name] for name in roles_in(config, bundle, device, frozen)]
         on_node.setdefault(node, []).extend(kinds)
         if device == "cuda":
             gpu = taken.get(node, 0)

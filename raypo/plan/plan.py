@@ -106,12 +106,14 @@ def make_plan(config: PPOConfig, nodes: Sequence[Node]) -> Plan:
 def _bundles(
     config: PPOConfig, models: Models, nodes: Sequence[Node], placed: list[int], device: Device
 ) -> Iterator[Bundle]:
+    frozen = ["reference"] if models.reference else []
+    frozen += [f"reward_{number}" for number in range(len(models.rewards))]
     taken: dict[int, int] = {}
     for bundle, node in enumerate(placed):
         gpu = taken.get(node, 0)
         taken[node] = gpu + 1
         resources = f"{config.learner.cpus_per_worker} CPU"
-        kinds = roles_in(config, bundle, device, models.reference is not None)
+        kinds = roles_in(config, bundle, device, frozen)
         names = {"learner worker": f"learner {bundle}", "engine": f"engine:{bundle}"}
         yield Bundle(
             index=bundle,

@@ -23,6 +23,7 @@ from raypo.recipes.services import Services, start_deployments
 from raypo.recipes.setup import Runtime
 from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
+from raypo.rewards.sources import close_function, open_function, open_remote
 from raypo.rollout.advantages import AdvantageState
 from raypo.rollout.collect import Sampling
 from raypo.rollout.dealing import Deal
@@ -45,6 +46,7 @@ class PPORun(Run[PPOConfig]):
     stream: PromptStream
     held_out: list[Prompt]
     reward_function: RewardFunction | None
+    reward_servers: RewardFunction | None
     eval_function: RewardFunction | None
     sampling: Sampling
     advantage_state: AdvantageState
@@ -71,9 +73,7 @@ class PPORun(Run[PPOConfig]):
         if config.eval.prompts:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
-        reward_function = runtime.reward_fn
-        if reward_function is None and config.reward.function:
-            reward_function = load_function(config.reward.function)
+        reward_function = open_function(config.reward, runtime.reward_fn)
         return cls(
             config=config,
             name=runtime.name,
@@ -85,6 +85,7 @@ class PPORun(Run[PPOConfig]):
             stream=PromptStream(loaded.prompts, seed=config.seed),
             held_out=held_out,
             reward_function=reward_function,
+            reward_servers=open_remote(config.reward),
             eval_function=load_function(config.eval.function, key="eval.function")
             if config.eval.function
             else reward_function,
@@ -126,11 +127,17 @@ class PPORun(Run[PPOConfig]):
         self.restore(learner)
         return learner
 
+    def close(self) -> None:
+        """Close what is open; safe to call in any state."""
+        close_function(self.reward_function)
+        super().close()
+
     def judges(self, services: Services) -> Judges:
         """Who scores this run's responses."""
         return Judges.of(
             self.reward_function,
             services.reward_models,
+            servers=self.reward_servers,
             reward=self.config.reward,
             model=self.config.model,
         )

@@ -69,6 +69,9 @@ class RemoteReward:
         self._first_wait_s, self._longest_wait_s = backoff_s
         self._turn = itertools.count()
 
+    def __str__(self) -> str:
+        return ", ".join(self._urls)
+
     async def __call__(self, rollouts: list[Rollout]) -> list[float | Exception | None]:
         """Scores in the order given; None where the server has none, else the error."""
         under_way = dict.fromkeys(self._urls, 0)

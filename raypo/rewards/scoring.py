@@ -74,6 +74,18 @@ def score(
     return scores
 
 
+def call(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
+    """What a reward function answers, one entry a rollout, not yet looked at.
+
+    Raises:
+        RewardError: it answers with another number of entries, or with no list.
+        Exception: whatever the function raises.
+    """
+    answer = function(rollouts)
+    answer = _awaited(answer) if inspect.isawaitable(answer) else answer
+    return _as_list(answer, len(rollouts), _name(function))
+
+
 def too_many_failures(
     num_failed: int,
     num_all: int,
@@ -100,16 +112,24 @@ def too_many_failures(
     )
 
 
-def _name(function: RewardFunction) -> str:
+def function_name(function: RewardFunction) -> str:
+    """How messages call a reward function: by module and name."""
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     module = getattr(function, "__module__", None)
-    return f"the reward function {module}.{name}" if module else f"the reward function {name}"
+    return f"{module}.{name}" if module else name
+
+
+def _name(function: RewardFunction) -> str:
+    says_itself = type(function).__str__ is not object.__str__ and not inspect.isroutine(function)
+    return f"the reward function {function if says_itself else function_name(function)}"
 
 
 def _call(function: RewardFunction, rollouts: list[Rollout], name: str) -> Any:
     try:
         answer = function(rollouts)
         return _awaited(answer) if inspect.isawaitable(answer) else answer
+    except RewardError:
+        raise
     except Exception as error:
         raise RewardError(
             f"{name} raised {type(error).__name__}: {error} (for {len(rollouts)} rollouts). "

@@ -31,6 +31,7 @@ SAMPLE_FIELDS = (
     "finish_reason",
     "prompt_index",
     "sample_index",
+    "messages",
 )
 
 
@@ -109,4 +110,11 @@ def _rollout(sample: Any, place: int) -> Rollout:
         sample_index=indices[1],
         finish_reason=str(sample.get("finish_reason") or "stop"),
         weight_version=0,
+        messages=_messages(sample.get("messages"), place),
     )
+
+
+def _messages(value: Any, place: int) -> list[dict[str, Any]] | None:
+    if value is None or (isinstance(value, list) and all(isinstance(m, dict) for m in value)):
+        return value
+    raise WireError(f"sample {place} has messages that are no list of objects")

@@ -1,8 +1,9 @@
-"""Who scores responses: a reward function, reward models, or both."""
+"""Who scores responses: a reward function, reward models, reward servers, or all of them."""
 
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from raypo.config import ModelSection, RewardSection
 from raypo.rewards.scoring import RewardFunction, score
 from raypo.types import Rollout
 
-FUNCTION = "function"
+FUNCTION, URL = "function", "url"
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class Judges:
     models: tuple[Any, ...]
     """Handle of each reward model's deployment, in the order of `model.reward`."""
     weights: dict[str, float]
-    """Source -> weight: `function`, and `model` or `model_0`, `model_1`, ..."""
+    """Source -> weight: `function`, `url`, and `model` or `model_0`, `model_1`, ..."""
+    servers: RewardFunction | None = None
+    """Asks the servers of `reward.url`."""
 
     @classmethod
     def of(
@@ -31,6 +34,7 @@ class Judges:
         *,
         reward: RewardSection,
         model: ModelSection,
+        servers: RewardFunction | None = None,
     ) -> Judges:
         """The judges that a config names."""
         entries = model.reward or ()
@@ -40,14 +44,20 @@ class Judges:
         }
         if function is not None:
             weights[FUNCTION] = reward.weights.function
-        return cls(function, models, weights)
+        if servers is not None:
+            weights[URL] = reward.weights.url
+        return cls(function, models, weights, servers)
 
     def scores_by_source(self, rollouts: list[Rollout]) -> list[dict[str, float]]:
-        """What each source says of each rollout; the models work while the function does."""
+        """What each source says of each rollout; all of them work at the same time."""
         pending = [handle.score.remote(rollouts) for handle in self.models] if rollouts else []
         by_source: dict[str, list[float]] = {}
-        if self.function is not None:
-            by_source[FUNCTION] = score(self.function, rollouts, max_failed_fraction=1.0)
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(_scores, self.servers, rollouts) if self.servers else None
+            if self.function is not None:
+                by_source[FUNCTION] = _scores(self.function, rollouts)
+            if asked is not None:
+                by_source[URL] = asked.result()
         for name, response in zip(model_sources(len(self.models)), pending, strict=False):
             by_source[name] = response.result()
         return [
@@ -61,8 +71,12 @@ class Judges:
 
     def model_total(self, by_source: dict[str, float]) -> float:
         """The reward models' part of the score."""
-        rest = {name: value for name, value in by_source.items() if name != FUNCTION}
+        rest = {name: value for name, value in by_source.items() if name not in (FUNCTION, URL)}
         return self.total(rest)
+
+
+def _scores(function: RewardFunction, rollouts: list[Rollout]) -> list[float]:
+    return score(function, rollouts, max_failed_fraction=1.0)
 
 
 def model_sources(count: int) -> list[str]:

@@ -26,7 +26,7 @@ class RewardModel:
         self,
         model: str,
         *,
-        policy: str,
+        policy: str | None,
         dtype: str,
         max_batch_tokens: int,
         num_threads: int | None = None,
@@ -35,7 +35,8 @@ class RewardModel:
 
         Args:
             model: Folder or hub id of a sequence classifier with one label.
-            policy: Folder or hub id of the policy, whose vocabulary is compared.
+            policy: Folder or hub id of the policy, whose vocabulary is compared; None: texts are
+                encoded, whatever the policy is.
             dtype: float32 or bfloat16.
             max_batch_tokens: Most tokens, padding included, of one forward pass.
             num_threads: Threads of this process's tensor operations; None: as they are.
@@ -45,7 +46,8 @@ class RewardModel:
         self._name = model
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = load_reward_model(model, dtype=dtype).eval().to(self._device)
-        self._tokenizer = None if same_vocabulary(model, policy) else load_tokenizer(model)
+        is_shared = policy is not None and same_vocabulary(model, policy)
+        self._tokenizer = None if is_shared else load_tokenizer(model)
         self._max_batch_tokens = max_batch_tokens
 
     def __repr__(self) -> str:

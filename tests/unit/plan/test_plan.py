@@ -129,3 +129,13 @@ def test_what_nobody_stated_is_not_checked_and_said(values: dict):
     made = plan(values, "8xGPU80G")
     assert made.fits
     assert any("RAM is not stated" in note for note in made.notes)
+
+
+def test_reward_models_lie_beside_the_first_worker(values: dict, tmp_path: Path):
+    values["model"]["reward"] = [str(tmp_path / "1b"), str(tmp_path / "1b")]
+    made = plan(values, "8xGPU80G")
+    assert made.bundles[0].roles[2:] == ("reference:0", "reward_0:0", "reward_1:0")
+    assert made.bundles[1].roles == ("learner 1", "engine:1")
+    first, second = made.loads[0].needed, made.loads[1].needed
+    weights = 3 * 2 * 1_235_814_400  # the reference and two reward models in bfloat16
+    assert first - second >= weights

@@ -1,4 +1,5 @@
 import math
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -63,3 +64,24 @@ def test_a_source_that_failed_makes_the_score_nan():
 def test_nothing_to_judge_asks_nobody():
     broken = SimpleNamespace(score=SimpleNamespace(remote=lambda given: pytest.fail("asked")))
     assert judges(models=(broken, broken)).scores_by_source([]) == []
+
+
+def test_servers_are_asked_while_the_function_works_and_add_by_their_weight():
+    both = threading.Barrier(2, timeout=10)
+
+    def function(given):
+        both.wait()
+        return [1.0] * len(given)
+
+    def servers(given):
+        both.wait()  # breaks unless both are called at the same time
+        return [r.label for r in given[:1]] + [TimeoutError("no answer in 1 s")]
+
+    reward = RewardSection.model_validate({"url": "http://a/score", "weights": {"url": 0.5}})
+    judge = Judges.of(function, (), reward=reward, model=ModelSection(policy="p"), servers=servers)
+    first, second = judge.scores_by_source(rollouts(4.0, 5.0))
+    assert first == {"function": 1.0, "url": 4.0}
+    assert judge.total(first) == 1.0 + 0.5 * 4.0
+    assert judge.model_total(first) == 0.0
+    assert math.isnan(judge.total(second))
+    assert second["url"].reason == "no answer in 1 s"

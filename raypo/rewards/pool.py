@@ -1,0 +1,111 @@
+"""A slow reward function in processes of its own, with a limit on every call."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import TimeoutError as PoolTimeoutError
+from itertools import groupby
+from typing import Any
+
+import cloudpickle
+from pebble import ProcessExpired, ProcessPool
+
+from raypo.rewards.loader import load_function
+from raypo.rewards.scoring import RewardFunction, call, function_name
+from raypo.types import Rollout
+
+_function: RewardFunction | None = None
+
+
+class PooledReward:
+    """A reward function whose calls run in other processes, a few prompts' samples each.
+
+    A call that takes too long, and a process that dies, leave its samples without a score and
+    cost nothing else: the process is replaced. What the function raises is raised here, whole.
+    """
+
+    def __init__(
+        self, function: str | RewardFunction, *, processes: int, timeout_s: float | None
+    ) -> None:
+        """Start the processes; each imports the function by itself.
+
+        Args:
+            function: `file.py:name` or `package.module:name`, or the function, to be pickled.
+            processes: How many.
+            timeout_s: Seconds that one call may take; None: any.
+        """
+        self._processes, self._timeout_s = processes, timeout_s
+        self._name = function if isinstance(function, str) else function_name(function)
+        spec = function if isinstance(function, str) else cloudpickle.dumps(function)
+        self._pool = ProcessPool(
+            max_workers=processes,
+            initializer=_open,
+            initargs=(spec,),
+            context=_context(),
+        )
+
+    def __str__(self) -> str:
+        return self._name
+
+    def __call__(self, rollouts: list[Rollout]) -> list[Any]:
+        """Scores in the order given; an exception in the place of those that failed."""
+        cut = list(_pieces(rollouts, self._processes))
+        pending = [
+            self._pool.schedule(_score, args=(piece,), timeout=self._timeout_s) for piece in cut
+        ]
+        answers: list[Any] = []
+        try:
+            for piece, future in zip(cut, pending, strict=True):
+                answers += self._answer(piece, future)
+        except BaseException:
+            for future in pending:
+                future.cancel()
+            raise
+        return answers
+
+    def close(self) -> None:
+        """End the processes at once."""
+        self._pool.stop()
+        self._pool.join()
+
+    def _answer(self, piece: list[Rollout], future: Any) -> list[Any]:
+        try:
+            return future.result()
+        except PoolTimeoutError:
+            error: Exception = TimeoutError(
+                f"{self._name}: no answer in {self._timeout_s:g} s for {len(piece)} rollouts"
+            )
+        except ProcessExpired as expired:
+            error = RuntimeError(
+                f"{self._name}: its process died with status {expired.exitcode} over "
+                f"{len(piece)} rollouts"
+            )
+        return [error] * len(piece)
+
+
+def _context() -> Any:
+    """Processes are forked from one without threads and Ray, which do not survive a fork."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:
+    """About four calls a process; the samples of a prompt stay together."""
+    groups = [list(group) for _, group in groupby(rollouts, key=lambda r: r.group_index)]
+    size = -(-len(groups) // (4 * processes))
+    return [
+        [rollout for group in groups[first : first + size] for rollout in group]
+        for first in range(0, len(groups), size)
+    ]
+
+
+def _open(spec: str | bytes) -> None:
+    """In a process of the pool: get the function ready."""
+    global _function
+    _function = load_function(spec) if isinstance(spec, str) else cloudpickle.loads(spec)
+
+
+def _score(rollouts: list[Rollout]) -> list[Any]:
+    assert _function is not None
+    return call(_function, rollouts)

@@ -1,0 +1,118 @@
+"""Reward functions in processes of their own: slow, hanging, dying and raising ones."""
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypo.rewards.pool import PooledReward
+from raypo.rewards.scoring import RewardError, score
+from raypo.types import Rollout
+
+SOURCE = """
+import os, time
+
+def number(rollouts):
+    return [float(r.response) for r in rollouts]
+
+def process(rollouts):
+    time.sleep(0.05)
+    return [float(os.getpid())] * len(rollouts)
+
+def mixed(rollouts):
+    for r in rollouts:
+        if r.response == "2":
+            time.sleep(60)
+        if r.response == "4":
+            os._exit(7)
+    return number(rollouts)
+
+def broken(rollouts):
+    raise KeyError("no such label")
+
+def short(rollouts):
+    return [1.0]
+"""
+
+
+def rollout(number: int, group: int) -> Rollout:
+    return Rollout(
+        prompt="",
+        response=str(number),
+        prompt_ids=np.zeros(1, np.int32),
+        response_ids=np.zeros(1, np.int32),
+        log_probs=np.zeros(1, np.float32),
+        response_mask=np.ones(1, bool),
+        label=None,
+        prompt_index=group,
+        sample_index=number % 2,
+        finish_reason="stop",
+        weight_version=0,
+        group_index=group,
+    )
+
+
+ROLLOUTS = [rollout(number, number // 2) for number in range(12)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "reward.py").write_text(SOURCE)
+    return f"{tmp_path}/reward.py"
+
+
+@contextmanager
+def pool(function: Any, **settings: Any) -> Iterator[PooledReward]:
+    made = PooledReward(function, **({"processes": 2, "timeout_s": None} | settings))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_scores_are_in_order_and_come_from_other_processes(file: str):
+    with pool(f"{file}:number") as reward:
+        expected = [float(number) for number in range(12)]
+        assert score(reward, ROLLOUTS, max_failed_fraction=0.0) == expected
+    with pool(f"{file}:process") as reward:
+        pids = score(reward, ROLLOUTS, max_failed_fraction=0.0)
+    assert os.getpid() not in pids
+    assert pids[::2] == pids[1::2]  # the samples of a prompt are judged together
+
+
+def test_a_function_of_python_may_be_passed():
+    offset = 3.0
+    with pool(lambda rollouts: [offset] * len(rollouts), processes=1) as reward:
+        assert score(reward, ROLLOUTS, max_failed_fraction=0.0) == [3.0] * 12
+
+
+def test_calls_that_hang_or_die_cost_their_own_samples_alone(file: str):
+    with pool(f"{file}:mixed", timeout_s=1.0) as reward:
+        started = time.monotonic()
+        scores = score(reward, ROLLOUTS, max_failed_fraction=0.5)
+        assert time.monotonic() - started < 50  # the sleep is 60 s
+        failed = [place for place, value in enumerate(scores) if math.isnan(value)]
+        assert failed == [2, 3, 4, 5]
+        with pytest.raises(RewardError) as caught:
+            score(reward, ROLLOUTS, max_failed_fraction=0.0)
+        assert "4 of 12 rollouts" in str(caught.value)
+        assert "reward.py:mixed: no answer in 1 s for 2 rollouts" in str(caught.value)
+
+
+def test_what_the_function_raises_is_told_whole(file: str):
+    with pool(f"{file}:broken", processes=1) as reward, pytest.raises(RewardError) as caught:
+        score(reward, ROLLOUTS, max_failed_fraction=1.0)
+    assert "reward.py:broken raised KeyError: 'no such label'" in str(caught.value)
+    assert "in broken" in str(caught.value.__cause__.__cause__)  # the traceback over there
+
+
+def test_a_wrong_number_of_scores_is_told(file: str):
+    with pool(f"{file}:short", processes=1) as reward, pytest.raises(RewardError) as caught:
+        score(reward, ROLLOUTS[:4], max_failed_fraction=1.0)
+    assert "returned 1 scores for 2 rollouts" in str(caught.value)
