@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from raypo.cli.evaluate import evaluate, export
+from raypo.cli.monitor import monitor
 from raypo.cli.plan import plan
 from raypo.cli.report import report
 from raypo.cli.serve_reward import serve_reward
@@ -26,6 +27,7 @@ app.command()(serve_reward)
 app.command()(sweep)
 app.command()(report)
 app.command()(show)
+app.command()(monitor)
 
 
 def main() -> None:

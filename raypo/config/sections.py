@@ -269,8 +269,34 @@ class ClusterSection(Config):
     """Ray namespace of the actors."""
 
 
+class WandbSection(Config):
+    """Weights & Biases; needs the package wandb."""
+
+    project: str = "raypo"
+    """The project there."""
+    entity: str | None = None
+    """User or team; null: the default of the account."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: write into the run folder; `wandb sync` sends it later."""
+
+
+class MLflowSection(Config):
+    """MLflow; needs the package mlflow."""
+
+    experiment: str = "raypo"
+    """The experiment there."""
+    tracking_uri: str | None = None
+    """A server (http://...) or database (sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI."""
+
+
 class LoggingSection(Config):
     """Where metrics go besides metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
+    prometheus: bool = True
+    """Set gauges on Ray's metrics endpoint, labels run and trial; `raypo monitor` shows them."""
+    wandb: WandbSection | None = None
+    """Send the metrics to Weights & Biases; {} for the defaults, null: off."""
+    mlflow: MLflowSection | None = None
+    """Send the metrics to MLflow; {} for the defaults, null: off."""

@@ -72,6 +72,11 @@ class Console:
         self.message(f"raypo: {run_name}, {_count(num_steps, 'step')}, files in {folder}")
         if dashboard_url:
             self.message(f"Ray dashboard: {dashboard_url}")
+            self.message(
+                f"  Actors lists raypo:{run_name}:* with role and state; curves: raypo monitor"
+            )
+            if os.environ.get("RAY_AUTH_MODE") == "token":
+                self.message("  it asks for the token that `ray get-auth-token` prints")
 
     def resume(self, first_step: int) -> None:
         """Say which step comes first, counted from 1, where it is not the first of the run."""

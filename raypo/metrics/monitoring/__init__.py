@@ -1,0 +1,1 @@
+"""Prometheus and Grafana beside a Ray that is running, and raypo's panels in them."""

@@ -1,0 +1,56 @@
+"""Sinks that start processes of their own: W&B in its offline mode, Ray's metrics endpoint."""
+
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from raypo.config import LoggingSection
+from raypo.metrics.sinks import Sinks
+
+OFF = {"tensorboard": False, "prometheus": False}
+
+
+def test_wandb_offline_keeps_one_run_in_the_run_folder(tmp_path: Path):
+    pytest.importorskip("wandb")
+    section = LoggingSection.model_validate(OFF | {"wandb": {"mode": "offline"}})
+    ids = []
+    for step in (1, 2):
+        sinks = Sinks.open(section, folder=tmp_path, name="a run", config={"seed": 0})
+        sinks.write(step, {"rollout/score_mean": 0.5})
+        sinks.close()
+        ids.append((tmp_path / "wandb-id.txt").read_text())
+    assert ids[0] == ids[1]
+    files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2  # `wandb sync` joins them, they have one id
+    assert all(b"rollout/score_mean" in path.read_bytes() for path in files)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_prometheus_finds_the_metrics_of_a_run_under_stable_names():
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Worker:
+        def __init__(self) -> None:
+            section = LoggingSection.model_validate(OFF | {"prometheus": True})
+            self.sinks = Sinks.open(section, folder=Path(), name="kl-00012", config={})
+
+        def write(self) -> None:
+            self.sinks.write(3, {"rollout/score_mean": 0.5})
+
+    worker = Worker.remote()
+    ray.get(worker.write.remote())
+    node = ray.nodes()[0]
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    deadline, found = time.monotonic() + 60, []
+    while not found and time.monotonic() < deadline:
+        time.sleep(1)
+        with urllib.request.urlopen(address) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line for line in lines if line.startswith("ray_raypo_rollout_score_mean{")]
+    (line,) = found
+    assert 'run="kl-00012"' in line
+    assert 'trial="00012"' in line
+    assert line.endswith(" 0.5")
