@@ -18,6 +18,7 @@ from raypo.config import (
 )
 from raypo.data.prompts import peek
 from raypo.metrics.run_files import RunFiles
+from raypo.metrics.sinks import check_installed
 from raypo.rewards.loader import check_function
 
 
@@ -33,6 +34,7 @@ def check_inputs(
     Raises:
         ConfigError: the first thing that is wrong, as key (value), rule and remedy.
     """
+    check_installed(config.logging)
     if isinstance(config, PPOConfig):
         _check_ppo(config, has_reward_fn=has_reward_fn)
     elif isinstance(config, SFTConfig):

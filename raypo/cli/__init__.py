@@ -11,6 +11,7 @@ from raypo.cli.report import report
 from raypo.cli.serve_reward import serve_reward
 from raypo.cli.show import show
 from raypo.cli.sweep import sweep
+from raypo.cli.timeline import timeline
 from raypo.cli.train import train
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command()(serve_reward)
 app.command()(sweep)
 app.command()(report)
 app.command()(show)
+app.command()(timeline)
 app.command()(monitor)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypo.cluster.actors import DeploymentError, start_named
 from raypo.metrics.logs import log_to_file
+from raypo.metrics.timeline import note_call
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Deployment:
 class Response:
     """An answer that is on its way."""
 
-    def __init__(self, ref: Any, replica: str) -> None:
-        self._ref, self._replica = ref, replica
+    def __init__(self, ref: Any, replica: str, method: str = "") -> None:
+        self._ref, self._replica, self._method = ref, replica, method
+        self._asked = time.time()
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for the answer.
@@ -48,7 +51,9 @@ class Response:
             Exception: whatever the replica's method raised.
         """
         try:
-            return ray.get(self._ref, timeout=timeout_s)
+            answer = ray.get(self._ref, timeout=timeout_s)
+            note_call(self._replica, self._method, self._asked, time.time())
+            return answer
         except RayActorError as error:
             raise DeploymentError(f"{self._replica}: the replica was lost: {error}") from error
         except GetTimeoutError:
@@ -97,7 +102,7 @@ class DeploymentHandle:
 
     def _call(self, index: int, method: str, args: tuple, kwargs: dict[str, Any]) -> Response:
         name, actor = list(self.replicas.items())[index]
-        return Response(getattr(actor, method).remote(*args, **kwargs), name)
+        return Response(getattr(actor, method).remote(*args, **kwargs), name, method)
 
 
 def start_replica(

@@ -18,12 +18,16 @@ class Clock:
         self._start = self._last = now()
         self.laps: dict[str, float] = {}
         """Seconds by name, in the order of first naming."""
+        self.spans: list[tuple[str, float, float]] = []
+        """Name, begin and end of each lap, in seconds since 1970."""
+        self._epoch = time.time() - self._start
 
     def lap(self, name: str) -> float:
         """Seconds since the last lap, booked under `name`; a name used twice accumulates."""
         now = self._now()
         seconds, self._last = now - self._last, now
         self.laps[name] = self.laps.get(name, 0.0) + seconds
+        self.spans.append((name, self._epoch + now - seconds, self._epoch + now))
         return seconds
 
     def total(self) -> float:

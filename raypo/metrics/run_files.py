@@ -19,7 +19,7 @@ from raypo.metrics.folder import TEMPORARY, LocalFolder, open_folder, replace_fi
 from raypo.metrics.rollout_table import rollout_table
 
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
-_ROLLOUTS, _POLICY, _LOGS = "rollouts", "policy", "logs"
+_ROLLOUTS, _POLICY, _LOGS, _TIMELINE = "rollouts", "policy", "logs", "timeline"
 _BEFORE_CONFIG = re.compile(rf"{_LOGS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*")
 """What a run that died before its config may have left; the marker is Ray Train's."""
 _ROLLOUT_NAME = re.compile(r"step_(\d+)\.parquet")
@@ -138,6 +138,23 @@ class RunFiles:
     def tokenizer_json(self) -> bytes | None:
         """The saved policy's `tokenizer.json`; None where there is none yet."""
         return self._folder.read(f"{_POLICY}/tokenizer.json")
+
+    def append_timeline(self, worker: str, line: Mapping[str, Any]) -> None:
+        """Add a line to `timeline/<worker>.jsonl`; each worker has a file of its own."""
+        path = self._folder.stage(f"{_TIMELINE}/{worker}.jsonl")
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """The lines of all workers, worker by worker; lines that were cut short are left out."""
+        lines: list[dict[str, Any]] = []
+        for name in self._folder.names(_TIMELINE):
+            for line in (self._folder.read(f"{_TIMELINE}/{name}") or b"").splitlines():
+                try:
+                    lines.append(json.loads(line))
+                except json.JSONDecodeError:
+                    continue  # its writer was killed, or is writing
+        return lines
 
     def write_config(self, values: Mapping[str, Any]) -> None:
         """Write the resolved config: plain nested values."""

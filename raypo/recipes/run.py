@@ -22,8 +22,9 @@ from raypo.config import RecipeConfig
 from raypo.metrics.clock import Clock
 from raypo.metrics.logs import log_to_file
 from raypo.metrics.run_files import RunFiles
+from raypo.metrics.sinks import Sinks
 from raypo.metrics.summary import installed_versions, summarize
-from raypo.metrics.tensorboard import TensorBoard
+from raypo.metrics.timeline import write_spans
 from raypo.recipes.figures import speed_figures
 from raypo.recipes.setup import Runtime, open_setup
 
@@ -59,7 +60,7 @@ class Run(Generic[AnyConfig]):
     last_step: int = field(default=0, kw_only=True)
     """The last step that is done."""
     interrupted: bool = field(default=False, kw_only=True)
-    _board: TensorBoard | None = field(default=None, kw_only=True)
+    _sinks: Sinks = field(default_factory=lambda: Sinks([]), kw_only=True)
     _initial: dict[str, float] = field(default_factory=dict, kw_only=True)
     """Figures from before the first update; they stand in the first step's metrics."""
     _started: float = field(default_factory=time.monotonic, kw_only=True)
@@ -105,8 +106,14 @@ class Run(Generic[AnyConfig]):
     def steps(self) -> Iterator[int]:
         """The steps that are left, counted from 1; ends early when the driver wants to stop."""
         first = self.last_step + 1
-        if self.workers.rank == 0 and self.config.logging.tensorboard:
-            self._board = TensorBoard(self.files.folder, first_step=first)
+        if self.workers.rank == 0:
+            self._sinks = Sinks.open(
+                self.config.logging,
+                folder=self.files.folder,
+                name=self.name,
+                config=self.config.model_dump(mode="json"),
+                first_step=first,
+            )
         self.tell.start(first)
         self.interrupted = self.workers.broadcast(self.tell.stop_requested())
         for step in range(first, self.config.num_steps + 1):
@@ -167,13 +174,13 @@ class Run(Generic[AnyConfig]):
         if checkpoint is not None:
             shutil.rmtree(checkpoint.path, ignore_errors=True)
         clock.lap("time/report_s")
+        write_spans(self.files, self.workers.rank, step, clock.spans)
         if self.workers.rank > 0:
             return
         step_s = time.perf_counter() - self._step_started
         metrics |= clock.laps | speed_figures(metrics, step_s)
         self.files.append_metrics(step, metrics)
-        if self._board:
-            self._board.write(step, metrics)
+        self._sinks.write(step, metrics)
         self.files.sync()
         self.tell.step({"step": step, **metrics})
 
@@ -196,8 +203,7 @@ class Run(Generic[AnyConfig]):
 
     def close(self) -> None:
         """Close what is open; safe to call in any state."""
-        if self._board:
-            self._board.close()
+        self._sinks.close()
 
     def _wall_s(self) -> float:
         return self._earlier_s + time.monotonic() - self._started

@@ -1,0 +1,33 @@
+"""`raypo timeline`: when each worker and replica did what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raypo.cli.status import exit_status
+
+
+@exit_status()
+def timeline(
+    run: Annotated[str, typer.Argument(help="A run folder or URI; also of a run under way.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Default: timeline.json in the run folder.")
+    ] = None,
+) -> None:
+    """Write a trace of phases and calls by worker and replica, for ui.perfetto.dev."""
+    from raypo.config import ConfigError
+    from raypo.metrics.run_files import RunFiles
+    from raypo.metrics.timeline import trace_json
+
+    files = RunFiles.at(run)
+    if not files.timeline():
+        raise ConfigError(
+            f"RUN ({run}): no timeline is there. Give the folder of a run, "
+            "<storage_path>/<name>, after its first step."
+        )
+    path = out or (Path() if "://" in run else files.folder) / "timeline.json"
+    path.write_text(trace_json(files))
+    typer.echo(f"raypo: {path}; open it at https://ui.perfetto.dev or in chrome://tracing.")

@@ -1,0 +1,69 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from raypo.cli import app
+from raypo.metrics.clock import Clock
+from raypo.metrics.run_files import RunFiles
+from raypo.metrics.timeline import note_call, trace, write_spans
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    files = RunFiles(str(tmp_path), "r")
+    note_call("raypo:r:engine:0", "generate", 100.1, 100.9)
+    write_spans(files, 0, 1, [("time/generate_s", 100.0, 101.0), ("time/update_s", 101.0, 103.5)])
+    write_spans(files, 1, 1, [("time/generate_s", 100.0, 101.5)])
+    return files
+
+
+def test_phases_and_calls_have_tracks_of_their_own(files: RunFiles):
+    events = trace(files)["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [
+        (tracks[e["tid"]], e["name"], e["ts"], e["dur"], e["args"]["step"])
+        for e in events
+        if e["ph"] == "X"
+    ]
+    assert sorted(spans) == [
+        ("raypo:r:engine:0", "generate", 100_100_000, 800_000, 1),
+        ("worker 0", "generate", 100_000_000, 1_000_000, 1),
+        ("worker 0", "update", 101_000_000, 2_500_000, 1),
+        ("worker 1", "generate", 100_000_000, 1_500_000, 1),
+    ]
+
+
+def test_a_call_is_written_once(files: RunFiles):
+    write_spans(files, 0, 2, [])
+    assert [len(line["spans"]) for line in files.timeline()] == [3, 0, 1]
+
+
+def test_a_line_that_was_cut_short_is_left_out(files: RunFiles):
+    with (files.folder / "timeline" / "worker_0.jsonl").open("a") as file:
+        file.write('{"step": 2, "spa')
+    assert [line["step"] for line in files.timeline()] == [1, 1]
+
+
+def test_the_command_writes_a_file_that_a_viewer_opens(files: RunFiles):
+    done = CliRunner().invoke(app, ["timeline", str(files.folder)])
+    assert done.exit_code == 0
+    assert len(json.loads((files.folder / "timeline.json").read_text())["traceEvents"]) == 8
+
+
+def test_without_a_timeline_it_is_told(tmp_path: Path):
+    done = CliRunner().invoke(app, ["timeline", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "no timeline is there" in done.output
+
+
+def test_laps_of_a_clock_are_spans_without_gaps():
+    times = iter([0.0, 1.0, 3.0])
+    clock = Clock(now=lambda: next(times))
+    clock.lap("a")
+    clock.lap("b")
+    (a, a_begin, a_end), (b, b_begin, b_end) = clock.spans
+    assert (a, b) == ("a", "b")
+    assert (a_end - a_begin, b_end - b_begin) == pytest.approx((1.0, 2.0), abs=1e-5)
+    assert a_end == pytest.approx(b_begin)
