@@ -12,8 +12,8 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection
-from raypo.learner.learner import Learner
-from raypo.learner.state import NonFiniteUpdateError, minibatch_order
+from raypo.learner.learner import Learner, minibatch_order
+from raypo.learner.state import NonFiniteUpdateError
 from raypo.models.loading import load_causal_lm
 from raypo.models.networks import Policy
 from raypo.ppo.losses import policy_loss
