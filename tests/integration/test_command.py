@@ -28,21 +28,23 @@ def wait_for_steps(command: subprocess.Popen[str], run: Path, count: int) -> Non
         time.sleep(0.05)
 
 
-def processes_of(session: int) -> list[psutil.Process]:
-    """Ray's processes that a command started: they have its working directory's session dir."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        environ = process.info["environ"] or {}
-        if environ.get("RAYPO_TEST_COMMAND") == str(session) and process.pid != os.getpid():
-            found.append(process)
-    return found
+def left_over_processes() -> list[psutil.Process]:
+    """What a command started and has not ended; Ray's own go within seconds of it."""
+    mark = os.environ["RAYPO_TEST_COMMAND"]
+    found = [
+        process
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get("RAYPO_TEST_COMMAND") == mark
+        and process.pid != os.getpid()
+    ]
+    return psutil.wait_procs(found, timeout=30)[1]
 
 
 def test_interrupted_and_killed_it_resumes_to_the_very_same_numbers(
     task: Path, monkeypatch: pytest.MonkeyPatch
 ):
     runs = task.parent / "runs"
-    monkeypatch.setenv("RAYPO_TEST_COMMAND", "17")
+    monkeypatch.setenv("RAYPO_TEST_COMMAND", str(os.getpid()))
 
     whole = raypo("train", task, "name=whole")
     out, error = whole.communicate(timeout=TIMEOUT_S)
@@ -58,7 +60,7 @@ def test_interrupted_and_killed_it_resumes_to_the_very_same_numbers(
     assert json.loads((broken / "summary.json").read_text())["status"] == "interrupted"
     done = len(read_metrics(broken))
     assert 1 <= done < 4
-    assert processes_of(17) == []
+    assert left_over_processes() == []
 
     command = raypo("train", task, "name=broken")
     wait_for_steps(command, broken, 3)
