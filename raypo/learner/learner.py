@@ -79,12 +79,13 @@ class Learner:
     def evaluate(self, experience: Experience) -> Experience:
         """The experience with `old_log_probs` and, where there is a critic, `values`.
 
-        With `ppo.bootstrap_truncated` also `last_values`, 0 for responses that ended.
+        With `ppo.bootstrap_truncated` also `last_values`, 0 for responses that ended. It is cut as
+        the update cuts it, so that the first update has a ratio of exactly 1.
         """
         mask = experience.response_mask
         log_probs, values = torch.zeros(mask.shape), torch.zeros(mask.shape)
         last_values = torch.zeros(len(experience))
-        for rows in self._microbatches(experience, torch.arange(len(experience))):
+        for rows in self._pieces(experience):
             batch = self._on_device(experience, rows)
             width = batch.response_mask.shape[1]
             new_log_probs, _ = self._policy(batch)
@@ -122,11 +123,10 @@ class Learner:
                 skipped.
         """
         statistics = UpdateStatistics()
-        last = experience.minibatch.max() if len(experience) else torch.tensor(-1)
-        num_minibatches = 1 + int(self._workers.max(last))
+        minibatches = self._minibatches(experience)
         for epoch in range(self._ppo.num_epochs):
-            for minibatch in minibatch_order(self._seed, step, epoch, num_minibatches):
-                rows = torch.nonzero(experience.minibatch == minibatch).flatten()
+            for number in minibatch_order(self._seed, step, epoch, len(minibatches)):
+                rows = minibatches[number]
                 with_policy = step > self._ppo.critic_warmup_steps
                 applied = self._update_on(
                     experience, rows, statistics, kl_coef=kl_coef, with_policy=with_policy
@@ -217,6 +217,17 @@ class Learner:
             max_new_tokens=self._max_new_tokens,
             kl_coef=kl_coef,
         )
+
+    def _pieces(self, experience: Experience) -> Iterator[Tensor]:
+        """The microbatches of all minibatches, one after the other."""
+        for rows in self._minibatches(experience):
+            yield from self._microbatches(experience, rows)
+
+    def _minibatches(self, experience: Experience) -> list[Tensor]:
+        """This worker's rows of each minibatch of the step."""
+        last = experience.minibatch.max() if len(experience) else torch.tensor(-1)
+        count = 1 + int(self._workers.max(last))
+        return [torch.nonzero(experience.minibatch == number).flatten() for number in range(count)]
 
     def _microbatches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
         """Rows cut by token budget; every worker gets as many pieces, some of them empty."""

@@ -63,13 +63,15 @@ def experience() -> Experience:
     )
 
 
-def learner(model: str, *, stage: int, microbatch: int = 4096, clip: float = 0.2) -> Learner:
+def learner(
+    model: str, *, stage: int, microbatch: int = 4096, clip: float = 0.2, rate: float = LR
+) -> Learner:
     return Learner(
         ModelSection(policy=model),
         PPOSection(num_epochs=2, clip_low=clip, clip_high=clip),
         LearnerSection(
             zero_stage=stage,  # type: ignore[arg-type]
-            policy_lr=LR,
+            policy_lr=rate,
             critic_lr=LR,
             max_grad_norm=MAX_NORM,
             max_tokens_per_microbatch=microbatch,
@@ -164,16 +166,13 @@ def test_another_zero_stage_is_refused_with_both_layouts(model: str, tmp_path: P
         learner(model, stage=1).restore(tmp_path)
 
 
-def test_the_first_update_has_ratio_one(model: str):
-    """Everything in one minibatch and one epoch: old and new log-probs are of one policy."""
-    trained = learner(model, stage=2)
-    batch = with_targets(trained.evaluate(experience()))
-    one = batch.with_(minibatch=torch.zeros(B, dtype=torch.int64))
-    trained._ppo = PPOSection(num_epochs=1)
-    figures = trained.update(one, step=1)
-    assert figures["ppo/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
-    assert figures["ppo/clip_fraction"] == 0.0
-    assert figures["ppo/approx_kl"] == pytest.approx(0.0, abs=1e-6)
+def test_before_the_policy_moves_its_ratio_is_exactly_one(model: str):
+    """Old and new log-probs are of one cut, so not even rounding comes between them."""
+    trained = learner(model, stage=2, microbatch=2 * (P + T), rate=0.0)
+    figures = trained.update(with_targets(trained.evaluate(experience())), step=1)
+    assert figures["ppo/policy_updates"] == 4
+    assert figures["ppo/ratio_mean"] == 1.0
+    assert figures["ppo/clip_fraction"] == figures["ppo/approx_kl"] == 0.0
 
 
 @pytest.mark.parametrize("stage", STAGES)
