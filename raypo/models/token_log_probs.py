@@ -115,7 +115,7 @@ class _TokenLogProbs(torch.autograd.Function):
             z = logits[rows].to(dtype, copy=True).div_(temperature)
             log_norm[rows] = z.logsumexp(-1)
             if with_entropy:
-                log_p = z.sub_(log_norm[rows, None])
+                log_p = _finite(z.sub_(log_norm[rows, None]))
                 entropy[rows] = -(log_p.exp() * log_p).sum(-1)
         chosen = logits.gather(-1, token_ids[:, None]).squeeze(-1).to(dtype) / temperature
         ctx.save_for_backward(logits, token_ids, log_norm, entropy)
@@ -129,7 +129,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad = torch.empty_like(logits)  # [N, V]
         for rows in _chunks(logits):
             z = logits[rows].to(log_norm.dtype, copy=True).div_(ctx.temperature)
-            log_p = z.sub_(log_norm[rows, None])
+            log_p = _finite(z.sub_(log_norm[rows, None]))
             p = log_p.exp()
             weight = grad_log_probs[rows, None].expand_as(p)
             if ctx.with_entropy:
@@ -138,6 +138,11 @@ class _TokenLogProbs(torch.autograd.Function):
             chunk.scatter_add_(-1, token_ids[rows, None], grad_log_probs[rows, None])
             grad[rows] = chunk.div_(ctx.temperature).to(grad.dtype)
         return grad, None, None, None
+
+
+def _finite(log_p: Tensor) -> Tensor:
+    """In place: a token that cannot be sampled (-inf) adds 0 to the entropy, not 0 * inf = NaN."""
+    return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
 
 
 def _chunks(logits: Tensor) -> list[slice]:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from raypo.models import token_log_probs as module
 from raypo.models.token_log_probs import response_hidden, response_log_probs, token_log_probs
@@ -46,7 +48,7 @@ def padded(extra_prompt: int = 0, extra_response: int = 0, pad_id: int = 0) -> l
     return [prompt_ids, prompt_mask, response_ids, response_mask]
 
 
-def naive(model: LlamaForCausalLM) -> tuple[Tensor, Tensor]:
+def naive(model: Any) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of all response tokens in a row, each response on its own."""
     log_probs, entropies = [], []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
@@ -71,6 +73,17 @@ def test_equals_the_unpadded_computation(model, extra_prompt: int, extra_respons
     assert entropy is not None
     torch.testing.assert_close(entropy[batch[3]], expected_entropy, atol=1e-5, rtol=0)
     assert not entropy.requires_grad
+
+
+def test_padding_takes_no_place_in_the_sequence() -> None:
+    """Of a model with absolute positions, where it would show."""
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2)).eval()
+    gpt2.transformer.wpe.weight.data.mul_(50.0)
+
+    log_probs, _ = response_log_probs(gpt2, *padded(4, 2), temperature=TEMPERATURE)
+
+    torch.testing.assert_close(log_probs[padded(4, 2)[3]], naive(gpt2)[0], atol=1e-5, rtol=0)
 
 
 def test_padding_is_finite_and_no_entropy_unless_asked(model) -> None:
@@ -110,6 +123,22 @@ def test_gradient_by_finite_differences() -> None:
         return token_log_probs(logits, ids, temperature=TEMPERATURE, with_entropy=True)
 
     assert torch.autograd.gradcheck(both, (logits,))
+
+
+def test_a_token_that_cannot_be_sampled_spoils_neither_entropy_nor_gradient() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
+    possible = logits.detach()[:, :2].clone().requires_grad_()
+    ids = torch.tensor([1])
+
+    for x in (logits, possible):
+        log_probs, entropy = token_log_probs(x, ids, temperature=TEMPERATURE, with_entropy=True)
+        assert entropy is not None
+        (log_probs + entropy).sum().backward()
+
+    assert logits.grad is not None
+    assert possible.grad is not None
+    torch.testing.assert_close(logits.grad[:, :2], possible.grad)
+    assert logits.grad[0, 2] == 0.0
 
 
 def test_bfloat16_logits_are_judged_in_float32() -> None:
