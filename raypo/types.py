@@ -58,6 +58,11 @@ class Rollout:
         """Prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
+    @property
+    def num_sampled(self) -> int:
+        """Response tokens that the policy sampled; what an environment wrote does not count."""
+        return int(self.response_mask.sum())
+
 
 @dataclass(frozen=True)
 class ScoredRollout:

@@ -19,9 +19,10 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
     for each in scored:
         rollout, failed = each.rollout, not math.isfinite(each.score)
-        means.total("rollout/response_tokens", len(rollout.response_ids))
-        means.add("rollout/response_tokens_mean", len(rollout.response_ids), 1)
-        means.maximum("rollout/response_tokens_max", len(rollout.response_ids))
+        sampled = rollout.num_sampled
+        means.total("rollout/response_tokens", sampled)
+        means.add("rollout/response_tokens_mean", sampled, 1)
+        means.maximum("rollout/response_tokens_max", sampled)
         means.add("rollout/prompt_tokens_mean", len(rollout.prompt_ids), 1)
         means.add("rollout/truncated_fraction", rollout.finish_reason == "length", 1)
         if not failed:

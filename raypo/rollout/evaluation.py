@@ -69,7 +69,7 @@ def evaluate_policy(
         scores = [judges.total(by_source) for by_source in judged]
     scored = [value for value in scores if math.isfinite(value)]
     means.add("eval/score_mean", math.fsum(scored), len(scored))
-    tokens = sum(len(rollout.response_ids) for rollout in rollouts)
+    tokens = sum(rollout.num_sampled for rollout in rollouts)
     means.add("eval/response_tokens_mean", tokens, len(rollouts))
     means.total("eval/failed", len(scores) - len(scored))
     for k in section.pass_at:

@@ -1,12 +1,15 @@
 """Who trains what: a cut of the whole batch that knows nothing of workers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from raypo.collectives import Workers
 from raypo.data.stream import PromptStream
 from raypo.learner.learner import minibatch_order
-from raypo.rollout.dealing import balanced_shares, deal, to_experience
+from raypo.recipes.figures import rollout_figures
+from raypo.rollout.dealing import Deal, balanced_shares, deal, to_experience
 from raypo.types import Prompt, ScoredRollout
 from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_refill import rollout
@@ -60,12 +63,6 @@ def test_bug_9_a_worker_is_left_without_only_where_there_are_fewer_responses_tha
     assert sorted(len(batch) for batch in batches) == [0, 1, 1]
 
 
-def test_what_an_environment_wrote_and_who_sampled_reach_the_batch():
-    batch = to_experience(deal(scored(3), minibatch_size=4, seed=(0,), workers=Workers()))
-    assert batch.weight_version.tolist() == [0, 0, 0]
-    assert batch.response_mask.sum(1).tolist() == [1 + int(s) % 4 for s in batch.scores.tolist()]
-
-
 def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
     count = 40
     prompts = [Prompt(n, "", np.array([n], np.int32)) for n in range(count)]
@@ -77,3 +74,20 @@ def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
 
     assert [sorted(order) for order in orders] == [list(range(count))] * 3
     assert len(set(map(tuple, orders))) == 3
+
+
+def test_what_an_environment_wrote_is_attended_to_and_neither_trained_nor_counted():
+    mask = np.array([True, False, True])
+    turns = replace(rollout(0, 0, 3), response_mask=mask, prompt_index=7, weight_version=5)
+    shares = [ScoredRollout(turns, 1.0, {}), ScoredRollout(rollout(4, 1, 1), 2.0, {})]
+
+    batch = to_experience(Deal(shares, [0, 1]))
+
+    assert batch.response_mask.tolist() == [[True, False, True], [True, False, False]]
+    assert batch.attention_mask.tolist() == [[True, True, True], [True, False, False]]
+    assert batch.group_index.tolist() == [0, 4]
+    assert batch.weight_version.tolist() == [5, 0]
+    figures = rollout_figures(shares, Workers())
+    assert figures["rollout/response_tokens"] == 3.0
+    assert figures["rollout/response_tokens_mean"] == 1.5
+    assert figures["rollout/response_tokens_max"] == 2.0
