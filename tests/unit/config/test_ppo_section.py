@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypo.config import PRESETS, PPOConfig, PPOSection
+from raypo.config import PRESETS, PPOConfig, PPOSection, flatten
 from raypo.config.ppo import GROUP_ADVANTAGES
 from raypo.config.run import MAX_KL_ERROR
 from raypo.ppo.corrections import CORRECTION_KINDS
@@ -175,25 +175,42 @@ def test_the_presets_are_the_ones_that_can_be_chosen():
     }  # fmt: skip
 
 
+KL_FREE = ("k1", "reward", 0.0)
+
+
 @pytest.mark.parametrize(
-    ("preset", "expected"),
+    ("preset", "advantage", "policy_loss", "aggregation", "clips", "kl"),
     [
-        ("ppo", ("gae", "ppo", "token_mean", 0.2, 0.2, 0.02, "reward")),
-        ("grpo", ("grpo", "ppo", "sequence_mean", 0.2, 0.2, 0.04, "loss")),
-        ("dr_grpo", ("dr_grpo", "ppo", "constant", 0.2, 0.2, 0.0, "reward")),
-        ("rloo", ("rloo", "ppo", "constant", 0.2, 0.2, 0.01, "reward")),
-        ("reinforce++", ("reinforce", "ppo", "token_mean", 0.2, 0.2, 0.01, "reward")),
-        ("dapo", ("grpo", "ppo", "token_mean", 0.2, 0.28, 0.0, "reward")),
-        ("gspo", ("grpo", "gspo", "sequence_mean", 3e-4, 4e-4, 0.0, "reward")),
+        ("ppo", "gae", "ppo", "token_mean", (0.2, 0.2), ("k1", "reward", 0.02)),
+        ("grpo", "grpo", "ppo", "sequence_mean", (0.2, 0.2), ("k3", "loss", 0.04)),
+        ("dr_grpo", "dr_grpo", "ppo", "constant", (0.2, 0.2), KL_FREE),
+        ("rloo", "rloo", "ppo", "constant", (0.2, 0.2), ("k1", "reward", 0.01)),
+        ("reinforce++", "reinforce", "ppo", "token_mean", (0.2, 0.2), ("k1", "reward", 0.01)),
+        ("dapo", "grpo", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
+        ("gspo", "grpo", "gspo", "sequence_mean", (3e-4, 4e-4), KL_FREE),
     ],
 )
-def test_a_preset_is_the_published_combination(preset, expected):
-    p = PPOSection(preset=preset)
-    assert expected == (
-        p.advantage, p.policy_loss, p.aggregation, p.clip_low, p.clip_high, p.kl.coef,
-        p.kl.placement,
-    )  # fmt: skip
-    assert p.filter.enabled == (p.shaping.overlong_buffer_tokens == "auto") == (preset == "dapo")
+def test_a_preset_is_the_published_combination_and_nothing_else(
+    preset, advantage, policy_loss, aggregation, clips, kl
+):
+    estimator, placement, coef = kl
+    published = {
+        "preset": preset,
+        "advantage": advantage,
+        "policy_loss": policy_loss,
+        "aggregation": aggregation,
+        "clip_low": clips[0],
+        "clip_high": clips[1],
+        "kl.estimator": estimator,
+        "kl.placement": placement,
+        "kl.coef": coef,
+    }
+    if preset == "dapo":
+        published |= {"filter.enabled": True, "shaping.overlong_buffer_tokens": "auto"}
+    usual = flatten(PPOSection().model_dump())
+    assert usual["gamma"] == 1.0
+    assert (usual["gae_lambda"], usual["value_clip"]) == (0.95, 0.2)
+    assert flatten(PPOSection(preset=preset).model_dump()) == usual | published
 
 
 def test_other_keys_win_over_the_preset_and_leave_the_rest_of_it():

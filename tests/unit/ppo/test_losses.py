@@ -278,12 +278,13 @@ def test_bounds_out_of_range_are_refused(knobs):
         (0.3, 0.5, 0.245, -0.7, 0.0),  # inside: 0.5 * 0.49
     ],
 )
-def test_value_loss_by_hand(value, value_clip, loss, gradient, clipped):
-    """Old value 0, return 1."""
-    values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
-    zero, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+@pytest.mark.parametrize("shift", [0.0, 2.0])
+def test_value_loss_by_hand(value, value_clip, loss, gradient, clipped, shift):
+    """Old value 0, return 1; and all of them two higher, for the clip is around the old value."""
+    values = torch.tensor([[value + shift]], dtype=torch.float64, requires_grad=True)
+    old, target = torch.full((2, 1, 1), shift, dtype=torch.float64).unbind()
 
-    got, stats = value_loss(values, zero, one, ONE, value_clip=value_clip)
+    got, stats = value_loss(values, old, target + 1.0, ONE, value_clip=value_clip)
     got.backward()
 
     assert got.item() == pytest.approx(loss)
@@ -291,6 +292,7 @@ def test_value_loss_by_hand(value, value_clip, loss, gradient, clipped):
     assert values.grad.item() == pytest.approx(gradient)
     assert stats["clipped"].item() == clipped
     assert stats["squared_error"].item() == pytest.approx((value - 1.0) ** 2)
+    assert stats["values"].item() == pytest.approx(value + shift)
 
 
 def test_value_clip_must_be_positive():

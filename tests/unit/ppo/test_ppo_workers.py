@@ -1,6 +1,7 @@
 """Normalizers and moments summed over real processes."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -9,27 +10,37 @@ import torch.multiprocessing as mp
 
 from raypo.collectives import Workers
 from raypo.ppo.estimators import ESTIMATORS, estimate_advantages
-from raypo.ppo.losses import AGGREGATIONS, count_for, policy_loss
+from raypo.ppo.losses import AGGREGATIONS, count_for, policy_loss, value_loss
 from raypo.ppo.masked import masked_moments, masked_whiten
 from raypo.ppo.shaping import RunningMoments
+from raypo.ppo.surrogates import POLICY_KINDS
 from tests.unit.ppo.steps import random_step
 
 ROWS = 7
 
 
 def reduced_step(workers: Workers) -> list[torch.Tensor]:
-    """Losses, statistics, whitened checksum and score moments as one worker ends up with them."""
+    """Losses, gradients, statistics and moments as one worker ends up with them."""
     step = random_step(0, rows=ROWS)
     mine = step.of(torch.arange(workers.rank, ROWS, workers.count))
     moments = workers.sum(masked_moments(mine.advantages, mine.mask))
     whitened = masked_whiten(mine.advantages, mine.mask, moments=moments)
     results = [moments, workers.sum((whitened * mine.returns).sum())]
     for aggregation in AGGREGATIONS:
-        normalizer = workers.sum(count_for(mine.mask, aggregation=aggregation))
-        loss, stats = policy_loss(
-            *mine.policy(), aggregation=aggregation, max_new_tokens=9, normalizer=normalizer
-        )
-        results += [workers.sum(loss.detach()), workers.sum(torch.stack(list(stats.values())))]
+        knobs: dict[str, Any] = {
+            "aggregation": aggregation,
+            "max_new_tokens": 9,
+            "normalizer": workers.sum(count_for(mine.mask, aggregation=aggregation)),
+        }
+        outcomes = [
+            (policy_loss(*mine.policy(), kind=kind, **knobs), step.log_probs)
+            for kind in POLICY_KINDS
+        ]
+        outcomes.append((value_loss(*mine.critic(), value_clip=0.2, **knobs), step.values))
+        for (loss, stats), leaf in outcomes:
+            (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+            mine_of_all = loss.detach(), gradient, torch.stack(list(stats.values()))
+            results += map(workers.sum, mine_of_all)
     for kind in ESTIMATORS:
         advantages, returns = estimate_advantages(
             mine.returns[:, 0],

@@ -1,10 +1,17 @@
-"""What advantages carry from step to step survives a checkpoint."""
+"""From scores to advantages as the loop wires them, and what they carry from step to step."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
-from raypo.config import KLSection
+import pytest
+import torch
+
+from raypo.collectives import Workers
+from raypo.config import KLSection, PPOSection
 from raypo.ppo.shaping import RunningMoments
-from raypo.rollout.advantages import AdvantageState
+from raypo.rollout.advantages import AdvantageState, with_advantages
+from raypo.types import Experience
 from tests.unit.learner.plain import one_step, plain_models
 from tests.unit.learner.test_knobs import section
 
@@ -36,3 +43,60 @@ def test_the_raw_scores_stay_what_they_were():
         shaped = one_step(section({"shaping.clip_high": 0.0, "shaping.normalize": True}))
     assert shaped.experience.scores.tolist() == raw.experience.scores.tolist()
     assert shaped.figures["ppo/shaped_score_mean"] < raw.figures["ppo/shaped_score_mean"]
+
+
+def two_turns_and_one() -> Experience:
+    """A response of two tokens with an environment's between them, and one of a single token.
+
+    The policy is 0.5, (9) and 0.25 nats a token above the reference, and 1.
+    """
+    sampled = torch.tensor([[True, False, True], [True, False, False]])
+    old = torch.full((2, 3), -1.0)
+    above = torch.tensor([[0.5, 9.0, 0.25], [1.0, 0.0, 0.0]])
+    return Experience(
+        prompt_ids=torch.tensor([[5], [6]]),
+        prompt_mask=torch.ones(2, 1, dtype=torch.bool),
+        response_ids=torch.tensor([[7, 8, 2], [2, 0, 0]]),
+        attention_mask=torch.tensor([[True, True, True], [True, False, False]]),
+        response_mask=sampled,
+        rollout_log_probs=torch.full((2, 3), -7.0),  # an engine far off: not its KL
+        scores=torch.tensor([3.0, 1.0]),
+        group_index=torch.tensor([0, 0]),
+        minibatch=torch.tensor([0, 0]),
+        truncated=torch.tensor([False, False]),
+        weight_version=torch.tensor([0, 0]),
+        ref_log_probs=old - above,
+        old_log_probs=old,
+    )
+
+
+def shaped(keys: dict[str, Any], *, coef: float | None = None) -> tuple[Experience, dict]:
+    """`two_turns_and_one` with advantages; `coef` is where the controller stands."""
+    ppo = PPOSection.model_validate({"advantage": "reinforce", **keys})
+    state = AdvantageState.of(ppo.kl)
+    if coef is not None:
+        state = replace(state, kl=replace(state.kl, coef=coef))
+    batch = two_turns_and_one()
+    return with_advantages(batch, ppo, state, Workers(), max_new_tokens=3, step=1)[:2]
+
+
+def test_the_penalty_is_the_learners_kl_at_the_controllers_coefficient():
+    kl = {"coef": 0.1, "controller": "adaptive", "target": 1.0, "horizon": 100.0}
+
+    batch, figures = shaped({"kl": kl}, coef=2.0)
+
+    # rewards -2 * 0.5, the gap, 3 - 2 * 0.25 | 1 - 2 * 1, and the returns from there on
+    assert batch.returns is not None
+    torch.testing.assert_close(batch.returns, torch.tensor([[1.5, 0.0, 2.5], [-1.0, 0.0, 0.0]]))
+    assert figures["kl/coef"] == 2.0
+    assert figures["kl/ref_mean"] == pytest.approx(1.75 / 3)  # tokens
+    assert figures["kl/ref_response_mean"] == pytest.approx(1.75 / 2)  # responses
+
+
+def test_an_environments_tokens_do_not_make_a_response_overlong():
+    keys = {"kl": {"coef": 0.0}, "shaping": {"overlong_buffer_tokens": 1}}
+
+    _, figures = shaped(keys)
+
+    # two sampled tokens of at most three; with the environment's there would be three
+    assert figures["ppo/shaped_score_mean"] == 2.0

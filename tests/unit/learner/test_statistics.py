@@ -1,0 +1,48 @@
+"""The update's figures, by hand: means over tokens or optimizer steps, whatever the cut."""
+
+import pytest
+import torch
+
+from raypo.collectives import Workers
+from raypo.learner.objective import PolicyOutput
+from raypo.learner.statistics import UpdateStatistics
+
+POLICY = ("tokens", "ratio", "clipped", "dual_clipped", "clamped", "approx_kl", "entropy")
+
+
+def output(loss: float, *sums: float) -> PolicyOutput:
+    statistics = {name: torch.tensor(v) for name, v in zip(POLICY, sums, strict=True)}
+    return PolicyOutput(torch.tensor(0.0), torch.tensor(loss), torch.tensor(loss / 2), statistics)
+
+
+def test_the_figures_of_two_optimizer_steps_by_hand():
+    statistics = UpdateStatistics()
+    # losses are parts of their optimizer step's, so those of its microbatches add up
+    statistics.add_policy(output(1.0, 6.0, 6.0, 1.0, 0.0, 0.0, 0.5, 3.0))
+    statistics.add_policy(output(2.0, 2.0, 3.0, 1.0, 1.0, 1.0, 0.5, 2.0))
+    statistics.add_value(torch.tensor(4.0), {"tokens": torch.tensor(8), "clipped": torch.tensor(2)})
+    statistics.end_policy_step(applied=True, grad_norm=3.0)
+    statistics.end_critic_step(applied=True, grad_norm=8.0)
+    statistics.add_policy(output(5.0, 2.0, 3.0, 2.0, 0.0, 0.0, 1.0, 0.0))
+    statistics.add_value(torch.tensor(8.0), {"tokens": torch.tensor(2), "clipped": torch.tensor(0)})
+    statistics.end_policy_step(applied=False, grad_norm=None)
+    statistics.end_critic_step(applied=True, grad_norm=4.0)
+
+    assert statistics.reduce(Workers()) == pytest.approx(
+        {
+            "ppo/policy_loss": (1.0 + 2.0 + 5.0) / 2,
+            "ppo/kl_loss": (0.5 + 1.0 + 2.5) / 2,
+            "ppo/ratio_mean": 12 / 10,
+            "ppo/clip_fraction": 4 / 10,
+            "ppo/dual_clip_fraction": 1 / 10,
+            "ppo/approx_kl": 2 / 10,
+            "ppo/entropy": 5 / 10,
+            "ppo/ratio_clamped_tokens": 1.0,
+            "ppo/value_loss": (4.0 + 8.0) / 2,
+            "ppo/value_clip_fraction": 2 / 10,
+            "ppo/policy_grad_norm": 3.0,
+            "ppo/critic_grad_norm": 6.0,
+            "ppo/policy_updates": 2.0,
+            "ppo/skipped_updates": 1.0,
+        }
+    )
