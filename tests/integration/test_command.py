@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -77,6 +78,14 @@ def test_interrupted_and_killed_it_resumes_to_the_very_same_numbers(
     out, error = again.communicate(timeout=30)
     assert again.returncode == 0, error
     assert "is finished" in out
+
+
+def test_the_driver_loads_no_model_code():
+    """It starts others; what it imported itself, every start would wait for."""
+    heavy = ("transformers", "vllm", "deepspeed")
+    code = f"import sys, raypo.trainer; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_reward_function_that_raises_ends_the_run_with_its_own_error(task: Path):
