@@ -21,11 +21,19 @@ _WORKER_DEFAULTS = {
     # wait take them from the others (20 times slower sampling was measured).
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+_LOCAL_DEFAULTS = {
+    # The one machine is not going to be taken away; the watcher is a process of its own.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
 _DRIVER_DEFAULTS = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     # A report waits for the controller's next poll; the default of 2 s is a whole small step.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }
+
+
+class ClusterError(RuntimeError):
+    """Ray itself could not be started."""
 
 
 def connect(section: ClusterSection) -> bool:
@@ -36,6 +44,7 @@ def connect(section: ClusterSection) -> bool:
 
     Raises:
         ConfigError: nothing listens at the address.
+        ClusterError: a local Ray did not start in time.
     """
     for name, value in _DRIVER_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -48,8 +57,21 @@ def connect(section: ClusterSection) -> bool:
     else:
         # Processes of a local Ray inherit ours; a runtime_env would cost each of them a second.
         os.environ.update(worker_environment())
+        for name, value in _LOCAL_DEFAULTS.items():
+            os.environ.setdefault(name, value)
         where = {"address": "local", "include_dashboard": True}
-    ray.init(namespace=section.namespace, log_to_driver=False, logging_level=logging.ERROR, **where)
+    try:
+        ray.init(
+            namespace=section.namespace, log_to_driver=False, logging_level=logging.ERROR, **where
+        )
+    except Exception as error:
+        if "timed out during startup" not in str(error):  # Ray raises a bare Exception
+            raise
+        raise ClusterError(
+            "Ray did not start on this machine within 30 seconds, Ray's own limit. Run the command "
+            "again when fewer other programs keep the cores busy, or use a cluster that is running "
+            "(cluster.address)."
+        ) from None
     return True
 
 

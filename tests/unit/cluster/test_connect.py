@@ -1,11 +1,12 @@
 """Addresses are tried before Ray sees them: it would retry for minutes."""
 
+import os
 import socket
 
 import pytest
 
 from raypo.cluster import connect as module
-from raypo.cluster.connect import cluster_address, connect, worker_environment
+from raypo.cluster.connect import ClusterError, cluster_address, connect, worker_environment
 from raypo.config import ClusterSection, ConfigError
 
 
@@ -58,3 +59,15 @@ def test_variables_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatc
     assert environment["NCCL_DEBUG"] == "INFO"
     assert environment["NCCL_CUMEM_ENABLE"] == "0"
     assert environment["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_a_local_ray_that_does_not_come_up_is_told_in_words(monkeypatch: pytest.MonkeyPatch):
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    monkeypatch.setattr(os, "environ", alone)
+    monkeypatch.setattr(module.ray, "init", init)
+    with pytest.raises(ClusterError, match=r"did not start .* within 30 s"):
+        connect(ClusterSection())
+    assert alone["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "0"
