@@ -30,7 +30,9 @@ from raypo import (
     SFTConfig,
     SFTTrainer,
 )
+from raypo.checks import is_finished
 from raypo.cluster.connect import connect
+from raypo.metrics.run_files import RunFiles
 
 HERE = Path(__file__).parent
 MIN_SFT_SCORE = 0.25
@@ -99,6 +101,11 @@ class Pipeline:
     def _overrides(self, paths: dict[str, Path]) -> dict[str, Any]:
         texts = {key: str(path) for key, path in paths.items()}
         return {"seed": self.seed, "storage_path": str(self.runs), **texts}
+
+    def is_finished(self) -> bool:
+        """Whether there is nothing left to run."""
+        stages = (self.sft, self.reward_model, self.ppo)
+        return all(is_finished(RunFiles(str(stage.parent), stage.name)) for stage in stages)
 
     def run_to_reward_model(self) -> None:
         """Data, SFT, pairs, reward model: what PPO starts from."""
@@ -208,7 +215,8 @@ def main() -> int:
     start = time.monotonic()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saves DeepSpeed a warning
     transformers.logging.disable_progress_bar()
-    connect(pipeline.sft_config().cluster)
+    if not pipeline.is_finished():
+        connect(pipeline.sft_config().cluster)
     try:
         pipeline.run()
     finally:

@@ -95,6 +95,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         with self._files.lock():
             check_run_folder(self.config, self._files)
             if is_finished(self._files):
+                Console().message(
+                    f"raypo: {self.config.name} is finished, files in {self._files.location}"
+                )
                 return self._with_every_step(Result.from_path(self._run_path()))
             connected_here = connect(self.config.cluster)
             try:

@@ -156,9 +156,12 @@ def test_a_worker_that_is_killed_comes_back_to_the_same_numbers(first: SimpleNam
     assert numbers(read_metrics(folder)) == numbers(first.metrics)
 
 
-def test_a_finished_run_is_handed_back_without_being_run(first: SimpleNamespace, task: Path):
+def test_a_finished_run_says_so_and_is_handed_back_without_being_run(
+    first: SimpleNamespace, task: Path, capsys: pytest.CaptureFixture[str]
+):
     before = (first.folder / "metrics.jsonl").stat().st_mtime_ns
     result = PPOTrainer(PPOConfig.load(task)).fit()
+    assert "raypo: tiny is finished" in capsys.readouterr().out
     assert (first.folder / "metrics.jsonl").stat().st_mtime_ns == before
     assert result.metrics_dataframe["step"].tolist() == [1, 2, 3, 4]
 
