@@ -52,55 +52,68 @@ def test_an_unknown_command_is_status_2(monkeypatch: pytest.MonkeyPatch):
     assert exit_status(monkeypatch, "trian") == 2
 
 
-def test_wrong_input_is_told_without_importing_anything_heavy(config: Path):
-    code = (
-        "import sys, raypo.cli\n"
-        f"sys.argv = ['raypo', 'train', {str(config)!r}]\n"
-        "try:\n    raypo.cli.main()\n"
-        f"finally:\n    print([m for m in {HEAVY!r} if m in sys.modules])\n"
+ALL_IN_ONE = """
+import contextlib, io, json, sys
+import raypo.cli
+told = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["raypo", *arguments]
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            raypo.cli.main()
+        except SystemExit as ended:
+            told.append([ended.code, out.getvalue(), error.getvalue()])
+print(json.dumps([told, [name for name in %r if name in sys.modules]]))
+"""
+"""Runs commands one after the other in an interpreter that has imported nothing else."""
+
+
+def run_light(*commands: list[str]) -> list[tuple[int, str, str]]:
+    """Status, output and error of each command, which imported nothing heavy."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALL_IN_ONE % (HEAVY,), json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout.strip() == "[]"
+    told, heavy = json.loads(done.stdout)
+    assert heavy == []
+    return [(status or 0, out, error) for status, out, error in told]
 
 
-def test_a_wrong_sweep_file_is_told_without_importing_anything_heavy(config: Path):
-    file = config.parent / "sweep.yaml"
-    file.write_text(f"name: s\nbase: {config}\nspace: {{ppo.kl.cof: {{uniform: [0, 1]}}}}\n")
-    code = (
-        "import sys, raypo.cli\n"
-        f"sys.argv = ['raypo', 'sweep', {str(file)!r}]\n"
-        "try:\n    raypo.cli.main()\n"
-        f"finally:\n    print([m for m in {HEAVY!r} if m in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "Did you mean ppo.kl.coef?" in done.stderr
-    assert done.stdout.strip() == "[]"
-
-
-def test_plan_says_what_fits_and_what_does_not_without_importing_anything_heavy(tmp_path: Path):
+def test_what_is_wrong_and_what_fits_is_told_without_importing_anything_heavy(
+    config: Path, tmp_path: Path
+):
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(f"name: s\nbase: {config}\nspace: {{ppo.kl.cof: {{uniform: [0, 1]}}}}\n")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "vocab_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(sizes | heads))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "reward.py").write_text("def score(rollouts):\n    return []\n")
-    config = tmp_path / "ppo.yaml"
-    config.write_text(
+    good = tmp_path / "good.yaml"
+    good.write_text(
         f"name: run\nmodel: {{policy: {tmp_path}}}\ndata: {{prompts: {tmp_path}/prompts.jsonl}}\n"
         f"reward: {{function: '{tmp_path}/reward.py:score'}}\n"
     )
-    for cluster, status in (("4xCPU,16G", 0), ("4xCPU,2G", 2), ("4xGPU", 2)):
-        code = (
-            "import sys, raypo.cli\n"
-            f"sys.argv = ['raypo', 'plan', {str(config)!r}, 'seed=3', '--cluster', {cluster!r}]\n"
-            "try:\n    raypo.cli.main()\n"
-            f"finally:\n    print([m for m in {HEAVY!r} if m in sys.modules])\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == status, done.stderr
-        assert done.stdout.splitlines()[-1] == "[]"
-        assert ("run fits." in done.stdout) == (status == 0)
-        assert ("memory (node 0 RAM): needs" in done.stderr) == (cluster == "4xCPU,2G")
+    plan = ["plan", str(good), "seed=3", "--cluster"]
+
+    no_model, no_key, fits, no_memory, no_gpu = run_light(
+        ["train", str(config)],
+        ["sweep", str(sweep)],
+        [*plan, "4xCPU,16G"],
+        [*plan, "4xCPU,2G"],
+        [*plan, "4xGPU"],
+    )
+
+    assert no_model[0] == 2
+    assert "model.policy (none/such/folder)" in no_model[2]
+    assert no_key[0] == 2
+    assert "Did you mean ppo.kl.coef?" in no_key[2]
+    assert fits[0] == 0, fits[2]
+    assert "run fits." in fits[1]
+    assert no_memory[0] == 2
+    assert "memory (node 0 RAM): needs" in no_memory[2]
+    assert no_gpu[0] == 2
+    assert "run fits." not in no_gpu[1]
