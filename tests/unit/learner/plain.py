@@ -54,6 +54,7 @@ class PlainModel:
     """What `TrainedModel` promises, on plain torch; it remembers the gradients of each step."""
 
     optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.SGD)
+    dtype = torch.float64
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class PlainModel:
         section: LearnerSection,
         workers: Workers,
     ) -> None:
-        self.module, self.workers, self.device = module.double(), workers, torch.device("cpu")
+        self.module, self.workers = module.to(type(self).dtype), workers
+        self.device = torch.device("cpu")
         if hasattr(module, "value_head"):  # it starts at 0, where much would not show
             generator = torch.Generator().manual_seed(1)
             weight = module.value_head.weight
@@ -188,6 +190,7 @@ def one_step(
     tokens: int = 10_000,
     shuffled: bool = False,
     step: int = 1,
+    rate: float = 0.03,
 ) -> Outcome:
     """A whole step of the loop, from draws to gradients; call it under `plain_models`."""
     workers, position = workers or Workers(), 0
@@ -205,7 +208,7 @@ def one_step(
         reward=RewardSection(),
         workers=workers,
     )
-    learner = plain_learner(ppo, workers, tokens=tokens)
+    learner = plain_learner(ppo, workers, tokens=tokens, rate=rate)
     dealt = deal(
         collected.trained, minibatch_size=ppo.minibatch_size, seed=(0, step), workers=workers
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raypo.config import PPOSection
-from tests.unit.learner.plain import Outcome, on_workers, one_step, plain_models
+from tests.unit.learner.plain import Outcome, PlainModel, on_workers, one_step, plain_models
 
 ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo")
 LOSSES = ("ppo", "gspo", "cispo", "sapo")
@@ -72,6 +72,21 @@ def test_rows_microbatches_padding_and_workers_change_nothing(ppo: PPOSection):
         count = 2 + len(ppo.aggregation) % 2
         for outcome in on_workers(count, lambda workers: one_step(ppo, workers, tokens=40)):
             assert_same(outcome, whole)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_before_the_policy_moves_its_ratio_is_exactly_one(
+    count: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Old and new log-probs come of one cut: in float32 rounding would show."""
+    monkeypatch.setattr(PlainModel, "dtype", torch.float32)
+    ppo = PPOSection(advantage="reinforce", minibatch_size=5, num_epochs=2)
+    with plain_models():
+        outcomes = on_workers(count, lambda w: one_step(ppo, w, tokens=25, rate=0.0))
+    for outcome in outcomes:
+        assert outcome.figures["ppo/policy_updates"] == 6
+        assert outcome.figures["ppo/ratio_mean"] == 1.0
+        assert outcome.figures["ppo/approx_kl"] == outcome.figures["ppo/clip_fraction"] == 0.0
 
 
 def test_the_combinations_meet_each_other():
