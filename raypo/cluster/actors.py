@@ -12,7 +12,19 @@ NAME_TIMEOUT_S = 30.0
 
 
 class DeploymentError(RuntimeError):
-    """A deployment could not be started, or a replica was lost."""
+    """A deployment could not be started, or does not answer."""
+
+
+class ReplicaLost(DeploymentError):
+    """The one replica that was asked ended before it answered."""
+
+
+class NoReplicaLeft(DeploymentError):
+    """No replica serves, and none will before the caller does something about it."""
+
+
+class Backpressure(DeploymentError):
+    """Every replica has as many requests waiting as it may have."""
 
 
 def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[str, Any]) -> Any:

@@ -249,6 +249,23 @@ class CheckpointSection(Config):
         return step % self.every == 0 or step == last_step
 
 
+class DeploymentSection(Config):
+    """How replicas of engines and frozen models are watched and asked; the words of Ray Serve."""
+
+    max_queued_requests: int | None = Field(default=None, ge=0)
+    """Most requests that wait at a replica before it refuses more; null: no bound."""
+    request_timeout_s: float | None = Field(default=None, gt=0.0)
+    """Seconds that a worker waits for an answer before the run stops; null: for ever."""
+    health_check_period_s: float = Field(default=10.0, gt=0.0)
+    """Seconds between two health checks of a replica; a process that ends is seen at once."""
+    health_check_timeout_s: float = Field(default=30.0, gt=0.0)
+    """Seconds without an answer to a check after which a replica is replaced."""
+    graceful_shutdown_timeout_s: float = Field(default=20.0, ge=0.0)
+    """Seconds that requests under way get when a deployment is shut down."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Lost replicas of a deployment that are replaced before the run stops."""
+
+
 class PlacementSection(Config):
     """Where engines and frozen models run."""
 
@@ -258,6 +275,7 @@ class PlacementSection(Config):
     """Ray's placement strategy of the learner workers."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """Seconds that engines and frozen models may take to start."""
+    deployment: DeploymentSection = DeploymentSection()
 
 
 class ClusterSection(Config):

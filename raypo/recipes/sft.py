@@ -124,8 +124,7 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
         """What the run starts from; it stands in the first step's metrics."""
         if engine is not None:
             self.tell.phase("waiting for the engine")
-            for response in engine.__ray_ready__.on_all():
-                response.result(self.config.placement.timeout_s)
+            engine.wait(self.config.placement.timeout_s)
         if self.last_step == 0:
             self.note_initial(self.evaluate(learner, engine, version=0))
 

@@ -85,9 +85,10 @@ def push_weights(
     """
     buckets = pack(learner.named_weights(), bucket_bytes=BUCKET_BYTES)
     if workers.rank == 0:
+        engine.forget()  # frees the old version before the new one takes room
         push = transport.send(buckets, version=version)
-        for response in engine.load_weights.on_all(push):
-            differences = push.manifest.differences(response.result())
+        for arrived in engine.establish("load_weights", push).values():
+            differences = push.manifest.differences(arrived)
             if differences:
                 raise WeightError(f"Push of version {version}: {summary(differences)}.")
     else:

@@ -90,6 +90,14 @@ class Engine:
         """The version that it samples under; None while it holds no whole one."""
         return self._version
 
+    def check_health(self) -> None:
+        """Raise if the engine can never sample again; its replica is then replaced.
+
+        Raises:
+            RuntimeError: it is broken.
+        """
+        self._require_unbroken()
+
     def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """One response a request, in the order given.
 

@@ -71,7 +71,12 @@ class Engine:
 
     def __init__(self) -> None:
         self.generate = SimpleNamespace(remote=self._pending, on_all=lambda r: [self._pending(r)])
-        self.load_weights = SimpleNamespace(on_all=lambda push: [answer_of(push.manifest)])
+
+    def forget(self) -> None:
+        pass
+
+    def establish(self, method: str, push: Any) -> dict[str, Any]:
+        return {method: push.manifest}
 
     def _pending(self, requests: list[Any]) -> Any:
         return answer_of([completion() for _ in requests])

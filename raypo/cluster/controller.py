@@ -1,0 +1,316 @@
+"""The controller of a deployment: who serves, and who takes the place of a lost replica."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raypo.cluster.actors import DeploymentError, start_named
+from raypo.cluster.replica import Replica
+from raypo.cluster.spec import (
+    Deployment,
+    DeploymentStatus,
+    Member,
+    Membership,
+    Place,
+    ReplicaStatus,
+    Request,
+    Unhealthy,
+)
+
+
+@dataclass
+class _Slot:
+    """One replica and its successors."""
+
+    index: int
+    place: Place
+    name: str = ""
+    actor: ActorHandle | None = None
+    attempt: int = 0
+    is_up: bool = False
+    is_given_up: bool = False
+    made: int = 0
+    """Number of the last established call that it made."""
+    reason: str = ""
+    suspected: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class DeploymentController:
+    """A zero-CPU actor that owns the replicas of one deployment; they end with it."""
+
+    def __init__(self, deployment: Deployment, places: list[Place]) -> None:
+        self._deployment = deployment
+        self._slots = [_Slot(index, place) for index, place in enumerate(places)]
+        self._epoch = 0
+        self._restarts = 0
+        self._failure: str | None = None
+        self._is_stopping = False
+        self._established = 0
+        """Number of the last call that all replicas made."""
+        self._kept: tuple[str, tuple[Any, ...]] | None = None
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Condition()
+
+    def __repr__(self) -> str:
+        return f"DeploymentController({self._deployment.role}, {len(self._slots)} replicas)"
+
+    async def run(self) -> None:
+        """Keep all replicas alive; returns when the deployment is at its end."""
+        await asyncio.gather(*map(self._keep, self._slots))
+
+    async def membership(self) -> Membership:
+        """Who serves now."""
+        return self._membership()
+
+    async def wait_started(self) -> str | None:
+        """Returns when every replica is up: None, or why that will never be."""
+        slots = self._slots
+        await self._wait(
+            lambda: bool(self._failure) or all(slot.is_up or slot.is_given_up for slot in slots)
+        )
+        return self._membership().failure
+
+    async def wait_changed(self, epoch: int) -> Membership:
+        """The membership as soon as it is another one than that of `epoch`."""
+        await self._wait(lambda: self._epoch != epoch)
+        return self._membership()
+
+    async def report(self, name: str) -> None:
+        """A caller could not reach this replica, or heard that it cannot go on."""
+        for slot in self._slots:
+            if slot.name == name:
+                slot.suspected.set()
+
+    async def status(self) -> DeploymentStatus:
+        """The deployment, for people."""
+        replicas = tuple(
+            ReplicaStatus(slot.name, self._state(slot), slot.place.bundle, slot.reason)
+            for slot in self._slots
+        )
+        states = {replica.state for replica in replicas}
+        state = "healthy" if states == {"serving"} else "degraded"
+        if self._failure:
+            state = "failed"
+        elif "lost" not in states and not self._restarts and states != {"serving"}:
+            state = "starting"
+        return DeploymentStatus(
+            self._deployment.name,
+            state,
+            replicas,
+            self._restarts,
+            self._deployment.max_restarts,
+            self._failure or "",
+        )
+
+    async def establish(self, method: str, args: tuple[Any, ...], kept: bool) -> dict[str, Any]:
+        """Every replica that is up makes a call; one that starts later makes it before it serves.
+
+        Args:
+            kept: Whether the arguments are good for later starters too. If not, these wait for
+                the next call of this kind.
+
+        Returns:
+            The answers by replica; one that is lost meanwhile is left out, but there is one.
+        """
+        async with self._turn:
+            self._kept = None
+            answers: dict[str, Any] = {}
+            made: list[_Slot] = []
+            while not made:
+                await self._wait(lambda: any(s.is_up for s in self._slots) or bool(self._failure))
+                if self._failure:
+                    raise DeploymentError(f"{self._deployment.name}: {self._failure}")
+                up = [slot for slot in self._slots if slot.is_up]
+                results = await asyncio.gather(
+                    *(self._make(slot, method, args) for slot in up), return_exceptions=True
+                )
+                for slot, result in zip(up, results, strict=True):
+                    if isinstance(result, RayActorError | Unhealthy):
+                        slot.is_up = False
+                        slot.suspected.set()
+                    elif isinstance(result, BaseException):
+                        raise result
+                    else:
+                        made.append(slot)
+                        answers[slot.name] = result
+            self._established += 1
+            for slot in made:
+                slot.made = self._established
+            self._kept = (method, args) if kept else None
+        await self._bump()
+        return answers
+
+    async def forget(self) -> None:
+        """Let go of the arguments of the last established call."""
+        self._kept = None
+        await self._bump()
+
+    async def shut_down(self) -> None:
+        """Let requests under way end, for as long as they may take, and end the replicas."""
+        self._is_stopping = True
+        actors = [slot.actor for slot in self._slots if slot.actor is not None and slot.is_up]
+        drained = [asyncio.ensure_future(_answer(actor.drain.remote())) for actor in actors]
+        if drained:
+            await asyncio.wait(drained, timeout=self._deployment.graceful_shutdown_timeout_s)
+        for slot in self._slots:
+            if slot.actor is not None:
+                ray.kill(slot.actor)
+        self._failure = "it was shut down"
+        await self._bump()
+
+    async def _keep(self, slot: _Slot) -> None:
+        """One replica after the other in a slot, until the budget is spent."""
+        while not self._is_stopping:
+            is_first = slot.attempt == 0
+            lost_in_constructor = await self._live(slot)
+            slot.is_up, slot.attempt = False, slot.attempt + 1
+            if self._is_stopping:
+                return
+            if slot.actor is not None:
+                ray.kill(slot.actor)  # so that it never answers once its successor may
+            if is_first and lost_in_constructor:
+                self._failure = f"{slot.name}: {slot.reason}"
+            elif self._restarts >= self._deployment.max_restarts:
+                slot.is_given_up = True
+                if all(each.is_given_up for each in self._slots):
+                    self._failure = self._budget_is_spent(slot)
+            else:
+                self._restarts += 1
+            await self._bump()
+            if self._failure or slot.is_given_up:
+                return
+
+    async def _live(self, slot: _Slot) -> bool:
+        """One replica from start to loss; whether it could not even be made."""
+        slot.suspected.clear()
+        slot.actor = None
+        slot.name = f"{self._deployment.name}:{slot.index}"
+        slot.name += f"#{slot.attempt}" if slot.attempt else ""
+        try:
+            slot.actor = await asyncio.to_thread(_start, self._deployment, slot)
+            await _answer(slot.actor.check_health.remote())  # after the constructor
+            await self._bring_up(slot)
+            await self._bump()
+            slot.reason = await self._until_lost(slot)
+        except RayActorError as error:
+            slot.reason = str(error)
+            return error.actor_init_failed
+        except Exception as error:  # whatever it is, it is told to those who wait
+            slot.reason = str(error)
+            return slot.actor is None
+        return False
+
+    async def _bring_up(self, slot: _Slot) -> None:
+        """Have a new replica make the call that all others have made."""
+        slot.is_up, slot.made = True, 0
+        await self._bump()
+        async with self._turn:
+            if slot.made == self._established or self._kept is None:
+                return
+            method, args = self._kept
+            try:
+                answer = await self._make(slot, method, args)
+            except RayActorError:
+                raise
+            except Exception as error:  # what was kept is no longer there: it waits for the next
+                slot.reason, self._kept = str(error), None
+                return
+            if isinstance(answer, Unhealthy):
+                raise RuntimeError(answer.reason)
+            slot.made = self._established
+
+    async def _until_lost(self, slot: _Slot) -> str:
+        assert slot.actor is not None
+        death = asyncio.ensure_future(_answer(slot.actor.until_the_end.remote()))
+        sick = asyncio.ensure_future(self._until_unhealthy(slot))
+        await asyncio.wait({death, sick}, return_when=asyncio.FIRST_COMPLETED)
+        ended, other = (death, sick) if death.done() else (sick, death)
+        other.cancel()
+        return str(ended.exception() or "it ended")
+
+    async def _until_unhealthy(self, slot: _Slot) -> None:
+        """Raises what the health check says, or that there was no answer."""
+        assert slot.actor is not None
+        while True:
+            period = self._deployment.health_check_period_s
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(slot.suspected.wait(), period)
+            slot.suspected.clear()
+            limit = self._deployment.health_check_timeout_s
+            try:
+                await asyncio.wait_for(_answer(slot.actor.check_health.remote()), limit)
+            except TimeoutError:
+                raise RuntimeError(
+                    f"no answer to a health check in {limit:g} s (health_check_timeout_s)"
+                ) from None
+
+    async def _make(self, slot: _Slot, method: str, args: tuple[Any, ...]) -> Any:
+        assert slot.actor is not None
+        request = Request(uuid.uuid4().hex, method, waits_in_line=False)
+        return await _answer(slot.actor.call.remote(request, *args))
+
+    def _membership(self) -> Membership:
+        serving = [slot for slot in self._slots if self._state(slot) == "serving"]
+        starts_alone = self._established == 0 or self._kept is not None
+        return Membership(
+            self._epoch,
+            tuple(Member(slot.index, slot.name, slot.actor) for slot in serving),  # pyright: ignore[reportArgumentType]
+            recovers=starts_alone and not all(slot.is_given_up for slot in self._slots),
+            max_ongoing_requests=self._deployment.max_ongoing_requests,
+            request_timeout_s=self._deployment.request_timeout_s,
+            failure=f"{self._deployment.name}: {self._failure}" if self._failure else None,
+        )
+
+    def _state(self, slot: _Slot) -> Any:
+        if slot.is_given_up:
+            return "lost"
+        if not slot.is_up:
+            return "starting"
+        return "serving" if slot.made == self._established else "waiting"
+
+    def _budget_is_spent(self, slot: _Slot) -> str:
+        return (
+            f"no replica is left; max_restarts ({self._deployment.max_restarts}) have been "
+            f"replaced. The last one, {slot.name}, was lost: {slot.reason}"
+        )
+
+    async def _bump(self) -> None:
+        async with self._changed:
+            self._epoch += 1
+            self._changed.notify_all()
+
+    async def _wait(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+
+def _start(deployment: Deployment, slot: _Slot) -> ActorHandle:
+    place = slot.place
+    options: dict[str, Any] = {
+        "num_cpus": place.num_cpus,
+        "num_gpus": place.num_gpus,
+        "runtime_env": {"env_vars": {**deployment.env, **place.env}},
+    }
+    if place.group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            place.group,
+            placement_group_bundle_index=place.bundle,
+            placement_group_capture_child_tasks=True,
+        )
+    cls = type(deployment.cls.__name__, (Replica,), {})  # its own name in the dashboard
+    kwargs = {"deployment": deployment, "index": slot.index}
+    return start_named(cls, slot.name, options=options, kwargs=kwargs)
+
+
+async def _answer(ref: Any) -> Any:
+    return await asyncio.wrap_future(ref.future())

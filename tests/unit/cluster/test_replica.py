@@ -1,0 +1,145 @@
+"""A replica without Ray: its queue, its ids and its health."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from raypo.cluster.replica import KEPT_ANSWERS, Replica
+from raypo.cluster.spec import Deployment, Refused, Request, Unhealthy
+
+
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+        self.gate = threading.Event()
+        self.threads = {threading.get_ident()}
+        self.is_broken = False
+
+    def add(self, number: int) -> int:
+        self.threads.add(threading.get_ident())
+        self.count += number
+        return self.count
+
+    def wait(self) -> str:
+        self.gate.wait(10)
+        return "done"
+
+    def fail(self) -> None:
+        raise ValueError("a bad request")
+
+    def breaks(self) -> None:
+        self.is_broken = True
+        raise IndexError("out of range")
+
+    def check_health(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("cannot go on")
+
+
+def replica(**limits: Any) -> Replica:
+    return Replica(Deployment("raypo:test:counter", Counter, {"start": 10}, **limits), index=0)
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(coroutine)
+
+
+def test_an_id_that_is_known_is_not_run_twice():
+    counter = replica()
+
+    async def twice() -> list[int]:
+        first = asyncio.create_task(counter.call(Request("a", "add"), 5))
+        again = asyncio.create_task(counter.call(Request("a", "add"), 5))
+        later = [await first, await again, await counter.call(Request("a", "add"), 5)]
+        return [*later, await counter.call(Request("b", "add"), 5)]
+
+    assert run(twice()) == [15, 15, 15, 20]
+
+
+def test_old_answers_are_forgotten():
+    counter = replica()
+
+    async def many() -> None:
+        for number in range(3 * KEPT_ANSWERS):
+            await counter.call(Request(str(number), "add"), 1)
+
+    run(many())
+    assert len(counter._requests) <= KEPT_ANSWERS + 1
+
+
+def test_one_request_at_a_time_means_one_thread():
+    counter = replica()
+
+    async def calls() -> None:
+        await asyncio.gather(*(counter.call(Request(str(i), "add"), 1) for i in range(5)))
+
+    run(calls())
+    assert len(counter._target.threads) == 1
+    assert threading.get_ident() not in counter._target.threads
+
+
+def test_a_full_queue_refuses_and_says_its_length():
+    counter = replica(max_queued_requests=1)
+
+    async def three() -> tuple[Any, int, Any, list[str]]:
+        under_way = [asyncio.create_task(counter.call(Request(i, "wait"))) for i in "ab"]
+        await asyncio.sleep(0)
+        refused = await counter.call(Request("c", "wait"))
+        load = await counter.load()
+        told = asyncio.create_task(counter.call(Request("d", "add", waits_in_line=False), 1))
+        await asyncio.sleep(0)
+        counter._target.gate.set()
+        return refused, load, await told, [await each for each in under_way]
+
+    assert run(three()) == (Refused(2), 2, 11, ["done", "done"])
+
+
+def test_a_caller_that_gives_up_takes_a_waiting_request_away():
+    counter = replica()
+
+    async def give_up() -> int:
+        under_way = asyncio.create_task(counter.call(Request("a", "wait")))
+        waiting = asyncio.create_task(counter.call(Request("b", "add"), 1))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        counter._target.gate.set()
+        await under_way
+        return await counter.call(Request("c", "add"), 0)
+
+    assert run(give_up()) == 10
+
+
+def test_an_error_of_the_request_is_the_callers_and_one_of_the_object_is_not():
+    counter = replica()
+    with pytest.raises(ValueError, match="a bad request"):
+        run(counter.call(Request("a", "fail")))
+    run(counter.check_health())
+
+    assert run(counter.call(Request("b", "breaks"))) == Unhealthy("cannot go on")
+    with pytest.raises(RuntimeError, match="cannot go on"):
+        run(counter.check_health())
+
+
+def test_draining_ends_what_is_under_way_and_takes_nothing_more():
+    counter = replica()
+
+    async def drain() -> tuple[str, Any]:
+        under_way = asyncio.create_task(counter.call(Request("a", "wait")))
+        await asyncio.sleep(0.05)
+        draining = asyncio.create_task(counter.drain())
+        await asyncio.sleep(0)
+        refused = await counter.call(Request("b", "wait"))
+        counter._target.gate.set()
+        await draining
+        return await under_way, refused
+
+    assert run(drain()) == ("done", Refused(1))
+
+
+def test_it_is_called_what_the_object_is_called():
+    Counter.__repr__ = lambda self: "Counter(ready)"  # type: ignore[method-assign]
+    assert repr(replica()) == "Counter(ready)"
