@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from raypo.cluster.spec import (
     Member,
     Membership,
     Place,
+    ReplicaState,
     ReplicaStatus,
     Request,
     Unhealthy,
@@ -112,43 +113,54 @@ class DeploymentController:
             self._failure or "",
         )
 
-    async def establish(self, method: str, args: tuple[Any, ...], kept: bool) -> dict[str, Any]:
-        """Every replica that is up makes a call; one that starts later makes it before it serves.
-
-        Args:
-            kept: Whether the arguments are good for later starters too. If not, these wait for
-                the next call of this kind.
-
-        Returns:
-            The answers by replica; one that is lost meanwhile is left out, but there is one.
-        """
+    async def establish(
+        self, method: str, args: tuple[Any, ...], *, kept: bool, made_by: tuple[str, ...] | None
+    ) -> dict[str, Any]:
+        """As `DeploymentHandle.establish`."""
         async with self._turn:
             self._kept = None
             answers: dict[str, Any] = {}
-            made: list[_Slot] = []
+            made = [slot for slot in self._slots if slot.is_up and slot.name in (made_by or ())]
             while not made:
                 await self._wait(lambda: any(s.is_up for s in self._slots) or bool(self._failure))
                 if self._failure:
                     raise DeploymentError(f"{self._deployment.name}: {self._failure}")
+                if made_by is not None and not kept:
+                    break  # those who made it are gone; who is up now waits for the next one
                 up = [slot for slot in self._slots if slot.is_up]
-                results = await asyncio.gather(
-                    *(self._make(slot, method, args) for slot in up), return_exceptions=True
-                )
-                for slot, result in zip(up, results, strict=True):
-                    if isinstance(result, RayActorError | Unhealthy):
-                        slot.is_up = False
-                        slot.suspected.set()
-                    elif isinstance(result, BaseException):
-                        raise result
-                    else:
-                        made.append(slot)
-                        answers[slot.name] = result
+                answers = await self._make_all(up, method, args)
+                made = [slot for slot in up if slot.name in answers]
             self._established += 1
             for slot in made:
                 slot.made = self._established
             self._kept = (method, args) if kept else None
+            if kept and made_by is not None:  # who came up meanwhile
+                late = [slot for slot in self._slots if slot.is_up and slot not in made]
+                for name in await self._make_all(late, method, args):
+                    self._named(name).made = self._established
         await self._bump()
         return answers
+
+    async def _make_all(
+        self, slots: list[_Slot], method: str, args: tuple[Any, ...]
+    ) -> dict[str, Any]:
+        """The answers by name; those that are lost are left out."""
+        results = await asyncio.gather(
+            *(self._make(slot, method, args) for slot in slots), return_exceptions=True
+        )
+        answers = {}
+        for slot, result in zip(slots, results, strict=True):
+            if isinstance(result, RayActorError | Unhealthy):
+                slot.is_up = False
+                slot.suspected.set()
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                answers[slot.name] = result
+        return answers
+
+    def _named(self, name: str) -> _Slot:
+        return next(slot for slot in self._slots if slot.name == name)
 
     async def forget(self) -> None:
         """Let go of the arguments of the last established call."""
@@ -260,18 +272,23 @@ class DeploymentController:
         return await _answer(slot.actor.call.remote(request, *args))
 
     def _membership(self) -> Membership:
-        serving = [slot for slot in self._slots if self._state(slot) == "serving"]
         starts_alone = self._established == 0 or self._kept is not None
         return Membership(
             self._epoch,
-            tuple(Member(slot.index, slot.name, slot.actor) for slot in serving),  # pyright: ignore[reportArgumentType]
+            serving=tuple(self._members("serving")),
+            waiting=tuple(self._members("waiting")),
             recovers=starts_alone and not all(slot.is_given_up for slot in self._slots),
             max_ongoing_requests=self._deployment.max_ongoing_requests,
             request_timeout_s=self._deployment.request_timeout_s,
             failure=f"{self._deployment.name}: {self._failure}" if self._failure else None,
         )
 
-    def _state(self, slot: _Slot) -> Any:
+    def _members(self, state: ReplicaState) -> Iterator[Member]:
+        for slot in self._slots:
+            if slot.actor is not None and self._state(slot) == state:
+                yield Member(slot.index, slot.name, slot.actor)
+
+    def _state(self, slot: _Slot) -> ReplicaState:
         if slot.is_given_up:
             return "lost"
         if not slot.is_up:

@@ -7,151 +7,22 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
-from raypo.cluster.actors import Backpressure, DeploymentError, NoReplicaLeft, ReplicaLost
-from raypo.cluster.spec import (
-    DeploymentStatus,
-    Member,
-    Membership,
-    Refused,
-    Request,
-    Unhealthy,
-)
+from raypo.cluster.actors import DeploymentError
+from raypo.cluster.response import Deadline, OneResponse, Response
+from raypo.cluster.spec import DeploymentStatus, Member, Membership, Request
 from raypo.metrics.timeline import note_call
 
 MEMBERSHIP_AGE_S = 5.0
 """How old a cached membership may be: so long a replacement may wait for its first request."""
 PROBE_TIMEOUT_S = 1.0
 """A replica that does not tell its load in this time counts as the fullest."""
-RETRY_S = 0.2
-
-
-class Response:
-    """An answer that is on its way; a lost replica's request goes to another under the same id."""
-
-    def __init__(self, handle: DeploymentHandle, method: str, args: tuple, kwargs: dict) -> None:
-        self._handle, self._args, self._kwargs = handle, args, kwargs
-        self._request = Request(uuid.uuid4().hex, method)
-        self._asked = time.time()
-        self._member: Member | None = None
-        self._ref: Any = None
-        self._avoid: set[str] = set()
-        self._refused: set[str] = set()
-        self._answer: tuple[Any] | None = None
-        self._send(handle._choose(self._avoid))
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for the answer.
-
-        Args:
-            timeout_s: Seconds, re-sends included; None: the deployment's `request_timeout_s`.
-
-        Raises:
-            NoReplicaLeft: nobody serves, and nobody will by himself.
-            Backpressure: the queues of all replicas are full.
-            DeploymentError: there is no answer in time, or the deployment has ended.
-            Exception: whatever the replica's method raised.
-        """
-        deadline = _Deadline(timeout_s, self._handle)
-        while self._answer is None:
-            if self._ref is None:
-                self._send(self._next(deadline))
-            else:
-                self._take(deadline)
-        return self._answer[0]
-
-    def _take(self, deadline: _Deadline) -> None:
-        assert self._member is not None
-        name = self._member.name
-        try:
-            answer = ray.get(self._ref, timeout=deadline.left())
-        except ActorUnavailableError:  # it may have the request: it is asked again, by the same id
-            self._handle._report(name)
-            time.sleep(RETRY_S)
-            is_there = self._member in self._handle._membership(fresh=True).serving
-            self._send(self._member if is_there else None)
-        except RayActorError:
-            self._lose(name)
-        except GetTimeoutError:
-            ray.cancel(self._ref)  # where it still waits for its turn
-            raise deadline.passed(name) from None
-        else:
-            if isinstance(answer, Unhealthy):
-                self._lose(name)
-            elif isinstance(answer, Refused):
-                self._refused.add(name)
-                self._ref = None
-            else:
-                self._answer = (answer,)
-                note_call(name, self._request.method, self._asked, time.time())
-
-    def _lose(self, name: str) -> None:
-        self._avoid.add(name)
-        self._ref = None
-        self._handle._report(name)
-
-    def _next(self, deadline: _Deadline) -> Member:
-        """A replica that has not refused; waits for one to come up."""
-        while True:
-            membership = self._handle._membership(fresh=True)
-            member = self._handle._choose(self._avoid | self._refused)
-            if member is not None:
-                return member
-            serving = [each for each in membership.serving if each.name not in self._avoid]
-            if membership.failure:
-                raise DeploymentError(membership.failure)
-            if serving:
-                raise Backpressure(
-                    f"{self._handle.name}: the queues of all {len(serving)} replicas are full "
-                    f"(max_queued_requests). Send less at a time, or start more replicas."
-                )
-            if not membership.recovers:
-                raise NoReplicaLeft(
-                    f"{self._handle.name}: no replica is left that serves. Those that start wait "
-                    f"to be told what all were told; push the weights again."
-                )
-            self._handle._wait_changed(membership, deadline)
-
-    def _send(self, member: Member | None) -> None:
-        self._member, self._ref = member, None
-        if member is not None:
-            self._ref = member.actor.call.remote(self._request, *self._args, **self._kwargs)
-
-
-class OneResponse:
-    """The answer of one certain replica."""
-
-    def __init__(self, handle: DeploymentHandle, member: Member, request: Request, ref: Any):
-        self._handle, self._member, self._request, self._ref = handle, member, request, ref
-        self._asked = time.time()
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for the answer.
-
-        Raises:
-            ReplicaLost: the replica ended, or says that it cannot go on.
-            DeploymentError: it did not answer in time.
-            Exception: whatever the replica's method raised.
-        """
-        deadline, name = _Deadline(timeout_s, self._handle), self._member.name
-        try:
-            answer = ray.get(self._ref, timeout=deadline.left())
-        except RayActorError as error:
-            self._handle._report(name)
-            raise ReplicaLost(f"{name}: the replica was lost: {error}") from error
-        except GetTimeoutError:
-            raise deadline.passed(name) from None
-        if isinstance(answer, Unhealthy):
-            self._handle._report(name)
-            raise ReplicaLost(f"{name}: {answer.reason}")
-        note_call(name, self._request.method, self._asked, time.time())
-        return answer
 
 
 class _Method:
@@ -164,13 +35,40 @@ class _Method:
 
     def on_all(self, *args: Any, **kwargs: Any) -> list[OneResponse]:
         """Call the method on every replica that serves, however full its queue is."""
-        request = Request(uuid.uuid4().hex, self._name, waits_in_line=False)
-        return [
-            OneResponse(
-                self._handle, member, request, member.actor.call.remote(request, *args, **kwargs)
-            )
-            for member in self._handle._membership(fresh=True).serving
-        ]
+        members = self._handle._membership(fresh=True).serving
+        return _ask_each(self._handle, members, self._name, args, kwargs)
+
+
+class PinnedReplicas:
+    """A fixed set of replicas that are asked one thing after the other: `load.on_all(bucket)`."""
+
+    def __init__(self, handle: DeploymentHandle, members: Sequence[Member]) -> None:
+        self._handle = handle
+        self.members = list(members)
+
+    def __getattr__(self, name: str) -> _MethodOfAll:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _MethodOfAll(self, name)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the replicas that are still asked."""
+        return [member.name for member in self.members]
+
+    def leave_out(self, name: str) -> None:
+        """Ask this one, which was lost, no more."""
+        self.members = [member for member in self.members if member.name != name]
+
+
+class _MethodOfAll:
+    def __init__(self, pinned: PinnedReplicas, name: str) -> None:
+        self._pinned, self._name = pinned, name
+
+    def on_all(self, *args: Any, **kwargs: Any) -> list[OneResponse]:
+        """Call the method on each of them."""
+        pinned = self._pinned
+        return _ask_each(pinned._handle, pinned.members, self._name, args, kwargs)
 
 
 class DeploymentHandle:
@@ -217,7 +115,14 @@ class DeploymentHandle:
         """State of the deployment and of each replica, for people."""
         return self._ask("status")
 
-    def establish(self, method: str, *args: Any, kept: bool = True) -> dict[str, Any]:
+    def pinned(self) -> PinnedReplicas:
+        """The replicas that are up now, for a conversation of several calls with all of them."""
+        membership = self._membership(fresh=True)
+        return PinnedReplicas(self, [*membership.serving, *membership.waiting])
+
+    def establish(
+        self, method: str, *args: Any, kept: bool = True, made_by: Iterable[str] | None = None
+    ) -> dict[str, Any]:
         """Have every replica make a call, and every later one before it serves.
 
         Args:
@@ -225,6 +130,7 @@ class DeploymentHandle:
             args: Of the method.
             kept: Whether the arguments are good for replicas that start later. If not, these
                 serve only after the next call of this kind.
+            made_by: Names of replicas that have come to the same in another way, and serve.
 
         Returns:
             The answers by replica's name; those lost meanwhile are left out.
@@ -234,7 +140,8 @@ class DeploymentHandle:
             Exception: whatever a replica's method raised.
         """
         begin = time.time()
-        answers = self._ask("establish", method, args, kept)
+        names = None if made_by is None else tuple(made_by)
+        answers = self._ask("establish", method, args, kept=kept, made_by=names)
         for name in answers:
             note_call(name, method, begin, time.time())
         return answers
@@ -265,9 +172,10 @@ class DeploymentHandle:
             f"it has ended. Start it again."
         )
 
-    def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+    def _ask(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        ask = getattr(self._controller(), method)
         try:
-            return ray.get(getattr(self._controller(), method).remote(*args), timeout=timeout_s)
+            return ray.get(ask.remote(*args, **kwargs), timeout=timeout_s)
         except RayActorError:
             raise self._gone() from None
         except GetTimeoutError:
@@ -290,7 +198,7 @@ class DeploymentHandle:
                 self._cached_at = time.monotonic()
             return membership
 
-    def _wait_changed(self, membership: Membership, deadline: _Deadline) -> None:
+    def _wait_changed(self, membership: Membership, deadline: Deadline) -> None:
         """Wait for another membership, for as long as the deadline allows."""
         ref = self._controller().wait_changed.remote(membership.epoch)
         try:
@@ -319,22 +227,14 @@ class DeploymentHandle:
         return pair[0] if first <= second else pair[1]
 
 
-class _Deadline:
-    def __init__(self, timeout_s: float | None, handle: DeploymentHandle) -> None:
-        self._limit = timeout_s
-        if timeout_s is None:
-            self._limit = handle._membership().request_timeout_s
-        self._end = None if self._limit is None else time.monotonic() + self._limit
-
-    def left(self) -> float | None:
-        """Seconds; None: for ever."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
-
-    def passed(self, name: str) -> DeploymentError:
-        return DeploymentError(
-            f"{name}: no answer in {self._limit:g} s. Look at its log in the Ray dashboard; raise "
-            f"placement.timeout_s if it is still starting, request_timeout_s if it works."
-        )
+def _ask_each(
+    handle: DeploymentHandle, members: Sequence[Member], method: str, args: tuple, kwargs: dict
+) -> list[OneResponse]:
+    request = Request(uuid.uuid4().hex, method, waits_in_line=False)
+    return [
+        OneResponse(handle, member, request, member.actor.call.remote(request, *args, **kwargs))
+        for member in members
+    ]
 
 
 def _loads(members: Sequence[Member]) -> list[float]:

@@ -102,6 +102,8 @@ class Membership:
     epoch: int
     """Grows with every change."""
     serving: tuple[Member, ...]
+    waiting: tuple[Member, ...]
+    """Up, but still to be told what all were told: engines without weights."""
     recovers: bool
     """Whether replicas that do not serve yet will, without anybody's doing."""
     max_ongoing_requests: int

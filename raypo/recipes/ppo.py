@@ -81,7 +81,7 @@ def collect(run: PPORun, services: Services, clock: Clock) -> Collected:
 
     def scored_rollouts(num_prompts: int) -> list[ScoredRollout]:
         draws = run.draw_prompts(num_prompts)
-        rollouts = sample(draws, services.engine, run.tokenizer, run.sampling)
+        rollouts = sample(draws, services.engine, run.tokenizer, run.sampling, run.push_again)
         clock.lap("time/generate_s")
         scored = judge(rollouts, run.judges(services), services.reference)
         clock.lap("time/score_s")

@@ -25,7 +25,7 @@ from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
 from raypo.rewards.sources import close_function, open_function, open_remote
 from raypo.rollout.advantages import AdvantageState
-from raypo.rollout.collect import Sampling
+from raypo.rollout.collect import PushAgain, Sampling
 from raypo.rollout.dealing import Deal
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.judges import Judges
@@ -50,6 +50,8 @@ class PPORun(Run[PPOConfig]):
     eval_function: RewardFunction | None
     sampling: Sampling
     advantage_state: AdvantageState
+    push_again: PushAgain | None = None
+    """The last push once more, for the case that no engine is left that has it."""
     _transport: ObjectTransport = field(default_factory=ObjectTransport)
 
     @classmethod
@@ -146,9 +148,12 @@ class PPORun(Run[PPOConfig]):
         self, learner: Learner, services: Services, *, version: int
     ) -> dict[str, float]:
         """The learner's weights to the engines; their version is the step that made them."""
-        if version == self.last_step:  # the first push of this attempt
+        if self.push_again is None:  # the first push of this attempt
             self._phase("waiting for the engine")
             services.wait(self.config.placement.timeout_s)
+        self.push_again = PushAgain(
+            lambda: self.push_weights(learner, services, version=version), self.workers
+        )
         config = self.config
         probe = Probe(
             prompts=[prompt.token_ids for prompt in self.prompts[:NUM_PROBES]],
@@ -235,4 +240,5 @@ class PPORun(Run[PPOConfig]):
             sampling=self.sampling,
             workers=self.workers,
             judges=self.judges(services),
+            push_again=self.push_again,
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
 from raypo.data.stream import Draw
@@ -54,14 +55,31 @@ class Sampling:
         )
 
 
-def sample(draws: Sequence[Draw], engine: Any, tokenizer: Any, sampling: Sampling) -> list[Rollout]:
+@dataclass(frozen=True)
+class PushAgain:
+    """What all workers do together when no engine is left that holds the weights."""
+
+    push: Callable[[], Any]
+    workers: Workers
+
+
+def sample(
+    draws: Sequence[Draw],
+    engine: Any,
+    tokenizer: Any,
+    sampling: Sampling,
+    push_again: PushAgain | None = None,
+) -> list[Rollout]:
     """Responses for this worker's draws: `samples_per_prompt` a draw, in order.
 
     Every response has a seed of its own, made from the run's seed, its draw and its number, so
-    that it does not depend on the batch or the worker that it is sampled in.
+    that it does not depend on the batch or the worker that it is sampled in, nor on an engine that
+    was lost meanwhile.
+
+    Args:
+        push_again: Given: all workers call this together, and where one of them is left without
+            an engine, all leave for one more push of the weights.
     """
-    if not draws:
-        return []
     requests = [
         SamplingRequest(
             prompt_ids=draw.prompt.token_ids,
@@ -74,12 +92,27 @@ def sample(draws: Sequence[Draw], engine: Any, tokenizer: Any, sampling: Samplin
         for draw in draws
         for number in range(sampling.samples_per_prompt)
     ]
-    completions = engine.generate.remote(requests).result()
+    completions = _generate(requests, engine, push_again) if requests or push_again else []
     texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     return [
         _rollout(draws[i // sampling.samples_per_prompt], i % sampling.samples_per_prompt, c, text)
         for i, (c, text) in enumerate(zip(completions, texts, strict=True))
     ]
+
+
+def _generate(
+    requests: list[SamplingRequest], engine: Any, push_again: PushAgain | None
+) -> list[Completion]:
+    try:
+        completions, lost = engine.generate.remote(requests).result() if requests else [], None
+    except NoReplicaLeft as error:
+        if push_again is None:
+            raise
+        completions, lost = [], error
+    if push_again is None or not push_again.workers.sum(as_tensor(lost is not None)):
+        return completions
+    push_again.push()
+    return engine.generate.remote(requests).result() if lost else completions
 
 
 def request_seed(sampling: Sampling, group_index: int, sample_index: int) -> int:

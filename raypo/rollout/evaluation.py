@@ -15,7 +15,7 @@ from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.sampling import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
-from raypo.rollout.collect import Sampling, sample
+from raypo.rollout.collect import PushAgain, Sampling, sample
 from raypo.rollout.judges import Judges
 from raypo.types import Prompt
 
@@ -33,6 +33,7 @@ def evaluate_policy(
     sampling: Sampling,
     workers: Workers,
     judges: Judges | None = None,
+    push_again: PushAgain | None = None,
 ) -> dict[str, float]:
     """`eval/score_mean` and `eval/response_tokens_mean` of the engines' weights.
 
@@ -42,6 +43,7 @@ def evaluate_policy(
     Args:
         function: What the score is; None: what the judges say.
         judges: Those of training; their reward models also give `eval/reward_model_mean`.
+        push_again: As in `sample`.
     """
     temperature = section.temperature
     sampling = replace(
@@ -53,7 +55,7 @@ def evaluate_policy(
     )
     mine = prompts[workers.rank :: workers.count]
     draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
-    rollouts = sample(draws, engine, tokenizer, sampling)
+    rollouts = sample(draws, engine, tokenizer, sampling, push_again)
     means = WeightedMeans()
     judged: list[dict[str, float]] = []
     if judges and (judges.models or function is None):

@@ -5,6 +5,7 @@ B probes, T response tokens.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypo.cluster.actors import ReplicaLost
 from raypo.collectives import Workers
 from raypo.rollout.dealing import Deal, to_experience
 from raypo.serving.sampling import Completion, SamplingRequest
@@ -103,8 +105,7 @@ def _try_probe(
 ) -> dict[str, float]:
     answers: list[Completion] | None = None
     if workers.rank == 0:
-        responses = engine.generate.on_all(probe.requests(version))
-        answers = [completion for response in responses for completion in response.result()]
+        answers = _ask_all(engine, probe.requests(version))
     completions: list[Completion] = workers.broadcast(answers)
     prompts = list(probe.prompts) * (len(completions) // len(probe.prompts))
     experience = to_experience(_as_deal(prompts, completions))
@@ -123,6 +124,15 @@ def _try_probe(
             f"model; look at rollout.engine.extra."
         )
     return figures
+
+
+def _ask_all(engine: Any, requests: list[SamplingRequest]) -> list[Completion]:
+    """Every engine's answers; one that is lost just now is left out, and loads what they hold."""
+    answers: list[Completion] = []
+    for response in engine.generate.on_all(requests):
+        with contextlib.suppress(ReplicaLost):
+            answers += response.result()
+    return answers or engine.generate.remote(requests).result()
 
 
 def _as_deal(prompts: list[np.ndarray], completions: list[Completion]) -> Deal:

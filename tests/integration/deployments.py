@@ -83,5 +83,6 @@ def pids(handle: Any) -> list[int]:
 
 def done(folder: Path) -> list[tuple[int, int]]:
     """(number, pid) of every request that a replica has done."""
-    lines = (folder / "done").read_text().splitlines()
+    file = folder / "done"
+    lines = file.read_text().splitlines() if file.exists() else []
     return [(int(number), int(pid)) for number, pid in map(str.split, lines)]

@@ -204,6 +204,23 @@ def test_without_the_kept_call_a_replacement_waits_for_the_next_one(start: Start
     assert handle.version.remote().result() == 7
 
 
+def test_a_conversation_with_all_counts_for_those_that_heard_it_to_its_end(start: Start):
+    handle = start(2)
+    replicas = handle.pinned()
+    assert [response.result() for response in replicas.load.on_all(3)] == [3, 3]
+    kill(pids(handle)[1])
+    first, second = replicas.load.on_all(4)
+    assert first.result() == 4
+    with pytest.raises(ReplicaLost, match="doubler:1: the replica was lost"):
+        second.result()
+    assert second.has_failed()
+    assert not first.has_failed()
+    replicas.leave_out(second.name)
+    handle.establish("load", 4, made_by=replicas.names)
+    until(lambda: len(handle.pid.on_all()) == 2)
+    assert [response.result() for response in handle.version.on_all()] == [4, 4]
+
+
 def test_the_budget_of_restarts_ends_with_the_last_reason(start: Start):
     handle = start(1, max_restarts=1)
     for _ in range(2):

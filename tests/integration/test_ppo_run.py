@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,8 +12,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from ray.util.state import list_actors
 
 from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
 from tests.integration.task import digit_share, numbers, read_metrics, write_task
@@ -43,6 +46,22 @@ def first(task: Path, local_ray: None) -> SimpleNamespace:
     result = PPOTrainer(PPOConfig.load(task)).fit()
     folder = task.parent / "runs" / "tiny"
     return SimpleNamespace(result=result, folder=folder, metrics=read_metrics(folder))
+
+
+def wait_for_steps(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 300
+    while len(read_metrics(folder)) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def kill_at_work(name: str) -> int:
+    """SIGKILL for the process of a replica as soon as it works on a request; its pid."""
+    actor = ray.get_actor(name, namespace="raypo")
+    (row,) = list_actors(filters=[("name", "=", name), ("state", "=", "ALIVE")], detail=True)
+    while ray.get(actor.load.remote()) == 0:
+        time.sleep(0.002)
+    os.kill(row["pid"], signal.SIGKILL)
+    return row["pid"]
 
 
 def test_every_step_is_in_the_metrics_and_in_the_result(first: SimpleNamespace):
@@ -135,23 +154,27 @@ def test_plain_vllm_serves_the_saved_policy(first: SimpleNamespace):
     assert "tokens: 4" in done.stdout, done.stderr
 
 
-def test_a_worker_that_is_killed_comes_back_to_the_same_numbers(first: SimpleNamespace, task: Path):
-    """And so do two runs of one seed."""
+def test_an_engine_and_a_worker_that_are_killed_come_back_to_the_same_numbers(
+    first: SimpleNamespace, task: Path
+):
+    """The engine in the middle of its step, the worker later; and so do two runs of one seed."""
     folder = task.parent / "runs" / "lost"
+    killed: list[int] = []
 
-    def kill_the_worker() -> None:
-        deadline = time.monotonic() + 300
-        while len(read_metrics(folder)) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
+    def kill() -> None:
+        wait_for_steps(folder, 1)
+        killed.append(kill_at_work("raypo:lost:engine:0"))
+        wait_for_steps(folder, 3)
         for process in psutil.process_iter(["cmdline"]):
             if "RayTrainWorker" in " ".join(process.info["cmdline"] or []):
                 process.kill()
 
-    killer = threading.Thread(target=kill_the_worker, daemon=True)
+    killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     run_config = RunConfig(name="lost", failure_config=FailureConfig(max_failures=1))
     result = PPOTrainer(PPOConfig.load(task), run_config=run_config).fit()
     killer.join(timeout=10)
+    assert len(killed) == 1
     assert result.return_value == {"status": "finished", "step": 4}
     assert numbers(read_metrics(folder)) == numbers(first.metrics)
 
