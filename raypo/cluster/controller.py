@@ -38,6 +38,8 @@ class _Slot:
     name: str = ""
     actor: ActorHandle | None = None
     attempt: int = 0
+    where: tuple[str, int] = ("", 0)
+    """Node id and process id."""
     is_up: bool = False
     is_given_up: bool = False
     made: int = 0
@@ -95,7 +97,7 @@ class DeploymentController:
     async def status(self) -> DeploymentStatus:
         """The deployment, for people."""
         replicas = tuple(
-            ReplicaStatus(slot.name, self._state(slot), slot.place.bundle, slot.reason)
+            ReplicaStatus(slot.name, self._state(slot), slot.place.bundle, *slot.where, slot.reason)
             for slot in self._slots
         )
         states = {replica.state for replica in replicas}
@@ -167,13 +169,14 @@ class DeploymentController:
         self._kept = None
         await self._bump()
 
-    async def shut_down(self) -> None:
+    async def shut_down(self, grace_s: float | None) -> None:
         """Let requests under way end, for as long as they may take, and end the replicas."""
+        limit = self._deployment.graceful_shutdown_timeout_s if grace_s is None else grace_s
         self._is_stopping = True
         actors = [slot.actor for slot in self._slots if slot.actor is not None and slot.is_up]
         drained = [asyncio.ensure_future(_answer(actor.drain.remote())) for actor in actors]
         if drained:
-            await asyncio.wait(drained, timeout=self._deployment.graceful_shutdown_timeout_s)
+            await asyncio.wait(drained, timeout=limit)
         for slot in self._slots:
             if slot.actor is not None:
                 ray.kill(slot.actor)
@@ -210,7 +213,7 @@ class DeploymentController:
         slot.name += f"#{slot.attempt}" if slot.attempt else ""
         try:
             slot.actor = await asyncio.to_thread(_start, self._deployment, slot)
-            await _answer(slot.actor.check_health.remote())  # after the constructor
+            slot.where = await _answer(slot.actor.where.remote())  # after the constructor
             await self._bring_up(slot)
             await self._bump()
             slot.reason = await self._until_lost(slot)
@@ -242,17 +245,20 @@ class DeploymentController:
             slot.made = self._established
 
     async def _until_lost(self, slot: _Slot) -> str:
+        """Why the replica is no more."""
         assert slot.actor is not None
-        death = asyncio.ensure_future(_answer(slot.actor.until_the_end.remote()))
-        sick = asyncio.ensure_future(self._until_unhealthy(slot))
-        await asyncio.wait({death, sick}, return_when=asyncio.FIRST_COMPLETED)
-        ended, other = (death, sick) if death.done() else (sick, death)
-        other.cancel()
-        return str(ended.exception() or "it ended")
+        watches = [
+            asyncio.ensure_future(_answer(slot.actor.until_the_end.remote())),
+            asyncio.ensure_future(self._until_unhealthy(slot, slot.actor)),
+        ]
+        await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+        for watch in watches:
+            watch.cancel()
+        ends = await asyncio.gather(*watches, return_exceptions=True)
+        return next(str(end) for end in ends if isinstance(end, Exception))
 
-    async def _until_unhealthy(self, slot: _Slot) -> None:
+    async def _until_unhealthy(self, slot: _Slot, actor: ActorHandle) -> None:
         """Raises what the health check says, or that there was no answer."""
-        assert slot.actor is not None
         while True:
             period = self._deployment.health_check_period_s
             with contextlib.suppress(TimeoutError):
@@ -260,7 +266,7 @@ class DeploymentController:
             slot.suspected.clear()
             limit = self._deployment.health_check_timeout_s
             try:
-                await asyncio.wait_for(_answer(slot.actor.check_health.remote()), limit)
+                await asyncio.wait_for(_answer(actor.check_health.remote()), limit)
             except TimeoutError:
                 raise RuntimeError(
                     f"no answer to a health check in {limit:g} s (health_check_timeout_s)"

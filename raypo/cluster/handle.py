@@ -150,10 +150,14 @@ class DeploymentHandle:
         """Let go of the arguments of the last established call, before the next ones are made."""
         self._ask("forget")
 
-    def shutdown(self) -> None:
-        """Let requests under way end, end the replicas and the controller."""
+    def shutdown(self, grace_s: float | None = None) -> None:
+        """End the replicas and the controller.
+
+        Args:
+            grace_s: Seconds for requests under way; None: `graceful_shutdown_timeout_s`.
+        """
         try:
-            self._ask("shut_down")
+            self._ask("shut_down", grace_s)
             ray.kill(self._controller())
         except DeploymentError:
             return  # it is gone already

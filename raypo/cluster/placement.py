@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
@@ -53,12 +54,68 @@ def check_feasible(demand: Demand, nodes: list[Resources], *, strategy: str = "P
 
     fits = room(demand.bundle, nodes, strategy)
     if fits < demand.count:
-        bundle = ", ".join(f"{amount:g} {name}" for name, amount in sorted(demand.bundle.items()))
         raise PlacementError(
-            f"{demand.role}: asks for {demand.count} bundles of {bundle}, each on one node; under "
-            f"placement.strategy {strategy} the cluster's {_count(len(nodes))} have room for "
-            f"{fits}. {demand.remedy}"
+            f"{demand.role}: asks for {demand.count} bundles of {words(demand.bundle)}, each on "
+            f"one node; under placement.strategy {strategy} the cluster's {_count(len(nodes))} "
+            f"have room for {fits}. {demand.remedy}"
         )
+
+
+def check_together(
+    demands: Sequence[Demand], nodes: list[Resources], *, strategy: str = "PACK"
+) -> None:
+    """Refuse demands that no waiting could meet at the same time; each alone is checked first.
+
+    Raises:
+        PlacementError: one alone does not fit, or all together do not; then with a table.
+    """
+    for demand in demands:
+        check_feasible(demand, nodes, strategy=strategy)
+    left = [dict(node) for node in nodes]
+    for demand in demands:
+        if not _take(demand, left, strategy):
+            raise PlacementError(_table(demands, nodes, strategy))
+
+
+def _take(demand: Demand, left: list[Resources], strategy: str) -> bool:
+    """Take the bundles out of what is left, as Ray would place them; whether they fit."""
+    if room(demand.bundle, left, strategy) < demand.count:
+        return False
+    order = sorted(left, key=lambda node: -room(demand.bundle, [node], "PACK"))
+    missing = demand.count
+    while missing:
+        for node in order:
+            fits = room(demand.bundle, [node], "PACK")
+            taken = min(fits, missing, missing if "PACK" in strategy else 1)
+            for name, amount in demand.bundle.items():
+                node[name] = node.get(name, 0.0) - taken * amount
+            missing -= taken
+    return True
+
+
+def _table(demands: Sequence[Demand], nodes: list[Resources], strategy: str) -> str:
+    names = sorted({name for demand in demands for name in demand.bundle})
+    rows = [("", "bundles", "each", "in all")]
+    for demand in demands:
+        whole = {name: amount * demand.count for name, amount in demand.bundle.items()}
+        rows.append((demand.role, str(demand.count), words(demand.bundle), words(whole)))
+    total = {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
+    largest = {name: max(node.get(name, 0.0) for node in nodes) for name in names}
+    rows.append((f"the cluster ({_count(len(nodes))})", "", "", words(total)))
+    rows.append(("its largest node", "", "", words(largest)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    text = "\n  ".join(line.rstrip() for line in lines)
+    remedies = " ".join(dict.fromkeys(demand.remedy for demand in demands))
+    return (
+        f"placement.mode: the groups do not fit the cluster at the same time under "
+        f"placement.strategy {strategy}:\n  {text}\n{remedies}"
+    )
+
+
+def words(resources: Resources) -> str:
+    """`1 CPU, 2 GPU`."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()))
 
 
 def room(bundle: Resources, nodes: list[Resources], strategy: str) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+import ray
 
 from raypo.cluster.spec import Deployment, Refused, Request, Unhealthy
 from raypo.metrics.logs import log_to_file
@@ -27,6 +30,7 @@ class Replica:
         self._target = self._pool.submit(_make, deployment, index).result()
         self._requests: OrderedDict[str, Future[Any]] = OrderedDict()
         self._is_draining = False
+        self._end = asyncio.Event()
 
     def __repr__(self) -> str:
         return repr(self._target)
@@ -47,6 +51,10 @@ class Replica:
             self._forget_old()
         return await asyncio.wrap_future(future)  # a caller that gives up takes a waiting one away
 
+    async def where(self) -> tuple[str, int]:
+        """Id of its node, and its process id there."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     async def load(self) -> int:
         """Requests that are worked on or wait."""
         return self._count()
@@ -59,7 +67,7 @@ class Replica:
 
     async def until_the_end(self) -> None:
         """Never returns: the caller hears at once when this process ends."""
-        await asyncio.Event().wait()
+        await self._end.wait()
 
     async def drain(self) -> None:
         """Take no more requests, and return when the last one is answered."""

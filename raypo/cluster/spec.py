@@ -123,6 +123,9 @@ class ReplicaStatus:
     state: ReplicaState
     """waiting: it is up, and has still to be told what all were told (an engine: its weights)."""
     bundle: int
+    node_id: str = ""
+    pid: int = 0
+    """Of its process on that node."""
     reason: str = ""
     """Why its predecessor, or it itself, was lost."""
 

@@ -49,6 +49,15 @@ class RecipeConfig(RunFile):
     cluster: ClusterSection = ClusterSection()
     logging: LoggingSection = LoggingSection()
 
+    @model_validator(mode="after")
+    def _only_ppo_places_roles(self) -> Self:
+        if self.recipe != "ppo" and self.placement.is_dedicated:
+            raise ValueError(
+                f"placement.mode (dedicated): the recipe {self.recipe} has nothing that could live "
+                f"in a group of its own. Set placement.mode to colocated."
+            )
+        return self
+
 
 class PPOConfig(RecipeConfig):
     """The whole run file of the `ppo` recipe; each part of the program gets its own section."""
@@ -102,12 +111,37 @@ class PPOConfig(RecipeConfig):
 
     @model_validator(mode="after")
     def _every_engine_has_a_worker(self) -> Self:
-        count, num_workers = self.rollout.engine.count, self.learner.num_workers
-        if count != "auto" and count > num_workers:
+        engine, num_workers = self.rollout.engine, self.learner.num_workers
+        if self.placement.group_of("engine") == "dedicated":
+            return self
+        if num_workers % engine.tensor_parallel:
             raise ValueError(
-                f"rollout.engine.count ({count}): an engine lives beside a learner worker, and "
-                f"there are {num_workers} (learner.num_workers). Set rollout.engine.count to at "
-                f"most {num_workers}."
+                f"rollout.engine.tensor_parallel ({engine.tensor_parallel}): must divide "
+                f"learner.num_workers ({num_workers}), whose GPUs a colocated engine takes. Set "
+                f"it to 1, or placement.mode to dedicated."
+            )
+        most = num_workers // engine.tensor_parallel
+        if engine.count != "auto" and engine.count > most:
+            raise ValueError(
+                f"rollout.engine.count ({engine.count}): a colocated engine lives beside "
+                f"{engine.tensor_parallel} of the {num_workers} learner workers "
+                f"(rollout.engine.tensor_parallel, learner.num_workers). Set rollout.engine.count "
+                f"to at most {most}, or placement.mode to dedicated."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tensor_parallel_engines_have_whole_gpus(self) -> Self:
+        size, share = self.rollout.engine.tensor_parallel, self.placement.gpus.engine
+        if size > 1 and self.learner.use_gpu is False:
+            raise ValueError(
+                f"rollout.engine.tensor_parallel ({size}): needs GPUs, and learner.use_gpu is "
+                f"false. Set rollout.engine.tensor_parallel to 1."
+            )
+        if size > 1 and share < 1.0:
+            raise ValueError(
+                f"placement.gpus.engine ({share:g}): an engine on several GPUs "
+                f"(rollout.engine.tensor_parallel = {size}) takes whole ones. Set it to 1."
             )
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -137,7 +137,9 @@ class EngineSection(Config):
     """The vLLM engines that sample."""
 
     count: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Engines; auto: one on CPU, one a worker on GPU."""
+    """Engines; auto: one on CPU, one for each `tensor_parallel` workers on GPU."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of one node that share an engine: of as many workers, or of one dedicated bundle."""
     gpu_memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
     """Share of a GPU's memory that an engine may take."""
     kv_cache_gb: float | None = Field(default=None, gt=0.0)
@@ -151,7 +153,7 @@ class EngineSection(Config):
         """Engines that are started."""
         if self.count != "auto":
             return self.count
-        return num_workers if use_gpu else 1
+        return max(1, num_workers // self.tensor_parallel) if use_gpu else 1
 
 
 class SamplingSection(Config):
@@ -266,16 +268,45 @@ class DeploymentSection(Config):
     """Lost replicas of a deployment that are replaced before the run stops."""
 
 
+Group = Literal["colocated", "dedicated"]
+RoleKind = Literal["engine", "reference", "reward"]
+
+
+class GpuShares(Config):
+    """GPUs that one replica takes of a dedicated bundle; what is below 1 is shared."""
+
+    engine: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Of each of its `rollout.engine.tensor_parallel` GPUs."""
+    reference: float = Field(default=0.5, gt=0.0, le=1.0)
+    reward: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Of each reward model."""
+
+
 class PlacementSection(Config):
     """Where engines and frozen models run."""
 
-    mode: Literal["colocated"] = "colocated"
-    """colocated: in the learner workers' own placement group, on their devices."""
+    mode: Group | dict[RoleKind, Group] = "colocated"
+    """colocated: in the learner workers' own placement group, on their devices. dedicated: in a
+    group of their own, which outlives a restart of the workers. Or by role, the others colocated:
+    {engine: dedicated, reference: colocated, reward: colocated}."""
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
-    """Ray's placement strategy of the learner workers."""
+    """Ray's placement strategy of each of the two groups."""
+    gpus: GpuShares = GpuShares()
+    """dedicated: by role. Replicas are put into one bundle as long as their shares fit a GPU."""
+    cpus_per_bundle: int = Field(default=1, ge=1)
+    """dedicated: CPU cores of each bundle; the replicas in it take turns on them."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """Seconds that engines and frozen models may take to start."""
     deployment: DeploymentSection = DeploymentSection()
+
+    def group_of(self, role: RoleKind) -> Group:
+        """Where a role lives."""
+        return self.mode if isinstance(self.mode, str) else self.mode.get(role, "colocated")
+
+    @property
+    def is_dedicated(self) -> bool:
+        """Whether any role lives in a group of its own."""
+        return any(self.group_of(role) == "dedicated" for role in get_args(RoleKind))
 
 
 class ClusterSection(Config):

@@ -134,7 +134,7 @@ def engine(config: PPOConfig, shape: ModelShape, device: Device, gpu_bytes: int 
     sampling = ENGINE_SEQUENCES * shape.vocabulary * 4 * 3
     held: Bytes = {
         "runtime": RUNTIME[device]["engine"],
-        "weights": shape.parameters * itemsize,
+        "weights": shape.parameters * itemsize // section.tensor_parallel,
         "sampling": sampling
         if device == "cuda"
         else min(config.responses_per_step, ENGINE_SEQUENCES) * shape.vocabulary * 12,

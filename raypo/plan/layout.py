@@ -1,10 +1,12 @@
-"""Which node each bundle of the learner workers comes to lie on, as Ray's strategies place them."""
+"""Which node each bundle comes to lie on, as Ray's strategies place them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from raypo.config import ConfigError
+from raypo.plan.dedicated import DedicatedBundle
 from raypo.plan.hardware import Node
 
 
@@ -34,6 +36,67 @@ def place(nodes: Sequence[Node], count: int, *, cpus: int, gpus: int, strategy: 
     if len(placed) < count:
         raise ConfigError(_refusal(nodes, rooms, count, len(placed), cpus, gpus, strategy))
     return sorted(placed)
+
+
+def place_bundles(
+    nodes: Sequence[Node], bundles: Sequence[DedicatedBundle], *, strategy: str
+) -> list[int]:
+    """Index of the node of each bundle of the dedicated group.
+
+    Raises:
+        ConfigError: one does not fit, with what is asked, what there is, and what to change.
+    """
+    if strategy == "STRICT_PACK":
+        for index in range(len(nodes)):
+            placed = [index] * len(bundles)
+            if all(_fits_on(nodes, bundles, placed)):
+                return placed
+    placed = []
+    for bundle in bundles:
+        used = [placed.count(index) for index in range(len(nodes))]
+        order = sorted(range(len(nodes)), key=lambda i: used[i] if "SPREAD" in strategy else 0)
+        for index in order:
+            if strategy == "STRICT_SPREAD" and used[index]:
+                continue
+            if all(_fits_on(nodes, bundles, [*placed, index])):
+                placed.append(index)
+                break
+        else:
+            raise ConfigError(_dedicated_refusal(nodes, bundle, len(placed), strategy))
+        if strategy == "STRICT_PACK" and len(set(placed)) > 1:
+            raise ConfigError(_dedicated_refusal(nodes, bundle, len(placed) - 1, strategy))
+    return placed
+
+
+def left_of(
+    nodes: Sequence[Node], bundles: Sequence[DedicatedBundle], placed: Sequence[int]
+) -> list[Node]:
+    """The nodes without what these bundles take."""
+    left = list(nodes)
+    for bundle, index in zip(bundles, placed, strict=False):
+        node = left[index]
+        cpus = None if node.cpus is None else node.cpus - bundle.cpus
+        left[index] = replace(node, cpus=cpus, gpus=node.gpus - bundle.gpus)
+    return left
+
+
+def _fits_on(
+    nodes: Sequence[Node], bundles: Sequence[DedicatedBundle], placed: Sequence[int]
+) -> list[bool]:
+    """Whether each node still holds what would be placed on it."""
+    left = left_of(nodes, bundles, placed)
+    return [(node.cpus is None or node.cpus >= 0) and node.gpus >= 0 for node in left]
+
+
+def _dedicated_refusal(
+    nodes: Sequence[Node], bundle: DedicatedBundle, fits: int, strategy: str
+) -> str:
+    there = ", ".join(str(node) for node in nodes[:4]) + (", ..." if len(nodes) > 4 else "")
+    return (
+        f"placement.mode: the dedicated group asks for {bundle}; under placement.strategy "
+        f"{strategy} there is no room for it on {there} after {fits} other bundles. Lower "
+        f"rollout.engine.count, set placement.mode to colocated, or use a larger cluster."
+    )
 
 
 def _refusal(

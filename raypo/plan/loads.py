@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypo.config import ConfigError, PPOConfig
+from raypo.config.sections import RoleKind
 from raypo.plan import estimate
+from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
 from raypo.plan.estimate import Device, Models, Role
 from raypo.plan.hardware import Node
-from raypo.plan.layout import place
+from raypo.plan.layout import left_of, place, place_bundles
 from raypo.plan.memory import Sharding
 
 USABLE = 0.95
@@ -71,56 +73,103 @@ def num_engines(config: PPOConfig, device: Device) -> int:
     )
 
 
-def place_workers(config: PPOConfig, nodes: Sequence[Node], device: Device) -> list[int]:
-    """Index of the node of each learner worker's bundle.
+@dataclass(frozen=True)
+class Layout:
+    """Index of the node of each bundle, and who lives in the dedicated ones."""
+
+    workers: list[int]
+    dedicated: list[int]
+    bundles: list[DedicatedBundle]
+
+
+def lay_out(config: PPOConfig, nodes: Sequence[Node], device: Device) -> Layout:
+    """The dedicated group, which is reserved first, and the learner workers on what is left.
 
     Raises:
         ConfigError: they do not fit onto the nodes.
     """
-    learner = config.learner
-    return place(
-        nodes,
+    learner, strategy = config.learner, config.placement.strategy
+    bundles = dedicated_bundles(config, use_gpu=device == "cuda")
+    dedicated = place_bundles(nodes, bundles, strategy=strategy)
+    workers = place(
+        left_of(nodes, bundles, dedicated),
         learner.num_workers,
         cpus=learner.cpus_per_worker,
         gpus=1 if device == "cuda" else 0,
-        strategy=config.placement.strategy,
+        strategy=strategy,
     )
+    return Layout(workers, dedicated, bundles)
 
 
-def smallest_gpu(nodes: Sequence[Node], placed: list[int]) -> int | None:
+def smallest_gpu(nodes: Sequence[Node], layout: Layout) -> int | None:
     """Bytes of the smallest GPU that is used; None: nobody said."""
-    sizes = [nodes[index].gpu_bytes for index in placed]
+    sizes = [nodes[index].gpu_bytes for index in (*layout.workers, *layout.dedicated)]
     return min((size for size in sizes if size), default=None)
 
 
 def roles_in(config: PPOConfig, bundle: int, device: Device, frozen: Sequence[str]) -> list[str]:
-    """Kinds of the processes of a bundle: engine i beside worker i, frozen models beside 0."""
+    """Kinds of the processes of a worker's bundle.
+
+    An engine lies beside each of the first workers, or in as many as share it; frozen models lie
+    beside worker 0.
+    """
+    placement, size = config.placement, config.rollout.engine.tensor_parallel
     roles = ["learner worker"]
-    roles += ["engine"] if bundle < num_engines(config, device) else []
-    return roles + (list(frozen) if bundle == 0 else [])
+    if placement.group_of("engine") == "colocated" and bundle < size * num_engines(config, device):
+        roles.append("engine")
+    if bundle == 0:
+        roles += [name for name in frozen if placement.group_of(kind_of(name)) == "colocated"]
+    return roles
+
+
+def kind_of(role: str) -> RoleKind:
+    """The word of `placement.mode` for a role: reward for reward_0."""
+    if role == "engine":
+        return "engine"
+    return "reference" if role == "reference" else "reward"
 
 
 def device_loads(
-    config: PPOConfig, roles: list[Role], nodes: Sequence[Node], placed: list[int], device: Device
+    config: PPOConfig, roles: list[Role], nodes: Sequence[Node], layout: Layout, device: Device
 ) -> list[DeviceLoad]:
     """Each GPU and each node's RAM at its worst phase."""
     by_name = {role.name: role for role in roles}
     frozen = [name for name in by_name if name not in ("learner worker", "engine")]
-    loads, on_node = [], {}
-    taken: dict[int, int] = {}
-    for bundle, node in enumerate(placed):
+    loads: list[DeviceLoad] = []
+    on_node: dict[int, list[Role]] = {}
+    gpus = GpuNumbers()
+    for bundle, node in zip(layout.bundles, layout.dedicated, strict=True):
+        kinds = [by_name[guest.role] for guest in bundle.guests]
+        on_node.setdefault(node, []).extend(kinds)
+        for gpu in gpus.take(node, bundle.gpus):
+            loads.append(_gpu_load(nodes[node], gpu, kinds))
+    for bundle, node in enumerate(layout.workers):
         kinds = [by_name[name] for name in roles_in(config, bundle, device, frozen)]
         on_node.setdefault(node, []).extend(kinds)
-        if device == "cuda":
-            gpu = taken.get(node, 0)
-            taken[node] = gpu + 1
-            needed, phase = _worst(kinds)
-            name = f"{nodes[node].name} GPU {gpu}"
-            loads.append(DeviceLoad(name, phase, needed, nodes[node].gpu_bytes))
+        for gpu in gpus.take(node, 1 if device == "cuda" else 0):
+            loads.append(_gpu_load(nodes[node], gpu, kinds))
     for node, kinds in on_node.items():
         needed, phase = _ram(config, kinds, device)
         loads.append(DeviceLoad(f"{nodes[node].name} RAM", phase, needed, nodes[node].ram_bytes))
     return loads
+
+
+class GpuNumbers:
+    """Hands out the GPUs of each node from 0, as Ray does."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, int] = {}
+
+    def take(self, node: int, count: int) -> range:
+        """The next ones of a node."""
+        first = self._taken.get(node, 0)
+        self._taken[node] = first + count
+        return range(first, first + count)
+
+
+def _gpu_load(node: Node, gpu: int, roles: Sequence[Role]) -> DeviceLoad:
+    needed, phase = _worst(roles)
+    return DeviceLoad(f"{node.name} GPU {gpu}", phase, needed, node.gpu_bytes)
 
 
 def _worst(roles: Sequence[Role]) -> tuple[int, str]:
@@ -128,6 +177,8 @@ def _worst(roles: Sequence[Role]) -> tuple[int, str]:
     steady = sum(role.memory.steady for role in roles)
     phases = dict.fromkeys(phase for role in roles for phase in role.memory.phases)
     added = {phase: sum(role.memory.added(phase) for role in roles) for phase in phases}
+    if not added:
+        return steady, "always"
     worst = max(added, key=lambda phase: added[phase])
     return steady + added[worst], worst
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from raypo.config import PPOConfig
 from raypo.plan import memory
@@ -12,9 +13,11 @@ from raypo.plan.hardware import GB, Node
 from raypo.plan.loads import (
     USABLE,
     DeviceLoad,
+    GpuNumbers,
+    Layout,
     device_loads,
     device_of,
-    place_workers,
+    lay_out,
     roles_in,
     roles_of,
     smallest_gpu,
@@ -36,8 +39,9 @@ CHOICES = (
 
 @dataclass(frozen=True)
 class Bundle:
-    """One bundle of the learner workers' placement group and who lives in it."""
+    """One bundle of a placement group and who lives in it."""
 
+    group: Literal["dedicated", "workers"]
     index: int
     node: str
     resources: str
@@ -86,49 +90,69 @@ def make_plan(config: PPOConfig, nodes: Sequence[Node]) -> Plan:
     """
     models = Models.read(config)
     device = device_of(config, nodes)
-    placed = place_workers(config, nodes, device)
+    layout = lay_out(config, nodes, device)
     sharding = memory.sharding_of(
         config.learner.zero_stage, config.learner.num_workers, config.learner.deepspeed
     )
-    roles = roles_of(config, models, sharding, device, smallest_gpu(nodes, placed))
-    loads = device_loads(config, roles, nodes, placed, device)
-    problems = _problems(config, models, nodes, placed, device, loads)
+    roles = roles_of(config, models, sharding, device, smallest_gpu(nodes, layout))
+    loads = device_loads(config, roles, nodes, layout, device)
+    problems = _problems(config, models, nodes, layout, device, loads)
     return Plan(
-        bundles=list(_bundles(config, models, nodes, placed, device)),
+        bundles=list(_bundles(config, models, nodes, layout, device)),
         roles=roles,
         loads=loads,
-        choices=list(_choices(config, models, nodes, placed, device, sharding)),
+        choices=list(_choices(config, models, nodes, layout, device, sharding)),
         problems=problems,
         notes=_notes(models, nodes, device),
     )
 
 
 def _bundles(
-    config: PPOConfig, models: Models, nodes: Sequence[Node], placed: list[int], device: Device
+    config: PPOConfig, models: Models, nodes: Sequence[Node], layout: Layout, device: Device
 ) -> Iterator[Bundle]:
     frozen = ["reference"] if models.reference else []
     frozen += [f"reward_{number}" for number in range(len(models.rewards))]
-    taken: dict[int, int] = {}
-    for bundle, node in enumerate(placed):
-        gpu = taken.get(node, 0)
-        taken[node] = gpu + 1
-        resources = f"{config.learner.cpus_per_worker} CPU"
-        kinds = roles_in(config, bundle, device, frozen)
-        names = {"learner worker": f"learner {bundle}", "engine": f"engine:{bundle}"}
+    gpus = GpuNumbers()
+    for index, (dedicated, node) in enumerate(zip(layout.bundles, layout.dedicated, strict=True)):
+        numbers = gpus.take(node, dedicated.gpus)
         yield Bundle(
+            group="dedicated",
+            index=index,
+            node=nodes[node].name,
+            resources=words(dedicated.cpus, dedicated.gpus),
+            roles=tuple(map(str, dedicated.guests)),
+            devices=device_words(numbers),
+        )
+    size = config.rollout.engine.tensor_parallel
+    for bundle, node in enumerate(layout.workers):
+        num_gpus = 1 if device == "cuda" else 0
+        kinds = roles_in(config, bundle, device, frozen)
+        names = {"learner worker": f"learner {bundle}", "engine": f"engine:{bundle // size}"}
+        yield Bundle(
+            group="workers",
             index=bundle,
             node=nodes[node].name,
-            resources=resources + (", 1 GPU" if device == "cuda" else ""),
+            resources=words(config.learner.cpus_per_worker, num_gpus),
             roles=tuple(names.get(kind, f"{kind}:0") for kind in kinds),
-            devices=f"GPU {gpu}" if device == "cuda" else "CPU",
+            devices=device_words(gpus.take(node, num_gpus)),
         )
+
+
+def words(cpus: int, gpus: int) -> str:
+    """`1 CPU, 2 GPU`."""
+    return f"{cpus} CPU" + (f", {gpus} GPU" if gpus else "")
+
+
+def device_words(gpus: range) -> str:
+    """`GPU 0, 1`."""
+    return f"GPU {', '.join(map(str, gpus))}" if gpus else "CPU"
 
 
 def _choices(
     config: PPOConfig,
     models: Models,
     nodes: Sequence[Node],
-    placed: list[int],
+    layout: Layout,
     device: Device,
     chosen: Sharding,
 ) -> Iterator[Choice]:
@@ -136,8 +160,8 @@ def _choices(
         if device == "cpu" and (optimizer or param):
             continue  # they are in RAM already
         sharding = replace(chosen, stage=stage, offload_optimizer=optimizer, offload_param=param)
-        roles = roles_of(config, models, sharding, device, smallest_gpu(nodes, placed))
-        loads = device_loads(config, roles, nodes, placed, device)
+        roles = roles_of(config, models, sharding, device, smallest_gpu(nodes, layout))
+        loads = device_loads(config, roles, nodes, layout, device)
         fullest = sorted(loads, key=lambda load: -load.needed / (load.available or load.needed * 2))
         gpus = [load for load in fullest if not load.name.endswith("RAM")] or fullest
         rams = [load for load in fullest if load.name.endswith("RAM")]
@@ -148,11 +172,11 @@ def _problems(
     config: PPOConfig,
     models: Models,
     nodes: Sequence[Node],
-    placed: list[int],
+    layout: Layout,
     device: Device,
     loads: list[DeviceLoad],
 ) -> list[str]:
-    problems = list(impossible(config, models, device, smallest_gpu(nodes, placed)))
+    problems = list(impossible(config, models, device, smallest_gpu(nodes, layout)))
     full = [load for load in loads if not load.fits]
     if full:
         worst = max(full, key=lambda load: load.needed / (load.available or 1))

@@ -9,7 +9,7 @@ from raypo.config import ConfigError, PPOConfig
 from raypo.plan import estimate, memory
 from raypo.plan.estimate import Device, Models
 from raypo.plan.hardware import GB, Node
-from raypo.plan.loads import USABLE, device_loads, device_of, place_workers, roles_of, smallest_gpu
+from raypo.plan.loads import USABLE, device_loads, device_of, lay_out, roles_of, smallest_gpu
 from raypo.plan.memory import ITEMSIZE
 
 OFF_LOAD = (
@@ -105,13 +105,13 @@ def _would_fit(config: PPOConfig, nodes: Sequence[Node], changes: dict[str, Any]
     try:
         changed = config.parse(_set(config.model_dump(), changes))
         models, device = Models.read(changed), device_of(changed, nodes)
-        placed = place_workers(changed, nodes, device)
+        layout = lay_out(changed, nodes, device)
     except ConfigError:
         return False
-    learner, gpu_bytes = changed.learner, smallest_gpu(nodes, placed)
+    learner, gpu_bytes = changed.learner, smallest_gpu(nodes, layout)
     sharding = memory.sharding_of(learner.zero_stage, learner.num_workers, learner.deepspeed)
     roles = roles_of(changed, models, sharding, device, gpu_bytes)
-    loads = device_loads(changed, roles, nodes, placed, device)
+    loads = device_loads(changed, roles, nodes, layout, device)
     can_be = not any(True for _ in impossible(changed, models, device, gpu_bytes))
     return can_be and all(load.fits for load in loads)
 

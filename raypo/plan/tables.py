@@ -25,10 +25,17 @@ def gb(size: int) -> str:
 
 
 def _bundles(plan: Plan) -> Table:
-    table = _table("Placement", "bundle", "node", "resources", "roles", "device")
+    table = _table("Placement", "group", "bundle", "node", "resources", "roles", "device")
     for bundle in plan.bundles:
         roles = ", ".join(bundle.roles)
-        row = (str(bundle.index), bundle.node, bundle.resources, roles, bundle.devices)
+        row = (
+            bundle.group,
+            str(bundle.index),
+            bundle.node,
+            bundle.resources,
+            roles,
+            bundle.devices,
+        )
         table.add_row(*row)
     return table
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 
+from raypo.cluster.handle import DeploymentHandle
 from raypo.cluster.monitor import Teller
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
@@ -50,6 +51,8 @@ class PPORun(Run[PPOConfig]):
     eval_function: RewardFunction | None
     sampling: Sampling
     advantage_state: AdvantageState
+    dedicated: Mapping[str, DeploymentHandle]
+    """What the driver has started, by role."""
     push_again: PushAgain | None = None
     """The last push once more, for the case that no engine is left that has it."""
     _transport: ObjectTransport = field(default_factory=ObjectTransport)
@@ -98,13 +101,18 @@ class PPORun(Run[PPOConfig]):
                 samples_per_prompt=config.rollout.samples_per_prompt,
             ),
             advantage_state=AdvantageState.of(config.ppo.kl),
+            dedicated=runtime.dedicated,
         )
 
     def start_services(self) -> Services:
         """Start engines and frozen models; on GPU they are up before the learner is."""
         self._phase("starting the engine and the frozen models")
         services = start_deployments(
-            self.config, self.name, self.workers, logs_dir=str(self.files.logs_dir)
+            self.config,
+            self.name,
+            self.workers,
+            logs_dir=str(self.files.logs_dir),
+            dedicated=self.dedicated,
         )
         if torch.cuda.is_available():
             services.wait(self.config.placement.timeout_s)

@@ -1,15 +1,18 @@
-"""Step 2: vLLM engines and frozen models, started by the learner workers beside them."""
+"""Step 2: vLLM engines and frozen models, started beside the learner workers by these, or by the
+driver in a group of their own.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray.train
 import ray.util
 import torch
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypo.cluster.deployment import (
     Deployment,
@@ -18,9 +21,11 @@ from raypo.cluster.deployment import (
     own_devices,
     start_deployment,
 )
-from raypo.cluster.placement import own_bundle
+from raypo.cluster.placement import PlacementError, own_bundle
+from raypo.cluster.reserve import nodes_of, reserve
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
+from raypo.plan.dedicated import dedicated_bundles
 from raypo.serving.engine import Engine
 from raypo.serving.reference import ReferenceModel
 from raypo.serving.reward_model import RewardModel
@@ -45,26 +50,85 @@ class Services:
             handle.wait(timeout_s)
 
 
+@dataclass(frozen=True)
+class Dedicated:
+    """What the driver has started in a placement group of its own."""
+
+    handles: dict[str, DeploymentHandle] = field(default_factory=dict)
+    """By role: engine, reference, reward_0, ..."""
+    group: PlacementGroup | None = None
+
+    def shutdown(self, *, graceful: bool) -> None:
+        """End the deployments and give the group back."""
+        for handle in self.handles.values():
+            handle.shutdown(None if graceful else 0.0)
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+
+def start_dedicated(config: PPOConfig, run_name: str, *, logs_dir: str, use_gpu: bool) -> Dedicated:
+    """Reserve the dedicated group and start the roles that live in it; the driver calls it.
+
+    Args:
+        config: With absolute paths.
+
+    Raises:
+        PlacementError: the group was not free within `placement.timeout_s`.
+    """
+    bundles = dedicated_bundles(config, use_gpu=use_gpu)
+    if not bundles:
+        return Dedicated()
+    placement = config.placement
+    group = reserve(
+        [bundle.resources for bundle in bundles],
+        name=f"raypo:{run_name}:dedicated",
+        strategy=placement.strategy,
+        timeout_s=placement.timeout_s,
+        guests=[", ".join(map(str, bundle.guests)) for bundle in bundles],
+    )
+    places: dict[str, list[Place]] = {}
+    for index, bundle in enumerate(bundles):
+        for guest in bundle.guests:
+            place = Place(group, index, num_gpus=guest.gpus)
+            places.setdefault(guest.role, []).append(place)
+    threads = placement.cpus_per_bundle
+    handles = {
+        role.name: start_deployment(_settled(role, config, run_name, logs_dir), places[role.name])
+        for role in _roles(config, engine_threads=threads, frozen_threads=threads)
+        if role.name in places
+    }
+    return Dedicated(handles, group)
+
+
 def start_deployments(
-    config: PPOConfig, run_name: str, workers: Workers, *, logs_dir: str
+    config: PPOConfig,
+    run_name: str,
+    workers: Workers,
+    *,
+    logs_dir: str,
+    dedicated: Mapping[str, DeploymentHandle],
 ) -> Services:
-    """Start what the run needs in the workers' own placement group; all workers call it.
+    """Start in the workers' own placement group what the driver has not started; all call it.
 
     Engine i lives beside worker i; reference and reward models beside worker 0. All start in the
     background.
+
+    Args:
+        dedicated: What the driver has started, by role.
     """
-    num_engines = _num_engines(config, workers)
-    roles = [_engine(config, num_threads=_engine_threads(config, workers))]
-    roles += [_reference(config)] if config.ppo.needs_reference else []
-    roles += [_reward_model(config, number) for number in range(len(config.model.reward or ()))]
-    counts = [num_engines, *[1] * (len(roles) - 1)]
-    engine, *frozen = _start(
-        [_settled(role, config, run_name, logs_dir) for role in roles], counts, workers
+    roles = _roles(
+        config,
+        engine_threads=_engine_threads(config, workers),
+        frozen_threads=config.learner.cpus_per_worker,
     )
+    colocated = [role for role in roles if role.name not in dedicated]
+    started = _start([_settled(r, config, run_name, logs_dir) for r in colocated], config, workers)
+    handles = {**dedicated, **started}
+    rewards = [role.name for role in roles if role.cls is RewardModel]
     return Services(
-        engine=engine.preferring(workers.rank % num_engines),
-        reference=frozen.pop(0) if config.ppo.needs_reference else None,
-        reward_models=tuple(frozen),
+        engine=handles["engine"].preferring(workers.rank % _num_engines(config, workers)),
+        reference=handles.get("reference"),
+        reward_models=tuple(handles[name] for name in rewards),
     )
 
 
@@ -72,24 +136,43 @@ def start_engines(
     config: SFTConfig, run_name: str, workers: Workers, *, logs_dir: str
 ) -> DeploymentHandle:
     """The engines alone, as `start_deployments` starts them."""
-    num_engines = _num_engines(config, workers)
     role = _engine(config, num_threads=_engine_threads(config, workers))
-    (engine,) = _start([_settled(role, config, run_name, logs_dir)], [num_engines], workers)
-    return engine.preferring(workers.rank % num_engines)
+    started = _start([_settled(role, config, run_name, logs_dir)], config, workers)
+    return started["engine"].preferring(workers.rank % _num_engines(config, workers))
 
 
 def _start(
-    deployments: Sequence[Deployment], counts: Sequence[int], workers: Workers
-) -> list[DeploymentHandle]:
-    """Each deployment with so many replicas, one beside each of the first workers."""
-    places = workers.gather(_own_place())
-    handles = []
+    deployments: Sequence[Deployment], config: PPOConfig | SFTConfig, workers: Workers
+) -> dict[str, DeploymentHandle]:
+    """Each deployment beside the first workers: an engine beside as many as share it."""
+    beside = workers.gather(_own_place())
+    handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
-        handles = [
-            start_deployment(deployment, places[:count])
-            for deployment, count in zip(deployments, counts, strict=True)
-        ]
+        size = config.rollout.engine.tensor_parallel
+        count = _num_engines(config, workers)
+        for deployment in deployments:
+            if deployment.role == "engine":
+                places = [_shared(beside[i * size : (i + 1) * size]) for i in range(count)]
+            else:
+                places = beside[:1]
+            handles[deployment.role] = start_deployment(deployment, places)
     return workers.broadcast(handles)
+
+
+def _shared(places: Sequence[Place]) -> Place:
+    """The first of some places, with the devices of all of them: a tensor-parallel engine."""
+    if len(places) == 1:
+        return places[0]
+    nodes = {nodes_of(place.group)[place.bundle] for place in places if place.group}
+    if len(nodes) > 1:
+        raise PlacementError(
+            f"rollout.engine.tensor_parallel ({len(places)}): the learner workers that share an "
+            f"engine lie on {len(nodes)} nodes. Set placement.strategy to PACK and "
+            f"learner.num_workers so that each node holds a multiple of it, or placement.mode to "
+            f"dedicated."
+        )
+    visible = ",".join(place.env["CUDA_VISIBLE_DEVICES"] for place in places)
+    return replace(places[0], env={**places[0].env, "CUDA_VISIBLE_DEVICES": visible})
 
 
 def _own_place() -> Place:
@@ -112,6 +195,14 @@ def _num_engines(config: PPOConfig | SFTConfig, workers: Workers) -> int:
 
 def _engine_threads(config: PPOConfig | SFTConfig, workers: Workers) -> int:
     return config.learner.cpus_per_worker * workers.count // _num_engines(config, workers)
+
+
+def _roles(config: PPOConfig, *, engine_threads: int, frozen_threads: int) -> list[_Role]:
+    """All that a run needs besides its learner."""
+    roles = [_engine(config, num_threads=engine_threads)]
+    roles += [_reference(config, frozen_threads)] if config.ppo.needs_reference else []
+    num_models = len(config.model.reward or ())
+    return roles + [_reward_model(config, number, frozen_threads) for number in range(num_models)]
 
 
 @dataclass(frozen=True)
@@ -150,17 +241,17 @@ def _engine(config: PPOConfig | SFTConfig, *, num_threads: int) -> _Role:
     return _Role("engine", Engine, kwargs, num_threads)
 
 
-def _reference(config: PPOConfig) -> _Role:
+def _reference(config: PPOConfig, num_threads: int) -> _Role:
     kwargs = {
         "model": config.model.reference or config.model.policy,
         "dtype": config.model.dtype,
         "temperature": config.rollout.temperature,
         "max_batch_tokens": config.learner.max_tokens_per_microbatch,
     }
-    return _Role("reference", ReferenceModel, kwargs, config.learner.cpus_per_worker)
+    return _Role("reference", ReferenceModel, kwargs, num_threads)
 
 
-def _reward_model(config: PPOConfig, number: int) -> _Role:
+def _reward_model(config: PPOConfig, number: int, num_threads: int) -> _Role:
     assert config.model.reward is not None
     kwargs = {
         "model": config.model.reward[number].path,
@@ -168,4 +259,4 @@ def _reward_model(config: PPOConfig, number: int) -> _Role:
         "dtype": config.model.dtype,
         "max_batch_tokens": config.learner.max_tokens_per_microbatch,
     }
-    return _Role(f"reward_{number}", RewardModel, kwargs, config.learner.cpus_per_worker)
+    return _Role(f"reward_{number}", RewardModel, kwargs, num_threads)

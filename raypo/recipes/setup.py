@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pyarrow.fs
 import ray.train
 from ray.actor import ActorHandle
 
+from raypo.cluster.handle import DeploymentHandle
 from raypo.config import ConfigError, parse_run_config
 
 RUNTIME_KEY = "raypo_runtime"
@@ -28,6 +29,8 @@ class Runtime:
     """The driver's folder; relative paths of the config start there."""
     monitor: ActorHandle | None = None
     reward_fn: Callable[..., Any] | None = None
+    dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
+    """What the driver has started in a placement group of its own, by role."""
 
 
 def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:

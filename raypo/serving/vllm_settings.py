@@ -97,7 +97,8 @@ def engine_arguments(
         "generation_config": "vllm",  # requests say all about sampling; no defaults from a file
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": section.prefix_caching,
-        "distributed_executor_backend": "uni",
+        "tensor_parallel_size": section.tensor_parallel,
+        "distributed_executor_backend": "uni" if section.tensor_parallel == 1 else "mp",
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
     }

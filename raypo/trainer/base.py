@@ -19,12 +19,14 @@ from ray.train.torch import TorchTrainer
 from raypo.checks import check_inputs, check_run_folder, is_finished
 from raypo.cluster.connect import connect, dashboard_url
 from raypo.cluster.monitor import start_monitor
-from raypo.cluster.placement import Demand, alive_nodes, check_feasible
-from raypo.config import RecipeConfig
+from raypo.cluster.placement import Demand, alive_nodes, check_together, words
+from raypo.config import PPOConfig, RecipeConfig
 from raypo.config.paths import storage_path
 from raypo.metrics.console import Console
 from raypo.metrics.run_files import RunFiles
 from raypo.metrics.summary import installed_versions, summarize
+from raypo.plan.dedicated import dedicated_bundles
+from raypo.recipes.services import Dedicated, start_dedicated
 from raypo.recipes.setup import RUNTIME_KEY, Runtime
 from raypo.rewards.scoring import RewardFunction
 from raypo.trainer.settings import resolve, run_config_of, scaling_of
@@ -111,6 +113,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._files.write_config(self.config.model_dump(mode="json"))
         self._files.sync()
         started = time.monotonic()
+        dedicated = self._start_dedicated()
         monitor = start_monitor(self.config.name)
         runtime = Runtime(
             name=self.config.name,
@@ -118,6 +121,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             working_dir=os.getcwd(),
             monitor=monitor,
             reward_fn=self._reward_fn,
+            dedicated=dedicated.handles,
         )
         self.train_loop_config = {**self.config.model_dump(), RUNTIME_KEY: runtime}
         console = Console(config=self.config.model_dump())
@@ -140,6 +144,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 self._write_summary(status, time.monotonic() - started)
             console.close(status)
             ray.kill(monitor)
+            dedicated.shutdown(graceful=status == "finished")
 
     def _fit_in_thread(self, monitor: ActorHandle, console: Console) -> Result:
         """Ray Train takes over Ctrl-C only in the main thread, so it gets another one."""
@@ -165,20 +170,48 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _check_cluster(self) -> None:
         config: Any = self.config
-        learner = config.learner
-        scaling = self.scaling_config
-        bundle: dict[str, Any] = scaling._resources_per_worker_not_none
-        check_feasible(
-            Demand(
-                role="learner workers (engine and frozen models share their bundles)",
-                bundle={name: amount for name, amount in bundle.items() if amount},
-                count=learner.num_workers,
-                remedy="Lower learner.num_workers or learner.cpus_per_worker, or use a larger "
-                "cluster.",
-            ),
-            alive_nodes(),
-            strategy=self.config.placement.strategy,
+        bundle: dict[str, Any] = self.scaling_config._resources_per_worker_not_none
+        learner = Demand(
+            role="learner workers (colocated engines and frozen models share their bundles)",
+            bundle={name: amount for name, amount in bundle.items() if amount},
+            count=config.learner.num_workers,
+            remedy="Lower learner.num_workers or learner.cpus_per_worker, or use a larger cluster.",
         )
+        demands = [*self._dedicated_demands(), learner]
+        check_together(demands, alive_nodes(), strategy=config.placement.strategy)
+
+    def _dedicated_demands(self) -> list[Demand]:
+        """The bundles of the dedicated group, alike ones together."""
+        if not isinstance(self.config, PPOConfig):
+            return []
+        demands: dict[str, Demand] = {}
+        for bundle in dedicated_bundles(self.config, use_gpu=self._use_gpu):
+            key = words(bundle.resources)
+            guests = ", ".join(map(str, bundle.guests))
+            known = demands.get(key)
+            demands[key] = Demand(
+                role=f"{known.role}, {guests}" if known else f"dedicated {guests}",
+                bundle=bundle.resources,
+                count=known.count + 1 if known else 1,
+                remedy="Lower rollout.engine.count, placement.gpus or placement.cpus_per_bundle, "
+                "or set placement.mode to colocated.",
+            )
+        return list(demands.values())
+
+    def _start_dedicated(self) -> Dedicated:
+        """Step 2 of what outlives the workers: before they start."""
+        if not isinstance(self.config, PPOConfig):
+            return Dedicated()
+        return start_dedicated(
+            self.config.with_absolute_paths(os.getcwd()),
+            self.config.name,
+            logs_dir=str(self._files.logs_dir),
+            use_gpu=self._use_gpu,
+        )
+
+    @property
+    def _use_gpu(self) -> bool:
+        return bool(self.scaling_config.use_gpu)
 
     def _run_path(self) -> str:
         return f"{storage_path(self.config).rstrip('/')}/{self.config.name}"

@@ -1,5 +1,6 @@
 """Whole PPO runs through PPOTrainer: real Ray Train, real vLLM, real DeepSpeed, a tiny model."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,9 +16,9 @@ import pytest
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray.util.state import list_actors
 
 from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
+from raypo.cluster.handle import DeploymentHandle
 from tests.integration.task import digit_share, numbers, read_metrics, write_task
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -54,14 +55,22 @@ def wait_for_steps(folder: Path, count: int) -> None:
         time.sleep(0.02)
 
 
-def kill_at_work(name: str) -> int:
-    """SIGKILL for the process of a replica as soon as it works on a request; its pid."""
-    actor = ray.get_actor(name, namespace="raypo")
-    (row,) = list_actors(filters=[("name", "=", name), ("state", "=", "ALIVE")], detail=True)
+def kill_at_work(deployment: str) -> int:
+    """SIGKILL for the only replica as soon as it works on a request; its process id."""
+    handle = DeploymentHandle(deployment, "raypo")
+    (replica,) = handle.status().replicas
+    actor = ray.get_actor(replica.name, namespace="raypo")
     while ray.get(actor.load.remote()) == 0:
         time.sleep(0.002)
-    os.kill(row["pid"], signal.SIGKILL)
-    return row["pid"]
+    os.kill(replica.pid, signal.SIGKILL)
+    return replica.pid
+
+
+def kill_the_learner_workers() -> None:
+    for process in psutil.Process().children(recursive=True):  # of this session's Ray
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "RayTrainWorker" in " ".join(process.cmdline()):
+                process.kill()
 
 
 def test_every_step_is_in_the_metrics_and_in_the_result(first: SimpleNamespace):
@@ -163,11 +172,9 @@ def test_an_engine_and_a_worker_that_are_killed_come_back_to_the_same_numbers(
 
     def kill() -> None:
         wait_for_steps(folder, 1)
-        killed.append(kill_at_work("raypo:lost:engine:0"))
+        killed.append(kill_at_work("raypo:lost:engine"))
         wait_for_steps(folder, 3)
-        for process in psutil.process_iter(["cmdline"]):
-            if "RayTrainWorker" in " ".join(process.info["cmdline"] or []):
-                process.kill()
+        kill_the_learner_workers()
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()

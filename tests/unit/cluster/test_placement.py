@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypo.cluster.placement import Demand, PlacementError, check_feasible
+from raypo.cluster.placement import Demand, PlacementError, check_feasible, check_together
 
 
 def demand(count: int, **bundle: float) -> Demand:
@@ -45,3 +45,41 @@ def test_bundles_must_fit_the_nodes_under_the_strategy(strategy: str, nodes: lis
     with pytest.raises(PlacementError, match=f"{strategy} the cluster's .* have room for {room}"):
         check_feasible(demand(2, CPU=3), [{"CPU": n} for n in nodes], strategy=strategy)
     check_feasible(demand(2, CPU=2), [{"CPU": 4}, {"CPU": 2}], strategy="SPREAD")
+
+
+def test_groups_that_fit_alone_but_not_together_are_refused_with_a_table():
+    dedicated = Demand("dedicated engine:0", {"CPU": 1, "GPU": 1}, 1, "Set placement.mode.")
+    with pytest.raises(PlacementError) as caught:
+        check_together([dedicated, demand(2, CPU=1, GPU=1)], [{"CPU": 8, "GPU": 2}])
+    assert str(caught.value) == (
+        "placement.mode: the groups do not fit the cluster at the same time under "
+        "placement.strategy PACK:\n"
+        "                        bundles  each          in all\n"
+        "  dedicated engine:0    1        1 CPU, 1 GPU  1 CPU, 1 GPU\n"
+        "  learner workers       2        1 CPU, 1 GPU  2 CPU, 2 GPU\n"
+        "  the cluster (1 node)                         8 CPU, 2 GPU\n"
+        "  its largest node                             8 CPU, 2 GPU\n"
+        "Set placement.mode. Lower something."
+    )
+    check_together([dedicated, demand(2, CPU=1, GPU=1)], [{"CPU": 8, "GPU": 3}])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "fits"),
+    [
+        ("PACK", [2, 2], True),
+        ("SPREAD", [2, 2], True),
+        ("STRICT_PACK", [2, 2], True),
+        ("STRICT_PACK", [2, 1], False),  # the first group took one of the two
+        ("STRICT_SPREAD", [2, 1], True),
+        ("STRICT_SPREAD", [3], False),
+    ],
+)
+def test_what_the_first_group_leaves_must_do_for_the_second(strategy: str, nodes: list, fits: bool):
+    demands = [demand(1, CPU=1), demand(2, CPU=1)]
+    cluster = [{"CPU": n} for n in nodes]
+    if fits:
+        check_together(demands, cluster, strategy=strategy)
+    else:
+        with pytest.raises(PlacementError):
+            check_together(demands, cluster, strategy=strategy)
