@@ -25,7 +25,7 @@ from raypo.cluster.placement import PlacementError, own_bundle
 from raypo.cluster.reserve import nodes_of, reserve
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
-from raypo.plan.dedicated import dedicated_bundles
+from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
 from raypo.serving.engine import Engine
 from raypo.serving.reference import ReferenceModel
 from raypo.serving.reward_model import RewardModel
@@ -86,18 +86,27 @@ def start_dedicated(config: PPOConfig, run_name: str, *, logs_dir: str, use_gpu:
         timeout_s=placement.timeout_s,
         guests=[", ".join(map(str, bundle.guests)) for bundle in bundles],
     )
+    dedicated = Dedicated(group=group)
+    places = places_in(group, bundles)
+    threads = placement.cpus_per_bundle
+    try:
+        for role in _roles(config, engine_threads=threads, frozen_threads=threads):
+            if role.name in places:
+                deployment = _settled(role, config, run_name, logs_dir)
+                dedicated.handles[role.name] = start_deployment(deployment, places[role.name])
+    except BaseException:
+        dedicated.shutdown(graceful=False)
+        raise
+    return dedicated
+
+
+def places_in(group: PlacementGroup, bundles: Sequence[DedicatedBundle]) -> dict[str, list[Place]]:
+    """By role, the place of each replica, in the order of their numbers."""
     places: dict[str, list[Place]] = {}
     for index, bundle in enumerate(bundles):
         for guest in bundle.guests:
-            place = Place(group, index, num_gpus=guest.gpus)
-            places.setdefault(guest.role, []).append(place)
-    threads = placement.cpus_per_bundle
-    handles = {
-        role.name: start_deployment(_settled(role, config, run_name, logs_dir), places[role.name])
-        for role in _roles(config, engine_threads=threads, frozen_threads=threads)
-        if role.name in places
-    }
-    return Dedicated(handles, group)
+            places.setdefault(guest.role, []).append(Place(group, index, num_gpus=guest.gpus))
+    return places
 
 
 def start_deployments(

@@ -113,26 +113,22 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._files.write_config(self.config.model_dump(mode="json"))
         self._files.sync()
         started = time.monotonic()
-        dedicated = self._start_dedicated()
         monitor = start_monitor(self.config.name)
-        runtime = Runtime(
-            name=self.config.name,
-            storage_path=storage_path(self.config),
-            working_dir=os.getcwd(),
-            monitor=monitor,
-            reward_fn=self._reward_fn,
-            dedicated=dedicated.handles,
-        )
-        self.train_loop_config = {**self.config.model_dump(), RUNTIME_KEY: runtime}
         console = Console(config=self.config.model_dump())
-        console.start(
-            self.config.name,
-            self.config.num_steps,
-            dashboard_url(),
-            self._files.location,
-        )
+        dedicated = Dedicated()
         status = "failed"
         try:
+            console.start(
+                self.config.name,
+                self.config.num_steps,
+                dashboard_url(),
+                self._files.location,
+            )
+            dedicated = self._start_dedicated()
+            self.train_loop_config = {
+                **self.config.model_dump(),
+                RUNTIME_KEY: self._runtime(monitor, dedicated),
+            }
             result = self._fit_in_thread(monitor, console)
             status = (result.return_value or {}).get("status", "failed")
             return result
@@ -145,6 +141,17 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             console.close(status)
             ray.kill(monitor)
             dedicated.shutdown(graceful=status == "finished")
+
+    def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
+        """What the workers are handed besides the config."""
+        return Runtime(
+            name=self.config.name,
+            storage_path=storage_path(self.config),
+            working_dir=os.getcwd(),
+            monitor=monitor,
+            reward_fn=self._reward_fn,
+            dedicated=dedicated.handles,
+        )
 
     def _fit_in_thread(self, monitor: ActorHandle, console: Console) -> Result:
         """Ray Train takes over Ctrl-C only in the main thread, so it gets another one."""
