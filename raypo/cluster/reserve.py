@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -10,7 +11,24 @@ import ray.util
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
+from raypo.cluster.handle import DeploymentHandle
 from raypo.cluster.placement import PlacementError, Resources, words
+
+
+@dataclass(frozen=True)
+class Dedicated:
+    """What the driver has started in a placement group of its own."""
+
+    handles: dict[str, DeploymentHandle] = field(default_factory=dict)
+    """By role: engine, reference, reward_0, ..."""
+    group: PlacementGroup | None = None
+
+    def shutdown(self, *, graceful: bool) -> None:
+        """End the deployments and give the group back."""
+        for handle in self.handles.values():
+            handle.shutdown(None if graceful else 0.0)
+        if self.group is not None:
+            remove_placement_group(self.group)
 
 
 def reserve(

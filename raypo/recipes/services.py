@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray.train
 import ray.util
 import torch
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from raypo.cluster.deployment import (
     Deployment,
@@ -22,7 +22,7 @@ from raypo.cluster.deployment import (
     start_deployment,
 )
 from raypo.cluster.placement import PlacementError, own_bundle
-from raypo.cluster.reserve import nodes_of, reserve
+from raypo.cluster.reserve import Dedicated, nodes_of, reserve
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
 from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
@@ -48,22 +48,6 @@ class Services:
         """
         for handle in filter(None, (self.engine, self.reference, *self.reward_models)):
             handle.wait(timeout_s)
-
-
-@dataclass(frozen=True)
-class Dedicated:
-    """What the driver has started in a placement group of its own."""
-
-    handles: dict[str, DeploymentHandle] = field(default_factory=dict)
-    """By role: engine, reference, reward_0, ..."""
-    group: PlacementGroup | None = None
-
-    def shutdown(self, *, graceful: bool) -> None:
-        """End the deployments and give the group back."""
-        for handle in self.handles.values():
-            handle.shutdown(None if graceful else 0.0)
-        if self.group is not None:
-            remove_placement_group(self.group)
 
 
 def start_dedicated(config: PPOConfig, run_name: str, *, logs_dir: str, use_gpu: bool) -> Dedicated:

@@ -20,13 +20,13 @@ from raypo.checks import check_inputs, check_run_folder, is_finished
 from raypo.cluster.connect import connect, dashboard_url
 from raypo.cluster.monitor import start_monitor
 from raypo.cluster.placement import Demand, alive_nodes, check_together, words
+from raypo.cluster.reserve import Dedicated
 from raypo.config import PPOConfig, RecipeConfig
 from raypo.config.paths import storage_path
 from raypo.metrics.console import Console
 from raypo.metrics.run_files import RunFiles
 from raypo.metrics.summary import installed_versions, summarize
 from raypo.plan.dedicated import dedicated_bundles
-from raypo.recipes.services import Dedicated, start_dedicated
 from raypo.recipes.setup import RUNTIME_KEY, Runtime
 from raypo.rewards.scoring import RewardFunction
 from raypo.trainer.settings import resolve, run_config_of, scaling_of
@@ -207,8 +207,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _start_dedicated(self) -> Dedicated:
         """Step 2 of what outlives the workers: before they start."""
-        if not isinstance(self.config, PPOConfig):
+        if not isinstance(self.config, PPOConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
+        from raypo.recipes.services import start_dedicated  # model code
+
         return start_dedicated(
             self.config.with_absolute_paths(os.getcwd()),
             self.config.name,
