@@ -7,8 +7,19 @@ from functools import partial
 import pytest
 import torch
 
+from raypo.collectives import Workers
 from raypo.config import PPOSection
-from tests.unit.learner.plain import Outcome, PlainModel, on_workers, one_step, plain_models
+from raypo.rollout.dealing import Deal, to_experience
+from tests.unit.learner.plain import (
+    SAMPLES_PER_PROMPT,
+    Outcome,
+    PlainModel,
+    group,
+    on_workers,
+    one_step,
+    plain_learner,
+    plain_models,
+)
 
 ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo")
 LOSSES = ("ppo", "gspo", "cispo", "sapo")
@@ -87,6 +98,19 @@ def test_before_the_policy_moves_its_ratio_is_exactly_one(
         assert outcome.figures["ppo/policy_updates"] == 6
         assert outcome.figures["ppo/ratio_mean"] == 1.0
         assert outcome.figures["ppo/approx_kl"] == outcome.figures["ppo/clip_fraction"] == 0.0
+
+
+def test_every_worker_runs_as_many_microbatches():
+    """Under ZeRO-3 each gathers weights from all: one fewer, and the others wait for ever."""
+
+    def pieces(workers: Workers) -> list[int]:
+        whole = to_experience(Deal(list(group(0)), [0] * SAMPLES_PER_PROMPT))
+        learner = plain_learner(PPOSection(advantage="reinforce"), workers, tokens=1)
+        rows = torch.arange(3 if workers.rank == 0 else workers.rank - 1)
+        return [len(piece) for piece in learner._microbatches(whole, rows)]
+
+    with plain_models():
+        assert on_workers(3, pieces) == [[1, 1, 1], [0, 0, 0], [1, 0, 0]]
 
 
 def test_the_combinations_meet_each_other():

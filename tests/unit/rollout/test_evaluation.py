@@ -1,0 +1,36 @@
+"""Held-out scores by hand: means, failures, pass@k."""
+
+import math
+
+import numpy as np
+
+from raypo.collectives import Workers
+from raypo.config import EvalSection
+from raypo.rollout.evaluation import evaluate_policy
+from raypo.types import Prompt, Rollout
+from tests.unit.test_known_bugs import SAMPLING, Engine, Lossy
+
+PROMPTS = [Prompt(index, "p", np.array([5], np.int32)) for index in range(3)]
+SCORES = {0: (1.0, 0.0), 1: (math.nan, 2.0), 2: (0.5, 0.9)}
+"""By prompt, of its two samples; NaN where scoring failed."""
+
+
+def known_scores(rollouts: list[Rollout]) -> list[float]:
+    return [SCORES[each.prompt_index][each.sample_index] for each in rollouts]
+
+
+def test_means_failures_and_pass_at_k_by_hand():
+    section = EvalSection(samples_per_prompt=2, pass_at=(1, 2))
+
+    figures = evaluate_policy(
+        PROMPTS, Engine(), Lossy(), known_scores, section=section, sampling=SAMPLING,
+        workers=Workers(),
+    )  # fmt: skip
+
+    assert figures == {
+        "eval/failed": 1.0,
+        "eval/pass_at_1": (1 / 2 + 1 / 2 + 0) / 3,  # a score of 1 passes, a failed sample does not
+        "eval/pass_at_2": (1 + 1 + 0) / 3,
+        "eval/response_tokens_mean": 3.0,
+        "eval/score_mean": (1.0 + 0.0 + 2.0 + 0.5 + 0.9) / 5,
+    }
