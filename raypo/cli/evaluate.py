@@ -62,13 +62,22 @@ def evaluate(
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     to: Annotated[Path, typer.Option(help="A folder that does not exist yet.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a LoRA run: the adapter alone, for peft.")
+    ] = False,
 ) -> None:
-    """Copy what a run has trained, as a Hugging Face folder."""
+    """Copy what a run has trained, as a Hugging Face folder; a LoRA adapter is merged."""
     import shutil
 
     from raypo.config import ConfigError
 
-    found = [run / name for name in ("policy", "reward_model") if (run / name).is_dir()]
+    names = ("adapter",) if adapter else ("policy", "reward_model")
+    found = [run / name for name in names if (run / name).is_dir()]
+    if not found and adapter:
+        raise ConfigError(
+            f"--adapter: there is no adapter/ in {run}. Give the folder of a run with model.lora "
+            f"that has reached a checkpoint, or leave --adapter out."
+        )
     if not found:
         raise ConfigError(
             f"{run}: there is no policy/ or reward_model/ in it. Give the folder of a run that "

@@ -86,6 +86,16 @@ class PPOConfig(RecipeConfig):
         """Responses sampled in a step, over all workers."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
+    @property
+    def reference(self) -> str | None:
+        """Path of the model that a reference deployment holds; None: no deployment is needed.
+
+        With `model.lora` the learner itself is the reference, its adapter off.
+        """
+        if not self.ppo.needs_reference or self.model.is_own_reference:
+            return None
+        return self.model.reference or self.model.policy
+
     @model_validator(mode="after")
     def _step_is_whole_minibatches(self) -> Self:
         if self.responses_per_step % self.ppo.minibatch_size:

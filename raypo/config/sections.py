@@ -40,6 +40,35 @@ RewardModels = Annotated[
 ]
 
 
+class LoraSection(Config):
+    """Low-rank adapters: the model's own weights stay, W x + alpha / rank * B A x is trained.
+
+    Dropout is not offered: old and new log-probs must be of one function.
+    Paper: Hu et al. 2021, arXiv:2106.09685, eq. 3.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: float = Field(default=32.0, gt=0.0)
+    """Numerator of the scale alpha / rank."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = (
+        "all-linear"
+    )
+    """Names of linear layers, like [q_proj, v_proj]; all-linear: each one but the output head."""
+
+    @property
+    def scale(self) -> float:
+        """What B A x is multiplied by."""
+        return self.alpha / self.rank
+
+
+class PolicyLoraSection(LoraSection):
+    """Adapters of a policy and its critic."""
+
+    critic: Literal["adapter", "head"] = "adapter"
+    """What the critic learns besides its value head: an adapter of its own, or nothing."""
+
+
 class ModelSection(Config):
     """Which models a run is made of; every path is a Hugging Face folder or a hub id."""
 
@@ -54,6 +83,14 @@ class ModelSection(Config):
     """The model that the KL penalty pulls to; null: the policy as it was at the start."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the policy, the engine and the frozen models. On CPU float32 is faster and exact."""
+    lora: PolicyLoraSection | None = None
+    """Train adapters; {} for the defaults, null: all weights. Without model.reference the policy
+    with its adapter off is the reference, and no other model is loaded for it."""
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the learner's policy, its adapter off, is the reference."""
+        return self.lora is not None and self.reference is None
 
 
 class DataSection(Config):

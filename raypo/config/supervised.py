@@ -11,6 +11,7 @@ from raypo.config.run import RecipeConfig
 from raypo.config.sections import (
     DataSection,
     EvalSection,
+    LoraSection,
     Paths,
     SamplingSection,
     WorkersSection,
@@ -24,6 +25,9 @@ class TrainedModelSection(Config):
     """The model to start from: a Hugging Face folder or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """On CPU float32 is faster and exact."""
+    lora: LoraSection | None = None
+    """Train an adapter (and a reward model's score head); {} for the defaults, null: all
+    weights."""
 
 
 class ExamplesLearnerSection(WorkersSection):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
+from raypo.models.lora import Weight, merged_weights
 
 
 class TrainedModel:
-    """A module, its AdamW and its ZeRO sharding.
+    """A module, the AdamW of what it trains, and its ZeRO sharding.
 
     Losses come divided by the counts of the whole optimizer step, so DeepSpeed must only add:
     its mean over workers is undone by a factor, its division by accumulation steps is off.
@@ -32,10 +33,11 @@ class TrainedModel:
         workers: Workers,
     ) -> None:
         deepspeed = _import_deepspeed()
+        parameters = list(module.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._has_frozen = len(trained) < len(parameters)
         optimizer = torch.optim.AdamW(
-            [p for p in module.parameters() if p.requires_grad],
-            lr=learning_rate,
-            weight_decay=section.weight_decay,
+            trained, lr=learning_rate, weight_decay=section.weight_decay
         )
         self._engine, *_ = deepspeed.initialize(
             model=module,
@@ -90,19 +92,31 @@ class TrainedModel:
     def named_weights(self, submodule: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names below `submodule` and whole weights, gathered one at a time under ZeRO-3.
 
-        All workers must iterate to the end together. A tied weight comes once under each name.
+        All workers must iterate to the end together. A tied weight comes once under each name, one
+        with an adapter merged; the module itself stays as it is.
         """
-        for name, parameter in submodule.named_parameters(remove_duplicate=False):
-            with self._gathered_parameters([parameter], enabled=self._stage == 3):
-                yield name, parameter.detach()
+        return self.gathered(merged_weights(submodule))
+
+    def gathered(self, weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole tensors of some weights; all workers iterate to the end together."""
+        for weight in weights:
+            with self._gathered_parameters(list(weight.parts), enabled=self._stage == 3):
+                yield weight.name, weight.merged()
 
     def save(self, directory: Path) -> None:
-        """Weights, optimizer and counters, this worker's shard; all workers call it."""
-        self._engine.save_checkpoint(str(directory), tag="state", save_latest=False)
+        """What is trained, optimizer and counters, this worker's shard; all workers call it."""
+        self._engine.save_checkpoint(
+            str(directory),
+            tag="state",
+            save_latest=False,
+            exclude_frozen_parameters=self._has_frozen,
+        )
 
     def load(self, directory: Path) -> None:
         """What `save` wrote with the same number of workers and the same ZeRO stage."""
-        path, _ = self._engine.load_checkpoint(str(directory), tag="state")
+        path, _ = self._engine.load_checkpoint(
+            str(directory), tag="state", load_module_strict=not self._has_frozen
+        )
         if path is None:
             raise RuntimeError(f"{directory}: holds no DeepSpeed checkpoint that can be loaded.")
 

@@ -17,6 +17,7 @@ from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.data.batching import batches_by_tokens
 from raypo.learner.engine import TrainedModel
+from raypo.learner.export import save_adapter, save_folder
 from raypo.learner.objective import (
     PolicyOutput,
     StepCounts,
@@ -32,6 +33,7 @@ from raypo.learner.state import (
 from raypo.learner.statistics import UpdateStatistics
 from raypo.models.critic import Critic, CriticStart
 from raypo.models.loading import load_causal_lm
+from raypo.models.lora import adapter_off, add_adapter
 from raypo.models.networks import Policy
 from raypo.types import Experience
 
@@ -65,46 +67,32 @@ class Learner:
         rates = "learner.policy_lr and learner.critic_lr"
         self._skipped = SkippedUpdates(section.max_skipped_updates, rates)
         shared: dict[str, Any] = {"dtype": model.dtype, "section": section, "workers": workers}
-        policy = Policy(load_causal_lm(model.policy, dtype=model.dtype), temperature=temperature)
+        self._model = model
+        self._is_reference = ppo.needs_reference and model.is_own_reference
+        network = add_adapter(load_causal_lm(model.policy, dtype=model.dtype), model.lora)
+        policy = Policy(network, temperature=temperature)
         self._policy = TrainedModel(policy, learning_rate=section.policy_lr, **shared)
         self._critic = None
         self.critic_start = ""
         """In words, which weights the critic starts from."""
         if ppo.needs_critic:
             start = critic_start or CriticStart(model.critic or model.policy)
-            critic, self.critic_start = Critic.load(start, dtype=model.dtype)
+            critic, self.critic_start = Critic.load(start, dtype=model.dtype, lora=model.lora)
             self._critic = TrainedModel(critic, learning_rate=section.critic_lr, **shared)
 
     @torch.no_grad()
     def evaluate(self, experience: Experience) -> Experience:
         """The experience with `old_log_probs` and, where there is a critic, `values`.
 
-        With `ppo.bootstrap_truncated` also `last_values`, 0 for responses that ended. It is cut as
-        the update cuts it, so that the first update has a ratio of exactly 1.
+        With `ppo.bootstrap_truncated` also `last_values`, 0 for responses that ended; where the
+        policy without its adapter is the reference, also `ref_log_probs`. All is cut as the update
+        cuts it, so that the first update has a ratio of exactly 1.
         """
-        mask = experience.response_mask
-        log_probs, values = torch.zeros(mask.shape), torch.zeros(mask.shape)
-        last_values = torch.zeros(len(experience))
-        for rows in self._pieces(experience):
-            batch = self._on_device(experience, rows)
-            width = batch.response_mask.shape[1]
-            new_log_probs, _ = self._policy(batch)
-            if len(rows):
-                log_probs[rows, :width] = new_log_probs.to(log_probs)
-            if self._critic:
-                new_values, after_last = values_of(
-                    self._critic, batch, with_last=self._ppo.bootstrap_truncated
-                )
-                if len(rows):
-                    values[rows, :width] = new_values.to(values)
-                    last_values[rows] = after_last.to(values)
-        evaluated = experience.with_(old_log_probs=torch.where(mask, log_probs, 0.0))
-        if self._critic is None:
-            return evaluated
-        evaluated = evaluated.with_(values=torch.where(mask, values, 0.0))
-        if not self._ppo.bootstrap_truncated:
-            return evaluated
-        return evaluated.with_(last_values=last_values)
+        evaluated = experience.with_(old_log_probs=self._policy_log_probs(experience))
+        if self._is_reference:
+            with adapter_off(self._policy.module):
+                evaluated = evaluated.with_(ref_log_probs=self._policy_log_probs(experience))
+        return self._with_values(evaluated, self._critic) if self._critic else evaluated
 
     def update(
         self, experience: Experience, *, step: int, kl_coef: float = 0.0
@@ -162,15 +150,45 @@ class Learner:
         if self._critic:
             self._critic.load(directory / "critic")
 
-    def save_policy(self, directory: Path, tokenizer: Any) -> None:
+    def save_policy(self, folder: Path, tokenizer: Any) -> None:
         """The policy as a Hugging Face folder; written by rank 0, all workers call it."""
-        weights: dict[str, Tensor] = {}
-        for name, tensor in self.named_weights():  # all iterate, rank 0 alone keeps
-            if self._workers.rank == 0:
-                weights[name] = tensor.cpu().clone()
-        if self._workers.rank == 0:
-            self._policy.module.model.save_pretrained(directory, state_dict=weights)
-            tokenizer.save_pretrained(directory)
+        network = self._policy.module.model
+        save_folder(self._policy, network, folder, tokenizer=tokenizer, workers=self._workers)
+
+    def save_adapter(self, folder: Path) -> None:
+        """The policy's adapter as a peft folder; written by rank 0, all workers call it."""
+        assert self._model.lora is not None
+        save_adapter(
+            self._policy,
+            self._policy.module.model,
+            folder,
+            section=self._model.lora,
+            base=self._model.policy,
+            workers=self._workers,
+        )
+
+    def _policy_log_probs(self, experience: Experience) -> Tensor:
+        """[B, T] float32, zero where masked."""
+        mask = experience.response_mask
+        log_probs = torch.zeros(mask.shape)
+        for rows in self._pieces(experience):
+            batch = self._on_device(experience, rows)
+            new, _ = self._policy(batch)
+            if len(rows):
+                log_probs[rows, : new.shape[1]] = new.to(log_probs)
+        return torch.where(mask, log_probs, 0.0)
+
+    def _with_values(self, experience: Experience, critic: TrainedModel) -> Experience:
+        mask, with_last = experience.response_mask, self._ppo.bootstrap_truncated
+        values, last_values = torch.zeros(mask.shape), torch.zeros(len(experience))
+        for rows in self._pieces(experience):
+            batch = self._on_device(experience, rows)
+            new, after_last = values_of(critic, batch, with_last=with_last)
+            if len(rows):
+                values[rows, : new.shape[1]] = new.to(values)
+                last_values[rows] = after_last.to(values)
+        evaluated = experience.with_(values=torch.where(mask, values, 0.0))
+        return evaluated.with_(last_values=last_values) if with_last else evaluated
 
     def _update_on(
         self,

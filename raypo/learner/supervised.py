@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from raypo.collectives import Workers, as_tensor
-from raypo.config import ExamplesLearnerSection
+from raypo.config import ExamplesLearnerSection, LoraSection
 from raypo.data.batching import batches_by_tokens
 from raypo.learner.engine import TrainedModel
+from raypo.learner.export import save_adapter, save_folder
 from raypo.learner.schedule import learning_rate
 from raypo.learner.state import SkippedUpdates, load_worker_state, save_worker_state
 from raypo.learner.tasks import Item, Sums, Task
@@ -112,15 +113,21 @@ class SupervisedLearner(Generic[Item]):
         load_worker_state(directory, self._workers, self._section, self._skipped)
         self._model.load(directory / "model")
 
-    def save_model(self, directory: Path, tokenizer: Any) -> None:
+    def save_model(self, folder: Path, tokenizer: Any) -> None:
         """The model as a Hugging Face folder; written by rank 0, all workers call it."""
-        weights: dict[str, Tensor] = {}
-        for name, tensor in self.named_weights():  # all iterate, rank 0 alone keeps
-            if self._workers.rank == 0:
-                weights[name] = tensor.cpu().clone()
-        if self._workers.rank == 0:
-            self._task.network.save_pretrained(directory, state_dict=weights)
-            tokenizer.save_pretrained(directory)
+        network = self._task.network
+        save_folder(self._model, network, folder, tokenizer=tokenizer, workers=self._workers)
+
+    def save_adapter(self, folder: Path, section: LoraSection, base: str) -> None:
+        """The model's adapter as a peft folder; written by rank 0, all workers call it."""
+        save_adapter(
+            self._model,
+            self._task.network,
+            folder,
+            section=section,
+            base=base,
+            workers=self._workers,
+        )
 
     def _microbatches(self, items: Sequence[Item]) -> list[list[Item]]:
         """Examples cut by token budget; every worker gets as many pieces, some of them empty."""

@@ -20,6 +20,7 @@ from raypo.metrics.rollout_table import rollout_table
 
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 _ROLLOUTS, _POLICY, _LOGS, _TIMELINE = "rollouts", "policy", "logs", "timeline"
+_ADAPTER = "adapter"
 _BEFORE_CONFIG = re.compile(rf"{_LOGS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*")
 """What a run that died before its config may have left; the marker is Ray Train's."""
 _ROLLOUT_NAME = re.compile(r"step_(\d+)\.parquet")
@@ -61,6 +62,11 @@ class RunFiles:
     def policy_dir(self) -> Path:
         """Where the policy is saved as a Hugging Face folder."""
         return self.folder / _POLICY
+
+    @property
+    def adapter_dir(self) -> Path:
+        """Where a LoRA adapter is saved as a peft folder."""
+        return self.folder / _ADAPTER
 
     @property
     def logs_dir(self) -> Path:

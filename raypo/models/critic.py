@@ -11,8 +11,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from raypo.config import ModelSection
+from raypo.config import ModelSection, PolicyLoraSection
 from raypo.models.loading import load_backbone, load_reward_model, same_vocabulary
+from raypo.models.lora import add_adapter
 from raypo.models.scores import has_score_head
 from raypo.models.token_log_probs import response_hidden
 from raypo.types import Experience
@@ -56,8 +57,26 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     @classmethod
-    def load(cls, start: CriticStart, *, dtype: str) -> tuple[Self, str]:
-        """The critic, and in words where it starts from."""
+    def load(
+        cls, start: CriticStart, *, dtype: str, lora: PolicyLoraSection | None = None
+    ) -> tuple[Self, str]:
+        """The critic, and in words where it starts from.
+
+        Args:
+            lora: Freezes the backbone: an adapter of its own learns with the value head, or the
+                head alone, as `lora.critic` has it. None: all is trained.
+        """
+        critic, words = cls._load_whole(start, dtype=dtype)
+        if lora is None:
+            return critic, words
+        if lora.critic == "head":
+            critic.backbone.requires_grad_(False)
+            return critic, f"{words}; only the value head learns"
+        add_adapter(critic.backbone, lora)
+        return critic, f"{words}; an adapter and the value head learn"
+
+    @classmethod
+    def _load_whole(cls, start: CriticStart, *, dtype: str) -> tuple[Self, str]:
         if start.reward_weight is not None:
             model = load_reward_model(start.path, dtype=dtype)
             if has_score_head(model):  # an encoder's states see the future: no critic

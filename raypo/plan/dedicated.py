@@ -70,7 +70,7 @@ def _guests(config: PPOConfig | SFTConfig, *, use_gpu: bool) -> list[Guest]:
         guests += [Guest("engine", index, share) for index in range(count)]
     if not isinstance(config, PPOConfig):
         return guests
-    if placement.group_of("reference") == "dedicated" and config.ppo.needs_reference:
+    if placement.group_of("reference") == "dedicated" and config.reference:
         guests.append(Guest("reference", 0, placement.gpus.reference if use_gpu else 0.0))
     if placement.group_of("reward") == "dedicated":
         share = placement.gpus.reward if use_gpu else 0.0

@@ -53,11 +53,11 @@ class Models:
         critic = rewards[0] if shares_words else policy
         if model.critic:
             critic = shape("model.critic", model.critic)
-        reference = shape("model.reference", model.reference or model.policy)
+        reference = config.reference
         return cls(
             policy,
             critic if config.ppo.needs_critic else None,
-            reference if config.ppo.needs_reference else None,
+            shape("model.reference", reference) if reference else None,
             rewards,
         )
 
@@ -84,13 +84,15 @@ def learner(config: PPOConfig, models: Models, sharding: Sharding, device: Devic
     """A learner worker: policy and critic under DeepSpeed."""
     itemsize = ITEMSIZE[config.model.dtype]
     result = Memory(held={"runtime": RUNTIME[device]["learner"]})
-    trained = [("policy", models.policy, models.policy.parameters)]
+    learned = [("policy", models.policy, models.policy.parameters)]
     if models.critic:
-        trained.append(("critic", models.critic, models.critic.backbone_parameters))
+        learned.append(("critic", models.critic, models.critic.backbone_parameters))
     update: Bytes = {}
-    for name, shape, parameters in trained:
+    for name, shape, parameters in learned:
+        trained, largest = _trained(config, name, shape, parameters)
+        frozen = parameters if config.model.lora else 0
         held, extra, host = memory.trained(
-            parameters, shape.largest_tensor, sharding, itemsize=itemsize
+            trained, largest, sharding, itemsize=itemsize, frozen=frozen
         )
         for what, size in held.items():
             result.held[f"{name} {what}"] = size
@@ -111,6 +113,18 @@ def learner(config: PPOConfig, models: Models, sharding: Sharding, device: Devic
     else:
         result.host["push bucket"] = bucket
     return result
+
+
+def _trained(config: PPOConfig, name: str, shape: ModelShape, parameters: int) -> tuple[int, int]:
+    """Elements that a model trains, and of the largest tensor among them."""
+    lora = config.model.lora
+    if lora is None:
+        return parameters, shape.largest_tensor
+    if name == "critic" and lora.critic == "head":
+        return shape.hidden + 1, shape.hidden
+    targets = None if lora.target_modules == "all-linear" else lora.target_modules
+    widest = max(shape.hidden, shape.intermediate, shape.attention)
+    return shape.adapter_parameters(lora.rank, targets), lora.rank * widest
 
 
 def frozen(config: PPOConfig, shape: ModelShape, device: Device, *, head: bool = True) -> Memory:

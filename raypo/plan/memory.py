@@ -156,9 +156,11 @@ def logits(shape: ModelShape, batch: Batch, *, itemsize: int, copies: int) -> in
 
 
 def trained(
-    parameters: int, largest: int, sharding: Sharding, *, itemsize: int
+    parameters: int, largest: int, sharding: Sharding, *, itemsize: int, frozen: int = 0
 ) -> tuple[Bytes, Bytes, Bytes]:
     """One model under DeepSpeed on one worker.
+
+    Frozen weights have no gradients and no moments; stage 3 shards them like the others.
 
     Stage 0 in float32 keeps weights, gradients and AdamW's moments whole: 16 bytes a weight; in
     bfloat16 (FP16_UnfusedOptimizer) master weights and a float32 copy of the gradients come to
@@ -168,6 +170,11 @@ def trained(
     those in use, up to `stage3_max_live_parameters`. Rajbhandari et al. 2020, arXiv:1910.02054,
     section 5; deepspeed/runtime/zero/stage_1_and_2.py and stage3.py of 0.19.
 
+    Args:
+        parameters: Weights that are trained.
+        largest: Elements of the largest tensor that is trained.
+        frozen: Weights that are not.
+
     Returns:
         held: What is always there; weights, master weights, moments.
         update: What the update adds; gradients and buckets.
@@ -176,7 +183,7 @@ def trained(
     share = -(-parameters // sharding.workers)
     bucket = min(parameters, sharding.reduce_bucket)
     accumulated = 4 if sharding.stage else itemsize
-    held: Bytes = {"weights": parameters * itemsize}
+    held: Bytes = {"weights": (parameters + frozen) * itemsize}
     host: Bytes = {}
     if sharding.stage == 0:
         held["optimizer"] = 2 * MASTER * parameters
@@ -193,8 +200,8 @@ def trained(
     copies = 2 if sharding.stage == 2 else 3
     update = {"gradient copies": copies * MASTER * share}
     if sharding.stage == 3:
-        live = min(parameters, sharding.max_live)
-        weights = share * itemsize
+        live = min(parameters + frozen, sharding.max_live)
+        weights = -(-(parameters + frozen) // sharding.workers) * itemsize
         update["gathered weights"] = live * itemsize
         (host if sharding.offload_param else held)["weights"] = weights
         if sharding.offload_param:

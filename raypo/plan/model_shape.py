@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,25 @@ class ModelShape:
     def key_value(self) -> int:
         """Width of all key heads together; the values have as much."""
         return self.kv_heads * self.head_dim
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str] | None = None) -> int:
+        """Weights of a LoRA adapter: rank * (in + out) for each linear layer that has one.
+
+        Args:
+            targets: Names of the layers; None, or names that this does not know: all of them.
+        """
+        sizes = {
+            "q_proj": self.hidden + self.attention,
+            "k_proj": self.hidden + self.key_value,
+            "v_proj": self.hidden + self.key_value,
+            "o_proj": self.attention + self.hidden,
+            "gate_proj": self.hidden + self.intermediate if self.gated else 0,
+            "up_proj": self.hidden + self.intermediate,
+            "down_proj": self.intermediate + self.hidden,
+        }
+        if targets is not None and sizes.keys() >= set(targets):
+            sizes = {name: sizes[name] for name in targets}
+        return self.layers * rank * sum(sizes.values())
 
     @classmethod
     def read(cls, path: str, *, key: str = "model.policy") -> ModelShape:

@@ -73,11 +73,18 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         self.stream.load_state_dict(state["stream"])
 
     def save_models(self, learner: SupervisedLearner[Item]) -> None:
-        """The model into the run's `policy/` or `reward_model/`."""
+        """The model into the run's `policy/` or `reward_model/`, its adapter into `adapter/`."""
         self.replace_folder(
             self.files.folder / learner.name,
             lambda folder: learner.save_model(folder, self.tokenizer),
         )
+        model = self.config.model
+        section = model.lora
+        if section:
+            self.replace_folder(
+                self.files.adapter_dir,
+                lambda folder: learner.save_adapter(folder, section, model.policy),
+            )
 
 
 def tell_skipped(loaded: LoadedExamples[Any], tell: Teller) -> None:

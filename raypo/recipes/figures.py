@@ -63,7 +63,9 @@ def rollout_rows(deal: Deal, experience: Experience) -> list[dict[str, Any]]:
     means = (experience.advantages.sum(1) / tokens).tolist()
     advantages = experience.advantages.float().cpu().numpy()
     kl: list[float | None] = [None] * len(deal.rollouts)
+    references = None
     if experience.ref_log_probs is not None:
+        references = experience.ref_log_probs.float().cpu().numpy()
         gap = torch.where(mask, experience.old_log_probs - experience.ref_log_probs, 0.0)
         kl = gap.sum(1).tolist()
     return [
@@ -74,7 +76,9 @@ def rollout_rows(deal: Deal, experience: Experience) -> list[dict[str, Any]]:
             "prompt_ids": each.rollout.prompt_ids,
             "response_ids": each.rollout.response_ids,
             "log_probs": each.rollout.log_probs,
-            "ref_log_probs": each.ref_log_probs,
+            "ref_log_probs": None
+            if references is None
+            else references[row, : len(each.rollout.response_ids)],
             "score": each.score,
             "scores_by_source": dict(each.scores_by_source),
             "advantages": advantages[row, : len(each.rollout.response_ids)],

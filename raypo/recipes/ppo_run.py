@@ -230,10 +230,12 @@ class PPORun(Run[PPOConfig]):
         self.advantage_state = self.advantage_state.restored(state["advantages"])
 
     def save_models(self, learner: Learner) -> None:
-        """The policy into the run's `policy/`."""
+        """The policy into the run's `policy/`, with LoRA also its adapter into `adapter/`."""
         self.replace_folder(
             self.files.policy_dir, lambda folder: learner.save_policy(folder, self.tokenizer)
         )
+        if self.config.model.lora:
+            self.replace_folder(self.files.adapter_dir, learner.save_adapter)
 
     def _phase(self, text: str) -> None:
         self.tell.phase(text)

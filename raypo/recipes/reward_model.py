@@ -14,6 +14,7 @@ from raypo.learner.tasks import PairTask
 from raypo.metrics.clock import Clock
 from raypo.metrics.run_files import RunFiles
 from raypo.models.loading import load_reward_model, load_tokenizer, stop_token_ids
+from raypo.models.lora import add_adapter
 from raypo.recipes.examples_run import ExamplesRun, tell_skipped
 from raypo.recipes.run import open_run
 from raypo.recipes.setup import Runtime
@@ -76,7 +77,8 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
 
     def make_task(self) -> PairTask:
         """The policy's backbone with a new score head, or the classifier that it is already."""
-        model = load_reward_model(self.config.model.policy, dtype=self.config.model.dtype)
+        section = self.config.model
+        model = add_adapter(load_reward_model(section.policy, dtype=section.dtype), section.lora)
         _set_padding(model.config, self.tokenizer)
         return PairTask(model, centering_coef=self.config.reward_model.centering_coef)
 

@@ -193,7 +193,7 @@ def _engine_threads(config: PPOConfig | SFTConfig, workers: Workers) -> int:
 def _roles(config: PPOConfig, *, engine_threads: int, frozen_threads: int) -> list[_Role]:
     """All that a run needs besides its learner."""
     roles = [_engine(config, num_threads=engine_threads)]
-    roles += [_reference(config, frozen_threads)] if config.ppo.needs_reference else []
+    roles += [_reference(config, frozen_threads)] if config.reference else []
     num_models = len(config.model.reward or ())
     return roles + [_reward_model(config, number, frozen_threads) for number in range(num_models)]
 
@@ -236,7 +236,7 @@ def _engine(config: PPOConfig | SFTConfig, *, num_threads: int) -> _Role:
 
 def _reference(config: PPOConfig, num_threads: int) -> _Role:
     kwargs = {
-        "model": config.model.reference or config.model.policy,
+        "model": config.reference,
         "dtype": config.model.dtype,
         "temperature": config.rollout.temperature,
         "max_batch_tokens": config.learner.max_tokens_per_microbatch,

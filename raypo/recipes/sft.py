@@ -17,6 +17,7 @@ from raypo.learner.tasks import ResponseTask
 from raypo.metrics.clock import Clock
 from raypo.metrics.run_files import RunFiles
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from raypo.models.lora import add_adapter
 from raypo.recipes.examples_run import ExamplesRun, tell_skipped
 from raypo.recipes.run import open_run
 from raypo.recipes.services import start_engines
@@ -107,7 +108,9 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
 
     def make_task(self) -> ResponseTask:
         """The causal language model."""
-        return ResponseTask(load_causal_lm(self.config.model.policy, dtype=self.config.model.dtype))
+        section = self.config.model
+        model = load_causal_lm(section.policy, dtype=section.dtype)
+        return ResponseTask(add_adapter(model, section.lora))
 
     def start_engine(self) -> DeploymentHandle | None:
         """The engines that answer held-out prompts; None where nobody judges the answers."""

@@ -1,100 +1,38 @@
 """Policy under real DeepSpeed against plain PyTorch: one step is the same, however it is cut."""
 
-import os
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from raypo.collectives import Workers
-from raypo.config import LearnerSection, ModelSection, PPOSection
-from raypo.learner.learner import Learner, minibatch_order
+from raypo.learner.learner import minibatch_order
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.models.loading import load_causal_lm
 from raypo.models.networks import Policy
 from raypo.ppo.losses import policy_loss
 from raypo.types import Experience
+from tests.integration.learning import (
+    LR,
+    MAX_NORM,
+    STAGES,
+    P,
+    T,
+    experience,
+    group,  # noqa: F401
+    largest_difference,
+    learner,
+    weights,
+    with_targets,
+)
 from tests.tiny import tiny_policy
 
-B, P, T = 6, 5, 7  # responses, prompt tokens, response tokens
-LR, MAX_NORM = 1e-3, 0.5
-STAGES = [0, 1, 2, 3]
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_policy(tmp_path_factory.mktemp("policy")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def experience() -> Experience:
-    """Ragged prompts and responses in two minibatches of three."""
-    generator = torch.Generator().manual_seed(1)
-    prompt_tokens = torch.randint(2, P + 1, (B, 1), generator=generator)
-    response_tokens = torch.randint(1, T + 1, (B, 1), generator=generator)
-    prompt_mask = torch.arange(P) >= P - prompt_tokens
-    mask = torch.arange(T) < response_tokens
-    return Experience(
-        prompt_ids=torch.randint(4, 60, (B, P), generator=generator) * prompt_mask,
-        prompt_mask=prompt_mask,
-        response_ids=torch.randint(4, 60, (B, T), generator=generator) * mask,
-        attention_mask=mask,
-        response_mask=mask,
-        rollout_log_probs=torch.zeros(B, T),
-        scores=torch.zeros(B),
-        group_index=torch.arange(B),
-        minibatch=torch.tensor([0, 0, 0, 1, 1, 1]),
-        truncated=torch.zeros(B, dtype=torch.bool),
-        weight_version=torch.zeros(B, dtype=torch.int64),
-    )
-
-
-def learner(
-    model: str, *, stage: int, microbatch: int = 4096, clip: float = 0.2, rate: float = LR
-) -> Learner:
-    return Learner(
-        ModelSection(policy=model),
-        PPOSection(num_epochs=2, clip_low=clip, clip_high=clip),
-        LearnerSection(
-            zero_stage=stage,  # type: ignore[arg-type]
-            policy_lr=rate,
-            critic_lr=LR,
-            max_grad_norm=MAX_NORM,
-            max_tokens_per_microbatch=microbatch,
-            max_skipped_updates=1,
-        ),
-        temperature=1.0,
-        max_new_tokens=T,
-        seed=0,
-        workers=Workers(),
-    )
-
-
-def with_targets(evaluated: Experience) -> Experience:
-    generator = torch.Generator().manual_seed(2)
-    mask = evaluated.response_mask
-    return evaluated.with_(
-        advantages=torch.randn(B, T, generator=generator) * mask,
-        returns=torch.randn(B, T, generator=generator) * mask,
-    )
-
-
-def weights(of: Learner) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in of.named_weights()}
 
 
 def plain_pytorch(model: str, batch: Experience, order: list[int]) -> dict[str, Tensor]:
@@ -112,11 +50,6 @@ def plain_pytorch(model: str, batch: Experience, order: list[int]) -> dict[str, 
         torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)
         optimizer.step()
     return {n: p.detach() for n, p in policy.model.named_parameters(remove_duplicate=False)}
-
-
-def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 @pytest.mark.parametrize("stage", STAGES)

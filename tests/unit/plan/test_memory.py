@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from raypo.config import LearnerSection
+from raypo.config import LearnerSection, LoraSection, PPOConfig
 from raypo.learner.engine import deepspeed_config
 from raypo.models import token_log_probs
-from raypo.plan import memory
+from raypo.models.lora import add_adapter
+from raypo.plan import estimate, memory
+from raypo.plan.estimate import Models
 from raypo.plan.memory import Batch, Sharding, activations, sharding_of, trained, worst_batch
 from raypo.plan.model_shape import ModelShape
 from raypo.rollout import sync_weights
@@ -106,3 +108,36 @@ def test_the_worst_batch_is_within_the_budget_and_has_the_rows_there_are():
     short = worst_batch(max_tokens=1_000, max_rows=100, vocabulary=10**6, **limits)
     assert short.prompt_tokens == 1  # most logits
     assert short.tokens <= 1_000
+
+
+def test_frozen_weights_have_no_moments_and_are_sharded_at_stage_3():
+    held, _, _ = trained(N, 100, Sharding(0), itemsize=4, frozen=9 * N)
+    assert held["weights"] == 4 * 10 * N
+    assert held["optimizer"] + held["gradients"] == 12 * N
+    held, update, _ = trained(N, 100, Sharding(3, workers=4), itemsize=2, frozen=9 * N)
+    assert held["weights"] == 2 * 10 * N // 4
+    assert update["gathered weights"] == 2 * 10 * N
+
+
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
+def test_an_adapter_has_the_weights_that_peft_gives_it(
+    tmp_path: Path, targets: tuple[str, ...] | None
+):
+    shape = ModelShape.read(str(tiny_policy(tmp_path)))
+    section = LoraSection(rank=4, target_modules=targets or "all-linear")
+    model = add_adapter(AutoModelForCausalLM.from_pretrained(tmp_path), section)
+    learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert shape.adapter_parameters(4, targets) == learning
+
+
+def test_lora_takes_the_optimizer_and_the_reference_out_of_the_plan(tmp_path: Path):
+    folder = str(tiny_policy(tmp_path))
+    values = {"name": "run", "data": {"prompts": "prompts.jsonl"}}
+    whole = PPOConfig.parse(values | {"model": {"policy": folder}})
+    lora = PPOConfig.parse(values | {"model": {"policy": folder, "lora": {"rank": 2}}})
+    assert Models.read(whole).reference is not None
+    assert Models.read(lora).reference is None
+    full = estimate.learner(whole, Models.read(whole), Sharding(2), "cpu").held
+    small = estimate.learner(lora, Models.read(lora), Sharding(2), "cpu").held
+    assert small["policy optimizer"] < full["policy optimizer"] / 5
+    assert small["policy weights"] > full["policy weights"]
