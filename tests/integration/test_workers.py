@@ -1,0 +1,90 @@
+"""A step under DeepSpeed does not depend on the number of workers, whatever the ZeRO stage."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.task import REPOSITORY
+from tests.tiny import tiny_policy
+
+CASES = [(dtype, stage) for dtype in ("float32", "bfloat16") for stage in range(4)]
+FEW = [("float32", 0), ("float32", 3)]
+LR = 1e-3
+
+
+def run_workers(folder: Path, count: int, cases: list[tuple[str, int]]) -> dict[Any, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    task = folder / f"task_{count}.json"
+    out = folder / f"result_{count}.pt"
+    task.write_text(
+        json.dumps({"model": str(folder / "policy"), "cases": cases, "lora": None, "out": str(out)})
+    )
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.workers_probe", str(task)],
+            cwd=REPOSITORY,
+            env={**os.environ, **address, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    errors = [process.communicate(timeout=500)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, "\n".join(errors)
+    return torch.load(out, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("workers")
+    tiny_policy(folder / "policy")
+    return {1: run_workers(folder, 1, CASES), 2: run_workers(folder, 2, CASES)} | {
+        3: run_workers(folder, 3, FEW)
+    }
+
+
+def pairs() -> list[tuple[int, tuple[str, int]]]:
+    return [(2, case) for case in CASES] + [(3, case) for case in FEW]
+
+
+@pytest.mark.parametrize(("count", "case"), pairs())
+def test_figures_and_weights_agree_with_one_worker(
+    outcomes: dict[int, dict[Any, Any]], count: int, case: tuple[str, int]
+):
+    one, many = outcomes[1][case], outcomes[count][case]
+    exact = case[0] == "float32"
+    assert one["figures"].keys() == many["figures"].keys()
+    for name, value in one["figures"].items():
+        close = pytest.approx(value, rel=1e-4 if exact else 0.1, abs=1e-5 if exact else 0.02)
+        assert many["figures"][name] == close, name
+    # Adam's first steps are lr * sign(gradient): where the gradient is rounding, it may flip.
+    difference = torch.cat(
+        [(many["weights"][name] - w).abs().flatten() for name, w in one["weights"].items()]
+    )
+    assert difference.max() <= (0.1 * LR if exact else 10 * LR)
+    assert difference.mean() <= (1e-3 * LR if exact else 0.5 * LR)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_agree_on_two_workers(outcomes: dict[int, dict[Any, Any]], stage: int):
+    plain, sharded = (outcomes[2]["float32", each]["weights"] for each in (0, stage))
+    assert max(float((sharded[name] - w).abs().max()) for name, w in plain.items()) < 0.1 * LR
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_worker_whose_groups_were_all_filtered_is_fed_its_share_of_tokens(
+    outcomes: dict[int, dict[Any, Any]], count: int
+):
+    tokens = outcomes[count]["float32", 0]["tokens"]
+    assert len(tokens) == count
+    assert max(tokens) <= 1.2 * min(tokens)

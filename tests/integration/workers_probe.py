@@ -1,0 +1,106 @@
+"""One of several learner workers: a whole step on given rollouts, at every ZeRO stage and dtype.
+
+python -m tests.integration.workers_probe TASK.json, with RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT in the environment; rank 0 writes what came out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from raypo.collectives import Workers
+from raypo.config import LearnerSection, ModelSection, PPOSection
+from raypo.learner.learner import Learner
+from raypo.rollout.advantages import AdvantageState, with_advantages
+from raypo.rollout.dealing import deal, to_experience
+from raypo.types import Rollout, ScoredRollout
+
+GROUPS, SAMPLES, LONGEST = 12, 2, 24
+PPO = PPOSection.model_validate(
+    {"num_epochs": 2, "minibatch_size": 12, "clip_low": 0.01, "kl": {"coef": 0.1}}
+)
+
+
+def scored_rollouts() -> list[ScoredRollout]:
+    """Every third response is long, the others short."""
+    generator = np.random.default_rng(0)
+    made = []
+    for number in range(GROUPS * SAMPLES):
+        tokens = LONGEST if number % 3 == 0 else int(generator.integers(1, 8))
+        rollout = Rollout(
+            prompt="",
+            response="",
+            prompt_ids=generator.integers(4, 60, 1 + number % 4).astype(np.int32),
+            response_ids=generator.integers(4, 60, tokens).astype(np.int32),
+            log_probs=np.zeros(tokens, np.float32),
+            response_mask=np.ones(tokens, bool),
+            label=None,
+            prompt_index=number // SAMPLES,
+            sample_index=number % SAMPLES,
+            finish_reason="stop",
+            weight_version=0,
+            group_index=number // SAMPLES,
+        )
+        reference = generator.normal(-4.0, 0.5, tokens).astype(np.float32)
+        made.append(ScoredRollout(rollout, float(generator.normal()), {}, reference))
+    return made
+
+
+def one_step(model: str, dtype: str, stage: int, workers: Workers, lora: Any) -> dict[str, Any]:
+    """Figures, tokens by worker, and the policy's weights afterwards.
+
+    Rank 0 holds all rollouts, as if the groups of every other worker had been filtered.
+    """
+    learner = Learner(
+        ModelSection.model_validate({"policy": model, "dtype": dtype, "lora": lora}),
+        PPO,
+        LearnerSection.model_validate(
+            {
+                "zero_stage": stage,
+                "policy_lr": 1e-3,
+                "critic_lr": 1e-3,
+                "max_tokens_per_microbatch": 3 * LONGEST,
+            }
+        ),
+        temperature=1.0,
+        max_new_tokens=LONGEST,
+        seed=0,
+        workers=workers,
+    )
+    mine = scored_rollouts() if workers.rank == 0 else []
+    dealt = deal(mine, minibatch_size=PPO.minibatch_size, seed=(0, 1), workers=workers)
+    experience = learner.evaluate(to_experience(dealt))
+    experience, figures, _ = with_advantages(
+        experience, PPO, AdvantageState.of(PPO.kl), workers, max_new_tokens=LONGEST, step=1
+    )
+    figures |= learner.update(experience, step=1, kl_coef=PPO.kl.coef)
+    tokens = sum(each.rollout.num_tokens for each in dealt.rollouts)
+    weights = {name: tensor.float().clone() for name, tensor in learner.named_weights()}
+    return {"figures": figures, "tokens": workers.gather(tokens), "weights": weights}
+
+
+def main() -> None:
+    task = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    workers = Workers.current()
+    results = {
+        (dtype, stage): one_step(task["model"], dtype, stage, workers, task["lora"])
+        for dtype, stage in task["cases"]
+    }
+    if workers.rank == 0:
+        torch.save(results, task["out"])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
