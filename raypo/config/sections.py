@@ -67,6 +67,9 @@ class PolicyLoraSection(LoraSection):
 
     critic: Literal["adapter", "head"] = "adapter"
     """What the critic learns besides its value head: an adapter of its own, or nothing."""
+    push: Literal["merged", "adapter"] = "merged"
+    """What engines get: the merged weights, or once the base and then the adapter alone. Merged
+    samples faster, an adapter is pushed faster."""
 
 
 class ModelSection(Config):

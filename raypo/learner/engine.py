@@ -36,9 +36,7 @@ class TrainedModel:
         parameters = list(module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._has_frozen = len(trained) < len(parameters)
-        optimizer = torch.optim.AdamW(
-            trained, lr=learning_rate, weight_decay=section.weight_decay
-        )
+        optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=section.weight_decay)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,

@@ -18,7 +18,7 @@ def save_folder(
     model: TrainedModel, network: Any, folder: Path, *, tokenizer: Any, workers: Workers
 ) -> None:
     """The network, an adapter merged, as a Hugging Face folder; rank 0 writes, all call it."""
-    weights = _kept(model.named_weights(network), workers)
+    weights = kept(model.named_weights(network), workers)
     if workers.rank == 0:
         network.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
@@ -34,12 +34,12 @@ def save_adapter(
     workers: Workers,
 ) -> None:
     """The network's adapter as a peft folder; rank 0 writes, all call it."""
-    weights = _kept(model.gathered(lora.adapter_weights(network)), workers)
+    weights = kept(model.gathered(lora.adapter_weights(network)), workers)
     if workers.rank == 0:
         lora.save_adapter(folder, lora.adapter_config(network, section, base=base), weights)
 
 
-def _kept(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:
+def kept(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:
     """All tensors on the CPU, on rank 0; the others take part in the gathering alone."""
     kept: dict[str, Tensor] = {}
     for name, tensor in named_weights:

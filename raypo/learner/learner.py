@@ -17,7 +17,7 @@ from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.data.batching import batches_by_tokens
 from raypo.learner.engine import TrainedModel
-from raypo.learner.export import save_adapter, save_folder
+from raypo.learner.export import kept, save_adapter, save_folder
 from raypo.learner.objective import (
     PolicyOutput,
     StepCounts,
@@ -31,11 +31,13 @@ from raypo.learner.state import (
     save_worker_state,
 )
 from raypo.learner.statistics import UpdateStatistics
+from raypo.models import lora
 from raypo.models.critic import Critic, CriticStart
 from raypo.models.loading import load_causal_lm
 from raypo.models.lora import adapter_off, add_adapter
 from raypo.models.networks import Policy
 from raypo.types import Experience
+from raypo.weights.adapter import AdapterPush
 
 _SEED_WORD = 3
 """First of the numbers that seed an order; the prompt stream has 1, dealing 2, requests 4."""
@@ -131,6 +133,25 @@ class Learner:
         """Log-probs of the policy as it is now, [B, T] float32, zero where masked."""
         evaluated = self._policy(self._on_device(experience, torch.arange(len(experience))))[0]
         return torch.where(experience.response_mask, evaluated.cpu(), 0.0)
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights below the policy's adapter; all workers iterate together."""
+        return self._policy.gathered(lora.base_weights(self._policy.module.model))
+
+    def base_log_probs(self, experience: Experience) -> Tensor:
+        """As `log_probs`, with the adapter off."""
+        with adapter_off(self._policy.module):
+            return self.log_probs(experience)
+
+    def adapter_push(self, name: str, version: int) -> AdapterPush | None:
+        """The policy's adapter as it is now, on rank 0; all workers call it."""
+        assert self._model.lora is not None
+        network = self._policy.module.model
+        tensors = kept(self._policy.gathered(lora.adapter_weights(network)), self._workers)
+        if self._workers.rank > 0:
+            return None
+        config = lora.adapter_config(network, self._model.lora, base=self._model.policy)
+        return AdapterPush.of(name, version, config, tensors)
 
     def save(self, directory: Path) -> None:
         """Everything that the next update depends on, this worker's part of it."""

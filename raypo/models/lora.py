@@ -1,6 +1,7 @@
 """Low-rank adapters: put in, turned off, merged under the model's own names, written for peft.
 
 r rank, W [out, in], A [r, in], B [out, r]; a trained layer computes W x + scale * B A x.
+Paper: Hu et al. 2021, arXiv:2106.09685, eq. 3.
 """
 
 from __future__ import annotations
@@ -101,6 +102,12 @@ def merged_weights(model: nn.Module) -> Iterator[Weight]:
                 yield Weight(f"{owner}.{leaf}", (parameter,))
         elif not _is_of_adapter(name):
             yield Weight(name, (parameter,))
+
+
+def base_weights(model: nn.Module) -> Iterator[Weight]:
+    """As `merged_weights`, but without what the adapter adds."""
+    for weight in merged_weights(model):
+        yield Weight(weight.name, weight.parts[:1])
 
 
 def adapter_weights(model: nn.Module) -> Iterator[Weight]:

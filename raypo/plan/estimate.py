@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raypo.config import PPOConfig
+from raypo.config import LoraSection, PPOConfig
 from raypo.plan import memory
 from raypo.plan.memory import ITEMSIZE, Batch, Bytes, Memory, Sharding
 from raypo.plan.model_shape import ModelShape
@@ -122,9 +122,13 @@ def _trained(config: PPOConfig, name: str, shape: ModelShape, parameters: int) -
         return parameters, shape.largest_tensor
     if name == "critic" and lora.critic == "head":
         return shape.hidden + 1, shape.hidden
-    targets = None if lora.target_modules == "all-linear" else lora.target_modules
     widest = max(shape.hidden, shape.intermediate, shape.attention)
-    return shape.adapter_parameters(lora.rank, targets), lora.rank * widest
+    return _adapter(lora, shape), lora.rank * widest
+
+
+def _adapter(lora: LoraSection, shape: ModelShape) -> int:
+    targets = None if lora.target_modules == "all-linear" else lora.target_modules
+    return shape.adapter_parameters(lora.rank, targets)
 
 
 def frozen(config: PPOConfig, shape: ModelShape, device: Device, *, head: bool = True) -> Memory:
@@ -153,6 +157,9 @@ def engine(config: PPOConfig, shape: ModelShape, device: Device, gpu_bytes: int 
         if device == "cuda"
         else min(config.responses_per_step, ENGINE_SEQUENCES) * shape.vocabulary * 12,
     }
+    lora = config.model.lora
+    if lora and lora.push == "adapter":
+        held["adapter"] = _adapter(lora, shape) * itemsize
     if section.kv_cache_gb is not None:
         held["KV cache"] = int(section.kv_cache_gb * 1e9)
     elif device == "cpu":

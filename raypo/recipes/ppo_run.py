@@ -31,6 +31,7 @@ from raypo.rollout.dealing import Deal
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.judges import Judges
 from raypo.rollout.refill import Collected
+from raypo.rollout.sync_adapter import push_adapter, push_base
 from raypo.rollout.sync_weights import Probe, push_weights
 from raypo.types import Experience, Prompt
 from raypo.weights.transport import ObjectTransport
@@ -99,6 +100,7 @@ class PPORun(Run[PPOConfig]):
                 stop_token_ids=stop_token_ids(config.model.policy, tokenizer),
                 seed=config.seed,
                 samples_per_prompt=config.rollout.samples_per_prompt,
+                adapter=runtime.name if _pushes_adapter(config) else None,
             ),
             advantage_state=AdvantageState.of(config.ppo.kl),
             dedicated=runtime.dedicated,
@@ -170,14 +172,13 @@ class PPORun(Run[PPOConfig]):
             dtype=config.model.dtype,
             seed=config.seed,
         )
-        return push_weights(
-            learner,
-            services.engine,
-            version=version,
-            transport=self._transport,
-            probe=probe,
-            workers=self.workers,
-        )
+        common: dict[str, Any] = {"version": version, "probe": probe, "workers": self.workers}
+        if not _pushes_adapter(config):
+            return push_weights(learner, services.engine, transport=self._transport, **common)
+        if version == self.last_step:
+            push_base(learner, services.engine, transport=self._transport, **common)
+        base = self._transport.last_push
+        return push_adapter(learner, services.engine, name=self.name, base=base, **common)
 
     def draw_prompts(self, count: int) -> Sequence[Draw]:
         """This worker's share of the next prompts, `count` over all workers."""
@@ -252,3 +253,8 @@ class PPORun(Run[PPOConfig]):
             judges=self.judges(services),
             push_again=self.push_again,
         )
+
+
+def _pushes_adapter(config: PPOConfig) -> bool:
+    lora = config.model.lora
+    return lora is not None and lora.push == "adapter"

@@ -24,7 +24,7 @@ from raypo.cluster.deployment import (
 from raypo.cluster.placement import PlacementError, own_bundle
 from raypo.cluster.reserve import Dedicated, nodes_of, reserve
 from raypo.collectives import Workers
-from raypo.config import PPOConfig, SFTConfig
+from raypo.config import PolicyLoraSection, PPOConfig, SFTConfig
 from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
 from raypo.serving.engine import Engine
 from raypo.serving.reference import ReferenceModel
@@ -224,12 +224,15 @@ def _settled(
 
 
 def _engine(config: PPOConfig | SFTConfig, *, num_threads: int) -> _Role:
+    lora = config.model.lora
+    holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
     kwargs = {
         "model": config.model.policy,
         "section": config.rollout.engine,
         "dtype": config.model.dtype,
         "max_model_len": config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         "seed": config.seed,
+        "lora": lora if holds_adapter else None,
     }
     return _Role("engine", Engine, kwargs, num_threads)
 

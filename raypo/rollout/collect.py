@@ -34,6 +34,8 @@ class Sampling:
     seed: int
     stream: int = 0
     """Keeps the seeds of training and evaluation apart."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that the engines answer with; None: their own weights alone."""
 
     @classmethod
     def of(
@@ -43,6 +45,7 @@ class Sampling:
         stop_token_ids: tuple[int, ...],
         seed: int,
         samples_per_prompt: int = 1,
+        adapter: str | None = None,
     ) -> Sampling:
         """The sampling of training rollouts."""
         return cls(
@@ -52,6 +55,7 @@ class Sampling:
             top_p=section.top_p,
             stop_token_ids=stop_token_ids,
             seed=seed,
+            adapter=adapter,
         )
 
 
@@ -88,6 +92,7 @@ def sample(
             top_p=sampling.top_p,
             seed=request_seed(sampling, draw.group_index, number),
             stop_token_ids=sampling.stop_token_ids,
+            adapter=sampling.adapter,
         )
         for draw in draws
         for number in range(sampling.samples_per_prompt)

@@ -30,15 +30,19 @@ MAX_GAP = {"float32": 1e-3, "bfloat16": 0.15}
 engine and learner round differently (0.06 was measured)."""
 
 
-class PushedLearner(Protocol):
-    """What a push needs of a learner: its weights, and its opinion of a few responses."""
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights under their checkpoint names; all workers iterate together."""
-        ...
+class ProbedLearner(Protocol):
+    """What a probe needs of a learner: its opinion of a few responses."""
 
     def log_probs(self, experience: Experience) -> Tensor:
         """[B, T] float32, nats."""
+        ...
+
+
+class PushedLearner(ProbedLearner, Protocol):
+    """What a push needs of a learner besides: its weights."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights under their checkpoint names; all workers iterate together."""
         ...
 
 
@@ -51,6 +55,8 @@ class Probe:
     temperature: float
     dtype: str
     seed: int
+    adapter: str | None = None
+    """Name of the adapter that the engine is to answer with; None: its own weights alone."""
 
     def requests(self, version: int) -> list[SamplingRequest]:
         """Short samples, other ones for every version."""
@@ -62,6 +68,7 @@ class Probe:
                 top_p=1.0,
                 seed=(self.seed + 7919 * version + number) % 2**31,
                 stop_token_ids=(),
+                adapter=self.adapter,
             )
             for number, ids in enumerate(self.prompts)
         ]
@@ -97,12 +104,17 @@ def push_weights(
         for _ in buckets:
             pass  # takes part in the gathering of ZeRO-3
     workers.barrier()
-    return _try_probe(learner, engine, probe, version, workers)
+    return try_probe(learner, engine, probe, version, workers)
 
 
-def _try_probe(
-    learner: PushedLearner, engine: Any, probe: Probe, version: int, workers: Workers
+def try_probe(
+    learner: ProbedLearner, engine: Any, probe: Probe, version: int, workers: Workers
 ) -> dict[str, float]:
+    """`mismatch/probe_gap_max` and `mismatch/probe_gap_mean` of all engines, nats a token.
+
+    Raises:
+        WeightError: they are too far apart.
+    """
     answers: list[Completion] | None = None
     if workers.rank == 0:
         answers = _ask_all(engine, probe.requests(version))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from raypo.weights.manifest import Manifest, WeightError, summary
 
@@ -18,6 +19,8 @@ class Checkpoint:
     required: dict[str, tuple[int, ...]]
     optional: dict[str, tuple[int, ...]]
     """Second names of tied tensors, and buffers."""
+    linear: tuple[str, ...] = ()
+    """Last words of the names of its linear layers, the output head left out."""
 
     @classmethod
     def of(cls, model: str) -> Checkpoint:
@@ -26,7 +29,14 @@ class Checkpoint:
             skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         required = {name: tuple(p.shape) for name, p in skeleton.named_parameters()}
         everything = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
-        return cls(required, {n: s for n, s in everything.items() if n not in required})
+        head = skeleton.get_output_embeddings()
+        linear = {
+            name.rpartition(".")[2]
+            for name, module in skeleton.named_modules()
+            if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
+        }
+        optional = {n: s for n, s in everything.items() if n not in required}
+        return cls(required, optional, tuple(sorted(linear)))
 
     def check(self, manifest: Manifest) -> None:
         """Refuse a push that is not this model's.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from raypo.config import EngineSection
+from raypo.config import EngineSection, LoraSection
+from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.checkpoint import Checkpoint
 from raypo.serving.sampling import Completion, SamplingRequest, validate_request
 from raypo.serving.vllm_settings import engine_arguments, start_llm
+from raypo.weights.adapter import AdapterPush
 from raypo.weights.manifest import Manifest, WeightError, summary
 from raypo.weights.transport import WeightPush
 
@@ -44,6 +47,8 @@ class Engine:
         seed: int = 0,
         num_threads: int | None = None,
         device: Literal["cpu", "cuda"] | None = None,
+        lora: LoraSection | None = None,
+        max_adapters: int = 1,
     ) -> None:
         """Start vLLM, in seconds; the weights come with `load_weights`.
 
@@ -55,6 +60,8 @@ class Engine:
             seed: Of vLLM itself; requests bring seeds of their own.
             num_threads: Threads of this process's tensor operations; None: as they are.
             device: None: cuda where there is one.
+            lora: Of adapters that come by `load_adapter`; None: there are none.
+            max_adapters: Most adapters at a time, all of them in one batch if need be.
 
         Raises:
             RuntimeError: vLLM is missing or its version is not supported, or this process has an
@@ -75,6 +82,10 @@ class Engine:
         arguments = engine_arguments(
             model, section, dtype=dtype, max_model_len=max_model_len, seed=seed, device=device
         )
+        self._adapters: Adapters | None = None
+        if lora is not None:
+            arguments |= lora_arguments(lora, self._checkpoint, max_adapters=max_adapters)
+            self._adapters = Adapters(self._checkpoint.required, most=max_adapters)
         self._llm = start_llm(arguments)
         self._max_model_len = max_model_len
         self._vocabulary_size: int = self._llm.llm_engine.model_config.get_vocab_size()
@@ -98,6 +109,10 @@ class Engine:
         """
         self._require_unbroken()
 
+    def adapter_version(self, name: str) -> int | None:
+        """The version of an adapter that it holds; None where it holds none of that name."""
+        return self._adapters.version(name) if self._adapters else None
+
     def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """One response a request, in the order given.
 
@@ -117,7 +132,8 @@ class Engine:
                 )
             if not requests:
                 return []
-            return self._sample(requests, self._version)
+            adapters = [self._adapter_of(request) for request in requests]
+            return self._sample(requests, adapters, self._version)
 
     def load_weights(self, push: WeightPush) -> Manifest:
         """Take over a push and forget all keys and values of the old weights.
@@ -143,14 +159,54 @@ class Engine:
                 )
             if not self._llm.reset_prefix_cache():
                 raise WeightError("vLLM did not let go of the old weights' prefix cache.")
+            if self._adapters:
+                self._adapters.forget_all()
             self._version = push.version
             return arrived
+
+    def load_adapter(self, push: AdapterPush) -> int:
+        """Put a version of an adapter in the place of its earlier one; others stay as they are.
+
+        Returns:
+            CRC-32 of what arrived. Whatever fails, the engine holds no version of this adapter
+            afterwards, and refuses requests that name it.
+
+        Raises:
+            WeightError: it did not arrive whole, is not of this model, or there is no room.
+            RuntimeError: the engine was started without adapters, holds no weights of its own, or
+                is broken.
+        """
+        with self._turn:
+            self._require_unbroken()
+            if self._version is None:
+                raise RuntimeError(f"the engine takes no adapter: {self._why_not}.")
+            self._require_adapters().load(self._llm, push)
+            return zlib.crc32(push.data)
+
+    def load_adapted(self, base: WeightPush, adapter: AdapterPush) -> int:
+        """As `load_adapter`, after `load_weights` where the engine does not hold this base yet.
+
+        Raises:
+            WeightError: one of the two did not arrive whole, or is not of this model.
+            RuntimeError: the engine was started without adapters, or is broken.
+        """
+        if self._version != base.version:
+            self.load_weights(base)
+        return self.load_adapter(adapter)
+
+    def drop_adapter(self, name: str) -> None:
+        """Make room for another adapter; nothing happens where there is none of that name."""
+        with self._turn:
+            self._require_unbroken()
+            self._require_adapters().drop(self._llm, name)
 
     def shutdown(self) -> None:
         """Give memory and vLLM's globals back; only after this may the process start another."""
         with self._turn:
             self._version, self._broken = None, "it was shut down"
             self._llm.llm_engine.engine_core.shutdown()
+            if self._adapters:
+                self._adapters.close()
             _remember(None)
 
     def _receive(self, push: WeightPush) -> Manifest:
@@ -165,17 +221,37 @@ class Engine:
             raise WeightError(f"version {push.version} could not be loaded: {error}") from error
         return arrived
 
-    def _sample(self, requests: Sequence[SamplingRequest], version: int) -> list[Completion]:
+    def _adapter_of(self, request: SamplingRequest) -> Any | None:
+        return self._require_adapters().request(request.adapter) if request.adapter else None
+
+    def _require_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise RuntimeError(
+                "this engine has no room for adapters. Start it with lora and max_adapters."
+            )
+        return self._adapters
+
+    def _sample(
+        self, requests: Sequence[SamplingRequest], adapters: list[Any], version: int
+    ) -> list[Completion]:
         prompts = [{"prompt_token_ids": request.prompt_ids.tolist()} for request in requests]
         parameters = [_sampling_params(request) for request in requests]
         try:
-            outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+            outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapters)
         except BaseException as error:
             self._broken = f"vLLM failed while it sampled ({type(error).__name__}: {error})"
             if not isinstance(error, Exception):
                 raise
             raise RuntimeError(self._broken_message()) from error
-        return [_completion(output.outputs[0], version) for output in outputs]
+        return [
+            _completion(output.outputs[0], self._version_of(request, version))
+            for output, request in zip(outputs, requests, strict=True)
+        ]
+
+    def _version_of(self, request: SamplingRequest, version: int) -> int:
+        """Of the adapter that a request names, else of the engine's own weights."""
+        of_adapter = self.adapter_version(request.adapter) if request.adapter else None
+        return version if of_adapter is None else of_adapter
 
     def _require_unbroken(self) -> None:
         if self._broken is not None:

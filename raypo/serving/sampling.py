@@ -19,6 +19,8 @@ class SamplingRequest:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Any of them ends the response and is its last token; nothing else ends it early."""
+    adapter: str | None = None
+    """Name of a LoRA adapter that the engine holds; None: its own weights alone."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Completion:
     finish_reason: str
     """stop | length."""
     weight_version: int
-    """Version of the weights that sampled it."""
+    """Version of the weights that sampled it; of the adapter, where one was asked for."""
 
 
 def validate_request(request: SamplingRequest, *, vocabulary_size: int, max_model_len: int) -> None:

@@ -33,7 +33,9 @@ class WorkerExtension:
             WeightError: bytes were corrupted, or vLLM did not load one of its parameters.
         """
         model = self.model_runner.get_model()
-        modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        modules = {
+            _without_adapter(name) for name, _ in model.named_modules(remove_duplicate=False)
+        }
         skipped = {name for name in second_names if name.rpartition(".")[0] not in modules}
         arrived: list[TensorSpec] = []
         with _LoadedNames(model) as loaded:
@@ -42,7 +44,8 @@ class WorkerExtension:
             except BaseException:
                 _leave_reload(model, self.vllm_config.model_config)
                 raise
-        missing = sorted({name for name, _ in model.named_parameters()} - loaded.names)
+        names = {_without_adapter(name) for name, _ in model.named_parameters()}
+        missing = sorted(names - {_without_adapter(name) for name in loaded.names})
         if missing:
             raise WeightError(f"vLLM did not load {summary(missing)}. Push every parameter.")
         _repack_tied_heads(model, loaded.names)
@@ -80,6 +83,11 @@ def _named_tensors(
             if name not in skipped:
                 yield name, tensor
         arrived += [spec for spec, _ in bucket.entries]
+
+
+def _without_adapter(name: str) -> str:
+    """The name of a layer's weight where an adapter may be around the layer."""
+    return name.replace(".base_layer", "")
 
 
 def _leave_reload(model: nn.Module, model_config: Any) -> None:

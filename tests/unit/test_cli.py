@@ -117,3 +117,20 @@ def test_what_is_wrong_and_what_fits_is_told_without_importing_anything_heavy(
     assert "memory (node 0 RAM): needs" in no_memory[2]
     assert no_gpu[0] == 2
     assert "run fits." not in no_gpu[1]
+
+
+def test_export_copies_the_merged_model_or_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run = tmp_path / "run"
+    for name in ("policy", "adapter"):
+        (run / name).mkdir(parents=True)
+        (run / name / "config.json").write_text(name)
+    for flags, name in (((), "policy"), (("--adapter",), "adapter")):
+        to = tmp_path / f"out-{name}"
+        assert exit_status(monkeypatch, "export", run, "--to", to, *flags) == 0
+        assert (to / "config.json").read_text() == name
+    (run / "adapter" / "config.json").unlink()
+    (run / "adapter").rmdir()
+    assert exit_status(monkeypatch, "export", run, "--to", tmp_path / "x", "--adapter") == 2
+    assert "Give the folder of a run with model.lora" in capsys.readouterr().err

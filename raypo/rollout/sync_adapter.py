@@ -1,0 +1,105 @@
+"""Step 6 where engines hold the adapter beside the base: only the adapter travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from raypo.collectives import Workers
+from raypo.rollout.sync_weights import Probe, push_weights, try_probe
+from raypo.types import Experience
+from raypo.weights.adapter import AdapterPush
+from raypo.weights.manifest import WeightError
+from raypo.weights.transport import Transport, WeightPush
+
+
+class AdaptedLearner(Protocol):
+    """What a push needs of a learner with an adapter."""
+
+    def adapter_push(self, name: str, version: int) -> AdapterPush | None:
+        """The adapter as it is now, on rank 0; all workers call it."""
+        ...
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights below the adapter; all workers iterate together."""
+        ...
+
+    def base_log_probs(self, experience: Experience) -> Tensor:
+        """[B, T] float32, nats, with the adapter off."""
+        ...
+
+    def log_probs(self, experience: Experience) -> Tensor:
+        """[B, T] float32, nats."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The learner with its adapter off."""
+
+    learner: AdaptedLearner
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.learner.base_weights()
+
+    def log_probs(self, experience: Experience) -> Tensor:
+        return self.learner.base_log_probs(experience)
+
+
+def push_base(
+    learner: AdaptedLearner,
+    engine: Any,
+    *,
+    version: int,
+    transport: Transport,
+    probe: Probe,
+    workers: Workers,
+) -> None:
+    """The weights below the adapter, to engines that have just started; as `push_weights`.
+
+    Raises:
+        WeightError: an engine received something else, or answers otherwise than the learner.
+    """
+    push_weights(
+        _Base(learner),
+        engine,
+        version=version,
+        transport=transport,
+        probe=replace(probe, adapter=None),
+        workers=workers,
+    )
+
+
+def push_adapter(
+    learner: AdaptedLearner,
+    engine: Any,
+    *,
+    name: str,
+    version: int,
+    base: WeightPush | None,
+    probe: Probe,
+    workers: Workers,
+) -> dict[str, float]:
+    """Bring every engine to the learner's adapter; all workers call it together.
+
+    Args:
+        base: On rank 0, what `push_base` sent: engines that come in the place of lost ones load
+            it before the adapter.
+
+    Returns:
+        `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, nats a token.
+
+    Raises:
+        WeightError: an engine received something else than was sent, or answers otherwise than
+            the learner.
+    """
+    push = learner.adapter_push(name, version)
+    if push is not None:
+        for arrived in engine.establish("load_adapted", base, push).values():
+            if arrived != push.checksum:
+                raise WeightError(f"{push!r}: what an engine received is not what was sent.")
+    workers.barrier()
+    return try_probe(learner, engine, replace(probe, adapter=name), version, workers)

@@ -1,0 +1,168 @@
+"""The LoRA adapters that an engine holds beside its own weights, each with a version of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from raypo.config import LoraSection
+from raypo.serving.checkpoint import Checkpoint
+from raypo.weights.adapter import AdapterPush
+from raypo.weights.manifest import WeightError, summary
+
+SHARED_MEMORY = Path("/dev/shm")
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM holds adapters of one of these ranks; a smaller one is padded with zeros."""
+PREFIX = "base_model.model."
+
+
+def lora_arguments(
+    section: LoraSection, checkpoint: Checkpoint, *, max_adapters: int
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for adapters as a section describes them.
+
+    Embedding and output head are left alone: vLLM would hold a share of the vocabulary for each
+    adapter, and of a tied head it would no longer find the weights. One slot stays empty: on CPU
+    vLLM gives a request without an adapter, in a batch with others, what is in the last one.
+    """
+    rank = next((rank for rank in RANKS if rank >= section.rank), section.rank)
+    targets = section.target_modules
+    return {
+        "lora_target_modules": list(checkpoint.linear if isinstance(targets, str) else targets),
+        "enable_lora": True,
+        "max_loras": max_adapters + 1,
+        "max_cpu_loras": max_adapters + 1,
+        "max_lora_rank": rank,
+    }
+
+
+class Adapters:
+    """Names and versions of the adapters, and the folder that vLLM reads them from.
+
+    vLLM knows adapters by number, name and path. The number of a name stays, so that a new
+    version takes the place of the old one; name and path hold the version, so that no key or
+    value in the prefix cache is ever used for another version.
+    """
+
+    def __init__(self, known: dict[str, tuple[int, ...]], *, most: int) -> None:
+        """No adapter yet.
+
+        Args:
+            known: Names and shapes of the engine's own weights.
+            most: How many fit at a time.
+        """
+        self._known, self._most = known, most
+        base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        self._folder = Path(tempfile.mkdtemp(prefix="raypo-adapters-", dir=base))
+        self._numbers: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
+
+    def version(self, name: str) -> int | None:
+        """The version of a name; None where the engine holds none."""
+        return self._versions.get(name)
+
+    def load(self, llm: Any, push: AdapterPush) -> None:
+        """Put a push in the place of the name's earlier version.
+
+        Raises:
+            WeightError: it did not arrive whole, is not of the engine's model, or there is no room.
+        """
+        old = self._versions.pop(push.name, None)
+        number = self._number_of(push.name)
+        folder = self._path(push.name, push.version)
+        self._write(push, folder)
+        request = _request(number, push.name, push.version, folder, load_inplace=True)
+        try:
+            llm.llm_engine.add_lora(request)
+        except Exception as error:
+            raise WeightError(f"{push!r} could not be loaded: {error}") from error
+        self._versions[push.name] = push.version
+        if old is not None and old != push.version:
+            shutil.rmtree(self._path(push.name, old), ignore_errors=True)
+
+    def request(self, name: str) -> Any:
+        """What vLLM wants to see beside a prompt.
+
+        Raises:
+            ValueError: the engine does not hold the adapter.
+        """
+        version = self._versions.get(name)
+        if version is None:
+            held = ", ".join(sorted(self._versions)) or "none"
+            raise ValueError(
+                f"adapter ({name}): this engine does not hold it, but {held}. Push it first."
+            )
+        return _request(self._numbers[name], name, version, self._path(name, version))
+
+    def drop(self, llm: Any, name: str) -> None:
+        """Make room: forget a name; nothing happens where it is unknown."""
+        version = self._versions.pop(name, None)
+        if version is not None:
+            shutil.rmtree(self._path(name, version), ignore_errors=True)
+        number = self._numbers.pop(name, None)
+        if number is not None:
+            llm.llm_engine.remove_lora(number)
+
+    def forget_all(self) -> None:
+        """New base weights came, and vLLM let go of all adapters."""
+        self._versions.clear()
+
+    def close(self) -> None:
+        """Remove the files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _number_of(self, name: str) -> int:
+        if name not in self._numbers:
+            free = set(range(1, self._most + 1)) - set(self._numbers.values())
+            if not free:
+                raise WeightError(
+                    f"adapter ({name}): this engine holds {self._most} already: "
+                    f"{', '.join(sorted(self._numbers))}. Drop one, or start it with room for more."
+                )
+            self._numbers[name] = min(free)
+        return self._numbers[name]
+
+    def _path(self, name: str, version: int) -> Path:
+        return self._folder / f"{self._numbers[name]}-v{version}"
+
+    def _write(self, push: AdapterPush, folder: Path) -> None:
+        if zlib.crc32(push.data) != push.checksum:
+            raise WeightError(
+                f"{push!r}: the bytes that arrived do not have the checksum that was sent. Push "
+                f"it again."
+            )
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps(dict(push.config)))
+        file = folder / "adapter_model.safetensors"
+        file.write_bytes(push.data)
+        self._check(push, file)
+
+    def _check(self, push: AdapterPush, file: Path) -> None:
+        """vLLM passes over what it does not know; here that is an error."""
+        from safetensors import safe_open
+
+        lines = []
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  # no dict
+                path, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+                shape = tuple(tensors.get_slice(key).get_shape())
+                weight = self._known.get(f"{path}.weight")
+                if weight is None or kind not in ("lora_A", "lora_B"):
+                    lines.append(f"{key} is unknown")
+                elif shape not in ((push.config["r"], weight[1]), (weight[0], push.config["r"])):
+                    lines.append(f"{key} has shape {shape}, its layer {weight}")
+        if lines:
+            raise WeightError(
+                f"{push!r} is not of the engine's model: {summary(lines)}. Start engine and "
+                f"learner with the same model."
+            )
+
+
+def _request(number: int, name: str, version: int, folder: Path, **options: Any) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"{name}@{version}", number, str(folder), **options)

@@ -1,0 +1,37 @@
+"""A LoRA adapter on its way to an engine: the two files of peft, as plain data."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdapterPush:
+    """One version of one adapter."""
+
+    name: str
+    """Whose it is: a run, a trial."""
+    version: int
+    config: Mapping[str, Any]
+    """The content of adapter_config.json."""
+    data: bytes
+    """The content of adapter_model.safetensors."""
+    checksum: int
+    """CRC-32 of `data`."""
+
+    @classmethod
+    def of(
+        cls, name: str, version: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> AdapterPush:
+        """Of tensors under peft's names."""
+        data = save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
+        return cls(name, version, config, data, zlib.crc32(data))
+
+    def __repr__(self) -> str:
+        return f"AdapterPush({self.name} v{self.version}, {len(self.data) / 1e6:.1f} MB)"

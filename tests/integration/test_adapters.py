@@ -1,0 +1,160 @@
+"""Adapters in a real engine: each request under its own, each with versions of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from raypo.config import EngineSection, LoraSection
+from raypo.models.lora import adapter_config, adapter_off, adapter_weights, add_adapter
+from raypo.serving.engine import Engine
+from raypo.serving.sampling import SamplingRequest
+from raypo.weights.adapter import AdapterPush
+from raypo.weights.buckets import pack
+from raypo.weights.manifest import WeightError
+from raypo.weights.transport import LocalTransport
+from tests.integration.test_engine import AGREES, MAX_MODEL_LEN, PROMPTS, gap
+from tests.tiny import tiny_policy
+
+SECTION = LoraSection(rank=4, alpha=16.0)
+LONG = [np.arange(300, dtype=np.int32) % 90 + 3]  # more than two blocks of the prefix cache
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_policy(tmp_path_factory.mktemp("policy"), tied=request.param))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str) -> Iterator[Engine]:
+    started = Engine(
+        folder,
+        section=EngineSection(kv_cache_gb=0.1),
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        lora=SECTION,
+        max_adapters=2,
+    )
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    named = base.named_parameters(remove_duplicate=False)
+    with torch.no_grad():
+        started.load_weights(LocalTransport().send(pack(named, bucket_bytes=10**6), version=7))
+    yield started
+    started.shutdown()
+
+
+def learner(folder: str, seed: int, section: LoraSection = SECTION) -> Any:
+    torch.manual_seed(seed)
+    model = add_adapter(AutoModelForCausalLM.from_pretrained(folder), section)
+    return moved(model.eval())
+
+
+def moved(model: Any) -> Any:
+    """A change that no test can overlook."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def push(model: Any, name: str, version: int, folder: str) -> AdapterPush:
+    tensors = {weight.name: weight.merged() for weight in adapter_weights(model)}
+    return AdapterPush.of(name, version, adapter_config(model, SECTION, base=folder), tensors)
+
+
+def requests(adapter: str | None, prompts: list[np.ndarray] = PROMPTS) -> list[SamplingRequest]:
+    return [
+        SamplingRequest(prompt, 24, 1.0, seed=number, adapter=adapter)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def test_requests_of_one_batch_go_under_their_own_adapters(engine: Engine, folder: str) -> None:
+    models = {"a": learner(folder, 1), "b": learner(folder, 2)}
+    for version, (name, model) in enumerate(models.items()):
+        sent = push(model, name, version, folder)
+        assert engine.load_adapter(sent) == sent.checksum
+    batch = [r for trio in zip(*map(requests, (None, "a", "b")), strict=True) for r in trio]
+    answers = engine.generate(batch)
+
+    prompts = PROMPTS
+    assert {answer.weight_version for answer in answers[0::3]} == {7}
+    with adapter_off(models["a"]):
+        assert gap(models["a"], answers[0::3], prompts) < AGREES
+    for place, (version, (name, model)) in enumerate(enumerate(models.items()), start=1):
+        own = answers[place::3]
+        assert engine.adapter_version(name) == version
+        assert {answer.weight_version for answer in own} == {version}
+        assert gap(model, own, prompts) < AGREES
+        other = models["b" if name == "a" else "a"]
+        assert gap(other, own, prompts) > 30 * AGREES, "the two adapters are too much alike"
+
+
+def test_a_new_version_takes_the_place_of_the_old_and_none_of_its_keys(
+    engine: Engine, folder: str
+) -> None:
+    model = learner(folder, 3)
+    for version in (10, 11, 12):
+        moved(model)
+        engine.load_adapter(push(model, "a", version, folder))
+        answers = engine.generate(requests("a", LONG))
+        assert gap(model, answers, LONG) < AGREES
+        assert answers[0].weight_version == version
+
+
+def test_the_engine_is_full_at_max_adapters_until_one_is_dropped(
+    engine: Engine, folder: str
+) -> None:
+    model = learner(folder, 4)
+    for name in ("a", "b"):
+        engine.load_adapter(push(model, name, 20, folder))
+    with pytest.raises(WeightError, match=r"adapter \(c\): this engine holds 2 already: a, b"):
+        engine.load_adapter(push(model, "c", 1, folder))
+    engine.drop_adapter("a")
+    engine.load_adapter(push(model, "c", 1, folder))
+    assert gap(model, engine.generate(requests("c"))) < AGREES
+    with pytest.raises(ValueError, match=r"adapter \(a\): this engine does not hold it, but b, c"):
+        engine.generate(requests("a"))
+    engine.drop_adapter("c")
+
+
+def test_a_push_that_is_broken_or_of_another_model_is_refused(
+    engine: Engine, folder: str, tmp_path
+) -> None:
+    model = learner(folder, 5)
+    good = push(model, "b", 30, folder)
+    torn = replace(good, data=good.data[:-1] + bytes([good.data[-1] ^ 1]))
+    with pytest.raises(WeightError, match="do not have the checksum"):
+        engine.load_adapter(torn)
+    assert engine.adapter_version("b") is None
+    wide = learner(str(tiny_policy(tmp_path, hidden=96)), 6)
+    with pytest.raises(WeightError, match="is not of the engine's model"):
+        engine.load_adapter(push(wide, "b", 31, folder))
+    engine.load_adapter(good)
+    assert gap(model, engine.generate(requests("b"))) < AGREES
+
+
+def test_new_weights_of_the_engine_forget_the_adapters(engine: Engine, folder: str) -> None:
+    model = learner(folder, 8)
+    engine.load_adapter(push(model, "b", 40, folder))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("base_layer.weight"):
+                parameter.mul_(1.2)
+    from raypo.models.lora import merged_weights
+
+    named = ((weight.name, weight.parts[0].detach()) for weight in merged_weights(model))
+    engine.load_weights(LocalTransport().send(pack(named, bucket_bytes=10**6), version=8))
+    with pytest.raises(ValueError, match=r"adapter \(b\)"):
+        engine.generate(requests("b"))
+    engine.load_adapter(push(model, "b", 41, folder))
+    assert gap(model, engine.generate(requests("b"))) < AGREES
+    with adapter_off(model):
+        assert gap(model, engine.generate(requests(None))) < AGREES

@@ -1,0 +1,112 @@
+"""Whole PPO runs with LoRA: resumed to the same numbers, pushed merged or as an adapter."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from ray.train import FailureConfig, RunConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from raypo import PPOConfig, PPOTrainer, RewardModelConfig, RewardModelTrainer
+from tests.integration.pipeline import reward_model_values, write_examples
+from tests.integration.task import numbers, read_metrics, write_task
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+LORA = {
+    "num_steps": 3,
+    "model.lora": {"rank": 4, "alpha": 16},
+    "learner.policy_lr": 1e-2,
+    "checkpoint.every": 1,
+    "eval.every": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def first(task: Path, local_ray: None) -> SimpleNamespace:
+    PPOTrainer(PPOConfig.load(task, LORA)).fit()
+    folder = task.parent / "runs" / "tiny"
+    return SimpleNamespace(folder=folder, metrics=read_metrics(folder))
+
+
+def test_the_policy_with_its_adapter_off_is_the_reference(first: SimpleNamespace):
+    kl = [row["kl/ref_response_mean"] for row in first.metrics]
+    assert kl[0] == 0.0
+    assert kl[-1] > 1e-3
+    assert not list((first.folder / "logs").glob("reference*"))
+    assert all(0.0 < row["mismatch/probe_gap_max"] < 1e-3 for row in first.metrics)
+
+
+def test_plain_transformers_and_peft_load_what_it_leaves(first: SimpleNamespace, task: Path):
+    base = AutoModelForCausalLM.from_pretrained(task.parent / "policy")
+    merged = AutoModelForCausalLM.from_pretrained(first.folder / "policy")
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, first.folder / "adapter")
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-4, rtol=0)
+        assert (merged(ids).logits - before).abs().max() > 0.01
+
+
+def test_a_worker_that_is_killed_comes_back_to_the_same_numbers(first: SimpleNamespace, task: Path):
+    folder = task.parent / "runs" / "lost"
+
+    def kill_the_worker() -> None:
+        deadline = time.monotonic() + 300
+        while len(read_metrics(folder)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in psutil.process_iter(["cmdline"]):
+            if "RayTrainWorker" in " ".join(process.info["cmdline"] or []):
+                process.kill()
+
+    killer = threading.Thread(target=kill_the_worker, daemon=True)
+    killer.start()
+    run_config = RunConfig(name="lost", failure_config=FailureConfig(max_failures=1))
+    PPOTrainer(PPOConfig.load(task, LORA), run_config=run_config).fit()
+    killer.join(timeout=10)
+    assert numbers(read_metrics(folder)) == numbers(first.metrics)
+
+
+def test_two_workers_and_an_engine_that_holds_the_adapter_make_the_same_step(
+    first: SimpleNamespace, task: Path
+):
+    changes = {
+        "name": "held",
+        "num_steps": 2,
+        "eval.every": 2,
+        "model.lora.push": "adapter",
+        "learner.num_workers": 2,
+        "learner.zero_stage": 3,
+    }
+    PPOTrainer(PPOConfig.load(task, LORA | changes)).fit()
+    steps = read_metrics(task.parent / "runs" / "held")
+    for name in ("rollout/score_mean", "ppo/policy_loss", "ppo/value_loss", "ppo/approx_kl"):
+        assert steps[0][name] == pytest.approx(first.metrics[0][name], rel=1e-3, abs=1e-5), name
+    assert all(0.0 < row["mismatch/probe_gap_max"] < 1e-3 for row in steps)
+    assert steps[1]["kl/ref_response_mean"] > 1e-3
+    assert steps[1]["mismatch/log_prob_gap_max"] < 1e-3
+
+
+def test_a_reward_model_leaves_a_merged_classifier_and_an_adapter_with_its_head(tmp_path: Path):
+    write_examples(tmp_path)
+    values = reward_model_values(tmp_path, batch_size=8) | {"num_steps": 3}
+    values["model"]["lora"] = {"rank": 4}
+    RewardModelTrainer(RewardModelConfig.parse(values)).fit()
+    run = tmp_path / "runs" / "reward"
+    merged = AutoModelForSequenceClassification.from_pretrained(run / "reward_model")
+    start = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
+    adapted = PeftModel.from_pretrained(start, run / "adapter")
+    ids = torch.tensor([[5, 6, 7, 8, 2]])
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-4, rtol=0)
+        with adapted.disable_adapter():
+            assert (adapted(ids).logits - merged(ids).logits).abs() > 1e-3
