@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from raypo import Rollout
 from tests.tiny import tiny_policy
@@ -57,6 +60,14 @@ def raypo(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
         start_new_session=True,
         **options,
     )
+
+
+def kill_train_workers() -> None:
+    """SIGKILL for the learner workers of this process's own Ray, whatever else the machine runs."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "RayTrainWorker" in " ".join(process.cmdline()):
+                process.kill()
 
 
 def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:

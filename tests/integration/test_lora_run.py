@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from peft import PeftModel
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from raypo import PPOConfig, PPOTrainer, RewardModelConfig, RewardModelTrainer
 from tests.integration.pipeline import reward_model_values, write_examples
-from tests.integration.task import numbers, read_metrics, write_task
+from tests.integration.task import kill_train_workers, numbers, read_metrics, write_task
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 LORA = {
@@ -64,9 +63,7 @@ def test_a_worker_that_is_killed_comes_back_to_the_same_numbers(first: SimpleNam
         deadline = time.monotonic() + 300
         while len(read_metrics(folder)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        for process in psutil.process_iter(["cmdline"]):
-            if "RayTrainWorker" in " ".join(process.info["cmdline"] or []):
-                process.kill()
+        kill_train_workers()
 
     killer = threading.Thread(target=kill_the_worker, daemon=True)
     killer.start()

@@ -1,6 +1,5 @@
 """Whole PPO runs through PPOTrainer: real Ray Train, real vLLM, real DeepSpeed, a tiny model."""
 
-import contextlib
 import json
 import os
 import signal
@@ -11,7 +10,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -19,7 +17,14 @@ from ray.train.torch import TorchTrainer
 
 from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
 from raypo.cluster.handle import DeploymentHandle
-from tests.integration.task import REPOSITORY, digit_share, numbers, read_metrics, write_task
+from tests.integration.task import (
+    REPOSITORY,
+    digit_share,
+    kill_train_workers,
+    numbers,
+    read_metrics,
+    write_task,
+)
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -64,13 +69,6 @@ def kill_at_work(deployment: str) -> int:
         time.sleep(0.002)
     os.kill(replica.pid, signal.SIGKILL)
     return replica.pid
-
-
-def kill_the_learner_workers() -> None:
-    for process in psutil.Process().children(recursive=True):  # of this session's Ray
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "RayTrainWorker" in " ".join(process.cmdline()):
-                process.kill()
 
 
 def test_every_step_is_in_the_metrics_and_in_the_result(first: SimpleNamespace):
@@ -174,7 +172,7 @@ def test_an_engine_and_a_worker_that_are_killed_come_back_to_the_same_numbers(
         wait_for_steps(folder, 1)
         killed.append(kill_at_work("raypo:lost:engine"))
         wait_for_steps(folder, 3)
-        kill_the_learner_workers()
+        kill_train_workers()
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
