@@ -56,7 +56,7 @@ def save_model() -> None:
     file = gguf_file()
     names = {"gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **names)
-    del read.config.quantization_config  # the weights are float32 now
+    vars(read.config).pop("quantization_config", None)  # the weights are float32 now
     plain = LlamaForCausalLM(read.config)
     plain.load_state_dict(read.state_dict())
     plain.tie_weights()
