@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
+from collections.abc import Mapping
 from urllib.parse import urlparse
 
 import ray
 
+from raypo.cluster.devices import check_choice, users_choice
 from raypo.config import ClusterSection, ConfigError
 
 PROBE_TIMEOUT_S = 5.0
+JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""In which `ray job submit` hands its runtime environment to the driver."""
 
 _WORKER_DEFAULTS = {
     "NCCL_DEBUG": "WARN",
@@ -53,7 +58,7 @@ def connect(section: ClusterSection) -> bool:
     address, source = cluster_address(section)
     if address:
         _probe(address, source)
-        where = {"address": address, "runtime_env": {"env_vars": worker_environment()}}
+        where = {"address": address, "runtime_env": {"env_vars": _beside_the_job(os.environ)}}
     else:
         # Processes of a local Ray inherit ours; a runtime_env would cost each of them a second.
         os.environ.update(worker_environment())
@@ -72,6 +77,11 @@ def connect(section: ClusterSection) -> bool:
             "again when fewer other programs keep the cores busy, or use a cluster that is running "
             "(cluster.address)."
         ) from None
+    try:
+        check_choice(has_devices=ray.cluster_resources().get("GPU", 0.0) > 0.0)
+    except ConfigError:
+        ray.shutdown()
+        raise
     return True
 
 
@@ -83,14 +93,23 @@ def cluster_address(section: ClusterSection) -> tuple[str | None, str]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Variables that workers get unless the user has set them."""
-    return {name: os.environ.get(name, value) for name, value in _WORKER_DEFAULTS.items()}
+    """Variables that workers get; what the user has set is kept, NCCL_* and device flags too."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    defaults = {name: os.environ.get(name, value) for name, value in _WORKER_DEFAULTS.items()}
+    return kept | defaults | users_choice()
 
 
 def dashboard_url() -> str | None:
     """Address of the Ray dashboard of the cluster we are connected to; None without one."""
     url = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR).dashboard_url
     return f"http://{url}" if url else None
+
+
+def _beside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """What `ray job submit` was not told already: Ray refuses to hear it twice."""
+    job = json.loads(environ.get(JOB_CONFIG_VARIABLE, "{}"))
+    said = job.get("runtime_env", {}).get("env_vars", {})
+    return {name: value for name, value in worker_environment().items() if name not in said}
 
 
 def _probe(address: str, source: str) -> None:

@@ -10,6 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypo.cluster.actors import start_named
 from raypo.cluster.controller import DeploymentController
+from raypo.cluster.devices import shown
 from raypo.cluster.handle import DeploymentHandle
 from raypo.cluster.spec import Deployment, Place
 
@@ -40,10 +41,8 @@ def start_deployment(deployment: Deployment, places: Sequence[Place]) -> Deploym
 
 def own_devices() -> dict[str, str]:
     """Environment that shows a process the devices of this worker and no others."""
+
+    import torch
+
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    if not ids:
-        return {}
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(ids),
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    }
+    return shown(ids, is_rocm=torch.version.hip is not None)

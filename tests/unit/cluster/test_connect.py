@@ -1,5 +1,6 @@
 """Addresses are tried before Ray sees them: it would retry for minutes."""
 
+import json
 import os
 import socket
 
@@ -71,3 +72,30 @@ def test_a_local_ray_that_does_not_come_up_is_told_in_words(monkeypatch: pytest.
     with pytest.raises(ClusterError, match=r"did not start .* within 30 s"):
         connect(ClusterSection())
     assert alone["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "0"
+
+
+def test_every_nccl_variable_and_device_flag_of_the_user_reaches_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    theirs = {
+        "NCCL_SOCKET_IFNAME": "eth1",
+        "NCCL_CUMEM_ENABLE": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    environment = worker_environment()
+    assert {name: environment[name] for name in theirs} == theirs
+    assert environment["NCCL_DEBUG"] == "WARN"
+
+
+def test_what_the_job_says_is_not_said_twice(monkeypatch: pytest.MonkeyPatch):
+    job = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}}}
+    monkeypatch.setenv(module.JOB_CONFIG_VARIABLE, json.dumps(job))
+    beside = module._beside_the_job(os.environ)
+    assert "NCCL_DEBUG" not in beside
+    assert beside["NCCL_CUMEM_ENABLE"] == worker_environment()["NCCL_CUMEM_ENABLE"]
+    monkeypatch.delenv(module.JOB_CONFIG_VARIABLE)
+    assert module._beside_the_job(os.environ) == worker_environment()

@@ -1,0 +1,62 @@
+"""Which devices a process sees, and who says so: Ray, or the user by a NOSET flag."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from raypo.config import ConfigError
+
+NOSET = {
+    "CUDA_VISIBLE_DEVICES": "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES": "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES": "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES": "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+}
+"""Variable of a kind of accelerator -> flag by which Ray leaves it alone."""
+
+
+def users_choice(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The flags that the user has set, with the devices shown instead; workers get both."""
+    chosen = {}
+    for variable, flag in NOSET.items():
+        if _is_set(environ, flag):
+            chosen[flag] = environ[flag]
+            if variable in environ:
+                chosen[variable] = environ[variable]
+    return chosen
+
+
+def check_choice(*, has_devices: bool, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a flag that would leave Ray Train's workers without a device.
+
+    Args:
+        has_devices: The cluster has accelerators.
+
+    Raises:
+        ConfigError: a flag is set, and its variable is not.
+    """
+    for variable, flag in NOSET.items():
+        if has_devices and _is_set(environ, flag) and not environ.get(variable):
+            raise ConfigError(
+                f"{flag} ({environ[flag]}): Ray shows no worker its devices, and Ray Train looks "
+                f"for them in {variable}. Set {variable} to all devices of a node (like 0,1,2,3), "
+                f"or unset {flag}."
+            )
+
+
+def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
+    """Environment that shows a process these devices, whatever Ray would show it.
+
+    Args:
+        ids: As Ray numbers the devices of the node; none: nothing is said.
+        is_rocm: torch was built for ROCm.
+    """
+    if not ids:
+        return {}
+    variable = "HIP_VISIBLE_DEVICES" if is_rocm else "CUDA_VISIBLE_DEVICES"
+    return {variable: ",".join(ids), NOSET[variable]: "1"}
+
+
+def _is_set(environ: Mapping[str, str], flag: str) -> bool:
+    return environ.get(flag, "").lower() in ("1", "true")

@@ -1,0 +1,52 @@
+"""What to do when memory runs out, told with the error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+LEARNER_REMEDY = (
+    "Lower learner.max_tokens_per_microbatch, raise learner.zero_stage or learner.num_workers, use "
+    "model.dtype bfloat16, or lower rollout.engine.gpu_memory_fraction; `raypo plan` shows what "
+    "each of them saves."
+)
+ENGINE_REMEDY = (
+    "Lower rollout.engine.gpu_memory_fraction or set rollout.engine.kv_cache_gb, lower "
+    "data.max_prompt_tokens or rollout.max_new_tokens; `raypo plan` shows who needs what."
+)
+
+_SIGNS = (
+    "out of memory",
+    "can't allocate memory",  # torch on a CPU
+    "no available memory for the cache blocks",  # vLLM, as the next two
+    "less than desired gpu memory utilization",
+    "is larger than the available kv cache memory",
+)
+
+
+class OutOfMemory(RuntimeError):
+    """A device or the machine has too little memory for what was asked."""
+
+
+@contextmanager
+def memory_advice(who: str, remedy: str) -> Iterator[None]:
+    """Say who was short of memory, and what to change.
+
+    Raises:
+        OutOfMemory: in the place of whatever torch or vLLM said.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError, ValueError) as error:
+        if isinstance(error, OutOfMemory) or not _is_about_memory(error):
+            raise
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no details"
+        raise OutOfMemory(f"{who} ran out of memory: {first_line}. {remedy}") from error
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    is_kind = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_kind or any(sign in text for sign in _SIGNS)

@@ -1,0 +1,125 @@
+"""A Ray cluster of `ray start` processes with ports and folders of its own; gone after the test."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.integration.task import REPOSITORY
+
+START_S = 120.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a node runs: this machine, or one of its network namespaces."""
+
+    ip: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    interface: str = "lo"
+
+
+@dataclass(frozen=True)
+class StartedCluster:
+    address: str
+    dashboard: str
+    env: dict[str, str]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def started_cluster(hosts: Sequence[Host]) -> Iterator[StartedCluster]:
+    """One node a host, each with one CPU and an object store of its own."""
+    head, *others = hosts
+    port, dashboard_port = free_port(), free_port()
+    address, dashboard = f"{head.ip}:{port}", f"http://{head.ip}:{dashboard_port}"
+    head_arguments = [
+        "--head",
+        f"--port={port}",
+        "--include-dashboard=true",
+        f"--dashboard-host={head.ip}",
+        f"--dashboard-port={dashboard_port}",
+        f"--ray-client-server-port={free_port()}",
+    ]
+    with ExitStack() as nodes:
+        folder = Path(nodes.enter_context(short_folder()))
+        nodes.enter_context(
+            _node(head, [*head_arguments, f"--temp-dir={folder}"], folder / "head.log")
+        )
+        _wait_for(dashboard, head)
+        for number, host in enumerate(others):
+            log = folder / f"node_{number}.log"
+            nodes.enter_context(_node(host, [f"--address={address}"], log))
+        yield StartedCluster(address, dashboard, _environment(head))
+
+
+def short_folder() -> tempfile.TemporaryDirectory[str]:
+    """Ray puts sockets below it, whose paths may have 107 characters."""
+    return tempfile.TemporaryDirectory(prefix="raypo-", dir="/tmp", ignore_cleanup_errors=True)
+
+
+@contextmanager
+def _node(host: Host, arguments: list[str], log: Path) -> Iterator[None]:
+    command = [
+        *(*host.prefix, str(Path(sys.executable).with_name("ray")), "start", "--block"),
+        *arguments,
+        f"--node-ip-address={host.ip}",
+        f"--dashboard-agent-listen-port={free_port()}",
+        "--num-cpus=1",
+        "--object-store-memory=200000000",
+        "--disable-usage-stats",
+    ]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(host),
+            start_new_session=True,
+        )
+    try:
+        yield
+    finally:
+        process.terminate()  # `ray start --block` ends what it has started
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _environment(host: Host) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    paths = [str(Path(sys.executable).parent), own.get("PATH", "")]
+    return own | {
+        "PATH": os.pathsep.join(paths),
+        "PYTHONPATH": str(REPOSITORY),
+        "GLOO_SOCKET_IFNAME": host.interface,
+        "RAY_AUTH_MODE": "disabled",  # loopback, or a namespace that nobody else reaches
+        "CI": "1",
+    }
+
+
+def _wait_for(dashboard: str, host: Host) -> None:
+    check = (
+        "import sys, urllib.request; "
+        "urllib.request.urlopen(sys.argv[1] + '/api/version', timeout=5).read()"
+    )
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        command = [*host.prefix, sys.executable, "-S", "-c", check, dashboard]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            return
+        time.sleep(1.0)
+    raise TimeoutError(f"{dashboard} did not answer in {START_S:g} s.")
