@@ -10,13 +10,13 @@ from raypo.config.ppo import (
 )
 from raypo.config.presets import PRESETS
 from raypo.config.recipes import RECIPES, load_run_config, parse_run_config
+from raypo.config.rollout import EngineSection, RolloutSection, SamplingSection
 from raypo.config.run import NUMBERS_DO_NOT_DEPEND_ON, PPOConfig, RecipeConfig
 from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
     DataSection,
     DeploymentSection,
-    EngineSection,
     EvalSection,
     LearnerSection,
     LoggingSection,
@@ -27,8 +27,6 @@ from raypo.config.sections import (
     PolicyLoraSection,
     RewardModelEntry,
     RewardSection,
-    RolloutSection,
-    SamplingSection,
     WandbSection,
     WorkersSection,
 )

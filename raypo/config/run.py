@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from raypo.config.base import RunFile
 from raypo.config.ppo import PPOSection
+from raypo.config.rollout import RolloutSection
 from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
@@ -18,7 +19,6 @@ from raypo.config.sections import (
     ModelSection,
     PlacementSection,
     RewardSection,
-    RolloutSection,
 )
 
 NUMBERS_DO_NOT_DEPEND_ON = (
@@ -152,6 +152,15 @@ class PPOConfig(RecipeConfig):
             raise ValueError(
                 f"placement.gpus.engine ({share:g}): an engine on several GPUs "
                 f"(rollout.engine.tensor_parallel = {size}) takes whole ones. Set it to 1."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_reach_the_engines(self) -> Self:
+        if self.learner.use_gpu != "auto":  # else it is checked where the GPUs are known
+            self.rollout.engine.resolved_transport(
+                colocated=self.placement.group_of("engine") == "colocated",
+                use_gpu=self.learner.use_gpu,
             )
         return self
 

@@ -173,52 +173,6 @@ class RewardSection(Config):
         return self
 
 
-class EngineSection(Config):
-    """The vLLM engines that sample."""
-
-    count: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Engines; auto: one on CPU, one for each `tensor_parallel` workers on GPU."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs of one node that share an engine: of as many workers, or of one dedicated bundle."""
-    gpu_memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Share of a GPU's memory that an engine may take."""
-    kv_cache_gb: float | None = Field(default=None, gt=0.0)
-    """KV cache in GB; null: a fitting size on CPU, what `gpu_memory_fraction` leaves on GPU."""
-    prefix_caching: bool = True
-    """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
-    extra: dict[str, Any] = Field(default_factory=dict)
-    """Any other vLLM engine argument; it wins over raypo's choice."""
-
-    def resolved_count(self, *, num_workers: int, use_gpu: bool) -> int:
-        """Engines that are started."""
-        if self.count != "auto":
-            return self.count
-        return max(1, num_workers // self.tensor_parallel) if use_gpu else 1
-
-
-class SamplingSection(Config):
-    """How held-out prompts are answered, where `eval.function` judges the answers."""
-
-    max_new_tokens: int = Field(default=64, ge=1)
-    """Longest response in tokens."""
-    temperature: float = Field(default=1.0, gt=0.0)
-    """Sampling temperature; log-probs everywhere are of the tempered distribution."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus sampling; below 1 the engine's log-probs are of the truncated distribution."""
-    engine: EngineSection = EngineSection()
-
-
-class RolloutSection(SamplingSection):
-    """How responses are sampled."""
-
-    prompts_per_step: int = Field(default=32, ge=1)
-    """Prompts of one step, over all workers."""
-    samples_per_prompt: int = Field(default=4, ge=1)
-    """Responses sampled for each prompt."""
-    mode: Literal["sync"] = "sync"
-    """sync: sample, then update."""
-
-
 class WorkersSection(Config):
     """Learner workers and their DeepSpeed, whatever they train."""
 

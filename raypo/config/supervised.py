@@ -7,13 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from raypo.config.base import Config
+from raypo.config.rollout import SamplingSection
 from raypo.config.run import RecipeConfig
 from raypo.config.sections import (
     DataSection,
     EvalSection,
     LoraSection,
     Paths,
-    SamplingSection,
     WorkersSection,
 )
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
+from raypo.learner.offload import Offload, OffloadPlan
 from raypo.models.lora import Weight, merged_weights
 
 
@@ -47,6 +48,15 @@ class TrainedModel:
         self._workers = workers
         self._stage = int(self._engine.zero_optimization_stage())
         self._engine.train()
+        zero = self._engine.config.get("zero_optimization", {})
+        plan = OffloadPlan.of(
+            self._stage,
+            dtype=dtype,
+            has_frozen=not all(p.requires_grad for p in module.parameters()),
+            has_offload_param="offload_param" in zero,
+        )
+        self.offload = Offload(self._engine, optimizer=optimizer, plan=plan)
+        """Of the model to the host, where it shares a GPU with an engine."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""

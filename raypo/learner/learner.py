@@ -153,6 +153,23 @@ class Learner:
         config = lora.adapter_config(network, self._model.lora, base=self._model.policy)
         return AdapterPush.of(name, version, config, tensors)
 
+    def offload_training_state(self) -> None:
+        """Move all that a push does not need to the host: the policy's weights stay."""
+        self._policy.offload.training_state()
+        if self._critic:
+            self._critic.offload.training_state()
+            self._critic.offload.parameters()
+
+    def offload_parameters(self) -> None:
+        """Move the policy's weights to the host too."""
+        self._policy.offload.parameters()
+
+    def reload(self) -> None:
+        """Bring back what was moved to the host."""
+        self._policy.offload.reload()
+        if self._critic:
+            self._critic.offload.reload()
+
     def save(self, directory: Path) -> None:
         """Everything that the next update depends on, this worker's part of it."""
         self._policy.save(directory / "policy")

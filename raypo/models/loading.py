@@ -49,6 +49,12 @@ def load_reward_model(path: str, *, dtype: str) -> Any:
     return _load(AutoModelForSequenceClassification, path, dtype, num_labels=1)
 
 
+def release_memory() -> None:
+    """Give the GPU memory that torch keeps for later back to the device."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def same_vocabulary(path: str, other: str) -> bool:
     """Whether two folders or hub ids have tokenizers with the same tokens under the same ids."""
     return path == other or load_tokenizer(path).get_vocab() == load_tokenizer(other).get_vocab()

@@ -20,7 +20,7 @@ REDUCE_BUCKET = 500_000_000
 MAX_LIVE = 1_000_000_000
 """Elements; DeepSpeed's zero_optimization.stage3_max_live_parameters."""
 PUSH_BUCKET = 256 * MIB
-"""`raypo.rollout.sync_weights.BUCKET_BYTES`, from a floor above."""
+"""`raypo.weights.transport.BUCKET_BYTES`, from a floor above."""
 SCRATCH_LOGITS = 1 << 24
 """`raypo.models.token_log_probs.CHUNK_ELEMENTS`, from a floor above."""
 SCRATCH_COPIES = 3

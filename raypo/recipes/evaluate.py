@@ -18,9 +18,7 @@ from raypo.rollout.collect import Sampling
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.serving.engine import Engine
 from raypo.weights.buckets import pack
-from raypo.weights.transport import LocalTransport
-
-BUCKET_BYTES = 256 * 1024**2
+from raypo.weights.transport import BUCKET_BYTES, LocalTransport
 
 
 def evaluate_model(

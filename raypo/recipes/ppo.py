@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from raypo.metrics.clock import Clock
+from raypo.recipes.phases import Phase
 from raypo.recipes.ppo_run import PPORun
 from raypo.recipes.run import open_run
 from raypo.recipes.services import Services
@@ -42,6 +43,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 seed=(seed, step),
                 workers=workers,
             )
+            run.enter(Phase.LEARN)
             experience = learner.evaluate(to_experience(dealt))  # old log-probs and values
             clock.lap("time/evaluate_s")
 
@@ -81,8 +83,10 @@ def collect(run: PPORun, services: Services, clock: Clock) -> Collected:
 
     def scored_rollouts(num_prompts: int) -> list[ScoredRollout]:
         draws = run.draw_prompts(num_prompts)
+        run.enter(Phase.GENERATE)
         rollouts = sample(draws, services.engine, run.tokenizer, run.sampling, run.push_again)
         clock.lap("time/generate_s")
+        run.enter(Phase.SCORE)
         scored = judge(rollouts, run.judges(services), services.reference)
         clock.lap("time/score_s")
         return scored

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -19,9 +19,11 @@ from raypo.metrics.run_files import RunFiles
 from raypo.models.critic import critic_start
 from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.recipes.figures import rollout_figures, rollout_rows
+from raypo.recipes.phases import Phase, Phases
 from raypo.recipes.run import Run
 from raypo.recipes.services import Services, start_deployments
 from raypo.recipes.setup import Runtime
+from raypo.recipes.transport import open_transport
 from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
 from raypo.rewards.sources import close_function, open_function, open_remote
@@ -34,7 +36,7 @@ from raypo.rollout.refill import Collected
 from raypo.rollout.sync_adapter import push_adapter, push_base
 from raypo.rollout.sync_weights import Probe, push_weights
 from raypo.types import Experience, Prompt
-from raypo.weights.transport import ObjectTransport
+from raypo.weights.transport import Transport
 
 NUM_PROBES = 2
 
@@ -54,9 +56,10 @@ class PPORun(Run[PPOConfig]):
     advantage_state: AdvantageState
     dedicated: Mapping[str, DeploymentHandle]
     """What the driver has started, by role."""
+    transport: Transport
     push_again: PushAgain | None = None
     """The last push once more, for the case that no engine is left that has it."""
-    _transport: ObjectTransport = field(default_factory=ObjectTransport)
+    _phases: Phases | None = None
 
     @classmethod
     def prepare(
@@ -104,6 +107,11 @@ class PPORun(Run[PPOConfig]):
             ),
             advantage_state=AdvantageState.of(config.ppo.kl),
             dedicated=runtime.dedicated,
+            transport=open_transport(
+                config.rollout.engine,
+                colocated=config.placement.group_of("engine") == "colocated",
+                kept=_pushes_adapter(config),
+            ),
         )
 
     def start_services(self) -> Services:
@@ -118,10 +126,27 @@ class PPORun(Run[PPOConfig]):
         )
         if torch.cuda.is_available():
             services.wait(self.config.placement.timeout_s)
+        placement, engine = self.config.placement, self.config.rollout.engine
+        shares_gpus = torch.cuda.is_available() and placement.group_of("engine") == "colocated"
+        frozen = [services.reference] if placement.group_of("reference") == "colocated" else []
+        if placement.group_of("reward") == "colocated":
+            frozen += services.reward_models
+        self._phases = Phases(
+            self.workers,
+            offloads=shares_gpus and engine.sleep,
+            engines=services.engine,
+            frozen=tuple(filter(None, frozen)),
+        )
         return services
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to a phase of the step together; on shared GPUs memory changes hands."""
+        assert self._phases is not None, "phases begin when the services have started"
+        self._phases.enter(phase)
 
     def start_learner(self) -> Learner:
         """Policy and critic, restored from the run's last checkpoint where there is one."""
+        self.enter(Phase.LEARN)
         self._phase("loading policy and critic")
         config = self.config
         learner = Learner(
@@ -134,6 +159,8 @@ class PPORun(Run[PPOConfig]):
             critic_start=critic_start(config.model),
             workers=self.workers,
         )
+        assert self._phases is not None
+        self._phases.learner = learner
         if learner.critic_start:
             self.tell.message(f"critic: {learner.critic_start}")
         self.restore(learner)
@@ -172,13 +199,31 @@ class PPORun(Run[PPOConfig]):
             dtype=config.model.dtype,
             seed=config.seed,
         )
-        common: dict[str, Any] = {"version": version, "probe": probe, "workers": self.workers}
-        if not _pushes_adapter(config):
-            return push_weights(learner, services.engine, transport=self._transport, **common)
+        self.enter(Phase.LEARN)
+        self.enter(Phase.PUSH)
+        figures = self._push(learner, services.engine, version=version, probe=probe)
+        self.enter(Phase.GENERATE)
+        return figures
+
+    def before_saving(self) -> None:
+        """The learner is whole on its devices when it is saved."""
+        self.enter(Phase.LEARN)
+
+    def _push(
+        self, learner: Learner, engine: Any, *, version: int, probe: Probe
+    ) -> dict[str, float]:
+        common: dict[str, Any] = {
+            "version": version,
+            "probe": probe,
+            "workers": self.workers,
+            "on_arrival": lambda: self.enter(Phase.PROBE),
+        }
+        if not _pushes_adapter(self.config):
+            return push_weights(learner, engine, transport=self.transport, **common)
         if version == self.last_step:
-            push_base(learner, services.engine, transport=self._transport, **common)
-        base = self._transport.last_push
-        return push_adapter(learner, services.engine, name=self.name, base=base, **common)
+            push_base(learner, engine, transport=self.transport, **common)
+        base = self.transport.last_push
+        return push_adapter(learner, engine, name=self.name, base=base, **common)
 
     def draw_prompts(self, count: int) -> Sequence[Draw]:
         """This worker's share of the next prompts, `count` over all workers."""
@@ -242,6 +287,7 @@ class PPORun(Run[PPOConfig]):
         self.tell.phase(text)
 
     def _evaluate(self, services: Services) -> dict[str, float]:
+        self.enter(Phase.GENERATE)
         return evaluate_policy(
             self.held_out,
             services.engine,
@@ -252,6 +298,7 @@ class PPORun(Run[PPOConfig]):
             workers=self.workers,
             judges=self.judges(services),
             push_again=self.push_again,
+            before_judging=lambda: self.enter(Phase.SCORE),
         )
 
 

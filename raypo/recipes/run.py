@@ -17,6 +17,7 @@ import torch
 from ray.train import Checkpoint
 
 from raypo.cluster.monitor import Teller
+from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.collectives import Workers
 from raypo.config import RecipeConfig
 from raypo.metrics.clock import Clock
@@ -92,6 +93,9 @@ class Run(Generic[AnyConfig]):
         """Write the trained models as Hugging Face folders."""
         raise NotImplementedError
 
+    def before_saving(self) -> None:
+        """Make the learner ready to be saved; most recipes have nothing to do."""
+
     def restore(self, learner: Saveable) -> None:
         """Go on from the run's last checkpoint where there is one, else start with clean files."""
         # Once more: DeepSpeed and transformers have brought loggers of their own.
@@ -138,6 +142,7 @@ class Run(Generic[AnyConfig]):
             self.interrupted or self.config.checkpoint.is_due(step, last_step=self.config.num_steps)
         ):
             return None
+        self.before_saving()
         directory = Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
         learner.save(directory)
         if self.workers.rank == 0:
@@ -254,6 +259,7 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     tell = Teller(runtime.monitor if workers.rank == 0 else None)
     run = kind.prepare(config, runtime, workers, files, tell)
     try:
-        yield run
+        with memory_advice(f"learner worker {workers.rank}", LEARNER_REMEDY):
+            yield run
     finally:
         run.close()

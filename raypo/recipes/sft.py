@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from raypo.cluster.deployment import DeploymentHandle
@@ -22,13 +22,14 @@ from raypo.recipes.examples_run import ExamplesRun, tell_skipped
 from raypo.recipes.run import open_run
 from raypo.recipes.services import start_engines
 from raypo.recipes.setup import Runtime
+from raypo.recipes.transport import open_transport
 from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.collect import Sampling
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.sync_weights import Probe, push_weights
 from raypo.types import Example, Prompt
-from raypo.weights.transport import ObjectTransport
+from raypo.weights.transport import Transport
 
 NUM_PROBES = 2
 
@@ -69,7 +70,7 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
     held_out_prompts: list[Prompt]
     eval_function: RewardFunction | None
     sampling: Sampling
-    _transport: ObjectTransport = field(default_factory=ObjectTransport)
+    transport: Transport
 
     @classmethod
     def prepare(
@@ -104,6 +105,9 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
             held_out_prompts=prompts,
             eval_function=load_function(function, key="eval.function") if function else None,
             sampling=Sampling.of(config.rollout, stop_token_ids=stop_ids, seed=config.seed),
+            transport=open_transport(
+                config.rollout.engine, colocated=config.placement.mode == "colocated"
+            ),
         )
 
     def make_task(self) -> ResponseTask:
@@ -154,7 +158,7 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
             learner,
             engine,
             version=version,
-            transport=self._transport,
+            transport=self.transport,
             probe=probe,
             workers=self.workers,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ def evaluate_policy(
     workers: Workers,
     judges: Judges | None = None,
     push_again: PushAgain | None = None,
+    before_judging: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """`eval/score_mean` and `eval/response_tokens_mean` of the engines' weights.
 
@@ -44,6 +45,7 @@ def evaluate_policy(
         function: What the score is; None: what the judges say.
         judges: Those of training; their reward models also give `eval/reward_model_mean`.
         push_again: As in `sample`.
+        before_judging: Called when the engines have done their part.
     """
     temperature = section.temperature
     sampling = replace(
@@ -56,6 +58,8 @@ def evaluate_policy(
     mine = prompts[workers.rank :: workers.count]
     draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
     rollouts = sample(draws, engine, tokenizer, sampling, push_again)
+    rollouts = sample(draws, engine, tokenizer, sampling)
+    before_judging()
     means = WeightedMeans()
     judged: list[dict[str, float]] = []
     if judges and (judges.models or function is None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ def push_base(
     transport: Transport,
     probe: Probe,
     workers: Workers,
+    on_arrival: Callable[[], None] = lambda: None,
 ) -> None:
     """The weights below the adapter, to engines that have just started; as `push_weights`.
 
@@ -70,6 +71,7 @@ def push_base(
         transport=transport,
         probe=replace(probe, adapter=None),
         workers=workers,
+        on_arrival=on_arrival,
     )
 
 
@@ -82,10 +84,12 @@ def push_adapter(
     base: WeightPush | None,
     probe: Probe,
     workers: Workers,
+    on_arrival: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Bring every engine to the learner's adapter; all workers call it together.
 
     Args:
+        on_arrival: Called between transfer and probe, for which the engines must be awake.
         base: On rank 0, what `push_base` sent: engines that come in the place of lost ones load
             it before the adapter.
 
@@ -102,4 +106,5 @@ def push_adapter(
             if arrived != push.checksum:
                 raise WeightError(f"{push!r}: what an engine received is not what was sent.")
     workers.barrier()
+    on_arrival()
     return try_probe(learner, engine, replace(probe, adapter=name), version, workers)

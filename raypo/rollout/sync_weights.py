@@ -6,7 +6,7 @@ B probes, T response tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,11 +19,9 @@ from raypo.collectives import Workers
 from raypo.rollout.dealing import Deal, to_experience
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.types import Experience, Rollout, ScoredRollout
-from raypo.weights.buckets import pack
-from raypo.weights.manifest import WeightError, summary
+from raypo.weights.manifest import WeightError
 from raypo.weights.transport import Transport
 
-BUCKET_BYTES = 256 * 1024**2
 PROBE_TOKENS = 8
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.15}
 """Nats. Largest gap of a token in float32; largest mean over the probe in bfloat16, in which
@@ -82,8 +80,12 @@ def push_weights(
     transport: Transport,
     probe: Probe,
     workers: Workers,
+    on_arrival: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Bring every engine to the learner's weights; all workers call it together.
+
+    Args:
+        on_arrival: Called between transfer and probe, for which the engines must be awake.
 
     Returns:
         `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, nats a token.
@@ -92,19 +94,21 @@ def push_weights(
         WeightError: an engine received something else than was sent, or answers otherwise than
             the learner. No engine serves a version that it does not hold whole.
     """
-    buckets = pack(learner.named_weights(), bucket_bytes=BUCKET_BYTES)
-    if workers.rank == 0:
-        engine.forget()  # frees the old version before the new one takes room
-        push = transport.send(buckets, version=version)
-        for arrived in engine.establish("load_weights", push).values():
-            differences = push.manifest.differences(arrived)
-            if differences:
-                raise WeightError(f"Push of version {version}: {summary(differences)}.")
-    else:
-        for _ in buckets:
-            pass  # takes part in the gathering of ZeRO-3
-    workers.barrier()
+    _transfer(learner, engine, version, transport, workers)
+    on_arrival()
     return try_probe(learner, engine, probe, version, workers)
+
+
+def _transfer(
+    learner: PushedLearner, engine: Any, version: int, transport: Transport, workers: Workers
+) -> None:
+    """Once more where an engine was lost on the way: its successor is not waited for."""
+    try:
+        transport.push(learner.named_weights(), engine, version=version, workers=workers)
+    except Exception as error:  # all workers fail together
+        if not workers.broadcast(isinstance(error, ReplicaLost)):
+            raise
+        transport.push(learner.named_weights(), engine, version=version, workers=workers)
 
 
 def try_probe(

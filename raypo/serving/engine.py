@@ -11,14 +11,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, LoraSection
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.checkpoint import Checkpoint
 from raypo.serving.sampling import Completion, SamplingRequest, validate_request
 from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.adapter import AdapterPush
-from raypo.weights.manifest import Manifest, WeightError, summary
-from raypo.weights.transport import WeightPush
+from raypo.weights.broadcast import BroadcastBucket, Membership
+from raypo.weights.buckets import Bucket
+from raypo.weights.ipc import IpcBucket
+from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
+from raypo.weights.transport import PushStart, Ready, StoredBucket, WeightPush
+
+AnyBucket = Bucket | StoredBucket | IpcBucket | BroadcastBucket
 
 _in_this_process: weakref.ref[Engine] | None = None
 
@@ -70,6 +76,9 @@ class Engine:
         self._version: int | None = None  # `repr` is asked even where the start fails
         self._broken: str | None = None
         self._why_not = "no weights were pushed yet"
+        self._arriving: int | None = None
+        self._asleep: set[str] = set()
+        self._arrived: list[TensorSpec] = []
         if (other := _in_this_process and _in_this_process()) is not None:
             raise RuntimeError(
                 f"this process has {other!r} already, and vLLM allows one at a time. "
@@ -86,7 +95,9 @@ class Engine:
         if lora is not None:
             arguments |= lora_arguments(lora, self._checkpoint, max_adapters=max_adapters)
             self._adapters = Adapters(self._checkpoint.required, most=max_adapters)
-        self._llm = start_llm(arguments)
+        self._can_sleep = bool(arguments.get("enable_sleep_mode"))
+        with memory_advice("the engine", ENGINE_REMEDY):
+            self._llm = start_llm(arguments)
         self._max_model_len = max_model_len
         self._vocabulary_size: int = self._llm.llm_engine.model_config.get_vocab_size()
         self._turn = threading.Lock()
@@ -95,7 +106,9 @@ class Engine:
     def __repr__(self) -> str:
         if self._broken is not None:
             return "Engine(broken)"
-        return "Engine(no weights)" if self._version is None else f"Engine(v{self._version}, ready)"
+        if self._version is None:
+            return "Engine(no weights)"
+        return f"Engine(v{self._version}, {'asleep' if self._asleep else 'ready'})"
 
     def weight_version(self) -> int | None:
         """The version that it samples under; None while it holds no whole one."""
@@ -124,6 +137,8 @@ class Engine:
             self._require_unbroken()
             if self._version is None:
                 raise RuntimeError(f"the engine refuses to sample: {self._why_not}.")
+            if self._asleep:
+                raise RuntimeError("the engine refuses to sample: it sleeps. Call wake_up first.")
             for request in requests:
                 validate_request(
                     request,
@@ -135,8 +150,42 @@ class Engine:
             adapters = [self._adapter_of(request) for request in requests]
             return self._sample(requests, adapters, self._version)
 
-    def load_weights(self, push: WeightPush) -> Manifest:
-        """Take over a push and forget all keys and values of the old weights.
+    def begin_push(self, start: PushStart) -> Ready:
+        """Let go of the weights: from here until `finish_push` the engine refuses to sample.
+
+        A push that was begun before and has not come to its end is given up.
+
+        Raises:
+            RuntimeError: it is broken.
+        """
+        with self._turn:
+            self._require_unbroken()
+            if "weights" in self._asleep:
+                raise WeightError("the engine's weights sleep: wake them before a push begins.")
+            self._version, self._arriving = None, start.version
+            self._why_not = f"the push of version {start.version} failed half-way"
+            self._arrived = []
+            epochs = self._ask_workers("raypo_begin_push")
+            return Ready(len(epochs), epochs[0] if len(set(epochs)) == 1 else None)
+
+    def load_bucket(self, bucket: AnyBucket) -> None:
+        """Take some of the tensors of the push that was begun.
+
+        Raises:
+            WeightError: no push was begun, or the bytes did not arrive as they were sent.
+        """
+        with self._turn:
+            self._require_a_push()
+            if isinstance(bucket, StoredBucket):
+                bucket = bucket.fetch()
+            second_names = sorted(self._checkpoint.optional)
+            shares = self._ask_workers("raypo_load_bucket", bucket, second_names)
+            if any(share != shares[0] for share in shares):
+                raise WeightError("the engine's workers did not receive the same tensors.")
+            self._arrived += shares[0]
+
+    def finish_push(self, manifest: Manifest) -> Manifest:
+        """Serve under the new weights, and forget all keys and values of the old ones.
 
         Returns:
             What arrived, its checksums computed here. Whatever fails, the engine holds no version
@@ -144,25 +193,79 @@ class Engine:
 
         Raises:
             WeightError: the push is not this model's, or not what its manifest says.
-            RuntimeError: it is broken.
         """
         with self._turn:
-            self._require_unbroken()
-            self._version = None
-            self._why_not = f"the push of version {push.version} failed half-way"
-            self._checkpoint.check(push.manifest)
-            arrived = self._receive(push)
-            lines = push.manifest.differences(arrived)
+            self._require_a_push()
+            if manifest.version != self._arriving:
+                raise WeightError(
+                    f"version {self._arriving} is arriving, and version {manifest.version} was "
+                    "to be finished. Only one push at a time may go to an engine."
+                )
+            self._checkpoint.check(manifest)
+            arrived = Manifest.of(manifest.version, self._arrived)
+            lines = manifest.differences(arrived)
             if lines:
                 raise WeightError(
-                    f"what arrived is not what version {push.version} announced: {summary(lines)}."
+                    f"what arrived is not what version {manifest.version} announced: "
+                    f"{summary(lines)}."
                 )
+            self._ask_workers("raypo_finish_push")
             if not self._llm.reset_prefix_cache():
                 raise WeightError("vLLM did not let go of the old weights' prefix cache.")
             if self._adapters:
                 self._adapters.forget_all()
-            self._version = push.version
+            self._version, self._arriving = manifest.version, None
             return arrived
+
+    def load_weights(self, push: WeightPush) -> Manifest:
+        """A whole push at once, from where its buckets are kept; as the three calls above.
+
+        Raises:
+            WeightError: the push is not this model's, or not what its manifest says.
+            RuntimeError: it is broken.
+        """
+        self.begin_push(PushStart(push.version))
+        self._checkpoint.check(push.manifest)
+        for bucket in push.buckets:
+            self.load_bucket(bucket)
+        return self.finish_push(push.manifest)
+
+    def join_group(self, membership: Membership) -> None:
+        """Become a member of the group that weights are broadcast in.
+
+        Raises:
+            WeightError: not all members came in time.
+        """
+        with self._turn:
+            self._ask_workers("raypo_join_group", membership)
+
+    def sleep(self) -> None:
+        """Give the GPU's memory to others: weights to the host, keys and values away.
+
+        Weights of no version, as a fresh engine has, are dropped. vLLM's CPU build keeps all of
+        its memory; there the engine only refuses to sample until it is woken.
+        """
+        with self._turn:
+            self._require_unbroken()
+            if not self._asleep and self._can_sleep:
+                self._llm.sleep(level=2 if self._version is None else 1)
+            self._asleep = {"weights", "kv_cache"}
+
+    def wake_up(self, part: Literal["weights", "kv_cache"] | None = None) -> None:
+        """Take memory again; for `weights` alone a push can be loaded, but nothing sampled.
+
+        Args:
+            part: weights or kv_cache; None: both.
+        """
+        with self._turn:
+            self._require_unbroken()
+            parts = self._asleep & ({part} if part else {"weights", "kv_cache"})
+            for name in sorted(parts, reverse=True):  # weights first: they are there to stay
+                if self._can_sleep:
+                    self._llm.wake_up(tags=[name])
+                self._asleep -= {name}
+            if "kv_cache" in parts and not self._llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not let go of the prefix cache that it slept through.")
 
     def load_adapter(self, push: AdapterPush) -> int:
         """Put a version of an adapter in the place of its earlier one; others stay as they are.
@@ -209,17 +312,19 @@ class Engine:
                 self._adapters.close()
             _remember(None)
 
-    def _receive(self, push: WeightPush) -> Manifest:
+    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """The answer of every vLLM worker."""
         try:
-            (arrived,) = self._llm.collective_rpc(
-                "raypo_load_weights",
-                kwargs={"push": push, "second_names": sorted(self._checkpoint.optional)},
-            )
+            return self._llm.collective_rpc(method, args=arguments)
         except WeightError:
             raise
         except Exception as error:
-            raise WeightError(f"version {push.version} could not be loaded: {error}") from error
-        return arrived
+            raise WeightError(f"version {self._arriving} could not be loaded: {error}") from error
+
+    def _require_a_push(self) -> None:
+        self._require_unbroken()
+        if self._arriving is None:
+            raise WeightError("no push was begun on this engine. Push the weights again.")
 
     def _adapter_of(self, request: SamplingRequest) -> Any | None:
         return self._require_adapters().request(request.adapter) if request.adapter else None
@@ -237,7 +342,10 @@ class Engine:
         prompts = [{"prompt_token_ids": request.prompt_ids.tolist()} for request in requests]
         parameters = [_sampling_params(request) for request in requests]
         try:
-            outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapters)
+            with memory_advice("the engine", ENGINE_REMEDY):
+                outputs = self._llm.generate(
+                    prompts, parameters, use_tqdm=False, lora_request=adapters
+                )
         except BaseException as error:
             self._broken = f"vLLM failed while it sampled ({type(error).__name__}: {error})"
             if not isinstance(error, Exception):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from raypo.data.batching import batches_by_tokens
-from raypo.models.loading import load_causal_lm
+from raypo.models.loading import load_causal_lm, release_memory
 from raypo.models.token_log_probs import response_log_probs
 from raypo.types import Rollout
 
@@ -43,6 +43,15 @@ class ReferenceModel:
 
     def __repr__(self) -> str:
         return f"ReferenceModel({self._name}, ready)"
+
+    def sleep(self) -> None:
+        """Give the GPU's memory to others."""
+        self._model.to("cpu")
+        release_memory()
+
+    def wake_up(self) -> None:
+        """Take it again."""
+        self._model.to(self._device)
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
         """float32 [T] for each rollout, in the order given, at the sampling temperature."""

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from raypo.data.batching import batches_by_tokens
-from raypo.models.loading import load_reward_model, load_tokenizer, same_vocabulary
+from raypo.models.loading import (
+    load_reward_model,
+    load_tokenizer,
+    release_memory,
+    same_vocabulary,
+)
 from raypo.models.scores import sequence_scores
 from raypo.types import Rollout
 
@@ -52,6 +57,15 @@ class RewardModel:
 
     def __repr__(self) -> str:
         return f"RewardModel({self._name}, ready)"
+
+    def sleep(self) -> None:
+        """Give the GPU's memory to others."""
+        self._model.to("cpu")
+        release_memory()
+
+    def wake_up(self) -> None:
+        """Take it again."""
+        self._model.to(self._device)
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
         """A score for each rollout, in the order given; NaN for one without tokens."""

@@ -106,6 +106,7 @@ def engine_arguments(
         arguments["enforce_eager"] = True
     else:
         arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
+        arguments["enable_sleep_mode"] = section.sleep
     if section.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
     elif device == "cpu":

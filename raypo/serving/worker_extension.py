@@ -2,87 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from raypo.weights.buckets import unpack
-from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
-from raypo.weights.transport import WeightPush, receive
+from raypo.weights.broadcast import BroadcastBucket, Group, Membership
+from raypo.weights.buckets import Bucket, Staged, unpack
+from raypo.weights.ipc import IpcBucket, device_uuid
+from raypo.weights.manifest import TensorSpec, WeightError, summary
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; every name starts with raypo_ so that none can clash."""
+    """Mixed into vLLM's worker class; every name starts with raypo_ so that none can clash.
+
+    Weights arrive in pieces, through the life cycle of vLLM's layerwise reload: begin, load some
+    tensors, load some more, finish. A push that ends early leaves a model that is whole in shape
+    but of no version.
+    """
 
     model_runner: Any
     vllm_config: Any
-    reload_weights: Callable[..., None]
+    device: torch.device
+    raypo_loaded: set[str]
+    """Parameters that vLLM says it has loaded in this push."""
+    raypo_is_loading: bool
+    raypo_group: Group | None
 
-    def raypo_load_weights(self, push: WeightPush, second_names: list[str]) -> Manifest:
-        """Stream a push through vLLM's layerwise reload; what arrived, checksums verified.
+    def raypo_begin_push(self) -> int | None:
+        """Make the model ready for new weights; the epoch of this worker's broadcast group."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        Layers that are complete when a tensor turns out wrong hold the new weights, the others
-        the old ones: after an error the model is whole in shape but of no version.
+        self.raypo_leave_push()
+        with _current_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.get_model())
+        self.raypo_is_loading, self.raypo_loaded = True, set()
+        group = getattr(self, "raypo_group", None)
+        return group.membership.epoch if group else None
+
+    def raypo_load_bucket(
+        self, bucket: Bucket | IpcBucket | BroadcastBucket, second_names: list[str]
+    ) -> list[TensorSpec]:
+        """Load some tensors; what arrived, checksums verified.
 
         Args:
-            push: What to load.
+            bucket: Where the tensors are.
             second_names: Of tied tensors; passed over where vLLM's model has no module for them.
 
         Raises:
-            WeightError: bytes were corrupted, or vLLM did not load one of its parameters.
+            WeightError: bytes were corrupted or did not come.
         """
         model = self.model_runner.get_model()
+        received = self._raypo_receive(bucket)
         modules = {
             _without_adapter(name) for name, _ in model.named_modules(remove_duplicate=False)
         }
         skipped = {name for name in second_names if name.rpartition(".")[0] not in modules}
-        arrived: list[TensorSpec] = []
-        with _LoadedNames(model) as loaded:
-            try:
-                self.reload_weights(weights_iterator=_named_tensors(push, arrived, skipped))
-            except BaseException:
-                _leave_reload(model, self.vllm_config.model_config)
-                raise
-        names = {_without_adapter(name) for name, _ in model.named_parameters()}
-        missing = sorted(names - {_without_adapter(name) for name in loaded.names})
+        with _current_config(self.vllm_config):
+            names = model.load_weights(_named_tensors(received, skipped))
+        told = names is not None  # a few models do not tell
+        self.raypo_loaded.update(names if told else _parameter_names(model))
+        return [spec for spec, _ in bucket.entries]
+
+    def raypo_finish_push(self) -> None:
+        """End the push: every layer is whole, and nothing of the old weights is left.
+
+        Raises:
+            WeightError: vLLM did not load one of its parameters.
+        """
+        model = self.model_runner.get_model()
+        self.raypo_leave_push()
+        loaded = {_without_adapter(name) for name in self.raypo_loaded}
+        missing = sorted({_without_adapter(n) for n in _parameter_names(model)} - loaded)
         if missing:
             raise WeightError(f"vLLM did not load {summary(missing)}. Push every parameter.")
-        _repack_tied_heads(model, loaded.names)
-        return Manifest.of(push.version, arrived)
+        reset = getattr(self.model_runner, "reset_lora_state", None)
+        if reset is not None:
+            reset()
+        _repack_tied_heads(model, self.raypo_loaded)
+
+    def raypo_leave_push(self) -> None:
+        """End a push that may have been cut short, so that the next one starts clean."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if getattr(self, "raypo_is_loading", False):
+            self.raypo_is_loading = False
+            with _current_config(self.vllm_config):
+                finalize_layerwise_reload(
+                    self.model_runner.get_model(), self.vllm_config.model_config
+                )
+
+    def raypo_join_group(self, membership: Membership) -> None:
+        """Join a broadcast group; the one of before is left.
+
+        Raises:
+            WeightError: not all members came in time.
+        """
+        group = getattr(self, "raypo_group", None)
+        self.raypo_group = None
+        if group is not None:
+            group.leave()
+        self.raypo_group = Group.join(membership, device=self.device)
+
+    def _raypo_receive(self, bucket: Bucket | IpcBucket | BroadcastBucket) -> Bucket | Staged:
+        if isinstance(bucket, IpcBucket):
+            return bucket.read(device_uuid(self.device), self.device)
+        if isinstance(bucket, BroadcastBucket):
+            group = getattr(self, "raypo_group", None)
+            if group is None:
+                raise WeightError("this engine is in no broadcast group. Push the weights again.")
+            return group.receive(bucket)
+        return bucket
 
 
-class _LoadedNames:
-    """Remembers which of the model's parameters `load_weights` says it loaded."""
+def _current_config(vllm_config: Any) -> Any:
+    from vllm.config import set_current_vllm_config
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.names: set[str] = set()
-
-    def __enter__(self) -> _LoadedNames:
-        load_weights = self._model.load_weights
-
-        def load_and_remember(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-            names = load_weights(weights)
-            told = names is not None  # a few models do not tell
-            self.names.update(names if told else dict(self._model.named_parameters()))
-            return names
-
-        self._model.load_weights = load_and_remember
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self._model.load_weights  # the class's own method shows again
+    return set_current_vllm_config(vllm_config)
 
 
-def _named_tensors(
-    push: WeightPush, arrived: list[TensorSpec], skipped: set[str]
-) -> Iterator[tuple[str, Tensor]]:
-    for bucket in receive(push):
-        for name, tensor in unpack(bucket, verify=True):
-            if name not in skipped:
-                yield name, tensor
-        arrived += [spec for spec, _ in bucket.entries]
+def _parameter_names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
 
 
 def _without_adapter(name: str) -> str:
@@ -90,11 +131,10 @@ def _without_adapter(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
-def _leave_reload(model: nn.Module, model_config: Any) -> None:
-    """End a reload that was cut short, so that the next one starts clean."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    finalize_layerwise_reload(model, model_config)
+def _named_tensors(bucket: Bucket | Staged, skipped: set[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in unpack(bucket, verify=True):
+        if name not in skipped:
+            yield name, tensor
 
 
 def _repack_tied_heads(model: nn.Module, loaded: set[str]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+import torch
+import xxhash
+from torch import Tensor
 
 
 class WeightError(RuntimeError):
@@ -24,7 +26,18 @@ class TensorSpec:
     dtype: str
     """torch's word without the prefix, like float32."""
     checksum: int
-    """CRC-32 of the tensor's bytes in row-major order."""
+    """Of the tensor's bytes in row-major order, by `checksums`."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, checksum: int) -> TensorSpec:
+        """What is to be told about a tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, tuple(tensor.shape), dtype, checksum)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the tensor occupies."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -65,9 +78,31 @@ class Manifest:
         return lines
 
 
-def checksum(data: np.ndarray) -> int:
-    """CRC-32 of a contiguous array's bytes."""
-    return zlib.crc32(data.reshape(-1).view(np.uint8).data)
+def checksums(parts: Sequence[Tensor]) -> list[int]:
+    """One number for the bytes of each part; the two sides of a push take the same kind.
+
+    Host memory has xxHash's 64 bits. On a GPU it is a sum of 64-bit words, each times an odd
+    number that depends on its place: a changed word or two that changed places give another sum.
+
+    Args:
+        parts: uint8 [bytes] each, contiguous, aligned to 8 bytes; all on one device.
+    """
+    if not parts or parts[0].device.type == "cpu":
+        return [xxhash.xxh3_64_intdigest(part.numpy().data) for part in parts]
+    return torch.stack([word_sum(part) for part in parts]).tolist()
+
+
+def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
+    """Scalar int64 on the part's device: its words, weighted by place, summed modulo 2**64."""
+    num_words = len(part) // 8
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for start in range(0, num_words, chunk_words):
+        words = part[8 * start : 8 * min(start + chunk_words, num_words)].view(torch.int64)
+        place = torch.arange(start, start + len(words), device=part.device)
+        total += (words * (2 * place + 1)).sum()
+    rest = part[8 * num_words :].to(torch.int64)
+    place = torch.arange(num_words, num_words + len(rest), device=part.device)
+    return total + (rest * (2 * place + 1)).sum()
 
 
 def summary(lines: list[str], *, at_most: int = 8) -> str:

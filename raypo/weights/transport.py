@@ -1,39 +1,88 @@
-"""Roads that buckets take from the learner to the engines."""
+"""Roads that weights take from the learner to the engines.
+
+A push is the same conversation on every road: rank 0 asks all engines to `begin_push`, offers
+bucket after bucket to `load_bucket`, and ends with `finish_push`, which compares the manifest. An
+engine serves again only after the last of the three, so a push that dies anywhere on the way
+leaves engines that refuse to sample.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from raypo.weights.buckets import Bucket
-from raypo.weights.manifest import Manifest, TensorSpec
+from torch import Tensor
+
+from raypo.collectives import Workers
+from raypo.weights.buckets import Bucket, Entries, stage
+from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
+
+BUCKET_BYTES = 256 * 1024**2
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class PushStart:
+    """What engines are told before the first bucket."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """An engine's answer to `begin_push`."""
+
+    num_workers: int
+    """vLLM workers; more than one where it is tensor parallel."""
+    epoch: int | None
+    """Of the broadcast group that they are members of."""
+
+
+@dataclass(frozen=True)
+class StoredBucket:
+    """A bucket in the Ray object store."""
+
+    ref: Any
+
+    def fetch(self) -> Bucket:
+        """On shared read-only memory; copied from another node when it lies there."""
+        import ray
+
+        return ray.get(self.ref)
 
 
 @dataclass(frozen=True)
 class WeightPush:
-    """One weight version on its way: plain data that fits into a remote call."""
+    """A whole weight version that can be loaded again: plain data that fits into a call."""
 
     version: int
     manifest: Manifest
-    transport: str
-    """Which transport receives it, a key of TRANSPORTS."""
-    refs: tuple[Any, ...]
-    """One a bucket; what they are is the transport's affair."""
+    buckets: tuple[StoredBucket | Bucket, ...]
 
     def __repr__(self) -> str:
         return f"WeightPush(v{self.version}, {len(self.manifest.tensors)} tensors)"
 
 
 class Transport(Protocol):
-    """Moves buckets from one sender to any number of receivers."""
+    """Brings a weight version to all engines."""
 
-    def send(self, buckets: Iterable[Bucket], *, version: int) -> WeightPush:
-        """Take the buckets, one at a time, and say how to get them."""
-        ...
+    last_push: WeightPush | None
+    """What a replacement of a lost engine can load; None where nothing is kept."""
 
-    def receive(self, push: WeightPush) -> Iterator[Bucket]:
-        """The buckets of a push, in the order they were sent."""
+    def push(
+        self, named_tensors: NamedTensors, engines: Any, *, version: int, workers: Workers
+    ) -> None:
+        """Hand every tensor to every engine; all workers call it together, with equal tensors.
+
+        Args:
+            engines: A deployment handle.
+
+        Raises:
+            WeightError: on every worker, when a tensor did not arrive as it was sent.
+        """
         ...
 
 
@@ -44,49 +93,140 @@ class ObjectTransport:
     that was lost can load them again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.last_push: WeightPush | None = None
+        self._bucket_bytes = bucket_bytes
 
-    def send(self, buckets: Iterable[Bucket], *, version: int) -> WeightPush:
-        """Put each bucket into the object store of this node."""
+    def push(
+        self, named_tensors: NamedTensors, engines: Any, *, version: int, workers: Workers
+    ) -> None:
+        """As `Transport.push`; engines load a bucket while the next one is put."""
+        with all_or_none(workers), drained(named_tensors) as tensors:
+            if workers.rank == 0:
+                self.last_push = None  # frees the old version before the new one takes room
+                self.last_push = self._send(tensors, engines, version)
+
+    def _send(self, tensors: NamedTensors, engines: Any, version: int) -> WeightPush:
         import ray
 
-        self.last_push = None  # frees the old version before the new one takes room
-        self.last_push = _send(buckets, version=version, transport="object", put=ray.put)
-        return self.last_push
-
-    def receive(self, push: WeightPush) -> Iterator[Bucket]:
-        """Buckets on shared read-only memory; fetched from another node when they lie there."""
-        import ray
-
-        for ref in push.refs:
-            yield ray.get(ref)
+        conversation = Conversation(engines, version)
+        conversation.begin()
+        buckets = []
+        for staged in stage(tensors, bucket_bytes=self._bucket_bytes):
+            bucket = Bucket(staged.flat.numpy(), staged.entries)
+            buckets.append(StoredBucket(ray.put(bucket)))  # copies: the stage is free again
+            conversation.settle()
+            conversation.offer(buckets[-1], staged.entries)
+        conversation.settle()
+        push = WeightPush(version, conversation.finish(), tuple(buckets))
+        conversation.let_serve(push)
+        return push
 
 
 class LocalTransport:
-    """Within one process; the buckets themselves are the references."""
+    """Within one process: a push holds the buckets themselves."""
 
     def send(self, buckets: Iterable[Bucket], *, version: int) -> WeightPush:
-        """Hold the buckets in the push."""
-        return _send(buckets, version=version, transport="local", put=lambda bucket: bucket)
-
-    def receive(self, push: WeightPush) -> Iterator[Bucket]:
-        """The very buckets that were sent."""
-        yield from push.refs
+        """A push of these buckets, which an engine in this process can load."""
+        kept = tuple(buckets)
+        specs = [spec for bucket in kept for spec, _ in bucket.entries]
+        return WeightPush(version, Manifest.of(version, specs), kept)
 
 
-TRANSPORTS: dict[str, type[Transport]] = {"object": ObjectTransport, "local": LocalTransport}
+@dataclass
+class Conversation:
+    """Rank 0's side of a push: it asks all engines and hears all answers."""
+
+    engines: Any
+    """A deployment handle."""
+    version: int
+    answers: list[Any] = field(default_factory=list)
+    """To the last bucket that was offered; on their way."""
+    _specs: list[TensorSpec] = field(default_factory=list)
+    _members: Any = None
+    """The replicas that were up when the push began."""
+
+    def begin(self) -> list[Ready]:
+        """Every engine lets go of its version and says what it is."""
+        self.engines.forget()  # what a replacement would load; frees the old version
+        self._members = self.engines.pinned()
+        start = PushStart(self.version)
+        return [answer.result() for answer in self._members.begin_push.on_all(start)]
+
+    def offer(self, bucket: Any, entries: Entries) -> None:
+        """Hand a bucket to all engines; `settle` waits until they have loaded it."""
+        self._specs += [spec for spec, _ in entries]
+        self.answers = self._members.load_bucket.on_all(bucket)
+
+    def settle(self) -> None:
+        """Wait for the answers to the last bucket.
+
+        Raises:
+            Exception: what an engine raised.
+        """
+        for answer in self.answers:
+            answer.result()
+        self.answers = []
+
+    def has_failed(self) -> bool:
+        """Whether an engine has answered the last bucket with an error; does not wait."""
+        return any(answer.has_failed() for answer in self.answers)
+
+    def finish(self) -> Manifest:
+        """Compare what was sent with what arrived.
+
+        Raises:
+            WeightError: an engine received something else.
+        """
+        manifest = Manifest.of(self.version, self._specs)
+        for answer in self._members.finish_push.on_all(manifest):
+            differences = manifest.differences(answer.result())
+            if differences:
+                raise WeightError(f"Push of version {self.version}: {summary(differences)}.")
+        return manifest
+
+    def join_group(self, membership: Any) -> list[Any]:
+        """Have all engines join a broadcast group; their answers are on the way."""
+        return self._members.join_group.on_all(membership)
+
+    def let_serve(self, kept: WeightPush | None) -> None:
+        """The engines serve from here.
+
+        Args:
+            kept: What engines that start later load; None: they wait for the next push.
+        """
+        arguments = () if kept is None else (kept,)
+        self.engines.establish(
+            "load_weights", *arguments, kept=kept is not None, made_by=self._members.names
+        )
 
 
-def receive(push: WeightPush) -> Iterator[Bucket]:
-    """The buckets of a push, by the transport that it names."""
-    return TRANSPORTS[push.transport]().receive(push)
+@contextmanager
+def drained(named_tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Iterate to the end whatever happens: the other workers gather the same tensors."""
+    tensors = iter(named_tensors)
+    try:
+        yield tensors
+    finally:
+        for _ in tensors:
+            pass
 
 
-def _send(buckets: Iterable[Bucket], *, version: int, transport: str, put: Any) -> WeightPush:
-    specs: list[TensorSpec] = []
-    refs = []
-    for bucket in buckets:
-        specs += [spec for spec, _ in bucket.entries]
-        refs.append(put(bucket))
-    return WeightPush(version, Manifest.of(version, specs), transport, tuple(refs))
+@contextmanager
+def all_or_none(workers: Workers) -> Iterator[None]:
+    """Where one worker fails, all of them do, and none waits for another.
+
+    Raises:
+        WeightError: on the workers that did not fail themselves.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    messages = workers.gather(failure and f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(messages):
+        if message:
+            raise WeightError(f"learner worker {rank} could not push the weights: {message}")

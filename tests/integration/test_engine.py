@@ -18,7 +18,7 @@ from raypo.serving.engine import Engine
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.weights.buckets import Bucket, pack
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import LocalTransport, ObjectTransport, WeightPush
+from raypo.weights.transport import LocalTransport, PushStart, WeightPush
 from tests.tiny import tiny_policy
 
 AGREES = 1e-3
@@ -171,10 +171,10 @@ def test_a_tied_head_that_is_not_sent_follows_its_embedding(pair: Pair) -> None:
 
 
 def corrupted(push: WeightPush) -> WeightPush:
-    bucket = push.refs[-1]
+    bucket = push.buckets[-1]
     data = bucket.data.copy()
     data[len(data) // 2] ^= 1
-    return replace(push, refs=(*push.refs[:-1], Bucket(data, bucket.entries)))
+    return replace(push, buckets=(*push.buckets[:-1], Bucket(data, bucket.entries)))
 
 
 def without(tensors: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
@@ -197,7 +197,7 @@ def bad_pushes(pair: Pair) -> dict[str, WeightPush]:
         f"{K_PROJ} is missing": pair.push(without(tensors, K_PROJ)),
         "x.weight is unknown": pair.push({**tensors, "x.weight": torch.ones(2)}),
         r"has shape \(2,\) instead of": pair.push({**tensors, K_PROJ: torch.ones(2)}),
-        "could not be loaded": replace(good, refs=(*good.refs, None)),
+        "could not be loaded": replace(good, buckets=(*good.buckets, None)),
     }
 
 
@@ -216,6 +216,27 @@ def test_a_bad_push_is_refused_and_the_next_good_one_serves(pair: Pair, case: in
         pair.engine.generate(requests(1))
     pair.engine.load_weights(pair.push())
     assert pair.gap(pair.engine.generate(probes(PROMPTS, 40))) < AGREES
+
+
+def test_a_push_that_is_left_half_done_serves_nothing_until_the_next_one(served: Pair) -> None:
+    torch.manual_seed(4)
+    served.disturb()
+    push = served.push()
+    served.engine.begin_push(PushStart(push.version))
+    for bucket in push.buckets[:-2]:
+        served.engine.load_bucket(bucket)
+
+    with pytest.raises(RuntimeError, match=r"refuses to sample: the push .* failed half-way"):
+        served.engine.generate(requests(1))
+    with pytest.raises(WeightError, match=r"what arrived is not .*: missing"):
+        served.engine.finish_push(push.manifest)
+    with pytest.raises(WeightError, match=f"version {push.version} is arriving"):
+        served.engine.finish_push(replace(push.manifest, version=99))
+
+    served.engine.load_weights(served.push())
+    assert served.gap(served.engine.generate(probes(PROMPTS, 40))) < AGREES
+    with pytest.raises(WeightError, match="no push was begun"):
+        served.engine.load_bucket(push.buckets[0])
 
 
 def test_vllm_itself_is_asked_what_it_loaded(served: Pair, monkeypatch) -> None:
@@ -338,42 +359,3 @@ def test_there_is_one_engine_a_process(served: Pair) -> None:
     with pytest.raises(RuntimeError, match=r"has Engine\(v\d+, ready\) already"):
         start(served.folder)
     assert len(served.engine.generate(requests(2))) == 2
-
-
-@pytest.fixture(scope="module")
-def ray_session() -> Iterator[Any]:
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield ray
-    ray.shutdown()
-
-
-def test_as_a_ray_actor_through_the_object_store(tmp_path, ray_session) -> None:
-    ray = ray_session
-    folder = str(tiny_policy(tmp_path))
-    learner = AutoModelForCausalLM.from_pretrained(folder).eval()
-    actor = (
-        ray.remote(Engine)
-        .options(num_cpus=1)
-        .remote(folder, section=SECTION, dtype="float32", max_model_len=MAX_MODEL_LEN)
-    )
-    transport = ObjectTransport()
-    torch.manual_seed(5)
-    with pytest.raises(RuntimeError, match="no weights were pushed yet"):
-        ray.get(actor.generate.remote(requests(1)))
-    for version in (1, 2):
-        disturb(learner)
-        buckets = pack(weights(learner).items(), bucket_bytes=100_000)
-        push = transport.send(buckets, version=version)
-        assert transport.last_push is push
-
-        received = ray.get(actor.load_weights.remote(push))
-
-        assert push.manifest.differences(received) == []
-        assert ray.get(actor.weight_version.remote()) == version
-        assert gap(learner, ray.get(actor.generate.remote(probes(PROMPTS, 40)))) < AGREES
-    lost = replace(push, refs=(ray.put("no bucket"),))
-    with pytest.raises(WeightError, match="could not be loaded"):
-        ray.get(actor.load_weights.remote(lost))
-    ray.kill(actor)

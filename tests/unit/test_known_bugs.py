@@ -19,7 +19,6 @@ from raypo.rollout.judges import Judges
 from raypo.rollout.sync_weights import Probe, WeightError, push_weights
 from raypo.serving.sampling import Completion
 from raypo.types import Prompt
-from raypo.weights.transport import LocalTransport
 from tests.unit.config.test_run_config import with_keys
 
 TESTS = Path(__file__).parents[1]
@@ -72,12 +71,6 @@ class Engine:
     def __init__(self) -> None:
         self.generate = SimpleNamespace(remote=self._pending, on_all=lambda r: [self._pending(r)])
 
-    def forget(self) -> None:
-        pass
-
-    def establish(self, method: str, push: Any) -> dict[str, Any]:
-        return {method: push.manifest}
-
     def _pending(self, requests: list[Any]) -> Any:
         return answer_of([completion() for _ in requests])
 
@@ -104,7 +97,7 @@ def test_bug_8_an_engine_that_kept_its_old_weights_stops_the_run():
         log_probs=lambda batch: torch.where(batch.response_mask, -1.0 - gap, 0.0),
     )
     push = {
-        "transport": LocalTransport(),
+        "transport": SimpleNamespace(push=lambda *_, **__: None),
         "probe": Probe([PROMPT], max_new_tokens=3, temperature=1.0, dtype="float32", seed=0),
         "workers": Workers(),
     }

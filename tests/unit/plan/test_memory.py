@@ -14,7 +14,7 @@ from raypo.plan import estimate, memory
 from raypo.plan.estimate import Models
 from raypo.plan.memory import Batch, Sharding, activations, sharding_of, trained, worst_batch
 from raypo.plan.model_shape import ModelShape
-from raypo.rollout import sync_weights
+from raypo.weights import transport
 from tests.tiny import tiny_policy
 
 N = 1_000
@@ -25,7 +25,7 @@ def total(parts: dict[str, int]) -> int:
 
 
 def test_constants_are_those_of_the_code():
-    assert memory.PUSH_BUCKET == sync_weights.BUCKET_BYTES
+    assert memory.PUSH_BUCKET == transport.BUCKET_BYTES
     assert memory.SCRATCH_LOGITS == token_log_probs.CHUNK_ELEMENTS
 
 

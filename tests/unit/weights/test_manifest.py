@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 
-import numpy as np
 import pytest
+import torch
+import xxhash
 
-from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksum, summary
+from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary, word_sum
 
 NORM = TensorSpec("norm.weight", (4,), "float32", 17)
 HEAD = TensorSpec("head.weight", (8, 4), "float32", 23)
@@ -37,11 +37,28 @@ def test_a_name_comes_once() -> None:
         Manifest.of(1, [NORM, NORM])
 
 
-def test_checksum_is_of_the_bytes() -> None:
-    data = np.arange(6, dtype=np.int16).reshape(2, 3)
-    assert checksum(data) == zlib.crc32(data.tobytes())
-    data.flags.writeable = False
-    assert checksum(data[:0]) == 0
+def test_checksums_see_every_byte() -> None:
+    part = torch.arange(1000, dtype=torch.int64).view(torch.uint8)
+    assert checksums([part, part[:0]]) == [
+        xxhash.xxh3_64_intdigest(part.numpy().tobytes()),
+        xxhash.xxh3_64_intdigest(b""),
+    ]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 7, 8, 8 * 999, 8 * 1000 + 3])
+def test_the_sum_that_gpus_take_sees_a_change_and_an_exchange(num_bytes: int) -> None:
+    part = torch.arange(8008).to(torch.uint8)[:num_bytes]
+    whole = word_sum(part)
+    assert whole == word_sum(part, chunk_words=64), "the cut into chunks is not seen"
+    for place in (0, num_bytes // 2, num_bytes - 1):
+        if num_bytes:
+            changed = part.clone()
+            changed[place] ^= 1
+            assert word_sum(changed) != whole
+    if num_bytes >= 24:
+        exchanged = part.clone()
+        exchanged[:16] = part[:16].roll(8)
+        assert word_sum(exchanged) != whole
 
 
 def test_summary_counts_what_it_leaves_out() -> None:

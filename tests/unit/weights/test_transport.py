@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from raypo.collectives import Workers
 from raypo.weights.buckets import pack, unpack
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import LocalTransport, receive
+from raypo.weights.transport import LocalTransport, all_or_none, drained
 
 TENSORS = {"a": torch.arange(20.0), "b": torch.ones(3, 3, dtype=torch.bfloat16)}
 
@@ -18,7 +22,7 @@ def test_a_push_names_what_it_carries() -> None:
         ("a", (20,), "float32"),
         ("b", (3, 3), "bfloat16"),
     ]
-    arrived = dict(item for bucket in receive(push) for item in unpack(bucket, verify=True))
+    arrived = dict(item for bucket in push.buckets for item in unpack(bucket, verify=True))
     assert all(torch.equal(arrived[name], tensor) for name, tensor in TENSORS.items())
 
 
@@ -26,3 +30,37 @@ def test_a_tensor_sent_twice_is_refused() -> None:
     twice = [("a", torch.ones(1)), ("a", torch.ones(1))]
     with pytest.raises(WeightError, match="named twice: a"):
         LocalTransport().send(pack(twice, bucket_bytes=64), version=1)
+
+
+def test_a_push_that_fails_goes_on_gathering_with_the_other_workers() -> None:
+    gathered = []
+
+    def tensors() -> Any:
+        for name in "abcd":
+            gathered.append(name)
+            yield name, torch.ones(1)
+
+    def fail_at_the_second() -> None:
+        with drained(tensors()) as iterator:
+            next(iterator)
+            next(iterator)
+            raise WeightError("an engine said no")
+
+    with pytest.raises(WeightError, match="an engine said no"):
+        fail_at_the_second()
+    assert gathered == list("abcd")
+
+
+def test_where_one_worker_fails_all_do() -> None:
+    def worker(said_by_all: list[str | None]) -> Any:
+        return SimpleNamespace(gather=lambda mine: [mine or said for said in said_by_all])
+
+    with (
+        pytest.raises(WeightError, match="worker 1 could not push the weights: OSError: full"),
+        all_or_none(worker([None, "OSError: full"])),
+    ):
+        pass
+    with pytest.raises(OSError, match="disk"), all_or_none(Workers()):
+        raise OSError("disk")
+    with all_or_none(Workers()):
+        pass

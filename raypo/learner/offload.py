@@ -1,0 +1,129 @@
+"""Moving a trained model to the host and back, as far as its ZeRO stage lets us.
+
+What DeepSpeed 0.19 can move by `offload_states` differs by stage, so it is written down here and
+tested, not assumed:
+
+| stage | by DeepSpeed | by raypo | stays on the device |
+|---|---|---|---|
+| 0, float32 | - | optimizer states, weights | - |
+| 0, bfloat16 | - | optimizer states | weights (DeepSpeed holds views of flat buffers) |
+| 1, 2 | all | - | - |
+| 3 | weights, gradients, gradient buckets | master weights, optimizer states | - |
+
+At stage 3 DeepSpeed moves master weights and optimizer states of its own FusedAdam alone.
+
+What the config off-loads by itself (`offload_optimizer`, `offload_param`) is left where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from raypo.models.loading import release_memory
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """Who moves what; lists of DeepSpeed's `OffloadStateTypeEnum`."""
+
+    training_state: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    optimizer_by_raypo: bool = False
+    parameters_by_raypo: Literal["all", "frozen", "none"] = "none"
+
+    @classmethod
+    def of(
+        cls, stage: int, *, dtype: str, has_frozen: bool = False, has_offload_param: bool = False
+    ) -> OffloadPlan:
+        """The table above.
+
+        Args:
+            stage: ZeRO's.
+            dtype: float32 or bfloat16.
+            has_frozen: Some weights are not trained, as below an adapter; they are no part of what
+                DeepSpeed moves at stages 1 and 2, and are left alone at stage 3.
+            has_offload_param: `zero_optimization.offload_param` is set: DeepSpeed then refuses to
+                move anything itself.
+        """
+        if stage == 0:
+            moved = "all" if dtype == "float32" else "none"
+            return cls(optimizer_by_raypo=True, parameters_by_raypo=moved)
+        if has_offload_param:
+            return cls(optimizer_by_raypo=True)
+        if stage < 3:
+            moved = "frozen" if has_frozen else "none"
+            training_state = ("optim_states", "hp_params", "lp_grads")
+            return cls(training_state, ("lp_params",), parameters_by_raypo=moved)
+        parameters = () if has_frozen else ("lp_params",)
+        return cls(("lp_grads", "contiguous_grad_buffer"), parameters, optimizer_by_raypo=True)
+
+
+class Offload:
+    """One model under DeepSpeed, moved to the host in two parts and back as a whole."""
+
+    def __init__(self, engine: Any, *, optimizer: torch.optim.Optimizer, plan: OffloadPlan) -> None:
+        """Nothing is moved yet.
+
+        Args:
+            engine: A DeepSpeedEngine.
+            optimizer: The torch optimizer that it steps.
+            plan: Of its ZeRO stage.
+        """
+        self._engine, self._optimizer, self._plan = engine, optimizer, plan
+        self._moved: list[tuple[Tensor, torch.device]] = []
+        self._by_deepspeed = False
+
+    def training_state(self) -> None:
+        """Optimizer states, master weights and gradients; safe to call again."""
+        self._ask_deepspeed(self._plan.training_state)
+        if self._plan.optimizer_by_raypo:
+            self._move(_optimizer_tensors(self._optimizer, with_keys=self._stage == 3))
+        release_memory()
+
+    def parameters(self) -> None:
+        """The weights, after the training state; safe to call again."""
+        self._ask_deepspeed(self._plan.parameters)
+        if self._plan.parameters_by_raypo != "none":
+            everything = self._plan.parameters_by_raypo == "all"
+            parameters = self._engine.module.parameters()
+            self._move(p for p in parameters if everything or not p.requires_grad)
+        release_memory()
+
+    def reload(self) -> None:
+        """Everything back to where it was."""
+        if self._by_deepspeed:
+            self._engine.reload_states()
+            self._by_deepspeed = False
+        for tensor, device in self._moved:
+            tensor.data = tensor.data.to(device, non_blocking=True)
+        self._moved = []
+
+    @property
+    def _stage(self) -> int:
+        return int(self._engine.zero_optimization_stage())
+
+    def _ask_deepspeed(self, states: tuple[str, ...]) -> None:
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+        if states:
+            include = [OffloadStateTypeEnum(state) for state in states]
+            self._engine.offload_states(include, pin_memory=torch.cuda.is_available())
+            self._by_deepspeed = True
+
+    def _move(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                self._moved.append((tensor, tensor.device))
+                tensor.data = tensor.data.to("cpu")
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, *, with_keys: bool) -> list[Tensor]:
+    """The states, and with `with_keys` what they are of: at stage 3 the master weights."""
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    keys = list(optimizer.state) if with_keys else []
+    return [tensor for tensor in (*states, *keys) if isinstance(tensor, Tensor)]

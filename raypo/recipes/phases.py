@@ -1,0 +1,168 @@
+"""Phases of a colocated step on GPUs: who lies in the devices' memory, and when.
+
+Engine, frozen models and learner take turns on the same devices. A tensor-parallel engine sits
+on several workers' devices, so the workers go from phase to phase together: nothing comes before
+all that had to go has gone, on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from raypo.collectives import Workers
+
+
+class Phase(StrEnum):
+    """What the devices are used for."""
+
+    START = "start"
+    """Engines and frozen models are up, the learner is not: vLLM measures free memory here."""
+    LEARN = "learn"
+    """Evaluate, update, save."""
+    PUSH = "push"
+    """New weights go from the learner to the engines."""
+    PROBE = "probe"
+    """Engine and learner give their log-probs to the same tokens."""
+    GENERATE = "generate"
+    SCORE = "score"
+    """Reward and reference models."""
+
+
+TRAINING_STATE, PARAMETERS = "training state", "parameters"
+ENGINE_WEIGHTS, KV_CACHE = "engine weights", "KV cache"
+FROZEN_MODELS = "frozen models"
+
+PRESENT: dict[Phase, tuple[str, ...]] = {
+    Phase.START: (ENGINE_WEIGHTS, KV_CACHE, FROZEN_MODELS),
+    Phase.LEARN: (TRAINING_STATE, PARAMETERS),
+    Phase.PUSH: (PARAMETERS, ENGINE_WEIGHTS),
+    Phase.PROBE: (PARAMETERS, ENGINE_WEIGHTS, KV_CACHE),
+    Phase.GENERATE: (ENGINE_WEIGHTS, KV_CACHE),
+    Phase.SCORE: (FROZEN_MODELS,),
+}
+"""Who lies in the devices' memory. Training state: optimizer, master weights, gradients, and the
+whole critic, which no push needs."""
+
+ALLOWED: dict[Phase, tuple[Phase, ...]] = {
+    Phase.START: (Phase.LEARN,),
+    Phase.LEARN: (Phase.PUSH, Phase.GENERATE),
+    Phase.PUSH: (Phase.PROBE,),
+    Phase.PROBE: (Phase.GENERATE,),
+    Phase.GENERATE: (Phase.SCORE, Phase.LEARN),
+    Phase.SCORE: (Phase.GENERATE, Phase.LEARN),
+}
+
+
+class PhaseError(RuntimeError):
+    """A phase was entered from one that it cannot follow."""
+
+
+class OffloadingLearner(Protocol):
+    """What the phases ask of a learner; all workers call it."""
+
+    def offload_training_state(self) -> None:
+        """Move all that a push does not need to the host."""
+        ...
+
+    def offload_parameters(self) -> None:
+        """Move the weights to the host too."""
+        ...
+
+    def reload(self) -> None:
+        """Bring everything back."""
+        ...
+
+
+@dataclass
+class Phases:
+    """The phase that all workers are in. Where nothing is off-loaded only the order is checked."""
+
+    workers: Workers
+    offloads: bool
+    """Learner, engines and frozen models share GPUs."""
+    engines: Any
+    """A deployment handle."""
+    frozen: Sequence[Any] = ()
+    """Deployment handles of reward and reference models."""
+    learner: OffloadingLearner | None = None
+    """Known from its start on."""
+    now: Phase = Phase.START
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to a phase; all workers call it, and none goes on before all are there.
+
+        Raises:
+            PhaseError: it cannot follow the present one.
+        """
+        if phase == self.now:
+            return
+        if phase not in ALLOWED[self.now]:
+            follow = " or ".join(ALLOWED[self.now])
+            raise PhaseError(f"phase {phase} cannot follow {self.now}; {follow} can.")
+        before, after = PRESENT[self.now], PRESENT[phase]
+        self.now = phase
+        if not self.offloads:
+            return
+        self.workers.barrier()  # nobody is still at work
+        _all_once(self._leave, [name for name in before if name not in after])
+        self.workers.barrier()  # all memory is free
+        _all_once(self._come, [name for name in after if name not in before])
+        self.workers.barrier()
+
+    def _leave(self, name: str) -> Callable[[], None]:
+        if name == TRAINING_STATE:
+            return self._learner.offload_training_state
+        if name == PARAMETERS:
+            return self._learner.offload_parameters
+        return self._sleep_frozen if name == FROZEN_MODELS else self._sleep_engines
+
+    def _come(self, name: str) -> Callable[[], None]:
+        if name in (TRAINING_STATE, PARAMETERS):
+            return self._reload_learner
+        if name == FROZEN_MODELS:
+            return self._wake_frozen
+        return self._wake_weights if name == ENGINE_WEIGHTS else self._wake_kv_cache
+
+    @property
+    def _learner(self) -> OffloadingLearner:
+        assert self.learner is not None, "no phase but the first is without a learner"
+        return self.learner
+
+    def _reload_learner(self) -> None:
+        if self.learner is not None:  # else it is about to be made
+            self.learner.reload()
+
+    def _sleep_engines(self) -> None:
+        self._ask([self.engines], "sleep")
+
+    def _wake_weights(self) -> None:
+        self._ask([self.engines], "wake_up", "weights")
+
+    def _wake_kv_cache(self) -> None:
+        self._ask([self.engines], "wake_up", "kv_cache")
+
+    def _sleep_frozen(self) -> None:
+        self._ask(self.frozen, "sleep")
+
+    def _wake_frozen(self) -> None:
+        self._ask(self.frozen, "wake_up")
+
+    def _ask(self, handles: Sequence[Any], method: str, *arguments: Any) -> None:
+        """Rank 0 asks all replicas for all workers, those too that do not serve yet."""
+        if self.workers.rank == 0:
+            answers = [
+                answer
+                for handle in handles
+                for answer in getattr(handle.pinned(), method).on_all(*arguments)
+            ]
+            for answer in answers:
+                answer.result()
+
+
+def _all_once(action_of: Callable[[str], Callable[[], None]], names: list[str]) -> None:
+    """Each action once, in order: both parts of the learner come back by one."""
+    for action in dict.fromkeys(action_of(name) for name in names):
+        action()

@@ -1,0 +1,251 @@
+"""Weights by broadcast: learner rank 0 and the engines' workers as one group of processes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from raypo.collectives import Workers
+from raypo.weights.buckets import Entries, Staged, stage
+from raypo.weights.manifest import WeightError
+from raypo.weights.transport import (
+    BUCKET_BYTES,
+    Conversation,
+    NamedTensors,
+    WeightPush,
+    all_or_none,
+    drained,
+)
+
+Backend = Literal["nccl", "gloo"]
+
+POLL_S = 0.001
+POLLS_BETWEEN_QUESTIONS = 50
+"""Polls of the broadcast before the receivers' answers are looked at."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """How to join a group; a group that lost or gained a member is succeeded by another one."""
+
+    epoch: int
+    """Counts the groups of a run, from 1."""
+    host: str
+    port: int
+    """Of the store in which the members find one another, at learner rank 0."""
+    size: int
+    backend: Backend
+    timeout_s: float
+    """Seconds that joining, and the broadcast of one bucket, may take."""
+
+
+@dataclass(frozen=True)
+class BroadcastBucket:
+    """A bucket that is about to be broadcast."""
+
+    epoch: int
+    num_bytes: int
+    entries: Entries
+
+
+class Group:
+    """One process's membership."""
+
+    def __init__(self, membership: Membership, *, rank: int, store: Any, device: Any) -> None:
+        """Join, and wait until all others have joined.
+
+        Raises:
+            WeightError: not all of them came in time.
+        """
+        self.membership, self.device = membership, torch.device(device)
+        self._store = store  # lives as long as the group
+        try:
+            self._backend: Any = _backend(membership, rank, store, self.device)
+        except RuntimeError as error:
+            raise WeightError(
+                f"broadcast group {membership.epoch}: not all of its {membership.size} processes "
+                f"met within {membership.timeout_s:g} s ({error}). {_REMEDY}"
+            ) from error
+
+    @classmethod
+    def join(cls, membership: Membership, *, device: Any) -> Group:
+        """Join as one of the receivers."""
+        store = _store(membership.host, membership.port, membership.timeout_s, is_host=False)
+        rank = store.add(_key(membership, "joined"), 1)
+        return cls(membership, rank=rank, store=store, device=device)
+
+    def send(self, flat: Tensor, *, is_in_vain: Callable[[], bool]) -> None:
+        """Broadcast from rank 0.
+
+        Args:
+            flat: uint8 [bytes] on this group's device.
+            is_in_vain: Asked while it waits: whether a receiver has given up.
+
+        Raises:
+            WeightError: a member is gone, or it took too long. The group is of no use afterwards.
+        """
+        self._broadcast(flat, is_in_vain)
+
+    def receive(self, bucket: BroadcastBucket) -> Staged:
+        """The bucket, in memory of its own.
+
+        Raises:
+            WeightError: as `send`, or the bucket is not this group's.
+        """
+        if bucket.epoch != self.membership.epoch:
+            raise WeightError(
+                f"a bucket of broadcast group {bucket.epoch} cannot reach a member of group "
+                f"{self.membership.epoch}. Push the weights again."
+            )
+        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+        self._broadcast(flat, lambda: False)
+        return Staged(flat, bucket.entries)
+
+    def leave(self) -> None:
+        """Give up what is under way and close all connections; safe to call in any state."""
+        self._backend.abort()
+
+    def _broadcast(self, flat: Tensor, is_in_vain: Callable[[], bool]) -> None:
+        limit = self.membership.timeout_s
+        deadline = time.monotonic() + limit
+        try:
+            work = self._backend.broadcast(flat, 0)
+            for poll in itertools.count(1):
+                if work.is_completed():
+                    break
+                if poll % POLLS_BETWEEN_QUESTIONS == 0 and is_in_vain():
+                    raise WeightError("a receiver gave up.")
+                if time.monotonic() > deadline:
+                    raise WeightError(f"time-out: not done in {limit:g} s.")
+                time.sleep(POLL_S)
+            work.wait()
+        except RuntimeError as error:  # WeightError is one
+            self.leave()
+            raise WeightError(
+                f"broadcast group {self.membership.epoch} ({self.membership.backend}): {error} "
+                f"{_REMEDY}"
+            ) from error
+
+
+class BroadcastTransport:
+    """NCCL between the learner's rank 0 and engines on devices of their own; gloo without GPUs.
+
+    A receiver that died, came back or joined is noticed when a push begins, and the next group
+    is formed then. Nothing is kept on the way: a replacement gets its weights with the next push.
+    """
+
+    last_push: WeightPush | None = None
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        device: torch.device | str,
+        host: str,
+        timeout_s: float,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """No group yet.
+
+        Args:
+            backend: nccl for GPUs, gloo for CPUs.
+            device: This process's, on which buckets are filled.
+            host: This node's address, as the engines see it.
+            timeout_s: Seconds that joining, and the broadcast of one bucket, may take.
+            bucket_bytes: Size of a bucket in bytes.
+        """
+        self._backend: Backend = backend
+        self._device, self._host = torch.device(device), host
+        self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
+        self._group: Group | None = None
+        self._epoch = 0
+
+    def push(
+        self, named_tensors: NamedTensors, engines: Any, *, version: int, workers: Workers
+    ) -> None:
+        """As `Transport.push`."""
+        with all_or_none(workers), drained(named_tensors) as tensors:
+            if workers.rank == 0:
+                try:
+                    self._send(tensors, engines, version)
+                except BaseException:
+                    self._leave()
+                    raise
+
+    def _send(self, tensors: NamedTensors, engines: Any, version: int) -> None:
+        conversation = Conversation(engines, version)
+        group = self._group_with(conversation)
+        for staged in stage(tensors, bucket_bytes=self._bucket_bytes, device=self._device):
+            bucket = BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
+            conversation.offer(bucket, staged.entries)
+            group.send(staged.flat, is_in_vain=conversation.has_failed)
+            conversation.settle()
+        conversation.finish()
+        conversation.let_serve(None)
+
+    def _group_with(self, conversation: Conversation) -> Group:
+        """The group as it is where all engines are in it, else the next one."""
+        ready = conversation.begin()
+        size = 1 + sum(each.num_workers for each in ready)
+        is_whole = all(each.epoch == self._epoch for each in ready)
+        if self._group is not None and is_whole and self._group.membership.size == size:
+            return self._group
+        self._leave()
+        self._epoch += 1
+        store = _store(self._host, 0, self._timeout_s, is_host=True)
+        membership = Membership(
+            self._epoch, self._host, store.port, size, self._backend, self._timeout_s
+        )
+        answers = conversation.join_group(membership)
+        self._group = Group(membership, rank=0, store=store, device=self._device)
+        for answer in answers:
+            answer.result()
+        return self._group
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.leave()
+        self._group = None
+
+
+_REMEDY = (
+    "An engine died or cannot be reached: look at its log. If all are alive, set NCCL_DEBUG=INFO "
+    "and NCCL_SOCKET_IFNAME to the interface that joins the nodes, raise "
+    "rollout.engine.push_timeout_s, or set rollout.engine.transport to object."
+)
+
+
+def _store(host: str, port: int, timeout_s: float, *, is_host: bool) -> Any:
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host,
+        port,
+        is_master=is_host,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
+def _key(membership: Membership, name: str) -> str:
+    return f"group{membership.epoch}/{name}"
+
+
+def _backend(membership: Membership, rank: int, store: Any, device: torch.device) -> Any:
+    """A process group of its own, unknown to torch.distributed's default one."""
+    prefixed = PrefixStore(_key(membership, membership.backend), store)
+    limit = timedelta(seconds=membership.timeout_s)
+    if membership.backend == "gloo":
+        return dist.ProcessGroupGloo(prefixed, rank, membership.size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = 4 * limit  # NCCL's watchdog ends the process; ours comes first
+    backend = dist.ProcessGroupNCCL(prefixed, rank, membership.size, options)
+    backend.eager_connect_single_device(device)
+    return backend

@@ -1,0 +1,137 @@
+"""Weights on one GPU: the engine reads the learner's bucket where it lies, by a CUDA IPC handle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from raypo.collectives import Workers
+from raypo.weights.buckets import Entries, Staged, stage
+from raypo.weights.manifest import WeightError
+from raypo.weights.transport import (
+    BUCKET_BYTES,
+    Conversation,
+    NamedTensors,
+    WeightPush,
+    all_or_none,
+)
+
+
+@dataclass(frozen=True)
+class CudaHandle:
+    """Where the bytes of another process lie on a GPU; numbers and bytes alone."""
+
+    num_bytes: int
+    """Of the bucket."""
+    memory: bytes
+    """cudaIpcMemHandle of the allocation that the bucket lies in."""
+    storage_bytes: int
+    first_byte: int
+    """Of the storage within the allocation."""
+    counter: bytes
+    """The sender's count of readers."""
+    counter_place: int
+    event: bytes
+    """After which the bytes are written."""
+    event_is_needed: bool
+
+    @classmethod
+    def of(cls, flat: Tensor) -> CudaHandle:
+        """A handle to a bucket of this process; keep the bucket until every reader is done."""
+        assert flat.storage_offset() == 0, "a bucket begins where its storage begins"
+        arguments: Any = reductions.reduce_tensor(flat)[1]
+        memory, storage_bytes, first_byte, _, *signals = arguments[7:]
+        return cls(flat.numel(), memory, storage_bytes, first_byte, *signals)
+
+    def open(self, device: torch.device) -> Tensor:
+        """The bytes themselves, uint8 [bytes], on the reader's name of the same device."""
+        return reductions.rebuild_cuda_tensor(
+            tensor_cls=torch.Tensor,
+            tensor_size=torch.Size([self.num_bytes]),
+            tensor_stride=(1,),
+            tensor_offset=0,
+            storage_cls=torch.storage.TypedStorage,
+            dtype=torch.uint8,
+            storage_device=device.index or 0,
+            storage_handle=self.memory,
+            storage_size_bytes=self.storage_bytes,
+            storage_offset_bytes=self.first_byte,
+            requires_grad=False,
+            ref_counter_handle=self.counter,
+            ref_counter_offset=self.counter_place,
+            event_handle=self.event,
+            event_sync_required=self.event_is_needed,
+        )
+
+
+@dataclass(frozen=True)
+class IpcBucket:
+    """A bucket that lies on several GPUs, one copy on each."""
+
+    handles: dict[str, CudaHandle]
+    """By the UUID of the GPU."""
+    entries: Entries
+
+    def read(self, uuid: str, device: torch.device) -> Staged:
+        """A copy of the bucket on a device: the sender's memory is free again afterwards.
+
+        vLLM holds on to tensors until a layer is complete, so it cannot have the sender's own.
+
+        Raises:
+            WeightError: no learner worker has this GPU.
+        """
+        if uuid not in self.handles:
+            raise WeightError(
+                f"the engine runs on GPU {uuid}, and no learner worker does (they have "
+                f"{', '.join(sorted(self.handles))}). IPC needs both on one device: set "
+                "rollout.engine.transport to object or nccl."
+            )
+        shared = self.handles[uuid].open(device)
+        own = shared.clone()
+        torch.cuda.synchronize(device)
+        del shared
+        return Staged(own, self.entries)
+
+
+class IpcTransport:
+    """CUDA IPC for engines beside the learner workers: one copy within the GPU.
+
+    Every learner worker stages the same buckets on its own GPU, and each of an engine's workers
+    reads the one on its own.
+    """
+
+    last_push: WeightPush | None = None
+
+    def __init__(self, device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._device, self._bucket_bytes = device, bucket_bytes
+
+    def push(
+        self, named_tensors: NamedTensors, engines: Any, *, version: int, workers: Workers
+    ) -> None:
+        """As `Transport.push`; no worker fills a bucket again before all engines have read it."""
+        conversation = Conversation(engines, version)
+        with all_or_none(workers):
+            if workers.rank == 0:
+                conversation.begin()
+        uuid = device_uuid(self._device)
+        for staged in stage(named_tensors, bucket_bytes=self._bucket_bytes, device=self._device):
+            torch.cuda.synchronize(self._device)
+            handles = dict(workers.gather((uuid, CudaHandle.of(staged.flat))))
+            with all_or_none(workers):
+                if workers.rank == 0:
+                    conversation.offer(IpcBucket(handles, staged.entries), staged.entries)
+                    conversation.settle()
+        with all_or_none(workers):
+            if workers.rank == 0:
+                conversation.finish()
+                conversation.let_serve(None)
+        torch.cuda.ipc_collect()
+
+
+def device_uuid(device: torch.device) -> str:
+    """The GPU itself, whatever number a process knows it by."""
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,0 +1,151 @@
+"""IPC and NCCL pushes to real engines, sleeping engines, and a learner off-loaded for real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.needs import needs_gpus
+from tests.integration.task import read_metrics, write_task
+from tests.tiny import tiny_policy
+
+MAX_GAP = {"float32": 1e-3, "bfloat16": 0.15}
+
+
+def run(folder: Path, **overrides: Any) -> list[dict[str, Any]]:
+    from raypo import PPOConfig, PPOTrainer
+
+    keys = {"num_steps": 2, "learner.use_gpu": True, "rollout.engine.gpu_memory_fraction": 0.3}
+    config = PPOConfig.load(write_task(folder), keys | overrides)
+    result = PPOTrainer(config).fit()
+    assert result.return_value == {"status": "finished", "step": 2}
+    return read_metrics(folder / "runs" / "tiny")
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("transport", ["ipc", "object"])
+@pytest.mark.parametrize("sleep", [True, False])
+def test_a_colocated_run_agrees_by_each_transport_asleep_and_awake(
+    tmp_path: Path, dtype: str, transport: str, sleep: bool
+):
+    rows = run(
+        tmp_path,
+        **{
+            "model.dtype": dtype,
+            "rollout.engine.transport": transport,
+            "rollout.engine.sleep": sleep,
+        },
+    )
+    assert all(row["mismatch/probe_gap_mean"] < MAX_GAP[dtype] for row in rows)
+
+
+@needs_gpus(1)
+def test_sleeping_and_off_loading_change_no_number(tmp_path: Path):
+    figures = []
+    for sleep in (True, False):
+        folder = tmp_path / str(sleep)
+        folder.mkdir()
+        rows = run(folder, **{"rollout.engine.sleep": sleep})
+        figures.append([(row["rollout/score_mean"], row["ppo/policy_loss"]) for row in rows])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-3)
+
+
+@needs_gpus(1)
+def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_its_weights(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    from raypo.config import EngineSection
+    from raypo.serving.engine import Engine
+    from raypo.weights.buckets import pack
+    from raypo.weights.transport import LocalTransport
+    from tests.integration.test_engine import PROMPTS, gap, probes
+
+    folder = str(tiny_policy(tmp_path))
+    learner = AutoModelForCausalLM.from_pretrained(folder).eval()
+    engine = Engine(
+        folder,
+        section=EngineSection(gpu_memory_fraction=0.3),
+        dtype="float32",
+        max_model_len=400,
+    )
+    named = learner.named_parameters(remove_duplicate=False)
+    engine.load_weights(LocalTransport().send(pack(named, bucket_bytes=2**20), version=1))
+    free, total = torch.cuda.mem_get_info()
+    engine.sleep()
+    assert torch.cuda.mem_get_info()[0] - free > 0.2 * total
+    with pytest.raises(RuntimeError, match="it sleeps"):
+        engine.generate(probes(PROMPTS, 4))
+    engine.wake_up()
+    assert gap(learner, engine.generate(probes(PROMPTS, 40))) < MAX_GAP["float32"]
+    engine.shutdown()
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_learner_off_loaded_leaves_the_gpu_and_comes_back(tmp_path: Path, stage: int):
+    from tests.integration.test_learner import experience, learner, with_targets
+
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        trained = learner(str(tiny_policy(tmp_path / "m", hidden=512, layers=8)), stage=stage)
+        trained.update(with_targets(trained.evaluate(experience())), step=1)
+        before = torch.cuda.memory_allocated()
+        trained.offload_training_state()
+        trained.offload_parameters()
+        assert torch.cuda.memory_allocated() < 0.2 * before
+        trained.reload()
+        trained.update(with_targets(trained.evaluate(experience())), step=2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@needs_gpus(2)
+def test_nccl_reaches_an_engine_on_another_gpu_and_survives_its_replacement(tmp_path: Path):
+    import ray
+    from transformers import AutoModelForCausalLM
+
+    from raypo.collectives import Workers
+    from raypo.weights.broadcast import BroadcastTransport
+    from tests.integration.plain_handle import PlainHandle
+    from tests.integration.test_engine import (
+        MAX_MODEL_LEN,
+        PROMPTS,
+        SECTION,
+        disturb,
+        gap,
+        probes,
+        weights,
+    )
+    from tests.integration.test_weight_transports import Replica
+
+    folder = str(tiny_policy(tmp_path))
+    learner = AutoModelForCausalLM.from_pretrained(folder).cuda().eval()
+    ray.init(num_gpus=2, include_dashboard=False)
+    transport = BroadcastTransport(
+        backend="nccl", device="cuda:0", host=ray.util.get_node_ip_address(), timeout_s=60.0
+    )
+    environment = {"env_vars": {"CUDA_VISIBLE_DEVICES": "1"}}
+    try:
+        for version in (1, 2):  # the second time to a process that knows nothing of the first
+            actor = ray.remote(Replica).options(runtime_env=environment).remote(
+                folder, section=SECTION, dtype="float32", max_model_len=MAX_MODEL_LEN
+            )  # fmt: skip
+            disturb(learner)
+            transport.push(
+                weights(learner).items(),
+                PlainHandle({"engine": actor}),
+                version=version,
+                workers=Workers(),
+            )
+            answers = ray.get(actor.generate.remote(probes(PROMPTS, 40)))
+            assert gap(learner.cpu(), answers) < MAX_GAP["float32"]
+            learner.cuda()
+            ray.kill(actor)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,49 @@
+"""rollout.engine.transport: which one fits, and what is said where one cannot work."""
+
+import pytest
+
+from raypo.config import ConfigError, EngineSection, PPOConfig
+from tests.unit.config.test_run_config import with_keys
+
+
+@pytest.mark.parametrize(
+    ("colocated", "use_gpu", "chosen"),
+    [
+        (True, True, "ipc"),
+        (False, True, "nccl"),
+        (True, False, "object"),
+        (False, False, "object"),
+    ],
+)
+def test_auto_takes_the_one_that_fits(colocated: bool, use_gpu: bool, chosen: str):
+    section = EngineSection()
+    assert section.resolved_transport(colocated=colocated, use_gpu=use_gpu) == chosen
+    by_name = EngineSection.model_validate({"transport": chosen})
+    assert by_name.resolved_transport(colocated=colocated, use_gpu=use_gpu) == chosen
+    everywhere = EngineSection(transport="object")
+    assert everywhere.resolved_transport(colocated=colocated, use_gpu=use_gpu) == "object"
+
+
+@pytest.mark.parametrize(
+    ("transport", "colocated", "use_gpu", "message"),
+    [
+        ("ipc", False, True, "needs engine and learner worker on one GPU.*auto, nccl or object"),
+        ("nccl", True, True, "another GPU for every member.*auto, ipc or object"),
+        ("ipc", True, False, r"needs GPUs.*learner\.use_gpu.*auto or object"),
+        ("nccl", False, False, r"needs GPUs.*learner\.use_gpu.*auto or object"),
+    ],
+)
+def test_one_that_cannot_work_is_refused_with_the_remedy(
+    transport: str, colocated: bool, use_gpu: bool, message: str
+):
+    section = EngineSection.model_validate({"transport": transport})
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.engine\.transport \({transport}\).*{message}"
+    ):
+        section.resolved_transport(colocated=colocated, use_gpu=use_gpu)
+
+
+def test_a_run_without_gpus_is_refused_before_anything_starts():
+    keys = with_keys(rollout__engine__transport="ipc", learner__use_gpu=False)
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.transport \(ipc\): needs GPUs"):
+        PPOConfig.parse(keys)

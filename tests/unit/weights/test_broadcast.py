@@ -1,0 +1,211 @@
+"""The broadcast group by gloo, its members in threads: who comes, who dies, who is late."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from raypo.collectives import Workers
+from raypo.weights.broadcast import BroadcastBucket, BroadcastTransport, Group, Membership
+from raypo.weights.buckets import unpack
+from raypo.weights.manifest import Manifest, TensorSpec, WeightError
+from raypo.weights.transport import PushStart, Ready
+
+LIMIT_S = 2.0
+TENSORS = {f"w{i}": torch.arange(50.0) + i for i in range(6)}
+
+
+class Receiver:
+    """What an engine does with a push, without a model."""
+
+    def __init__(self) -> None:
+        self.group: Group | None = None
+        self.version: int | None = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.epochs: list[int] = []
+        self._arrived: list[TensorSpec] = []
+
+    def begin_push(self, start: PushStart) -> Ready:
+        self.version, self._arrived = None, []
+        return Ready(1, self.group.membership.epoch if self.group else None)
+
+    def join_group(self, membership: Membership) -> None:
+        self.group = Group.join(membership, device="cpu")
+        self.epochs.append(membership.epoch)
+
+    def load_bucket(self, bucket: BroadcastBucket) -> None:
+        assert self.group is not None
+        received = self.group.receive(bucket)
+        self.tensors |= dict(unpack(received, verify=True))
+        self._arrived += [spec for spec, _ in bucket.entries]
+
+    def finish_push(self, manifest: Manifest) -> Manifest:
+        self.version = manifest.version
+        return Manifest.of(manifest.version, self._arrived)
+
+
+class Answer:
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def result(self) -> Any:
+        return self._future.result(timeout=10 * LIMIT_S)
+
+    def has_failed(self) -> bool:
+        return self._future.done() and self._future.exception() is not None
+
+
+class Handle:
+    """Calls every receiver in a thread, as a deployment handle calls replicas."""
+
+    def __init__(self, *receivers: Any) -> None:
+        self.receivers = list(receivers)
+        self._threads = ThreadPoolExecutor(max_workers=8)
+
+    def __getattr__(self, method: str) -> Any:
+        class Method:
+            @staticmethod
+            def on_all(*arguments: Any) -> list[Answer]:
+                return [
+                    Answer(self._threads.submit(getattr(receiver, method), *arguments))
+                    for receiver in self.receivers
+                ]
+
+        return Method
+
+    names = ("receivers",)
+
+    def pinned(self) -> Handle:
+        return self
+
+    def forget(self) -> None:
+        pass
+
+    def establish(self, method: str, *, kept: bool, made_by: Any) -> None:
+        assert not kept, "nothing is kept on the way"
+
+
+def transport(timeout_s: float = LIMIT_S) -> BroadcastTransport:
+    return BroadcastTransport(
+        backend="gloo", device="cpu", host="127.0.0.1", timeout_s=timeout_s, bucket_bytes=512
+    )
+
+
+def push(sender: BroadcastTransport, handle: Handle, version: int) -> None:
+    sender.push(TENSORS.items(), handle, version=version, workers=Workers())
+
+
+def test_every_receiver_gets_every_tensor_and_the_group_stays():
+    sender, receivers = transport(), [Receiver(), Receiver()]
+    for version in (1, 2):
+        push(sender, Handle(*receivers), version)
+    for receiver in receivers:
+        assert receiver.version == 2
+        assert receiver.epochs == [1], "the second push needs no new group"
+        assert all(torch.equal(receiver.tensors[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_group_that_lost_or_gained_a_member_is_succeeded_by_another():
+    sender, first, second = transport(), Receiver(), Receiver()
+    push(sender, Handle(first, second), 1)
+    push(sender, Handle(first), 2)
+    replacement = Receiver()
+    push(sender, Handle(first, replacement), 3)
+    assert first.epochs == [1, 2, 3]
+    assert replacement.epochs == [3]
+    assert (first.version, second.version, replacement.version) == (3, 1, 3)
+
+
+class Refuses(Receiver):
+    """Fails before it takes part in the broadcast, as an engine that is broken does."""
+
+    def load_bucket(self, bucket: BroadcastBucket) -> None:
+        raise RuntimeError("this engine cannot go on")
+
+
+def test_a_receiver_that_gives_up_ends_the_push_before_the_time_out():
+    handle = Handle(Refuses())
+    with pytest.raises(WeightError, match=r"group 1 \(gloo\): a receiver gave up"):
+        push(transport(), handle, 1)
+    assert handle.receivers[0].version is None
+
+
+class Late(Receiver):
+    """Accepts the bucket and never takes part: a process that hangs."""
+
+    def __init__(self, released: threading.Event) -> None:
+        super().__init__()
+        self._released = released
+
+    def load_bucket(self, bucket: BroadcastBucket) -> None:
+        self._released.wait(10 * LIMIT_S)
+
+
+def test_a_receiver_that_hangs_is_told_after_the_time_out_with_the_remedy():
+    released = threading.Event()
+    with pytest.raises(WeightError, match=r"time-out.*NCCL_SOCKET_IFNAME.*push_timeout_s"):
+        push(transport(), Handle(Late(released)), 1)
+    released.set()
+
+
+class Absent(Receiver):
+    """Never joins."""
+
+    def join_group(self, membership: Membership) -> None:
+        pass
+
+
+def test_a_group_that_does_not_meet_is_told():
+    with pytest.raises(WeightError, match="not all of its 2 processes met within 2 s"):
+        push(transport(), Handle(Absent()), 1)
+
+
+@pytest.mark.parametrize("how", ["leaves", "sends another group's bucket"])
+def test_a_receiver_notices_that_the_sender_is_gone(how: str):
+    sender, receiver = transport(), Receiver()
+    push(sender, Handle(receiver), 1)
+    assert sender._group is not None
+    assert receiver.group is not None
+    epoch = receiver.group.membership.epoch
+    if how == "leaves":
+        sender._group.leave()
+        sender._group = None
+        message = r"broadcast group 1 \(gloo\)"
+    else:
+        epoch, message = 7, "a bucket of broadcast group 7 cannot reach a member of group 1"
+    with pytest.raises(WeightError, match=message):
+        receiver.load_bucket(BroadcastBucket(epoch, 64, ()))
+
+
+def failing_tensors(where: int) -> Any:
+    for number, item in enumerate(TENSORS.items()):
+        if number == where:
+            raise ValueError("the learner broke")
+        yield item
+
+
+def test_the_next_push_after_one_that_broke_off_forms_a_new_group():
+    sender, receiver = transport(), Receiver()
+    with pytest.raises(ValueError, match="the learner broke"):
+        sender.push(failing_tensors(4), Handle(receiver), version=1, workers=Workers())
+    assert receiver.version is None
+    push(sender, Handle(receiver), 2)
+    assert (receiver.version, receiver.epochs) == (2, [1, 2])
+
+
+def test_corrupted_bytes_end_the_push(monkeypatch: pytest.MonkeyPatch):
+    send = Group.send
+
+    def send_changed(group: Group, flat: torch.Tensor, **options: Any) -> None:
+        flat[3] ^= 1
+        send(group, flat, **options)
+
+    monkeypatch.setattr(Group, "send", send_changed)
+    receiver = Receiver()
+    with pytest.raises(WeightError, match="w0: the bytes that arrived do not have the checksum"):
+        push(transport(), Handle(receiver), 1)
+    assert receiver.version is None
