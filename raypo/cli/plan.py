@@ -22,7 +22,7 @@ CLUSTER_HELP = (
 
 @exit_status()
 def plan(
-    config: Annotated[Path, typer.Argument(help="A run config (YAML).")],
+    config: Annotated[Path, typer.Argument(help="A run config or a sweep file (YAML).")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, like learner.zero_stage=3")
     ] = None,
@@ -31,8 +31,12 @@ def plan(
     """Check a config, print bundles, devices and predicted memory; status 2: it does not fit."""
     from raypo.checks import check_inputs
     from raypo.config import PPOConfig
+    from raypo.config.base import read_yaml
     from raypo.plan import make_plan
 
+    if "space" in read_yaml(config, ()):
+        _plan_sweep(config, overrides, cluster)
+        return
     run = PPOConfig.load(config, overrides)
     nodes = _nodes(run, cluster)
     check_inputs(run, on_this_machine=False)
@@ -53,6 +57,31 @@ def plan(
         return
     tell("\n".join(f"{config}: {problem}" for problem in made.problems))
     raise typer.Exit(WRONG_INPUT)
+
+
+def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) -> None:
+    """Trials, what each takes, how many run at a time, what all will cost."""
+    from raypo.checks import check_inputs
+    from raypo.config.sweep import SweepConfig
+    from raypo.plan import parse_cluster
+    from raypo.tuning.plan import describe, plan_sweep
+
+    sweep = SweepConfig.load(file, overrides)
+    base = sweep.base_config()
+    check_inputs(base, on_this_machine=False)
+    if cluster is None:
+        from raypo.tuning.cluster import find_nodes
+
+        nodes, use_gpu = find_nodes(base)
+    else:
+        parsed = parse_cluster(cluster)
+        nodes = [
+            {"CPU": 1e6 if node.cpus is None else node.cpus, "GPU": node.gpus} for node in parsed
+        ]
+        auto = any(node.gpus for node in parsed)
+        use_gpu = auto if base.learner.use_gpu == "auto" else base.learner.use_gpu
+    for line in describe(sweep, base, plan_sweep(sweep, base, nodes, use_gpu=use_gpu)):
+        typer.echo(line)
 
 
 def _nodes(run: PPOConfig, cluster: str | None) -> list[Node]:

@@ -1,4 +1,4 @@
-"""`raypo report`: a run, or several, as one HTML page."""
+"""`raypo report`: a run, several, or a sweep as one HTML page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raypo.cli.status import exit_status
 
 @exit_status()
 def report(
-    runs: Annotated[list[str], typer.Argument(help="Run folders or URIs; also of runs under way.")],
+    runs: Annotated[list[str], typer.Argument(help="Run folders or URIs, or one of a sweep.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="The page; default: report.html in the run folder.")
     ] = None,
@@ -20,9 +20,14 @@ def report(
 ) -> None:
     """Write one HTML page: result, curves, time, samples, config; several runs are compared."""
     from raypo.metrics.report import load_run, run_page
+    from raypo.metrics.run_files import RunFiles
+    from raypo.tuning.report import is_sweep, load_sweep, sweep_page
 
-    loaded = [load_run(run) for run in runs]
-    page = run_page(loaded, with_samples=samples)
+    files = RunFiles.at(runs[0])
+    if len(runs) == 1 and is_sweep(files):
+        page = sweep_page(load_sweep(files))
+    else:
+        page = run_page([load_run(run) for run in runs], with_samples=samples)
     is_one_folder = len(runs) == 1 and "://" not in runs[0]
-    path = page.write(out or (loaded[0].files.folder if is_one_folder else Path()) / "report.html")
+    path = page.write(out or (files.folder if is_one_folder else Path()) / "report.html")
     typer.echo(f"raypo: {path} ({path.stat().st_size / 1e6:.1f} MB)")

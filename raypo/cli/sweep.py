@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raypo.cli.status import exit_status
+from raypo.cli.status import FAILED, INTERRUPTED, exit_status
+
+if TYPE_CHECKING:
+    from raypo.config import PPOConfig
+    from raypo.config.sweep import SweepConfig
 
 
 @exit_status()
@@ -21,21 +25,54 @@ def sweep(
         bool,
         typer.Option("--dry-run", help="Print trials, resources and concurrency; start nothing."),
     ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; removes the sweep.")] = False,
 ) -> None:
-    """Search the keys of a run config with Ray Tune."""
+    """Search the keys of a run config: start, resume, add trials, or say that it is finished."""
     from raypo.checks import check_inputs
     from raypo.config import ConfigError
+    from raypo.config.paths import storage_path
     from raypo.config.sweep import SweepConfig
+    from raypo.metrics.run_files import RunFiles
+    from raypo.tuning.folder import check_sweep_folder, is_done, recorded_config
 
     config = SweepConfig.load(file, overrides)
     base = config.base_config()
     check_inputs(base)
-    if not dry_run:
-        raise ConfigError("sweep: running one lands with the next change. Add --dry-run.")
     if dry_run:
-        from raypo.tuning.cluster import find_nodes
-        from raypo.tuning.plan import describe, plan_sweep
+        _print_plan(config, base)
+        return
+    if config.scheduler.kind == "pbt":
+        raise ConfigError(
+            "scheduler.kind (pbt): running it lands with a later change. Set it to asha, median "
+            "or none."
+        )
+    files = RunFiles(storage_path(config), config.name)
+    with files.lock():
+        if fresh:
+            files.remove()
+        check_sweep_folder(config, base, files)
+        if is_done(config, files):
+            typer.echo(
+                f"raypo: {config.name} is finished, files in {files.location}; a larger "
+                f"num_samples adds trials, --fresh starts over."
+            )
+            return
+        files.write_config(recorded_config(config, base))
+        files.sync()
+        from raypo.tuning.sweep import run_sweep  # Ray and torch from here on
 
-        nodes, use_gpu = find_nodes(base)
-        for line in describe(config, plan_sweep(config, base, nodes, use_gpu=use_gpu)):
-            typer.echo(line)
+        outcome = run_sweep(config, base, files)
+    if outcome.status == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+    if outcome.status == "failed":
+        raise typer.Exit(FAILED)
+
+
+def _print_plan(config: SweepConfig, base: PPOConfig) -> None:
+    from raypo.tuning.cluster import find_nodes
+    from raypo.tuning.plan import describe, plan_sweep
+
+    nodes, use_gpu = find_nodes(base)
+    plan = plan_sweep(config, base, nodes, use_gpu=use_gpu)
+    for line in describe(config, base, plan):
+        typer.echo(line)

@@ -19,7 +19,15 @@ from raypo.config.base import Config, ConfigError, RunFile, flatten, known_keys,
 from raypo.config.run import PPOConfig
 from raypo.config.space import Domain, flat_space
 
-SET_BY_THE_SWEEP = ("name", "recipe", "storage_path", "cluster", "logging", "checkpoint.keep")
+SET_BY_THE_SWEEP = (
+    "name",
+    "recipe",
+    "storage_path",
+    "cluster",
+    "logging",
+    "checkpoint.keep",
+    "placement",
+)
 """Keys and sections of the run config that no space can hold."""
 MAX_TEST_POINTS = 1000
 """Points of the space that are tried against the run config."""
@@ -228,6 +236,7 @@ class SweepConfig(RunFile):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
             PPOConfig.parse(with_values(values, point), origin=f"space, {words}")
         _check_metrics(self, base)
+        _check_placement(base)
         return base
 
     def base_values(self) -> dict[str, Any]:
@@ -291,3 +300,12 @@ def _check_metrics(sweep: SweepConfig, base: PPOConfig) -> None:
                 f"metric ({metric}): the base has no reference, so there is no KL to it. Choose "
                 f"another metric, or a ppo.kl.coef above 0."
             )
+
+
+def _check_placement(base: PPOConfig) -> None:
+    if base.placement.is_dedicated:
+        raise ConfigError(
+            f"placement.mode ({base.placement.mode}): a trial of a sweep takes one placement group "
+            f"at once, so that trials never wait for each other. Set overrides.placement.mode to "
+            f"colocated."
+        )

@@ -173,6 +173,14 @@ class RunFiles:
         content = self._folder.read(_CONFIG)
         return None if content is None else yaml.safe_load(content)
 
+    def write(self, name: str, content: bytes) -> None:
+        """Replace a file as a whole."""
+        replace_file(self.folder / name, content)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None where there is none."""
+        return self._folder.read(name)
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`; what is not finite is written as null."""
         text = json.dumps(_finite(summary), indent=2) + "\n"

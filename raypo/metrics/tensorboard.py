@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 
 class TensorBoard:
@@ -54,3 +55,35 @@ class TensorBoard:
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()
+
+
+HPARAMS_SUFFIX = ".hparams"
+
+
+def write_hparams(
+    folder: str | Path, point: Mapping[str, Any], metrics: Mapping[str, float], *, step: int
+) -> None:
+    """A trial for TensorBoard's HParams page, in place of what an earlier call wrote there.
+
+    Args:
+        folder: The trial's run folder.
+        point: Key of the run config -> the value that was tried.
+        metrics: Last figures of the trial, what is not finite left out.
+        step: Of the last figures.
+    """
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.summary import hparams
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for earlier in folder.glob(f"*{HPARAMS_SUFFIX}"):
+        earlier.unlink()
+    event = import_module("tensorboardX.proto.event_pb2").Event
+    summary = import_module("tensorboardX.proto.summary_pb2").Summary
+    plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in point.items()}
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    scalars = summary(value=[summary.Value(tag=k, simple_value=v) for k, v in finite.items()])
+    writer = EventsWriter(str(folder / "events"), HPARAMS_SUFFIX)
+    for each in (*hparams(plain, finite), scalars):
+        writer.write_event(event(wall_time=time.time(), step=step, summary=each))
+    writer.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import ray.train
+import ray.util
 import torch
 from ray.train import Checkpoint
 
@@ -256,6 +257,8 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     files = RunFiles(runtime.storage_path, runtime.name)
     log_to_file(log_path(files, workers))
     torch.set_num_threads(config.learner.cpus_per_worker)
+    if runtime.janitor is not None and workers.rank == 0:
+        runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
     tell = Teller(runtime.monitor if workers.rank == 0 else None)
     run = kind.prepare(config, runtime, workers, files, tell)
     try:

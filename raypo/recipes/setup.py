@@ -31,6 +31,8 @@ class Runtime:
     reward_fn: Callable[..., Any] | None = None
     dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """What the driver has started in a placement group of its own, by role."""
+    janitor: ActorHandle | None = None
+    """Of a sweep: removes the workers' placement group once the monitor is dead."""
 
 
 def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:

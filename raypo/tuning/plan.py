@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raypo.cluster.placement import Demand, Resources, check_feasible, room
 from raypo.config import ConfigError, PPOConfig
+from raypo.config.paths import storage_path
 from raypo.config.sweep import SweepConfig
+from raypo.metrics.report.verdict import duration
+from raypo.metrics.run_files import RunFiles
+from raypo.tuning.folder import TRIALS_FOLDER
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,16 @@ class SweepPlan:
     """Of one trial."""
     num_slots: int
     """Trials at a time."""
+
+    @property
+    def device(self) -> str:
+        """The unit of cost: GPU where a trial has any, else CPU."""
+        return "GPU" if self.demand.bundle.get("GPU") else "CPU"
+
+    @property
+    def num_devices(self) -> float:
+        """Devices that a trial holds."""
+        return self.demand.bundle[self.device] * self.demand.count
 
     @property
     def trial_resources(self) -> str:
@@ -80,7 +95,7 @@ def _sets(demand: Demand, nodes: Sequence[Resources], strategy: str) -> int:
     return room(demand.bundle, list(nodes), strategy) // demand.count
 
 
-def describe(sweep: SweepConfig, plan: SweepPlan) -> list[str]:
+def describe(sweep: SweepConfig, base: PPOConfig, plan: SweepPlan) -> list[str]:
     """The plan as lines for people."""
     goals = ", ".join(f"{m} ({mode})" for m, mode in zip(sweep.metric, sweep.mode, strict=True))
     lines = [
@@ -90,11 +105,44 @@ def describe(sweep: SweepConfig, plan: SweepPlan) -> list[str]:
         *(f"  {key}: {domain}" for key, domain in sweep.domains.items()),
         f"  each trial takes {plan.trial_resources}; {plan.num_slots} at a time, the others wait",
     ]
+    known = estimate(sweep, base, plan)
+    lines.append(f"  cost: {known or 'not known before a first run of the base'}")
     if sweep.searcher == "grid":
         for number, point in enumerate(grid_points(sweep)):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
-            lines.append(f"  {trial_name(sweep, number)}: {words}")
+            lines.append(f"  {trial_name(sweep.name, number)}: {words}")
     return lines
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a sweep will cost if no trial is stopped early, judged by a run that is there."""
+
+    device_s: float
+    wall_s: float
+    source: str
+    """The run that was measured."""
+
+    def __str__(self) -> str:
+        return (
+            f"at most {self.device_s:.0f} device-seconds, {duration(self.wall_s)}, judged by "
+            f"{self.source}; start-up comes on top"
+        )
+
+
+def estimate(sweep: SweepConfig, base: PPOConfig, plan: SweepPlan) -> Estimate | None:
+    """By the steps of this sweep's trials or of the base's own run; None where neither is there."""
+    trials = f"{storage_path(sweep).rstrip('/')}/{sweep.name}/{TRIALS_FOLDER}"
+    runs = [(trials, trial_name(sweep.name, number)) for number in range(plan.num_trials)]
+    for storage, name in [*runs, (storage_path(base), base.name)]:
+        steps = [row["time/step_s"] for row in RunFiles(storage, name).metrics()]
+        if steps:
+            trial_s = statistics.median(steps) * base.num_steps
+            rounds = -(-plan.num_trials // plan.num_slots)
+            return Estimate(
+                trial_s * plan.num_trials * plan.num_devices, trial_s * rounds, f"the run {name}"
+            )
+    return None
 
 
 def grid_points(sweep: SweepConfig) -> list[dict[str, Any]]:
@@ -103,9 +151,9 @@ def grid_points(sweep: SweepConfig) -> list[dict[str, Any]]:
     return [dict(zip(by_key, point, strict=True)) for point in itertools.product(*by_key.values())]
 
 
-def trial_name(sweep: SweepConfig, number: int) -> str:
+def trial_name(sweep: str, number: int) -> str:
     """Name of a trial's run: unique in a cluster, the same when the sweep is resumed."""
-    return f"{sweep.name}-{number:05d}"
+    return f"{sweep}-{number:05d}"
 
 
 def _words(bundle: Resources, count: int) -> str:

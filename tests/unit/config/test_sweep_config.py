@@ -174,3 +174,22 @@ def test_a_constraint_says_by_how_much_it_is_broken(base: Path):
 def test_the_resolved_sweep_reads_back_as_itself(base: Path):
     sweep = sweep_of(base, scheduler="asha", constraint="kl/ref_response_mean <= 10")
     assert SweepConfig.parse(sweep.model_dump(mode="json", exclude_unset=True)) == sweep
+
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "sweeps").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_the_sweeps_of_the_repository_are_whole(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(REPOSITORY)
+    sweep = SweepConfig.load(path)
+    assert sweep.base_config().eval.prompts
+    assert sweep.name == path.stem
+
+
+def test_a_trial_takes_one_placement_group(base: Path):
+    message = refused(base, overrides={"placement.mode": "dedicated"})
+    assert message.startswith("placement.mode (dedicated): a trial of a sweep takes one")
+    assert "placement.mode" in refused(base, space={"placement.mode": {"choice": ["dedicated"]}})

@@ -85,7 +85,8 @@ def test_a_grid_is_every_combination():
         {"ppo.gamma": 1.0, "seed": 1},
     ]
     plan = plan_sweep(sweep, base_of(), [{"CPU": 2.0}], use_gpu=False)
-    lines = describe(sweep, plan)
+    lines = describe(sweep, base_of(), plan)
     assert "4 trials of base.yaml" in lines[0]
     assert "each trial takes 1 CPU; 2 at a time" in "\n".join(lines)
+    assert "not known before a first run" in "\n".join(lines)
     assert lines[-1] == "  s-00003: ppo.gamma=1.0, seed=1"

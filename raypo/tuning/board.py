@@ -1,0 +1,131 @@
+"""Keeps the record of a sweep's trials while Tune runs them, and shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray.tune import Callback
+from ray.tune.experiment import Trial
+
+from raypo.tuning.goal import STEP, VALUE
+from raypo.tuning.record import TrialRecord
+from raypo.tuning.search import POINT
+from raypo.tuning.view import SweepView
+
+WRITE_EVERY_S = 10.0
+
+
+class Board(Callback):
+    """Tune's callback that notes starts, reports and ends of trials."""
+
+    def __init__(
+        self,
+        records: Mapping[int, TrialRecord],
+        view: SweepView,
+        *,
+        num_steps: int,
+        num_devices: float,
+        write: Callable[[], None],
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        """Nothing has started.
+
+        Args:
+            records: By trial number, those of earlier attempts; new ones are added to it.
+            num_steps: Of a whole trial.
+            num_devices: That a trial holds.
+            write: Keeps the records where a killed driver finds them again.
+            is_stopping: Whether trials end because the user wants to stop.
+        """
+        self.records = dict(records)
+        self._view, self._num_steps, self._num_devices = view, num_steps, num_devices
+        self._write, self._is_stopping = write, is_stopping
+        self._looked = self._written = time.monotonic()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune keeps its callbacks for a restore of its own, which no sweep uses
+
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
+        """A trial starts, or goes on after a pause."""
+        number = number_of(trial)
+        record = self.records.setdefault(number, TrialRecord(number, str(trial), {}))
+        is_new = record.status not in ("running", "waiting") or not record.point
+        record.point, record.status = dict(trial.config[POINT]), "running"
+        self._keep()
+        if is_new:
+            self._view.started(record)
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Trial], trial: Trial, result: dict, **_: Any
+    ) -> None:
+        """A trial reports a step."""
+        record = self.records[number_of(trial)]
+        record.metrics = figures_of(result)
+        record.step = int(result.get(STEP, record.step))
+        self._view.reported(record)
+
+    def on_trial_complete(
+        self, iteration: int, trials: list[Trial], trial: Trial, **_: Any
+    ) -> None:
+        """A trial came to its end, or was stopped."""
+        record = self.records.get(number_of(trial))
+        if record is None or not record.point:  # stopped before it started
+            return
+        self._add_time(trials)
+        if record.step >= self._num_steps:
+            record.status = "finished"
+        else:
+            record.status = "interrupted" if self._is_stopping() else "stopped"
+        self._keep()
+        self._view.ended(record)
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
+        """A trial failed; the others go on."""
+        record = self.records[number_of(trial)]
+        self._add_time(trials)
+        record.status = "interrupted" if self._is_stopping() else "failed"
+        record.error = last_line(str(trial.get_pickled_error() or trial.get_error() or ""))
+        self._keep()
+        self._view.ended(record)
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
+        """Tune looked after its trials once more."""
+        self._add_time(trials)
+        self._view.show(list(self.records.values()))
+        if time.monotonic() - self._written > WRITE_EVERY_S:
+            self._keep()
+
+    def _add_time(self, trials: list[Trial]) -> None:
+        now = time.monotonic()
+        for trial in trials:
+            record = self.records.get(number_of(trial))
+            if record is not None and record.status == "running" and trial.status == Trial.RUNNING:
+                record.seconds += now - self._looked
+                record.device_s += (now - self._looked) * self._num_devices
+        self._looked = now
+
+    def _keep(self) -> None:
+        self._write()
+        self._written = time.monotonic()
+
+
+def number_of(trial: Trial) -> int:
+    """A trial's number, from its name."""
+    return int(str(trial).rpartition("-")[2])
+
+
+def figures_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """raypo's figures of a report, without what Tune and the sweep add."""
+    return {
+        name: float(value)
+        for name, value in result.items()
+        if "/" in name and name != VALUE and isinstance(value, int | float)
+    }
+
+
+def last_line(text: str) -> str:
+    """The last line that says something: an error's name and message."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "the trial's process was lost"

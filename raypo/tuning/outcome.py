@@ -1,0 +1,148 @@
+"""What a sweep came to: the best trial as a run config, and a summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from raypo.config.sweep import SweepConfig, with_values
+from raypo.metrics.report.verdict import duration
+from raypo.metrics.run_files import RunFiles
+from raypo.metrics.summary import installed_versions
+from raypo.metrics.tensorboard import write_hparams
+from raypo.tuning.folder import TRIALS_FOLDER
+from raypo.tuning.goal import Goal
+from raypo.tuning.record import TRIALS, TrialRecord, write_trials
+from raypo.tuning.view import point_text
+
+BEST = "best.yaml"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a sweep ended."""
+
+    status: str
+    """finished, failed (no trial has a score) or interrupted."""
+    location: str
+    best: TrialRecord | None
+    front: tuple[TrialRecord, ...]
+    """Trials that no other one beats in every metric; of one metric the best alone."""
+    failed: tuple[TrialRecord, ...]
+    records: tuple[TrialRecord, ...]
+    wall_s: float
+
+    @property
+    def device_s(self) -> float:
+        """What all trials cost."""
+        return sum(record.device_s for record in self.records)
+
+    def lines(self) -> list[str]:
+        """The outcome for people."""
+        lines = []
+        for record in self.failed:
+            lines.append(f"{record.name} failed: {record.error}")
+        if self.best is not None:
+            metrics = ", ".join(f"{k} {v:.4g}" for k, v in self._headline().items())
+            lines.append(f"best: {self.best.name}, {point_text(self.best.point)}; {metrics}")
+            if len(self.front) > 1:
+                names = ", ".join(record.name for record in self.front)
+                lines.append(f"Pareto front (*): {names}")
+            lines.append(f"run it: raypo train {self.location}/{BEST}")
+        lines.append(
+            f"raypo: sweep {self.status} in {duration(self.wall_s)}, {self.device_s:.0f} "
+            f"device-seconds of trials; table in {self.location}/{TRIALS}"
+        )
+        return lines
+
+    def _headline(self) -> dict[str, float]:
+        assert self.best is not None
+        names = ("eval/score_mean", "eval/reward_model_mean", "kl/ref_response_mean")
+        return {k: self.best.metrics[k] for k in names if k in self.best.metrics}
+
+
+def write_outcome(
+    files: RunFiles,
+    sweep: SweepConfig,
+    records: Sequence[TrialRecord],
+    *,
+    status: str,
+    wall_s: float,
+) -> Outcome:
+    """Write trials.parquet, best.yaml and summary.json."""
+    goal = Goal.of(sweep)
+    ordered = sorted(records, key=lambda record: record.number)
+    known = [record.metrics for record in ordered]
+    front = goal.front(known)
+    by_rank = sorted(zip(goal.ranks(known), ordered, strict=True), key=lambda pair: pair[0])
+    best = next((r for _, r in by_rank if math.isfinite(goal.gains(r.metrics)[0])), None)
+    if best is None and status == "finished":
+        status = "failed"
+    outcome = Outcome(
+        status=status,
+        location=files.location,
+        best=best,
+        front=tuple(record for _, record in by_rank if ordered.index(record) in front),
+        failed=tuple(record for record in ordered if record.status == "failed"),
+        records=tuple(ordered),
+        wall_s=wall_s,
+    )
+    if ordered:
+        write_trials(files, ordered, goal)
+    _write_hparams(files, goal, ordered)
+    if best is not None:
+        files.write(BEST, best_config(sweep, best).encode())
+    earlier = (files.summary() or {}).get("wall_s", 0.0)
+    files.write_summary(_summary(outcome, sweep, wall_s=earlier + wall_s))
+    files.sync()
+    return outcome
+
+
+def best_config(sweep: SweepConfig, best: TrialRecord) -> str:
+    """The best trial as a run config: the base as written, with the trial's point on top."""
+    own: dict[str, Any] = {"name": f"{sweep.name}-best", "storage_path": sweep.storage_path}
+    values = with_values(sweep.base_values(), {**best.point, **own})
+    head = [
+        f"# The best trial of the sweep {sweep.name}: {best.name}, {point_text(best.point)}.",
+        f"# Its base is {sweep.base}; relative paths start where the sweep was started.",
+    ]
+    if best.status == "stopped":
+        values["num_steps"] = best.step
+        head.append(f"# It was stopped after step {best.step}, where it had its score.")
+    return "\n".join(head) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:
+    """Each trial's point and last figures beside its curves: `tensorboard --logdir trials`."""
+    shown = set(goal.metrics) | {"eval/score_mean", "eval/reward_model_mean"}
+    shown |= {"kl/ref_response_mean", *(text.split()[0] for text in goal.constraints)}
+    for record in records:
+        metrics = {name: value for name, value in record.metrics.items() if name in shown}
+        if metrics:
+            run = RunFiles(f"{files.location}/{TRIALS_FOLDER}", record.name)
+            write_hparams(run.folder, record.point, metrics, step=record.step)
+            run.sync()
+
+
+def _summary(outcome: Outcome, sweep: SweepConfig, *, wall_s: float) -> dict[str, Any]:
+    counts = {
+        status: sum(record.status == status for record in outcome.records)
+        for status in ("finished", "stopped", "failed", "interrupted")
+    }
+    best = outcome.best
+    return {
+        "status": outcome.status,
+        "recipe": "sweep",
+        "num_trials": sweep.num_trials,
+        "trials": counts,
+        "wall_s": wall_s,
+        "device_s": outcome.device_s,
+        "best": None
+        if best is None
+        else {"name": best.name, "point": best.point, "metrics": best.metrics},
+        "versions": installed_versions(),
+    }

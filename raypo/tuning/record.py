@@ -1,0 +1,110 @@
+"""What a sweep knows of its trials, kept in one file: `trials.parquet`."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raypo.metrics.run_files import RunFiles
+from raypo.tuning.goal import Goal
+
+TRIALS = "trials.parquet"
+Status = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
+ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
+
+
+@dataclass
+class TrialRecord:
+    """One trial."""
+
+    number: int
+    name: str
+    point: dict[str, Any]
+    """Dotted key of the run config -> the value that was tried."""
+    status: Status = "waiting"
+    """stopped: by the scheduler; interrupted: goes on when the sweep is resumed."""
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last known value of each figure."""
+    seconds: float = 0.0
+    """Wall time, over all attempts."""
+    device_s: float = 0.0
+    """Seconds times the devices that it held: GPUs where it has any, else CPU cores."""
+    error: str = ""
+    """The last line of what went wrong."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.status in ENDED
+
+
+def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any]]:
+    """One row a trial, the best one first: rank, point, status, cost, last metrics."""
+    ranks = goal.ranks([record.metrics for record in records])
+    rows = [
+        {
+            "rank": rank,
+            "number": record.number,
+            "name": record.name,
+            "status": record.status,
+            "feasible": goal.is_feasible(record.metrics),
+            "step": record.step,
+            "seconds": record.seconds,
+            "device_s": record.device_s,
+            "error": record.error,
+            "point": json.dumps(record.point),
+            "metrics": json.dumps({k: v for k, v in record.metrics.items() if math.isfinite(v)}),
+            **{f"space/{key}": value for key, value in record.point.items()},
+            **{name: record.metrics.get(name, math.nan) for name in _shown(goal)},
+        }
+        for rank, record in zip(ranks, records, strict=True)
+    ]
+    return sorted(rows, key=lambda row: row["rank"])
+
+
+def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) -> None:
+    """Replace the file as a whole."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = trial_rows(records, goal)
+    for key in {key for row in rows for key in row if key.startswith("space/")}:
+        if len({type(row.get(key)) for row in rows}) > 1:  # parquet's columns have one type
+            for row in rows:
+                row[key] = str(row.get(key))
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    files.write(TRIALS, buffer.getvalue())
+
+
+def read_trials(files: RunFiles) -> list[TrialRecord]:
+    """The trials by number; none where there is no file."""
+    import pyarrow.parquet as pq
+
+    content = files.read(TRIALS)
+    if content is None:
+        return []
+    records = [
+        TrialRecord(
+            point=json.loads(row["point"]),
+            metrics=json.loads(row["metrics"]),
+            **{name: row[name] for name in _PLAIN},
+        )
+        for row in pq.read_table(io.BytesIO(content)).to_pylist()
+    ]
+    return sorted(records, key=lambda record: record.number)
+
+
+_PLAIN = ("number", "name", "status", "step", "seconds", "device_s", "error")
+
+
+def _shown(goal: Goal) -> list[str]:
+    """Metrics with a column of their own; all others stand in the column metrics, as JSON."""
+    usual = ("eval/score_mean", "eval/reward_model_mean", "rollout/score_mean")
+    bounds = [text.split()[0] for text in goal.constraints]
+    return list(dict.fromkeys([*goal.metrics, *bounds, *usual, "kl/ref_response_mean"]))

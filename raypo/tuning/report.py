@@ -1,0 +1,314 @@
+"""The page of a sweep: who won, why, what all trials did and what they cost. Needs no Ray."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypo.config.sweep import SweepConfig
+from raypo.metrics.report import (
+    Chart,
+    Details,
+    Page,
+    Section,
+    Table,
+    Tiles,
+    Words,
+    bar_chart,
+    line_chart,
+    parallel_chart,
+)
+from raypo.metrics.report.page import number
+from raypo.metrics.report.verdict import duration
+from raypo.metrics.run_files import RunFiles
+from raypo.tuning.folder import BASE, TRIALS_FOLDER
+from raypo.tuning.goal import Goal
+from raypo.tuning.record import TrialRecord, read_trials
+from raypo.tuning.view import point_text, value_text
+
+SCORE, REWARD_MODEL, KL = "eval/score_mean", "eval/reward_model_mean", "kl/ref_response_mean"
+WORDS = {
+    SCORE: "held-out score",
+    REWARD_MODEL: "reward model's score, held out",
+    KL: "KL to the reference, nats a response",
+    "rollout/score_mean": "training score",
+}
+MIN_GAMED = 0.02
+"""Of the held-out score: less than this is chance."""
+
+
+@dataclass(frozen=True)
+class SweepData:
+    """What a sweep has left so far."""
+
+    config: SweepConfig
+    num_steps: int
+    goal: Goal
+    status: str
+    files: RunFiles
+    trials: list[TrialRecord]
+    """Best first."""
+    rows: dict[str, list[dict[str, Any]]]
+    """Metrics by step of each trial's run."""
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The trial that ranks first, if it has a score."""
+        if self.trials and math.isfinite(self.goal.gains(self.trials[0].metrics)[0]):
+            return self.trials[0]
+        return None
+
+
+def is_sweep(files: RunFiles) -> bool:
+    """Whether a folder is a sweep's."""
+    return BASE in (files.config() or {})
+
+
+def load_sweep(files: RunFiles) -> SweepData:
+    """A sweep by its folder, whatever it has so far."""
+    recorded = files.config() or {}
+    base = recorded.pop(BASE)
+    config = SweepConfig.parse(recorded, origin=f"{files.location}/config.yaml")
+    goal, found = Goal.of(config), read_trials(files)
+    ranks = goal.ranks([trial.metrics for trial in found])
+    trials = [trial for _, trial in sorted(zip(ranks, found, strict=True), key=lambda p: p[0])]
+    storage = f"{files.location}/{TRIALS_FOLDER}"
+    rows = {trial.name: RunFiles(storage, trial.name).metrics() for trial in trials}
+    status = (files.summary() or {}).get("status", "unfinished")
+    status = "running" if files.is_running() else status
+    return SweepData(config, base["num_steps"], goal, status, files, trials, rows)
+
+
+def sweep_page(sweep: SweepData) -> Page:
+    """The page: result, why the best won, trials, score against KL, curves, cost."""
+    written = time.strftime("%Y-%m-%d %H:%M")
+    page = Page(
+        title=sweep.config.name,
+        subtitle=f"raypo report of a sweep of {sweep.config.base}, written {written}",
+        badge=sweep.status,
+    )
+    _result(page.section("Result"), sweep)
+    _why(page.section("Why the best one won", _WHY_NOTE), sweep)
+    _trials(page.section("Trials"), sweep)
+    _front(page.section("Score against KL", _FRONT_NOTE), sweep)
+    curves = page.section("Learning curves")
+    for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
+        named = {name: _with_start(rows) for name, rows in sweep.rows.items() if rows}
+        curves.add(line_chart(WORDS.get(metric, metric), named, metric))
+    _cost(page.section("Cost"), sweep)
+    best = sweep.files.read("best.yaml")
+    if best is not None:
+        page.section("Best config").add(Details("best.yaml", best.decode()))
+    return page
+
+
+_WHY_NOTE = (
+    "The last figures of each trial by the value that it tried. What trains (the reward model, the "
+    "KL penalty) stands beside what judges: where the reward model rises and the held-out score "
+    "falls, the policy games the reward model."
+)
+_FRONT_NOTE = "Trials on the line are beaten by no other one in both: a higher score costs KL."
+
+
+def _result(section: Section, sweep: SweepData) -> None:
+    best = sweep.best
+    if best is None:
+        section.add(Words("No trial has a score yet.", strong=True))
+    else:
+        metric = sweep.goal.metrics[0]
+        start = next(
+            (r[0] for r in map(_with_start, sweep.rows.values()) if r and metric in r[0]), {}
+        )
+        was = f", {number(start[metric])} before the first update" if start else ""
+        section.add(
+            Words(
+                f"{point_text(best.point)} is best: {WORDS.get(metric, metric)} "
+                f"{number(best.metrics[metric])} after {best.step} steps{was}.",
+                strong=True,
+            )
+        )
+    count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
+    total = sum(trial.device_s for trial in sweep.trials)
+    saved = sum(_saved(trial, sweep.num_steps) for trial in sweep.trials)
+    section.add(
+        Tiles(
+            [
+                ("trials", str(len(sweep.trials)), f"of {sweep.config.num_trials}"),
+                ("to the last step", str(count["finished"]), f"of {sweep.num_steps} steps"),
+                ("stopped early", str(count["stopped"]), sweep.config.scheduler.kind),
+                ("failed", str(count["failed"]), ""),
+                ("device-seconds", number(round(total)), "of all trials"),
+                ("saved by stopping", number(round(saved)), "device-seconds, at their own pace"),
+            ]
+        )
+    )
+
+
+def _why(section: Section, sweep: SweepData) -> None:
+    scored = [trial for trial in sweep.trials if SCORE in trial.metrics]
+    words = _gaming(scored)
+    if words:
+        section.add(Words(words, strong=True))
+    for key, domain in sweep.config.domains.items():
+        for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
+            log_x = domain.kind == "loguniform"
+            section.add(_by_value(sweep.trials, key, metric, log_x=log_x))
+
+
+def _gaming(trials: Sequence[TrialRecord]) -> str:
+    """Whether the reward model's favourite is another trial than the verifier's, in words."""
+    judged = [trial for trial in trials if REWARD_MODEL in trial.metrics]
+    if len(judged) < 2:
+        return ""
+    best = max(judged, key=lambda trial: trial.metrics[SCORE])
+    liked = max(judged, key=lambda trial: trial.metrics[REWARD_MODEL])
+    lost = best.metrics[SCORE] - liked.metrics[SCORE]
+    if lost < MIN_GAMED:
+        return "Reward model and held-out score agree on the best trial."
+    return (
+        f"The reward model likes {point_text(liked.point)} best "
+        f"({number(liked.metrics[REWARD_MODEL])}, against {number(best.metrics[REWARD_MODEL])} at "
+        f"{point_text(best.point)}), but the held-out score there is only "
+        f"{number(liked.metrics[SCORE])} instead of {number(best.metrics[SCORE])}: "
+        f"{liked.name} games the reward model."
+    )
+
+
+def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bool) -> Chart | None:
+    seen = [trial for trial in trials if metric in trial.metrics and key in trial.point]
+    if not seen:
+        return None
+    is_number = all(isinstance(trial.point[key], int | float) for trial in seen)
+    if is_number:
+        seen = sorted(seen, key=lambda trial: trial.point[key])
+    trace = {
+        "x": [trial.point[key] if is_number else str(trial.point[key]) for trial in seen],
+        "y": [trial.metrics[metric] for trial in seen],
+        "text": [f"{trial.name}, {trial.status} at step {trial.step}" for trial in seen],
+        "mode": "markers",
+        "slot": 0,
+        "marker": {
+            "size": 10,
+            "symbol": ["circle-open" if trial.status == "stopped" else "circle" for trial in seen],
+        },
+        "hovertemplate": "%{text}<br>%{x:.4g}: %{y:.4g}<extra></extra>",
+    }
+    axis = {"title": {"text": key}, **({"type": "log"} if log_x else {})}
+    layout = {"xaxis": axis, "yaxis": {"title": {"text": ""}}, "showlegend": False}
+    title = f"{WORDS.get(metric, metric)} by {key}"
+    hollow = any(trial.status == "stopped" for trial in seen)
+    note = "Hollow: stopped early." if hollow else ""
+    return Chart(title, {"data": [trace], "layout": layout}, note=note)
+
+
+def _trials(section: Section, sweep: SweepData) -> None:
+    keys = list(sweep.config.domains)
+    bounds = [text.split()[0] for text in sweep.goal.constraints]
+    names = dict.fromkeys([*sweep.goal.metrics, *bounds, SCORE, REWARD_MODEL, KL])
+    shown = [name for name in names if any(name in trial.metrics for trial in sweep.trials)]
+    headings = ["rank", "trial", "status", "steps", *keys]
+    headings += [*(WORDS.get(name, name) for name in shown), "device-seconds", "error"]
+    section.add(
+        Table(
+            headings,
+            [
+                [
+                    rank,
+                    trial.name,
+                    trial.status if sweep.goal.is_feasible(trial.metrics) else "infeasible",
+                    trial.step,
+                    *(value_text(trial.point.get(key, "")) for key in keys),
+                    *(trial.metrics.get(name) for name in shown),
+                    round(trial.device_s),
+                    trial.error,
+                ]
+                for rank, trial in enumerate(sweep.trials, start=1)
+            ],
+        )
+    )
+    rows: list[Mapping[str, Any]] = [{**trial.point, **trial.metrics} for trial in sweep.trials]
+    columns = {key: key for key in keys} | {name: WORDS.get(name, name) for name in shown}
+    section.add(parallel_chart("Parallel coordinates", rows, columns, colour=sweep.goal.metrics[0]))
+
+
+def _front(section: Section, sweep: SweepData) -> None:
+    metric = SCORE if SCORE in sweep.goal.metrics else sweep.goal.metrics[0]
+    if metric == KL:
+        return
+    seen = [t for t in sweep.trials if metric in t.metrics and KL in t.metrics]
+    if not seen:
+        return
+    mode = dict(zip(sweep.config.metric, sweep.config.mode, strict=True)).get(metric, "max")
+    both = Goal((metric, KL), (1.0 if mode == "max" else -1.0, -1.0))
+    rows = sorted(both.front([trial.metrics for trial in seen]))
+    front = sorted((seen[row] for row in rows), key=lambda trial: trial.metrics[KL])
+    section.add(
+        Chart(
+            f"{WORDS.get(metric, metric)} against KL",
+            {
+                "data": [
+                    _points(front, metric, "Pareto front", "lines+markers", slot=1),
+                    _points(
+                        [t for t in seen if t not in front], metric, "trials", "markers", slot=0
+                    ),
+                ],
+                "layout": {
+                    "xaxis": {"title": {"text": WORDS[KL]}},
+                    "yaxis": {"title": {"text": WORDS.get(metric, metric)}},
+                    "showlegend": True,
+                },
+            },
+            wide=True,
+        )
+    )
+
+
+def _points(
+    trials: Sequence[TrialRecord], metric: str, name: str, mode: str, *, slot: int
+) -> dict[str, Any]:
+    return {
+        "x": [trial.metrics[KL] for trial in trials],
+        "y": [trial.metrics[metric] for trial in trials],
+        "text": [f"{trial.name}, {point_text(trial.point)}" for trial in trials],
+        "name": name,
+        "mode": mode,
+        "slot": slot,
+        "marker": {"size": 10},
+        "hovertemplate": "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
+    }
+
+
+def _cost(section: Section, sweep: SweepData) -> None:
+    costs = {trial.name: trial.device_s for trial in sweep.trials}
+    saved = {trial.name: _saved(trial, sweep.num_steps) for trial in sweep.trials}
+    wall = duration(sum(trial.seconds for trial in sweep.trials))
+    by_kind = {"spent": costs} | ({"saved by stopping early": saved} if any(saved.values()) else {})
+    section.add(
+        Words(
+            f"The trials took {wall} one after the other, {number(sum(costs.values()))} "
+            "device-seconds: seconds times the devices that a trial holds."
+        ),
+        bar_chart("Cost of each trial", by_kind, x_title="device-seconds", wide=True),
+    )
+
+
+def _saved(trial: TrialRecord, num_steps: int) -> float:
+    """Device-seconds that the rest of a stopped trial would have cost at its own pace."""
+    if trial.status != "stopped" or not trial.step:
+        return 0.0
+    return trial.device_s * (num_steps - trial.step) / trial.step
+
+
+def _with_start(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows after one of step 0 with what was measured before the first update."""
+    if not rows:
+        return []
+    start = {
+        name.replace("/initial_", "/"): value
+        for name, value in rows[0].items()
+        if "/initial_" in name
+    }
+    return [*([{"step": 0, **start}] if start else []), *map(dict, rows)]

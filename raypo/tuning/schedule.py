@@ -1,0 +1,80 @@
+"""Schedulers: which trials go on, and what those of an earlier attempt came to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ray.tune.schedulers import (
+    ASHAScheduler,
+    FIFOScheduler,
+    MedianStoppingRule,
+    TrialScheduler,
+)
+
+from raypo.config import PPOConfig
+from raypo.config.sweep import SweepConfig
+from raypo.metrics.run_files import RunFiles
+from raypo.tuning.goal import STEP, VALUE, Goal, as_report, known_metrics
+
+_JUDGED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
+
+
+def scheduler_of(sweep: SweepConfig, base: PPOConfig) -> TrialScheduler:
+    """The sweep's scheduler; it judges by `sweep/value`, in which infeasible is below feasible."""
+    section = sweep.scheduler
+    grace_steps = min(section.grace_steps or base.eval.every, base.num_steps)
+    if section.kind == "asha":
+        return ASHAScheduler(
+            grace_period=grace_steps,
+            max_t=base.num_steps,
+            reduction_factor=section.reduction_factor,
+            stop_last_trials=False,  # who comes to the end ends by itself
+            **_JUDGED_BY,
+        )
+    if section.kind == "median":
+        return MedianStoppingRule(
+            grace_period=grace_steps,
+            min_time_slice=base.num_steps,  # else it pauses trials, and each start is dear
+            **_JUDGED_BY,
+        )
+    return FIFOScheduler()
+
+
+def reports_of(files: RunFiles, goal: Goal) -> list[dict[str, float]]:
+    """What a trial's run has reported to Tune, from its own files."""
+    reports: list[dict[str, float]] = []
+    known: dict[str, float] = {}
+    for row in files.metrics():
+        known = known_metrics([known, row])
+        reports.append(as_report(known, goal))
+    return reports
+
+
+class PastTrial:
+    """Stands for a trial of an earlier attempt; schedulers ask for no more than its id."""
+
+    def __init__(self, name: str) -> None:
+        self.trial_id = name
+
+
+class _Controller:
+    @staticmethod
+    def get_live_trials() -> list[Any]:
+        return []
+
+
+def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str, float]]]) -> None:
+    """What trials of an earlier attempt reported, so that new ones are compared with them too.
+
+    Args:
+        past: Name of each trial that has ended -> its reports in order.
+    """
+    controller: Any = _Controller()
+    for name, reports in past.items():
+        trial: Any = PastTrial(name)
+        scheduler.on_trial_add(controller, trial)
+        last: Mapping[str, float] = {}
+        for last in reports:
+            scheduler.on_trial_result(controller, trial, dict(last))
+        scheduler.on_trial_complete(controller, trial, dict(last))

@@ -1,0 +1,94 @@
+"""A trial: a PPOTrainer run inside a Ray Tune trial, reported through Ray's own callback."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray import tune
+from ray.actor import ActorHandle
+from ray.train import Checkpoint, RunConfig
+from ray.tune.integration.ray_train import TuneReportCallback
+
+from raypo.checks import is_finished
+from raypo.cluster.reserve import Dedicated
+from raypo.config import PPOConfig
+from raypo.config.sweep import with_values
+from raypo.metrics.run_files import RunFiles
+from raypo.recipes.setup import Runtime
+from raypo.trainer import PPOTrainer
+from raypo.tuning.goal import Goal, as_report, known_metrics
+from raypo.tuning.plan import trial_name
+from raypo.tuning.search import POINT, Point
+
+
+@dataclass(frozen=True)
+class TrialSetup:
+    """What all trials of a sweep have in common; it travels to their processes."""
+
+    sweep: str
+    base: dict[str, Any]
+    """The base as written, overrides included."""
+    storage_path: str
+    """Of the trials' runs."""
+    working_dir: str
+    """The driver's folder; relative paths start there."""
+    goal: Goal
+    janitor: ActorHandle | None = None
+
+    def config(self, name: str, point: Point) -> PPOConfig:
+        """The run config of a trial."""
+        fixed = {"name": name, "storage_path": self.storage_path}
+        values = with_values(self.base, {**point, **fixed})
+        return PPOConfig.parse(values, origin=name).with_absolute_paths(self.working_dir)
+
+    def files(self, number: int) -> RunFiles:
+        """The files of a trial's run."""
+        return RunFiles(self.storage_path, trial_name(self.sweep, number))
+
+
+def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
+    """Start or resume the run of a trial; Tune calls it in an actor of its own."""
+    name = tune.get_context().get_trial_name()
+    assert name is not None
+    run, files = setup.config(name, config[POINT]), RunFiles(setup.storage_path, name)
+    known = known_metrics(files.metrics())
+    if is_finished(files):  # the driver was killed before it could note that
+        tune.report(as_report(known, setup.goal))
+    else:
+        TrialTrainer(run, setup, TrialReports(setup.goal, known)).fit()
+
+
+class TrialTrainer(PPOTrainer):
+    """A PPOTrainer whose workers know the sweep that they are part of."""
+
+    def __init__(self, config: PPOConfig, setup: TrialSetup, callback: Any) -> None:
+        super().__init__(config, run_config=RunConfig(callbacks=[callback]))
+        self._setup = setup
+
+    def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
+        runtime = super()._runtime(monitor, dedicated)
+        return dataclasses.replace(runtime, janitor=self._setup.janitor)
+
+
+class TrialReports(TuneReportCallback):
+    """Each step's metrics for Tune, with the last known values of those that it did not measure.
+
+    Schedulers compare trials at every report; held-out scores are not measured at every step.
+    """
+
+    def __init__(self, goal: Goal, known: Mapping[str, float]) -> None:
+        super().__init__()
+        self._goal, self._known = goal, dict(known)
+
+    def after_report(
+        self,
+        run_context: Any,
+        metrics: list[dict[str, Any]],
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Ray Train calls it in its controller after each report of the workers."""
+        self._known = known_metrics([self._known, metrics[0]])
+        super().after_report(run_context, [as_report(self._known, self._goal)], checkpoint)

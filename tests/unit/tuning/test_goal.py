@@ -1,0 +1,64 @@
+import math
+
+from raypo.config.sweep import SweepConfig
+from raypo.tuning.goal import INFEASIBLE, UNKNOWN, Goal, known_metrics
+
+SCORE, KL = "eval/score_mean", "kl/ref_response_mean"
+
+
+def goal(**changes: object) -> Goal:
+    space = {"ppo.gamma": {"choice": [0.9, 1.0]}}
+    return Goal.of(SweepConfig.parse({"name": "s", "base": "b", "space": space} | changes))
+
+
+def test_infeasible_trials_rank_below_all_feasible_ones_and_unknown_ones_last():
+    bounded = goal(constraint="kl/ref_response_mean <= 10")
+    trials = [
+        {SCORE: 0.9, KL: 30.0},
+        {SCORE: 0.1, KL: 1.0},
+        {},
+        {SCORE: 0.8, KL: 11.0},
+        {SCORE: 0.2, KL: 10.0},
+    ]
+    assert bounded.ranks(trials) == [4, 2, 5, 3, 1]
+    values = [bounded.value(trial) for trial in trials]
+    assert values == [INFEASIBLE - 20.0, 0.1, UNKNOWN, INFEASIBLE - 1.0, 0.2]
+
+
+def test_a_metric_that_was_never_measured_breaks_its_constraint():
+    bounded = goal(constraint="kl/ref_response_mean <= 10")
+    assert not bounded.is_feasible({SCORE: 1.0})
+    assert bounded.value({SCORE: 1.0}) == UNKNOWN
+    assert goal().value({SCORE: math.nan}) == UNKNOWN
+
+
+def test_what_is_to_be_small_ranks_by_its_negative():
+    smallest = goal(metric=KL, mode="min")
+    assert smallest.ranks([{KL: 3.0}, {KL: 1.0}, {KL: 2.0}]) == [3, 1, 2]
+
+
+def test_several_metrics_have_a_pareto_front():
+    both = goal(metric=[SCORE, KL], mode=["max", "min"])
+    trials = [
+        {SCORE: 0.9, KL: 9.0},  # best score
+        {SCORE: 0.5, KL: 1.0},  # least KL
+        {SCORE: 0.5, KL: 2.0},  # beaten by the second
+        {SCORE: 0.4, KL: 3.0},  # beaten by the third
+    ]
+    assert both.front(trials) == {0, 1}
+    assert both.ranks(trials) == [1, 2, 3, 4]
+    bounded = goal(metric=[SCORE, KL], mode=["max", "min"], constraint=f"{KL} <= 5")
+    assert bounded.front(trials) == {1}
+    assert goal().front(trials) == {0}
+
+
+def test_the_last_known_value_of_each_metric_counts():
+    rows = [
+        {"step": 1, "eval/initial_score_mean": 0.2, KL: 0.1},
+        {"step": 2, "eval/score_mean": 0.6, KL: 0.2},
+        {"step": 3, KL: 0.3},
+    ]
+    assert known_metrics(rows[:1])[SCORE] == 0.2
+    known = known_metrics(rows)
+    assert (known["step"], known[SCORE], known[KL]) == (3, 0.6, 0.3)
+    assert known_metrics([known_metrics(rows[:2]), rows[2]]) == known

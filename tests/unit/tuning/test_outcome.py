@@ -1,0 +1,121 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raypo.config import ConfigError, PPOConfig
+from raypo.config.sweep import SweepConfig
+from raypo.metrics.run_files import RunFiles
+from raypo.tuning.folder import check_sweep_folder, is_done, recorded_config
+from raypo.tuning.outcome import write_outcome
+from raypo.tuning.record import TrialRecord, read_trials
+
+SCORE = "eval/score_mean"
+BASE = """
+name: quick
+model: {policy: tiny}
+data: {prompts: prompts.jsonl}
+ppo: {preset: grpo}
+rollout: {prompts_per_step: 8, samples_per_prompt: 4}
+eval: {prompts: held_out.jsonl}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def sweep_of(base: Path, **changes: Any) -> SweepConfig:
+    space = {"ppo.kl.coef": {"loguniform": [1e-3, 1.0]}, "ppo.clip_low": {"choice": [0.1, 0.2]}}
+    values = {"name": "s", "base": str(base), "space": space, "storage_path": str(base.parent)}
+    return SweepConfig.parse(values | {"overrides": {"num_steps": 9}} | changes)
+
+
+def trials() -> list[TrialRecord]:
+    points = [{"ppo.kl.coef": 0.1, "ppo.clip_low": 0.1}, {"ppo.kl.coef": 0.5, "ppo.clip_low": 0.2}]
+    return [
+        TrialRecord(0, "s-00000", points[0], "finished", 9, {SCORE: 0.4}, 30.0, 60.0),
+        TrialRecord(1, "s-00001", points[1], "finished", 9, {SCORE: 0.7}, 31.0, 62.0),
+        TrialRecord(2, "s-00002", points[1], "failed", 2, {}, 5.0, 10.0, "ValueError: no"),
+    ]
+
+
+def outcome_in(base: Path, records: list[TrialRecord], **changes: Any) -> Any:
+    files = RunFiles(str(base.parent), "s")
+    sweep = sweep_of(base, **changes)
+    return write_outcome(files, sweep, records, status="finished", wall_s=100.0), files
+
+
+def test_best_yaml_is_the_base_as_written_with_the_best_point(base: Path):
+    outcome, files = outcome_in(base, trials())
+    assert outcome.best.name == "s-00001"
+    path = files.folder / "best.yaml"
+    written = yaml.safe_load(path.read_text())
+    assert written["ppo"] == {"preset": "grpo", "kl": {"coef": 0.5}, "clip_low": 0.2}
+    best = PPOConfig.load(path)
+    assert (best.name, best.num_steps, best.ppo.kl.coef) == ("s-best", 9, 0.5)
+    assert best.ppo.advantage == "grpo"
+
+
+def test_the_best_of_a_stopped_trial_ends_where_it_had_its_score(base: Path):
+    records = trials()
+    records[1].status, records[1].step = "stopped", 3
+    _, files = outcome_in(base, records)
+    assert PPOConfig.load(files.folder / "best.yaml").num_steps == 3
+
+
+def test_the_record_reads_back_as_itself(base: Path):
+    _, files = outcome_in(base, trials())
+    assert read_trials(files) == trials()
+
+
+def test_the_table_can_be_read_by_anybody(base: Path):
+    import pandas as pd
+
+    _, files = outcome_in(base, trials())
+    table = pd.read_parquet(files.folder / "trials.parquet")
+    assert table["name"].tolist() == ["s-00001", "s-00000", "s-00002"]
+    assert table["rank"].tolist() == [1, 2, 3]
+    assert table[SCORE].tolist()[:2] == [0.7, 0.4]
+    assert table["space/ppo.kl.coef"].tolist() == [0.5, 0.1, 0.5]
+
+
+def test_a_space_of_mixed_types_can_be_written(base: Path):
+    records = trials()
+    records[0].point = {"ppo.shaping.overlong_buffer_tokens": "auto"}
+    records[1].point = {"ppo.shaping.overlong_buffer_tokens": 3}
+    _, files = outcome_in(base, records[:2])
+    assert read_trials(files)[1].point == records[1].point
+
+
+def test_a_sweep_without_any_score_has_failed(base: Path):
+    outcome, files = outcome_in(base, trials()[2:])
+    assert (outcome.status, outcome.best) == ("failed", None)
+    assert "s-00002 failed: ValueError: no" in outcome.lines()
+    assert not (files.folder / "best.yaml").exists()
+    assert not is_done(sweep_of(base), files)
+
+
+def test_a_finished_sweep_is_done_until_more_trials_are_wanted(base: Path):
+    _, files = outcome_in(base, trials(), num_samples=3)
+    assert is_done(sweep_of(base, num_samples=3), files)
+    assert not is_done(sweep_of(base, num_samples=4), files)
+
+
+def test_a_folder_of_another_sweep_is_refused_with_the_difference(base: Path):
+    sweep, files = sweep_of(base), RunFiles(str(base.parent), "s")
+    check_sweep_folder(sweep, sweep.base_config(), files)
+    files.write_config(recorded_config(sweep, sweep.base_config()))
+    more = sweep_of(base, num_samples=99, max_concurrent=1)
+    check_sweep_folder(more, more.base_config(), files)
+    for changed, words in (
+        (sweep_of(base, seed=3), "seed: 0 -> 3"),
+        (sweep_of(base, overrides={"num_steps": 10}), "num_steps: 9 -> 10"),
+    ):
+        with pytest.raises(ConfigError, match="holds another sweep") as error:
+            check_sweep_folder(changed, changed.base_config(), files)
+        assert words in str(error.value)

@@ -1,0 +1,111 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypo.config.sweep import SweepConfig
+from raypo.metrics.report import Chart, Table, Words
+from raypo.metrics.run_files import RunFiles
+from raypo.tuning.folder import recorded_config
+from raypo.tuning.goal import Goal
+from raypo.tuning.record import TrialRecord, write_trials
+from raypo.tuning.report import is_sweep, load_sweep, sweep_page
+
+BASE = """
+name: quick
+num_steps: 40
+model: {policy: tiny, reward: judge}
+data: {prompts: prompts.jsonl}
+eval: {prompts: held_out.jsonl, function: "raypo.rewards.verifiers:exact_match"}
+"""
+SCORE, JUDGE, KL = "eval/score_mean", "eval/reward_model_mean", "kl/ref_response_mean"
+
+
+def trial(number: int, coef: float, score: float, judge: float, kl: float) -> TrialRecord:
+    metrics = {SCORE: score, JUDGE: judge, KL: kl}
+    point = {"ppo.kl.coef": coef}
+    return TrialRecord(number, f"s-{number:05d}", point, "finished", 40, metrics, 50.0, 100.0)
+
+
+GAMED = [
+    trial(0, 0.001, 0.29, 5.0, 12.0),
+    trial(1, 0.1, 0.82, 4.0, 2.0),
+    trial(2, 3.0, 0.5, 2.0, 0.1),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFiles:
+    (tmp_path / "base.yaml").write_text(BASE)
+    space = {"ppo.kl.coef": {"loguniform": [1e-3, 3.0]}}
+    values = {"name": "s", "base": str(tmp_path / "base.yaml"), "space": space}
+    sweep = SweepConfig.parse(values | {"num_samples": 3, "scheduler": "asha"})
+    files = RunFiles(str(tmp_path), "s")
+    files.write_config(recorded_config(sweep, sweep.base_config()))
+    return files
+
+
+def page_of(files: RunFiles, trials: list[TrialRecord]) -> tuple[Any, dict[str, list[Any]]]:
+    write_trials(files, trials, Goal((SCORE,), (1.0,)))
+    page = sweep_page(load_sweep(files))
+    return page, {section.title: section.blocks for section in page.sections}
+
+
+def words(blocks: list[Any]) -> str:
+    return " ".join(block.text for block in blocks if isinstance(block, Words))
+
+
+def test_the_page_names_the_trial_that_games_the_reward_model(folder: RunFiles):
+    page, sections = page_of(folder, GAMED)
+    assert "ppo.kl.coef=0.1 is best: held-out score 0.82" in words(sections["Result"])
+    why = words(sections["Why the best one won"])
+    assert "The reward model likes ppo.kl.coef=0.001 best (5, against 4 at" in why
+    assert "only 0.29 instead of 0.82: s-00000 games the reward model" in why
+    charts = {b.title: b.figure for b in sections["Why the best one won"] if isinstance(b, Chart)}
+    judged = charts["held-out score by ppo.kl.coef"]
+    assert judged["data"][0]["x"] == [0.001, 0.1, 3.0]
+    assert judged["data"][0]["y"] == [0.29, 0.82, 0.5]
+    assert judged["layout"]["xaxis"]["type"] == "log"
+    assert "s-00000 games the reward model" in page.html()
+
+
+def test_judges_that_agree_are_no_gaming(folder: RunFiles):
+    agreeing = [trial(0, 0.001, 0.3, 1.0, 2.0), trial(1, 0.1, 0.8, 2.0, 3.0)]
+    _, sections = page_of(folder, agreeing)
+    assert "agree on the best trial" in words(sections["Why the best one won"])
+
+
+def test_the_front_holds_what_no_trial_beats_in_score_and_kl(folder: RunFiles):
+    _, sections = page_of(folder, GAMED)
+    (chart,) = sections["Score against KL"]
+    front, others = chart.figure["data"]
+    assert (front["x"], front["y"]) == ([0.1, 2.0], [0.5, 0.82])
+    assert (others["x"], others["y"]) == ([12.0], [0.29])
+
+
+def test_what_early_stopping_saved_is_the_rest_at_the_trials_own_pace(folder: RunFiles):
+    stopped = trial(3, 1.0, 0.4, 1.0, 0.5)
+    stopped.status, stopped.step, stopped.device_s = "stopped", 10, 30.0
+    _, sections = page_of(folder, [*GAMED, stopped])
+    (chart,) = [block for block in sections["Cost"] if isinstance(block, Chart)]
+    spent, saved = chart.figure["data"]
+    assert dict(zip(saved["y"], saved["x"], strict=True))["s-00003"] == 90.0
+    assert dict(zip(spent["y"], spent["x"], strict=True))["s-00001"] == 100.0
+
+
+def test_trials_are_ranked_and_an_infeasible_one_is_called_so(folder: RunFiles):
+    values = folder.config() or {}
+    folder.write_config({**values, "constraint": [f"{KL} <= 10"]})
+    _, sections = page_of(folder, GAMED)
+    (table,) = [block for block in sections["Trials"] if isinstance(block, Table)]
+    assert [row[1:3] for row in table.rows] == [
+        ["s-00001", "finished"],
+        ["s-00002", "finished"],
+        ["s-00000", "infeasible"],
+    ]
+
+
+def test_a_run_is_no_sweep(tmp_path: Path):
+    files = RunFiles(str(tmp_path), "run")
+    files.write_config({"name": "run", "recipe": "ppo"})
+    assert not is_sweep(files)
