@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from urllib.parse import urlparse
 
 import ray
@@ -110,6 +111,23 @@ def _beside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
     job = json.loads(environ.get(JOB_CONFIG_VARIABLE, "{}"))
     said = job.get("runtime_env", {}).get("env_vars", {})
     return {name: value for name, value in worker_environment().items() if name not in said}
+
+
+def dashboard_token() -> str | None:
+    """What the dashboard asks a browser for; None where it asks for nothing, or nobody knows.
+
+    Ray itself looks in the same three places, in this order.
+    """
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        return None
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None
 
 
 def _probe(address: str, source: str) -> None:

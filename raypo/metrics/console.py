@@ -63,8 +63,9 @@ class Console:
         num_steps: int,
         dashboard_url: str | None,
         folder: str | Path,
+        dashboard_token: str | None = None,
     ) -> None:
-        """Say what runs and where."""
+        """Say what runs and where; a token is shown in a terminal alone, for lines are kept."""
         self._num_steps, self._folder = num_steps, str(folder)
         self._started = time.monotonic()
         if self._live:
@@ -72,11 +73,11 @@ class Console:
         self.message(f"raypo: {run_name}, {_count(num_steps, 'step')}, files in {folder}")
         if dashboard_url:
             self.message(f"Ray dashboard: {dashboard_url}")
-            self.message(
-                f"  Actors lists raypo:{run_name}:* with role and state; curves: raypo monitor"
-            )
-            if os.environ.get("RAY_AUTH_MODE") == "token":
-                self.message("  it asks for the token that `ray get-auth-token` prints")
+            self.message(f"  Actors: those named raypo:{run_name}:* by role; RayTrainWorker learns")
+            self.message("  Metrics: curves, while `raypo monitor` runs beside it")
+            if dashboard_token:
+                shown = dashboard_token if self._live else "what `ray get-auth-token` prints"
+                self.message(f"  the token that it asks for: {shown}")
 
     def resume(self, first_step: int) -> None:
         """Say which step comes first, counted from 1, where it is not the first of the run."""

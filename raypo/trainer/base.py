@@ -17,7 +17,7 @@ from ray.train import Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raypo.checks import check_inputs, check_run_folder, is_finished
-from raypo.cluster.connect import connect, dashboard_url
+from raypo.cluster.connect import connect, dashboard_token, dashboard_url
 from raypo.cluster.monitor import start_monitor
 from raypo.cluster.placement import Demand, alive_nodes, check_together, words
 from raypo.cluster.reserve import Dedicated
@@ -123,6 +123,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 self.config.num_steps,
                 dashboard_url(),
                 self._files.location,
+                dashboard_token(),
             )
             dedicated = self._start_dedicated()
             self.train_loop_config = {

@@ -54,7 +54,7 @@ class Session:
     @property
     def targets(self) -> Path:
         """Where Ray lists the nodes that Prometheus asks."""
-        return self.folder.parent / "prom_metrics_service_discovery.json"
+        return self.folder / "prom_metrics_service_discovery.json"
 
     @property
     def grafana(self) -> Path:

@@ -3,11 +3,18 @@
 import json
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from raypo.cluster import connect as module
-from raypo.cluster.connect import ClusterError, cluster_address, connect, worker_environment
+from raypo.cluster.connect import (
+    ClusterError,
+    cluster_address,
+    connect,
+    dashboard_token,
+    worker_environment,
+)
 from raypo.config import ClusterSection, ConfigError
 
 
@@ -99,3 +106,21 @@ def test_what_the_job_says_is_not_said_twice(monkeypatch: pytest.MonkeyPatch):
     assert beside["NCCL_CUMEM_ENABLE"] == worker_environment()["NCCL_CUMEM_ENABLE"]
     monkeypatch.delenv(module.JOB_CONFIG_VARIABLE)
     assert module._beside_the_job(os.environ) == worker_environment()
+
+
+def test_the_token_is_looked_for_where_ray_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert dashboard_token() is None
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("from home\n")
+    assert dashboard_token() == "from home"
+    (tmp_path / "named").write_text("from the named file")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "named"))
+    assert dashboard_token() == "from the named file"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "from the variable")
+    assert dashboard_token() == "from the variable"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert dashboard_token() is None

@@ -66,20 +66,21 @@ def test_nan_is_shown_as_such():
 def test_without_a_terminal_there_are_plain_lines_and_phases_only_before_the_first_step():
     lines = run(io.StringIO()).splitlines()
 
-    assert lines[:6] == [
+    assert lines[:7] == [
         "connecting to Ray",
         "raypo: quickstart, 40 steps, files in runs/quickstart",
         "Ray dashboard: http://127.0.0.1:8265",
-        "  Actors lists raypo:quickstart:* with role and state; curves: raypo monitor",
+        "  Actors: those named raypo:quickstart:* by role; RayTrainWorker learns",
+        "  Metrics: curves, while `raypo monitor` runs beside it",
         "starting engines",
         "Resuming after step 2.",
     ]
-    assert [line[:10] for line in lines[6:8]] == ["step  3/40", "step  4/40"]
-    assert lines[8] == "saved [bold]policy[/bold]"
-    assert lines[9] == (
+    assert [line[:10] for line in lines[7:9]] == ["step  3/40", "step  4/40"]
+    assert lines[9] == "saved [bold]policy[/bold]"
+    assert lines[10] == (
         "raypo: finished after 4 steps in 0 s (score +0.412 -> +0.500), files in runs/quickstart"
     )
-    assert len(lines) == 10
+    assert len(lines) == 11
 
 
 def test_plain_lines_hold_no_control_characters():
@@ -149,6 +150,15 @@ def test_a_new_run_resumes_nothing_and_has_no_dashboard_line_without_one():
     stream = io.StringIO()
     Console(stream).start("r", 1, None, "runs/r")
     assert stream.getvalue() == "raypo: r, 1 step, files in runs/r\n"
+
+
+def test_the_token_is_shown_in_a_terminal_and_kept_out_of_what_is_logged():
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        Console(stream).start("r", 1, "http://127.0.0.1:8265", "runs/r", "s3cret")
+    assert "the token that it asks for: s3cret" in terminal.getvalue()
+    assert "s3cret" not in log.getvalue()
+    assert log.getvalue().endswith("asks for: what `ray get-auth-token` prints\n")
 
 
 def test_steps_are_counted_where_the_metrics_do_not_say():

@@ -16,7 +16,9 @@ from raypo.metrics.monitoring.grafana import PANELS, grafana_dashboard
 def session(tmp_path: Path) -> servers.Session:
     folder = tmp_path / "ray" / "session_1"
     (folder / "metrics" / "grafana").mkdir(parents=True)
-    (tmp_path / "ray" / "prom_metrics_service_discovery.json").write_text("[]")
+    (folder / "prom_metrics_service_discovery.json").write_text("[]")
+    # Of another Ray of this machine, which was started later.
+    (tmp_path / "ray" / "prom_metrics_service_discovery.json").write_text("['other']")
     return servers.Session.find(folder)
 
 
