@@ -17,15 +17,24 @@ class Monitor:
     def __init__(self) -> None:
         self._events: list[tuple[str, Any]] = []
         self._stop = False
+        self._driver: list[dict[str, float]] = []
 
     def tell(self, kind: str, content: Any) -> None:
         """Keep an event for the driver."""
         self._events.append((kind, content))
 
-    def drain(self) -> list[tuple[str, Any]]:
-        """The events since the last call, in order."""
-        events, self._events = self._events, []
+    def drain(self, memory: dict[str, float]) -> list[tuple[str, Any]]:
+        """The events since the last call, in order.
+
+        Args:
+            memory: Of the driver, as `raypo.metrics.process_memory` says.
+        """
+        events, self._events, self._driver = self._events, [], [memory]
         return events
+
+    def driver_memory(self) -> list[dict[str, float]]:
+        """What the driver last said of its memory; empty before."""
+        return self._driver
 
     def request_stop(self) -> None:
         """Ask the workers to stop at the end of the step."""
@@ -69,6 +78,10 @@ class Teller:
     def stop_requested(self) -> bool:
         """Whether the driver wants the run to stop."""
         return self._monitor is not None and bool(ray.get(self._monitor.stop_requested.remote()))
+
+    def driver_memory(self) -> list[dict[str, float]]:
+        """What the driver last said of its memory; empty where there is none."""
+        return [] if self._monitor is None else ray.get(self._monitor.driver_memory.remote())
 
     def _tell(self, kind: str, content: Any) -> None:
         if self._monitor is not None:

@@ -23,7 +23,7 @@ _ROLLOUTS, _POLICY, _LOGS, _TIMELINE = "rollouts", "policy", "logs", "timeline"
 _ADAPTER = "adapter"
 _BEFORE_CONFIG = re.compile(rf"{_LOGS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*")
 """What a run that died before its config may have left; the marker is Ray Train's."""
-_ROLLOUT_NAME = re.compile(r"step_(\d+)\.parquet")
+_ROLLOUT_NAME = re.compile(r"(step|held_out)_(\d+)\.parquet")
 
 
 class RunFiles:
@@ -108,7 +108,7 @@ class RunFiles:
             self._has_whole_lines = True
         for name in self._folder.names(_ROLLOUTS):
             match = _ROLLOUT_NAME.fullmatch(name)
-            if match and int(match[1]) > after_step:
+            if match and int(match[2]) > after_step:
                 self._folder.delete(f"{_ROLLOUTS}/{name}")
 
     def _drop_torn_line(self) -> None:
@@ -121,24 +121,32 @@ class RunFiles:
 
     # Rollouts, config and summary: whole files.
 
-    def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write `rollouts/step_00001.parquet`; its columns are in `rollout_table`."""
+    def write_rollouts(
+        self, step: int, rows: Sequence[Mapping[str, Any]], *, held_out: bool = False
+    ) -> None:
+        """Write `rollouts/step_00001.parquet`; its columns are in `rollout_table`.
+
+        Args:
+            step: 0 is before the first update.
+            held_out: Whether they are an evaluation's: `rollouts/held_out_00000.parquet`.
+        """
         import pyarrow.parquet as pq
 
         buffer = io.BytesIO()
         pq.write_table(rollout_table(rows), buffer, compression="zstd")
-        replace_file(self.folder / _ROLLOUTS / f"step_{step:05d}.parquet", buffer.getvalue())
+        replace_file(self.folder / _rollouts_name(step, held_out), buffer.getvalue())
 
-    def rollout_steps(self) -> list[int]:
-        """Steps whose rollouts are saved, ascending."""
+    def rollout_steps(self, *, held_out: bool = False) -> list[int]:
+        """Steps whose rollouts, or held-out samples, are saved, ascending."""
         names = [_ROLLOUT_NAME.fullmatch(name) for name in self._folder.names(_ROLLOUTS)]
-        return sorted(int(match[1]) for match in names if match)
+        kind = "held_out" if held_out else "step"
+        return sorted(int(match[2]) for match in names if match and match[1] == kind)
 
-    def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """The rollouts of a step as rows; empty where there are none."""
+    def rollouts(self, step: int, *, held_out: bool = False) -> list[dict[str, Any]]:
+        """The rollouts, or held-out samples, of a step as rows; empty where there are none."""
         import pyarrow.parquet as pq
 
-        content = self._folder.read(f"{_ROLLOUTS}/step_{step:05d}.parquet")
+        content = self._folder.read(_rollouts_name(step, held_out))
         return [] if content is None else pq.read_table(io.BytesIO(content)).to_pylist()
 
     def tokenizer_json(self) -> bytes | None:
@@ -255,6 +263,10 @@ class RunFiles:
             yield
         finally:
             lock.release()
+
+
+def _rollouts_name(step: int, held_out: bool) -> str:
+    return f"{_ROLLOUTS}/{'held_out' if held_out else 'step'}_{step:05d}.parquet"
 
 
 def _whole_lines(content: bytes) -> bytes:

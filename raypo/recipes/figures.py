@@ -69,26 +69,34 @@ def rollout_rows(deal: Deal, experience: Experience) -> list[dict[str, Any]]:
         gap = torch.where(mask, experience.old_log_probs - experience.ref_log_probs, 0.0)
         kl = gap.sum(1).tolist()
     return [
-        {
-            "prompt": each.rollout.prompt,
-            "response": each.rollout.response,
-            "label": each.rollout.label,
-            "prompt_ids": each.rollout.prompt_ids,
-            "response_ids": each.rollout.response_ids,
-            "log_probs": each.rollout.log_probs,
+        sample_row(each)
+        | {
             "ref_log_probs": None
             if references is None
             else references[row, : len(each.rollout.response_ids)],
-            "score": each.score,
-            "scores_by_source": dict(each.scores_by_source),
             "advantages": advantages[row, : len(each.rollout.response_ids)],
             "advantage_mean": means[row],
             "kl": kl[row],
-            "finish_reason": each.rollout.finish_reason,
-            "weight_version": each.rollout.weight_version,
-            "prompt_index": each.rollout.prompt_index,
-            "sample_index": each.rollout.sample_index,
-            "group_index": each.rollout.group_index,
         }
         for row, each in enumerate(deal.rollouts)
     ]
+
+
+def sample_row(scored: ScoredRollout) -> dict[str, Any]:
+    """What a row says of a sample that no update has seen, such as a held-out one."""
+    rollout = scored.rollout
+    return {
+        "prompt": rollout.prompt,
+        "response": rollout.response,
+        "label": rollout.label,
+        "prompt_ids": rollout.prompt_ids,
+        "response_ids": rollout.response_ids,
+        "log_probs": rollout.log_probs,
+        "score": scored.score,
+        "scores_by_source": dict(scored.scores_by_source),
+        "finish_reason": rollout.finish_reason,
+        "weight_version": rollout.weight_version,
+        "prompt_index": rollout.prompt_index,
+        "sample_index": rollout.sample_index,
+        "group_index": rollout.group_index,
+    }

@@ -10,20 +10,24 @@ import torch
 
 from raypo.cluster.handle import DeploymentHandle
 from raypo.cluster.monitor import Teller
-from raypo.collectives import Workers
+from raypo.collectives import Workers, as_tensor
 from raypo.config import PPOConfig
 from raypo.data.prompts import load_prompts
 from raypo.data.stream import Draw, PromptStream
 from raypo.learner.learner import Learner
+from raypo.learner.peak import peak_flops
+from raypo.metrics.process_memory import peak_memory
 from raypo.metrics.run_files import RunFiles
 from raypo.models.critic import critic_start
 from raypo.models.loading import load_tokenizer, stop_token_ids
-from raypo.recipes.figures import rollout_figures, rollout_rows
+from raypo.plan.estimate import Models
+from raypo.recipes.figures import rollout_figures, rollout_rows, sample_row
 from raypo.recipes.phases import Phase, Phases
 from raypo.recipes.run import Run
 from raypo.recipes.services import Services, start_deployments
 from raypo.recipes.setup import Runtime
 from raypo.recipes.transport import open_transport
+from raypo.recipes.work import Work, models_of, step_work, work_figures
 from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
 from raypo.rewards.sources import close_function, open_function, open_remote
@@ -35,7 +39,7 @@ from raypo.rollout.judges import Judges
 from raypo.rollout.refill import Collected
 from raypo.rollout.sync_adapter import push_adapter, push_base
 from raypo.rollout.sync_weights import Probe, push_weights
-from raypo.types import Experience, Prompt
+from raypo.types import Experience, Prompt, ScoredRollout
 from raypo.weights.transport import Transport
 
 NUM_PROBES = 2
@@ -57,9 +61,14 @@ class PPORun(Run[PPOConfig]):
     dedicated: Mapping[str, DeploymentHandle]
     """What the driver has started, by role."""
     transport: Transport
+    models: Models | None
+    """Their shapes, for the arithmetic that they need; None where they are not known."""
     push_again: PushAgain | None = None
     """The last push once more, for the case that no engine is left that has it."""
     _phases: Phases | None = None
+    _work: dict[str, Work] = field(default_factory=dict)
+    _peak_flops: float = 0.0
+    """Of all workers' devices."""
 
     @classmethod
     def prepare(
@@ -112,6 +121,7 @@ class PPORun(Run[PPOConfig]):
                 colocated=config.placement.group_of("engine") == "colocated",
                 kept=_pushes_adapter(config),
             ),
+            models=models_of(config),
         )
 
     def start_services(self) -> Services:
@@ -188,6 +198,8 @@ class PPORun(Run[PPOConfig]):
         if self.push_again is None:  # the first push of this attempt
             self._phase("waiting for the engine")
             services.wait(self.config.placement.timeout_s)
+            mine = peak_flops(self.config.model.dtype, self.config.learner.peak_tflops)
+            self._peak_flops = float(self.workers.sum(as_tensor(mine)))
         self.push_again = PushAgain(
             lambda: self.push_weights(learner, services, version=version), self.workers
         )
@@ -203,7 +215,7 @@ class PPORun(Run[PPOConfig]):
         self.enter(Phase.PUSH)
         figures = self._push(learner, services.engine, version=version, probe=probe)
         self.enter(Phase.GENERATE)
-        return figures
+        return figures | self._memory(services)
 
     def before_saving(self) -> None:
         """The learner is whole on its devices when it is saved."""
@@ -225,6 +237,12 @@ class PPORun(Run[PPOConfig]):
         base = self.transport.last_push
         return push_adapter(learner, engine, name=self.name, base=base, **common)
 
+    def speed(self, metrics: dict[str, float], step_s: float) -> dict[str, float]:
+        """Also rates by phase, and the share of the devices' arithmetic that was put to use."""
+        figures = super().speed(metrics, step_s)
+        seconds = metrics | figures
+        return figures | work_figures(self._work, seconds, peak_flops=self._peak_flops)
+
     def draw_prompts(self, count: int) -> Sequence[Draw]:
         """This worker's share of the next prompts, `count` over all workers."""
         draws = self.stream.take(count)
@@ -233,6 +251,14 @@ class PPORun(Run[PPOConfig]):
     def describe(self, step: int, collected: Collected) -> dict[str, float]:
         """Scores and lengths of all workers' rollouts, and what became of each sample."""
         figures = rollout_figures(collected.scored, self.workers) | collected.figures
+        self._work = step_work(
+            collected,
+            self.models,
+            self.config,
+            self.workers,
+            step=step,
+            elsewhere=self.dedicated,
+        )
         missing, wanted = collected.missing_groups, self.config.rollout.prompts_per_step
         if missing:
             rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"
@@ -254,14 +280,14 @@ class PPORun(Run[PPOConfig]):
         """The held-out score that the run starts from; it stands in the first step's metrics."""
         if self.last_step == 0 and self.held_out:
             self._phase("evaluating the policy as it is")
-            figures = self._evaluate(services)
+            figures = self._evaluate(services, step=0)
             self.note_initial(figures)
             self.tell.message(f"before the first update: eval {figures['eval/score_mean']:+.3f}")
 
     def evaluate_when_due(self, step: int, services: Services) -> dict[str, float]:
         """The held-out score after a step that has an evaluation, else nothing."""
         is_due = step % self.config.eval.every == 0 or step == self.config.num_steps
-        return self._evaluate(services) if is_due and self.held_out else {}
+        return self._evaluate(services, step=step) if is_due and self.held_out else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Data cursor, KL coefficient and score normaliser."""
@@ -283,10 +309,32 @@ class PPORun(Run[PPOConfig]):
         if self.config.model.lora:
             self.replace_folder(self.files.adapter_dir, learner.save_adapter)
 
+    def _memory(self, services: Services) -> dict[str, float]:
+        """`perf/memory_<role>_gb` of each role's largest process so far, `perf/gpu_memory_*` too.
+
+        It stands after a push, so a step's figures lack what its own evaluation takes.
+        """
+        by_role = {"learner": self.workers.gather(peak_memory())}
+        if self.workers.rank == 0:
+            by_role |= services.peak_memory()
+            by_role["driver"] = self.tell.driver_memory()
+        return {
+            f"perf/{kind}_{role}_gb": max(each[kind] for each in peaks if kind in each)
+            for role, peaks in by_role.items()
+            for kind in sorted({kind for each in peaks for kind in each})
+        }
+
     def _phase(self, text: str) -> None:
         self.tell.phase(text)
 
-    def _evaluate(self, services: Services) -> dict[str, float]:
+    def _evaluate(self, services: Services, *, step: int) -> dict[str, float]:
+        def keep(scored: list[ScoredRollout]) -> None:
+            shares = self.workers.gather([sample_row(each) for each in scored])
+            if self.workers.rank == 0:
+                rows = [row for share in shares for row in share]
+                rows.sort(key=lambda row: (row["group_index"], row["sample_index"]))
+                self.files.write_rollouts(step, rows, held_out=True)
+
         self.enter(Phase.GENERATE)
         return evaluate_policy(
             self.held_out,
@@ -299,6 +347,7 @@ class PPORun(Run[PPOConfig]):
             judges=self.judges(services),
             push_again=self.push_again,
             before_judging=lambda: self.enter(Phase.SCORE),
+            keep=keep,
         )
 
 

@@ -184,11 +184,16 @@ class Run(Generic[AnyConfig]):
         if self.workers.rank > 0:
             return
         step_s = time.perf_counter() - self._step_started
-        metrics |= clock.laps | speed_figures(metrics, step_s)
+        metrics |= clock.laps
+        metrics |= self.speed(metrics, step_s)
         self.files.append_metrics(step, metrics)
         self._sinks.write(step, metrics)
         self.files.sync()
         self.tell.step({"step": step, **metrics})
+
+    def speed(self, metrics: dict[str, float], step_s: float) -> dict[str, float]:
+        """How long a step took, and how fast that was; asked of rank 0."""
+        return speed_figures(metrics, step_s)
 
     def finish(self) -> dict[str, Any]:
         """Write the summary and say how it ended."""

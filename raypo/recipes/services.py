@@ -40,6 +40,16 @@ class Services:
     reward_models: tuple[DeploymentHandle, ...] = ()
     """One deployment a model, in the order of `model.reward`."""
 
+    def peak_memory(self) -> dict[str, list[dict[str, float]]]:
+        """By role, what `raypo.metrics.process_memory` says in each of its replicas."""
+        roles: dict[str, DeploymentHandle | None] = {
+            "engine": self.engine,
+            "reference": self.reference,
+        }
+        roles |= {_reward_role(number): each for number, each in enumerate(self.reward_models)}
+        asked = {role: each.peak_memory.on_all() for role, each in roles.items() if each}
+        return {role: [answer.result() for answer in answers] for role, answers in asked.items()}
+
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started.
 

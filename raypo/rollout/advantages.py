@@ -120,6 +120,9 @@ def with_corrections(
     means.total("mismatch/unknown_tokens", stats["unknown"])
     means.add("mismatch/weight_mean", masked.masked_sum(weights, mask), stats["tokens"])
     lag = version - experience.weight_version  # [B]
+    means.add("rollout/staleness_mean", lag.sum(), len(lag))
+    if len(lag):
+        means.maximum("rollout/staleness_max", lag.max())
     longest = int(workers.max(torch.cat([lag, lag.new_zeros(1)]).max()))
     if longest > 0:
         max_lag = min(longest, MAX_LAG)

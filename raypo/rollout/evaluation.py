@@ -17,7 +17,7 @@ from raypo.ppo.sampling import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
 from raypo.rollout.collect import PushAgain, Sampling, sample
 from raypo.rollout.judges import Judges
-from raypo.types import Prompt
+from raypo.types import Prompt, ScoredRollout
 
 EVALUATION_STREAM = 1
 """Keeps the seeds of held-out samples apart from those of training."""
@@ -35,6 +35,7 @@ def evaluate_policy(
     judges: Judges | None = None,
     push_again: PushAgain | None = None,
     before_judging: Callable[[], None] = lambda: None,
+    keep: Callable[[list[ScoredRollout]], None] | None = None,
 ) -> dict[str, float]:
     """`eval/score_mean` and `eval/response_tokens_mean` of the engines' weights.
 
@@ -46,6 +47,7 @@ def evaluate_policy(
         judges: Those of training; their reward models also give `eval/reward_model_mean`.
         push_again: As in `sample`.
         before_judging: Called when the engines have done their part.
+        keep: Called with this worker's samples, their score that of `eval/score_mean`.
     """
     temperature = section.temperature
     sampling = replace(
@@ -73,6 +75,9 @@ def evaluate_policy(
     else:
         assert judges is not None
         scores = [judges.total(by_source) for by_source in judged]
+    if keep is not None:
+        by_source = judged or [{}] * len(rollouts)
+        keep([ScoredRollout(*each) for each in zip(rollouts, scores, by_source, strict=True)])
     scored = [value for value in scores if math.isfinite(value)]
     means.add("eval/score_mean", math.fsum(scored), len(scored))
     tokens = sum(rollout.num_sampled for rollout in rollouts)

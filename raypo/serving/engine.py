@@ -13,6 +13,8 @@ import torch
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, LoraSection
+from raypo.metrics.process_memory import peak_memory
+from raypo.models.loading import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.checkpoint import Checkpoint
 from raypo.serving.sampling import Completion, SamplingRequest, validate_request
@@ -73,7 +75,9 @@ class Engine:
             RuntimeError: vLLM is missing or its version is not supported, or this process has an
                 engine already.
         """
-        self._version: int | None = None  # `repr` is asked even where the start fails
+        self._name = short_name(model)  # `repr` is asked even where the start fails
+        self._version: int | None = None
+        self._was_pushed_to = False
         self._broken: str | None = None
         self._why_not = "no weights were pushed yet"
         self._arriving: int | None = None
@@ -104,11 +108,14 @@ class Engine:
         _remember(self)
 
     def __repr__(self) -> str:
+        """Model, version, state; Ray's dashboard keeps for good what it was asked at the start."""
         if self._broken is not None:
-            return "Engine(broken)"
-        if self._version is None:
-            return "Engine(no weights)"
-        return f"Engine(v{self._version}, {'asleep' if self._asleep else 'ready'})"
+            state = "broken"
+        elif self._version is not None:
+            state = f"v{self._version}, {'asleep' if self._asleep else 'ready'}"
+        else:
+            state = "no weights" if self._was_pushed_to else "started"
+        return f"Engine({self._name}, {state})"
 
     def weight_version(self) -> int | None:
         """The version that it samples under; None while it holds no whole one."""
@@ -125,6 +132,10 @@ class Engine:
     def adapter_version(self, name: str) -> int | None:
         """The version of an adapter that it holds; None where it holds none of that name."""
         return self._adapters.version(name) if self._adapters else None
+
+    def peak_memory(self) -> dict[str, float]:
+        """The most memory that this process has held, in GB."""
+        return peak_memory()
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """One response a request, in the order given.
@@ -162,7 +173,8 @@ class Engine:
             self._require_unbroken()
             if "weights" in self._asleep:
                 raise WeightError("the engine's weights sleep: wake them before a push begins.")
-            self._version, self._arriving = None, start.version
+            self._version, self._was_pushed_to = None, True
+            self._arriving = start.version
             self._why_not = f"the push of version {start.version} failed half-way"
             self._arrived = []
             epochs = self._ask_workers("raypo_begin_push")

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from raypo.data.batching import batches_by_tokens
-from raypo.models.loading import load_causal_lm, release_memory
+from raypo.metrics.process_memory import peak_memory
+from raypo.models.loading import load_causal_lm, release_memory, short_name
 from raypo.models.token_log_probs import response_log_probs
 from raypo.types import Rollout
 
@@ -35,14 +36,18 @@ class ReferenceModel:
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._name = model
+        self._name = short_name(model)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = load_causal_lm(model, dtype=dtype).eval().to(self._device)
         self._temperature = temperature
         self._max_batch_tokens = max_batch_tokens
 
     def __repr__(self) -> str:
-        return f"ReferenceModel({self._name}, ready)"
+        return f"ReferenceModel({self._name}, frozen, ready)"
+
+    def peak_memory(self) -> dict[str, float]:
+        """The most memory that this process has held, in GB."""
+        return peak_memory()
 
     def sleep(self) -> None:
         """Give the GPU's memory to others."""

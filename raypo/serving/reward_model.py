@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from raypo.data.batching import batches_by_tokens
+from raypo.metrics.process_memory import peak_memory
 from raypo.models.loading import (
     load_reward_model,
     load_tokenizer,
     release_memory,
     same_vocabulary,
+    short_name,
 )
 from raypo.models.scores import sequence_scores
 from raypo.types import Rollout
@@ -48,7 +50,7 @@ class RewardModel:
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._name = model
+        self._name = short_name(model)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = load_reward_model(model, dtype=dtype).eval().to(self._device)
         is_shared = policy is not None and same_vocabulary(model, policy)
@@ -56,7 +58,11 @@ class RewardModel:
         self._max_batch_tokens = max_batch_tokens
 
     def __repr__(self) -> str:
-        return f"RewardModel({self._name}, ready)"
+        return f"RewardModel({self._name}, frozen, ready)"
+
+    def peak_memory(self) -> dict[str, float]:
+        """The most memory that this process has held, in GB."""
+        return peak_memory()
 
     def sleep(self) -> None:
         """Give the GPU's memory to others."""

@@ -12,11 +12,12 @@ import ray
 from ray.actor import ActorHandle
 
 from raypo.metrics.console import Console
+from raypo.metrics.process_memory import peak_memory
 
 
 def show_events(console: Console, monitor: ActorHandle) -> None:
     """Bring what the workers told since the last time to the console."""
-    for kind, content in ray.get(monitor.drain.remote()):
+    for kind, content in ray.get(monitor.drain.remote(peak_memory())):
         if kind == "step":
             console.step(content)
         elif kind == "start":

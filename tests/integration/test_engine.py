@@ -137,7 +137,7 @@ def test_a_fresh_engine_refuses_to_sample(pair: Pair) -> None:
     pair.restart()
     engine = pair.engine
 
-    assert repr(engine) == "Engine(no weights)"
+    assert repr(engine).endswith(", started)")
     assert engine.weight_version() is None
     with pytest.raises(RuntimeError, match="no weights were pushed yet"):
         engine.generate(requests(1))
@@ -152,7 +152,7 @@ def test_engine_and_learner_agree_after_every_push(pair: Pair) -> None:
         completions = pair.engine.generate(probes(PROMPTS, 40))
 
         assert received == push.manifest
-        assert repr(pair.engine) == f"Engine(v{push.version}, ready)"
+        assert repr(pair.engine).endswith(f", v{push.version}, ready)")
         assert {completion.weight_version for completion in completions} == {push.version}
         assert pair.gap(completions) < AGREES
         pair.disturb()
@@ -211,7 +211,7 @@ def test_a_bad_push_is_refused_and_the_next_good_one_serves(pair: Pair, case: in
     with pytest.raises(WeightError, match=message):
         pair.engine.load_weights(push)
 
-    assert repr(pair.engine) == "Engine(no weights)"
+    assert repr(pair.engine).endswith(", no weights)")
     with pytest.raises(RuntimeError, match=f"push of version {push.version} failed half-way"):
         pair.engine.generate(requests(1))
     pair.engine.load_weights(pair.push())
@@ -348,7 +348,7 @@ def test_an_engine_that_failed_while_sampling_is_broken(served: Pair, monkeypatc
             engine.generate(requests(2))
     with pytest.raises(RuntimeError, match="Start another one"):
         engine.load_weights(served.push())
-    assert repr(engine) == "Engine(broken)"
+    assert repr(engine).endswith(", broken)")
 
     served.restart()
     served.engine.load_weights(served.push())

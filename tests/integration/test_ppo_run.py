@@ -17,6 +17,7 @@ from ray.train.torch import TorchTrainer
 
 from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
 from raypo.cluster.handle import DeploymentHandle
+from raypo.metrics.run_files import RunFiles
 from tests.integration.task import (
     REPOSITORY,
     digit_share,
@@ -39,6 +40,25 @@ PHASES = (
     "time/checkpoint_s",
     "time/report_s",
 )
+COLUMNS = [
+    "prompt",
+    "response",
+    "label",
+    "prompt_ids",
+    "response_ids",
+    "log_probs",
+    "ref_log_probs",
+    "score",
+    "scores_by_source",
+    "advantage_mean",
+    "kl",
+    "finish_reason",
+    "weight_version",
+    "prompt_index",
+]
+"""Of a rollout's row."""
+WORKING = ("generate", "score", "evaluate", "update")
+"""Phases in which models compute."""
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +108,8 @@ def test_every_step_is_in_the_metrics_and_in_the_result(first: SimpleNamespace):
         "mismatch/kl",
         "perf/response_tokens_per_s",
         "perf/samples_per_s",
+        *(f"perf/{phase}_{unit}_per_s" for phase in WORKING for unit in ("samples", "tokens")),
+        *(f"perf/memory_{role}_gb" for role in ("driver", "learner", "engine", "reference")),
     ):
         assert all(name in row for row in first.metrics), name
     assert [row["step"] for row in first.metrics if "eval/score_mean" in row] == [2, 4]
@@ -96,6 +118,14 @@ def test_every_step_is_in_the_metrics_and_in_the_result(first: SimpleNamespace):
 def test_the_phases_add_up_to_the_step(first: SimpleNamespace):
     for row in first.metrics:
         assert sum(row[name] for name in PHASES) == pytest.approx(row["time/step_s"], rel=0.02)
+
+
+def test_how_much_of_the_devices_arithmetic_was_used(first: SimpleNamespace):
+    for row in first.metrics:
+        flops = [row[f"perf/{phase}_mfu"] * row[f"time/{phase}_s"] for phase in WORKING]
+        assert sum(flops) == pytest.approx(row["perf/mfu"] * row["time/step_s"])
+        assert 0.0 < row["perf/mfu"] < 1.0
+        assert row["rollout/staleness_max"] == row["rollout/staleness_mean"] == 0.0
 
 
 def test_the_policy_starts_at_the_reference_and_leaves_it(first: SimpleNamespace):
@@ -124,6 +154,7 @@ def test_rollouts_account_for_every_sample(first: SimpleNamespace):
 
     for row in first.metrics:
         table = pq.read_table(first.folder / "rollouts" / f"step_{row['step']:05d}.parquet")
+        assert set(COLUMNS) <= set(table.column_names)
         rows = table.to_pylist()
         assert len(rows) == row["rollout/samples_sampled"] == row["rollout/samples_trained"] == 32
         assert len({(r["group_index"], r["sample_index"]) for r in rows}) == 32
@@ -131,6 +162,20 @@ def test_rollouts_account_for_every_sample(first: SimpleNamespace):
         assert all(len(r["response_ids"]) == len(r["ref_log_probs"]) for r in rows)
         mean = sum(r["score"] for r in rows) / len(rows)
         assert mean == pytest.approx(row["rollout/score_mean"])
+
+
+def test_held_out_samples_are_kept_with_what_the_evaluation_said(first: SimpleNamespace):
+    files = RunFiles.at(str(first.folder))
+    assert files.rollout_steps(held_out=True) == [0, 2, 4]
+    said = {
+        row["step"]: row["eval/score_mean"] for row in first.metrics if "eval/score_mean" in row
+    }
+    said[0] = first.metrics[0]["eval/initial_score_mean"]
+    for step, mean in said.items():
+        rows = files.rollouts(step, held_out=True)
+        assert [row["group_index"] for row in rows] == list(range(6))
+        assert {row["weight_version"] for row in rows} == {step}
+        assert sum(row["score"] for row in rows) / 6 == pytest.approx(mean)
 
 
 def test_the_saved_policy_is_a_trained_hugging_face_folder(first: SimpleNamespace, task: Path):

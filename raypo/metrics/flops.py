@@ -1,0 +1,62 @@
+"""Arithmetic that models need for the texts that pass them, as PaLM counts it.
+
+A forward pass of a sequence of n tokens, r of whose logits are needed, takes
+
+    2 (layers * W * n + hidden * vocabulary * r) + 4 * layers * attention * n^2    FLOPs
+
+with W matrix weights of a layer that one token passes (of its own experts alone): two FLOPs a
+weight and token, and two products of attention over all pairs of tokens. A backward pass takes
+twice as many. Embeddings, norms and what is computed twice to save memory do not count.
+
+    MFU = FLOPs of a phase / (its seconds * peak FLOP/s of the devices)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+from raypo.plan.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sums over sequences that pass a model once."""
+
+    sequences: float = 0.0
+    tokens: float = 0.0
+    """Prompt and response."""
+    responses: float = 0.0
+    """Response tokens: those whose logits are needed."""
+    squares: float = 0.0
+    """Tokens squared."""
+
+    @classmethod
+    def of(cls, lengths: Iterable[tuple[int, int]]) -> Lengths:
+        """Of sequences, each given by its prompt and its response tokens."""
+        seen = [(prompt + response, response) for prompt, response in lengths]
+        return cls(
+            float(len(seen)),
+            float(sum(tokens for tokens, _ in seen)),
+            float(sum(response for _, response in seen)),
+            float(sum(tokens**2 for tokens, _ in seen)),
+        )
+
+    def values(self) -> tuple[float, ...]:
+        """The sums in the order of the fields."""
+        return astuple(self)
+
+
+def forward_flops(shape: ModelShape, lengths: Lengths, *, with_logits: bool = True) -> float:
+    """FLOPs of one forward pass over all sequences; without logits for a model with a score head.
+
+    Example: one layer of 10 matrix weights and attention width 2, hidden 1, vocabulary 5, and one
+    sequence of 3 tokens, 2 of them a response: 2 (30 + 10) + 4 * 2 * 9 = 152.
+
+    Paper: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    attention = 2 * shape.hidden * (shape.attention + shape.key_value)
+    mlp = (3 if shape.gated else 2) * shape.hidden * shape.intermediate
+    logits = shape.hidden * shape.vocabulary * lengths.responses if with_logits else 0.0
+    products = 2 * (shape.layers * (attention + mlp) * lengths.tokens + logits)
+    return products + 4 * shape.layers * shape.attention * lengths.squares

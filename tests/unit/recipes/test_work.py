@@ -1,0 +1,106 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypo.collectives import Workers
+from raypo.config import PPOConfig
+from raypo.recipes.work import Work, models_of, step_work, work_figures
+from raypo.rollout.refill import Collected
+from raypo.types import Rollout, ScoredRollout
+from tests.tiny import tiny_policy
+
+
+def scored(group: int, sample: int, *, prompt: int, response: int) -> ScoredRollout:
+    rollout = Rollout(
+        prompt="",
+        response="",
+        prompt_ids=np.zeros(prompt, dtype=np.int32),
+        response_ids=np.zeros(response, dtype=np.int32),
+        log_probs=np.zeros(response, dtype=np.float32),
+        response_mask=np.ones(response, dtype=bool),
+        label=None,
+        prompt_index=0,
+        sample_index=sample,
+        finish_reason="stop",
+        weight_version=0,
+        group_index=group,
+    )
+    return ScoredRollout(rollout, 1.0, {})
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> PPOConfig:
+    folder = tiny_policy(tmp_path_factory.mktemp("policy"))
+    return PPOConfig.parse(
+        {
+            "name": "work",
+            "model": {"policy": str(folder)},
+            "data": {"prompts": "prompts.jsonl"},
+            "reward": {"function": "some:where"},
+            "ppo": {"num_epochs": 2, "critic_warmup_steps": 1},
+        },
+        origin="test",
+    )
+
+
+def test_each_phase_has_what_passes_it(config: PPOConfig):
+    every = [scored(0, i, prompt=4, response=3) for i in range(2)]
+    collected = Collected(every, every[:1], 0, {})
+    work = step_work(collected, models_of(config), config, Workers(), step=2)
+    assert {name: (each.samples, each.tokens) for name, each in work.items()} == {
+        "generate": (2, 6),
+        "score": (2, 14),
+        "evaluate": (1, 7),
+        "update": (2, 14),
+    }
+    assert work["update"].flops == 3 * 2 * work["evaluate"].flops
+    assert work["score"].flops > work["generate"].flops  # the prompt is read once a group
+
+    alone = [scored(i, 0, prompt=4, response=3) for i in range(2)]
+    apart = step_work(Collected(alone, [], 0, {}), models_of(config), config, Workers(), step=2)
+    assert apart["generate"].flops == apart["score"].flops == work["score"].flops
+
+
+def test_what_has_devices_of_its_own_is_not_the_workers_work(config: PPOConfig):
+    every = [scored(0, 0, prompt=4, response=3)]
+    collected, models = Collected(every, every, 0, {}), models_of(config)
+    here = step_work(collected, models, config, Workers(), step=2)
+    there = step_work(
+        collected, models, config, Workers(), step=2, elsewhere={"engine", "reference"}
+    )
+    assert here["generate"].flops > 0 < here["score"].flops
+    assert there["generate"].flops == there["score"].flops == 0
+    assert there["update"] == here["update"]
+    assert there["generate"].tokens == here["generate"].tokens
+
+
+def test_a_policy_that_waits_for_its_critic_is_not_counted(config: PPOConfig):
+    every = [scored(0, 0, prompt=4, response=3)]
+    collected, models = Collected(every, every, 0, {}), models_of(config)
+    warming = step_work(collected, models, config, Workers(), step=1)["update"]
+    after = step_work(collected, models, config, Workers(), step=2)["update"]
+    assert 0 < warming.flops < after.flops
+
+
+def test_a_model_of_unknown_shape_has_rates_and_no_utilisation(config: PPOConfig, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    unknown = config.model_copy(
+        update={"model": config.model.model_copy(update={"policy": str(tmp_path)})}
+    )
+    assert models_of(unknown) is None
+    every = [scored(0, 0, prompt=4, response=3)]
+    work = step_work(Collected(every, every, 0, {}), None, config, Workers(), step=1)
+    figures = work_figures(work, {"time/generate_s": 2.0, "time/step_s": 4.0}, peak_flops=1.0)
+    assert figures == {"perf/generate_samples_per_s": 0.5, "perf/generate_tokens_per_s": 1.5}
+
+
+def test_utilisation_is_flops_over_seconds_and_peak():
+    work = {"generate": Work(1, 10, flops=2e9), "update": Work(1, 10, flops=6e9)}
+    seconds = {"time/generate_s": 1.0, "time/update_s": 2.0, "time/step_s": 4.0}
+    figures = work_figures(work, seconds, peak_flops=1e10)
+    assert figures["perf/generate_mfu"] == pytest.approx(0.2)
+    assert figures["perf/update_mfu"] == pytest.approx(0.3)
+    assert figures["perf/mfu"] == pytest.approx(0.2)
+    assert figures["perf/peak_tflops"] == pytest.approx(0.01)
+    assert figures["perf/update_tokens_per_s"] == 5.0
