@@ -42,6 +42,12 @@ def metrics(step: int, **changes: float) -> dict[str, float]:
         "time/report_s": 0.2,
         "time/step_s": 2.0,
         "perf/response_tokens_per_s": 1000.0,
+        "perf/generate_tokens_per_s": 4000.0,
+        "perf/update_tokens_per_s": 6000.0,
+        "perf/mfu": 0.2,
+        "perf/update_mfu": 0.3,
+        "perf/memory_learner_gb": 1.2,
+        "perf/memory_engine_gb": 1.5 + step / 100,
     }
     if step == 1:
         row["eval/initial_score_mean"] = 0.25
@@ -74,6 +80,13 @@ def rollout(step: int, group: int, sample: int) -> dict[str, Any]:
     }
 
 
+def held_out(step: int, group: int) -> dict[str, Any]:
+    """An answer to one of four held-out prompts; from step 4 on the first three are right."""
+    seen = ("ref_log_probs", "advantages", "advantage_mean", "kl")
+    row = {name: value for name, value in rollout(step, group, 0).items() if name not in seen}
+    return row | {"prompt": f"held out {group}", "score": float(step >= 4 and group < 3)}
+
+
 def write_run(
     folder: Path,
     name: str = "recorded",
@@ -95,6 +108,9 @@ def write_run(
         if with_rollouts:
             rows = [rollout(step, group, sample) for group in range(3) for sample in range(3)]
             files.write_rollouts(step, rows)
+    for step in (0, *range(4, steps + 1, 4)) if with_rollouts else ():
+        rows = [held_out(step, group) for group in range(4)]
+        files.write_rollouts(step, rows, held_out=True)
     if status:
         files.write_summary(
             {"status": status, "recipe": "ppo", "wall_s": 167.0, "versions": {"raypo": "0.1.0"}}

@@ -1,16 +1,15 @@
 """The report in a real browser; skipped where there is none (Debian: chromium, chromium-driver)."""
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from raypo.metrics.report import load_run, run_page
+from tests.integration.browser import CHROMIUM, DRIVER, chromium
 from tests.recorded_run import write_run
 
-webdriver = pytest.importorskip("selenium.webdriver")
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytest.importorskip("selenium.webdriver")
 if not (CHROMIUM and DRIVER):
     pytest.skip("chromium and chromedriver are not installed", allow_module_level=True)
 
@@ -24,18 +23,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    profile = tmp_path_factory.mktemp("profile")
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.add_argument(f"--user-data-dir={profile}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 def look(browser: Any, page: str, width: int, scheme: str) -> None:
@@ -79,6 +68,12 @@ def test_samples_are_filtered_coloured_and_set_side_by_side(browser: Any, page: 
         return [float(element.text) for element in found]
 
     Select(find("select[name=run]")).select_by_visible_text("other")
+    Select(find("select[name=kind]")).select_by_visible_text("held out")
+    assert find(".count").text == "16 of 16 samples"
+    find(".sample .link").click()
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".list.across .column h3")) == 8
+    find(".back").click()
+    Select(find("select[name=kind]")).select_by_visible_text("trained")
     Select(find("select[name=step]")).select_by_visible_text("7")
     assert find(".count").text == "9 of 9 samples"
     find("input[name=low]").send_keys("0.9")

@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from raypo.config import ConfigError
-from raypo.metrics.report.charts import bar_chart, line_chart, scatter_chart, stacked_chart
+from raypo.metrics.report.charts import line_chart, scatter_chart
+from raypo.metrics.report.cost import cost
 from raypo.metrics.report.page import (
     Details,
     Explorer,
@@ -24,21 +25,22 @@ from raypo.metrics.report.page import (
     number,
 )
 from raypo.metrics.report.samples import run_samples
+from raypo.metrics.report.texts import before_and_after_texts
 from raypo.metrics.report.verdict import (
     HEADLINES,
     before_and_after,
     duration,
     headline,
-    phase_words,
+    judge_of_held_out,
     reference,
-    seconds_by_phase,
+    short,
 )
 from raypo.metrics.run_files import RunFiles
 from raypo.metrics.warnings import findings
 
 _TILES = (
-    ("rollout/score_mean", "score"),
     ("eval/score_mean", "held-out score"),
+    ("rollout/score_mean", "score trained on"),
     ("eval/accuracy", "held-out accuracy"),
     ("eval/loss", "held-out loss"),
     ("train/loss", "training loss"),
@@ -93,11 +95,17 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
     )
     _headline(page.section("Result"), runs)
     _warnings(page.section("Warnings"), runs)
-    _learning(page.section("Learning"), curves)
+    if len(runs) == 1 and with_samples:
+        before_and_after_texts(page.section("What it did to the texts"), runs[0].files)
+    _learning(page.section("Learning"), curves, runs)
     _distance(page.section("Distance from the reference", _KL_NOTE), rows)
     _texts(page.section("Length and entropy"), rows)
     _updates(page.section("Updates"), rows)
-    _time(page.section("Time"), rows)
+    cost(
+        page.section("Time and memory"),
+        rows,
+        {name: run.summary.get("wall_s") for name, run in _by_name(runs).items()},
+    )
     if with_samples:
         samples = [s for run in runs for s in run_samples(run.files, run.config)]
         if samples:
@@ -114,8 +122,9 @@ _KL_NOTE = (
     "policy lost."
 )
 _SAMPLES_NOTE = (
-    "Trained samples of some steps. A token's colour is its advantage (what the update made more, "
-    "blue, or less likely, orange) or its change of log-probability since the reference."
+    "Samples of some steps. A trained token's colour is its advantage (what the update made more, "
+    "blue, or less likely, orange) or its change of log-probability since the reference. Held-out "
+    "prompts come again in every evaluation."
 )
 
 
@@ -151,7 +160,7 @@ def _by_name(runs: Sequence[RunData]) -> dict[str, RunData]:
 
 def _headline(section: Section, runs: Sequence[RunData]) -> None:
     for name, run in _by_name(runs).items():
-        sentences = headline(run.rows, run.status, run.summary.get("wall_s"))
+        sentences = headline(run.rows, run.status, run.summary.get("wall_s"), run.config)
         prefix = f"{name}: " if len(runs) > 1 else ""
         section.add(Words(prefix + " ".join(sentences), strong=True))
     if len(runs) == 1:
@@ -204,20 +213,20 @@ def _warnings(section: Section, runs: Sequence[RunData]) -> None:
         section.add(Notices(notices, none=f"None: raypo watches {watched}."))
 
 
-def _learning(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
-    scores = {"rollout/score_mean": "trained on", "eval/score_mean": "held out"}
-    section.add(
-        line_chart(
-            "Score",
-            rows,
-            scores,
-            y_title="mean score",
-            reference=_start(rows, "eval/score_mean", "rollout/score_mean"),
-            reference_name="before the first update",
-            wide=True,
-        )
-    )
-    drawn = set(scores)
+def _learning(
+    section: Section, rows: dict[str, list[dict[str, Any]]], runs: Sequence[RunData]
+) -> None:
+    judges = {judge_of_held_out(run.config) for run in runs}
+    trained, held_out = "rollout/score_mean", "eval/score_mean"
+    if judges == {None}:  # one judge, one axis
+        _scores(section, "Score", rows, {trained: "trained on", held_out: "held out"}, wide=True)
+    else:
+        (judge,) = judges if len(judges) == 1 else ("several judges",)
+        note = f"by {short(str(judge))}"
+        models = {trained: "trained on", "eval/reward_model_mean": "held out, reward model"}
+        _scores(section, "Held-out score", rows, {held_out: "held out"}, note=note)
+        _scores(section, "Score that it trains on", rows, models)
+    drawn = {trained, held_out}
     metrics = _names(rows)
     for name, label, _ in HEADLINES:
         if name not in drawn:
@@ -235,10 +244,30 @@ def _learning(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
     passes = {name: label for name, label in passes.items() if "initial" not in name}
     if passes:
         section.add(line_chart("Held out, pass@k", rows, passes))
-    section.add(line_chart("Held out, reward model", rows, "eval/reward_model_mean"))
     section.add(
         line_chart("Spread of the scores", rows, "rollout/score_std", y_title="std over samples")
     )
+
+
+def _scores(
+    section: Section,
+    title: str,
+    rows: dict[str, list[dict[str, Any]]],
+    metrics: dict[str, str],
+    **options: Any,
+) -> None:
+    """A chart of scores with a dashed line where they started."""
+    names = sorted(metrics, key=lambda name: not name.startswith("eval/"))
+    chart = line_chart(
+        title,
+        rows,
+        metrics,
+        y_title="mean score",
+        reference=_start(rows, *names),
+        reference_name="at the start",
+        **options,
+    )
+    section.add(chart)
 
 
 def _distance(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
@@ -289,26 +318,11 @@ def _updates(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
         line_chart("Learning rate", rows, "train/lr"),
         line_chart("Engine against learner", rows, "mismatch/kl", y_title="nats a token"),
     )
-
-
-def _time(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
-    seconds = {
-        run: {phase_words(name): value for name, value in seconds_by_phase(each).items()}
-        for run, each in rows.items()
-    }
-    section.add(bar_chart("Seconds by phase, all steps", seconds, x_title="seconds"))
-    if len(rows) == 1:
-        (each,) = rows.values()
-        phases = {name: phase_words(name) for name in seconds_by_phase(each)}
-        section.add(stacked_chart("Seconds by step", each, phases, y_title="seconds", wide=True))
-    else:
-        section.add(line_chart("Seconds a step", rows, "time/step_s", y_title="seconds"))
-    section.add(
-        line_chart(
-            "Response tokens a second", rows, "perf/response_tokens_per_s", y_title="tokens"
-        ),
-        line_chart("Model FLOPs utilisation", rows, "perf/mfu"),
-    )
+    lags = {"rollout/staleness_mean": "mean", "rollout/staleness_max": "oldest"}
+    if any(row.get("rollout/staleness_max") for each in rows.values() for row in each):
+        section.add(
+            line_chart("Age of the samples", rows, lags, y_title="updates since they were sampled")
+        )
 
 
 def _config(section: Section, runs: Sequence[RunData]) -> None:

@@ -15,19 +15,26 @@ MAX_SAMPLES = 1200
 """Of one run in the page."""
 MAX_TOKENS = 250_000
 """Over all samples of one run in the page; about 2 MB of it."""
+MAX_HELD_OUT_STEPS = 8
+MAX_HELD_OUT_PROMPTS = 32
+MAX_HELD_OUT_TOKENS = 50_000
+"""Over all held-out samples of one run in the page."""
 MAX_RESPONSE_TOKENS = 2000
 """Of one response; the rest is left out and counted."""
 
 
 def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Samples of evenly chosen steps: recurring prompts whole, then best, worst and longest."""
+    """Held-out samples, and trained ones of evenly chosen steps.
+
+    Of the trained ones recurring prompts whole, then best, worst and longest.
+    """
     decoder = _Decoder.of(files, config)
     chosen = _evenly(files.rollout_steps(), MAX_STEPS)
     by_step = {step: files.rollouts(step) for step in chosen}
     seen = Counter(
         prompt for rows in by_step.values() for prompt in {row["prompt_index"] for row in rows}
     )
-    samples: list[dict[str, Any]] = []
+    samples = _held_out(files, decoder)
     room = MAX_TOKENS
     for position, (step, rows) in enumerate(by_step.items()):
         steps_left = len(by_step) - position
@@ -38,6 +45,24 @@ def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, An
                 break
             share, room = share - cost, room - cost
             samples.append(_sample(row, step, files.name, decoder))
+    return samples
+
+
+def _held_out(files: RunFiles, decoder: _Decoder | None) -> list[dict[str, Any]]:
+    """The same held-out prompts over some evaluations."""
+    samples: list[dict[str, Any]] = []
+    room = MAX_HELD_OUT_TOKENS
+    steps = _evenly(files.rollout_steps(held_out=True), MAX_HELD_OUT_STEPS)
+    for position, step in enumerate(steps):
+        rows = files.rollouts(step, held_out=True)
+        groups = set(_evenly(sorted({row["group_index"] for row in rows}), MAX_HELD_OUT_PROMPTS))
+        share = room // (len(steps) - position)
+        for row in (each for each in rows if each["group_index"] in groups):
+            cost = min(len(row["response_ids"]), MAX_RESPONSE_TOKENS)
+            if share - cost < 0:
+                break
+            share, room = share - cost, room - cost
+            samples.append(_sample(row, step, files.name, decoder) | {"held_out": True})
     return samples
 
 

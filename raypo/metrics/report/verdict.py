@@ -20,6 +20,8 @@ HEADLINES: tuple[tuple[str, str, int], ...] = (
 )
 """Metrics that say whether a run worked, the first that it has counts; and which way is good."""
 
+MIN_START_SHARE = 0.1
+"""Share of a run's time that its start must take to be told."""
 MIN_STANDARD_ERRORS = 3.0
 """Standard errors that a change of the score must exceed to be called one."""
 
@@ -47,14 +49,50 @@ def reference(rows: Sequence[Row], name: str) -> float | None:
     return stored if stored is not None and math.isfinite(stored) else None
 
 
-def headline(rows: Sequence[Row], status: str, wall_s: float | None) -> list[str]:
-    """Sentences: how far it came, whether it learned, what it cost, where the time went."""
+def headline(
+    rows: Sequence[Row],
+    status: str,
+    wall_s: float | None,
+    config: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Sentences: how far it came, whether it learned, what it cost, where the time went.
+
+    Args:
+        config: The resolved config, which says who judges.
+    """
     if not rows:
         done = "no step has ended yet" if status == "running" else "no step ended"
         return [f"The run is {status}; {done}."]
     words = [_progress(rows, status, wall_s)]
-    words += filter(None, [_learning(rows), _distance(rows), _texts(rows), _time(rows)])
+    parts = [_learning(rows), _judges(config or {}), _distance(rows), _texts(rows)]
+    words += filter(None, [*parts, _time(rows, wall_s)])
     return words
+
+
+def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
+    """The function behind `eval/score_mean`; None where it is what the run trains on."""
+    reward, evaluation = config.get("reward") or {}, config.get("eval") or {}
+    function = evaluation.get("function") or reward.get("function")
+    has_more = bool((config.get("model") or {}).get("reward") or reward.get("url"))
+    return function if function != reward.get("function") or has_more else None
+
+
+def _judges(config: Mapping[str, Any]) -> str:
+    """Who judges, where held-out responses are judged otherwise than those that are trained on."""
+    held_out = judge_of_held_out(config)
+    reward = config.get("reward") or {}
+    models = [short(each["path"]) for each in (config.get("model") or {}).get("reward") or ()]
+    trained = [short(each) for each in (reward.get("function"), *models) if each]
+    trained += [str(each) for each in reward.get("url") or ()]
+    if held_out is None or not trained:
+        return ""
+    judges = " and ".join(trained)
+    return f"It trained on the score of {judges}; {short(held_out)} judges the held-out responses."
+
+
+def short(path: str) -> str:
+    """The last two words of a path, for people."""
+    return "/".join(path.split("/")[-2:])
 
 
 def _progress(rows: Sequence[Row], status: str, wall_s: float | None) -> str:
@@ -115,7 +153,7 @@ def _distance(rows: Sequence[Row]) -> str:
     if response is None:
         return ""
     a_token = f" ({token[1]:.3f} a token)" if token else ""
-    return f"For that it moved {response[1]:.2f} nats a response{a_token} from the reference."
+    return f"It moved {response[1]:.2f} nats a response{a_token} away from the reference."
 
 
 def _texts(rows: Sequence[Row]) -> str:
@@ -133,14 +171,23 @@ def _texts(rows: Sequence[Row]) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def _time(rows: Sequence[Row]) -> str:
+def _time(rows: Sequence[Row], wall_s: float | None) -> str:
     seconds = seconds_by_phase(rows)
     total = sum(seconds.values())
     if not total:
         return ""
+    outside = outside_steps(rows, wall_s)
+    start = ""
+    if wall_s and outside > MIN_START_SHARE * wall_s:
+        start = f"Starting and ending took {duration(outside)}, the steps {duration(total)}. "
     first = sorted(seconds, key=lambda name: -seconds[name])[:2]
     parts = [f"{phase_words(name)} {seconds[name] / total:.0%}" for name in first]
-    return f"Most of the time of its steps went into {' and '.join(parts)}."
+    return f"{start}Most of the time of its steps went into {' and '.join(parts)}."
+
+
+def outside_steps(rows: Sequence[Row], wall_s: float | None) -> float:
+    """Seconds of a run that no step has: starting engines, loading models, the first evaluation."""
+    return max((wall_s or 0.0) - sum(row.get("time/step_s", 0.0) for row in rows), 0.0)
 
 
 def seconds_by_phase(rows: Sequence[Row]) -> dict[str, float]:

@@ -19,7 +19,7 @@
   const narrow = () => window.innerWidth < 820;
   const layoutOf = (layout) => {
     const ink = colour("--ink"), line = colour("--line");
-    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
+    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, exponentformat: "power" };
     return {
       margin: { l: 50, r: 14, t: 10, b: 44 }, hovermode: "x unified", dragmode: narrow() ? false : "zoom",
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 12 } },
@@ -92,6 +92,10 @@
     field("run").parentElement.hidden = runs.length < 2;
     field("step").add(new Option("all", ""));
     unique("step").sort((a, b) => a - b).forEach((step) => field("step").add(new Option(step, step)));
+    const kinds = [...new Set(samples.map((sample) => (sample.held_out ? "held out" : "trained")))];
+    field("kind").add(new Option("all", ""));
+    kinds.forEach((kind) => field("kind").add(new Option(kind, kind)));
+    field("kind").parentElement.hidden = kinds.length < 2;
     const colours = { advantages: "advantage", changes: "log-prob against the reference" };
     Object.keys(colours).filter((name) => samples.some((sample) => sample[name] && sample.tokens))
       .forEach((name) => field("colour").add(new Option(colours[name], name)));
@@ -170,12 +174,12 @@
       kl: (a, b) => (b.kl ?? -Infinity) - (a.kl ?? -Infinity),
     };
     const chosen = () => {
-      const run = field("run").value, step = field("step").value, words = field("text").value.toLowerCase();
+      const run = field("run").value, step = field("step").value, kind = field("kind").value, words = field("text").value.toLowerCase();
       const low = field("low").value === "" ? -Infinity : Number(field("low").value);
       const high = field("high").value === "" ? Infinity : Number(field("high").value);
       const bounded = low > -Infinity || high < Infinity;
       return samples.filter((sample) =>
-        (!run || sample.run === run) && (!step || sample.step === Number(step)) &&
+        (!run || sample.run === run) && (!kind || (kind === "held out") === Boolean(sample.held_out)) && (!step || sample.step === Number(step)) &&
         (!bounded || (sample.score !== undefined && sample.score >= low && sample.score <= high)) &&
         (!words || `${sample.prompt}\n${sample.response}`.toLowerCase().includes(words)),
       ).sort(orders[field("order").value]);

@@ -27,8 +27,66 @@ def test_the_page_says_in_words_how_the_run_went(run: Path):
     html = page_text(run)
     assert "The run finished: 12 steps in 2 min 47 s. It learned." in html
     assert "The held-out score rose from 0.250 to 0.682." in html
+    assert "Starting and ending took 2 min 23 s, the steps 24 s. " in html
     assert "Most of the time of its steps went into update 50% and generate 30%." in html
     assert {"Score", "Score against KL", "Entropy", "Seconds by phase, all steps"} <= titles(html)
+
+
+def chart(html: str, title: str) -> dict:
+    """The figure under a title."""
+    name = (
+        html.partition(f'role="img" aria-label="{title}"')[0].rpartition('id="')[2].partition('"')
+    )
+    return page_data(html)[name[0]]
+
+
+def test_it_shows_the_same_held_out_prompts_before_and_after(run: Path):
+    html = page_text(run)
+    assert (
+        "Of 4 held-out prompts, 3 score higher after step 12 than before the first update, "
+        "0 lower, 1 the same." in html
+    )
+    assert "<td>held out 0</td><td>a</td><td>a=</td><td>0</td><td>a=</td><td>1</td>" in html
+
+
+def test_without_held_out_samples_it_shows_typical_ones_of_both_ends(tmp_path: Path):
+    folder = write_run(tmp_path)
+    for path in (folder / "rollouts").glob("held_out_*"):
+        path.unlink()
+    html = page_text(folder)
+    for step, place, score in ((1, "low", "0.01"), (1, "middle", "0.51"), (12, "high", "1.12")):
+        assert f"<td>step {step}, {place}</td>" in html
+        assert f"<td>{score}</td>" in html
+
+
+def test_another_judge_of_held_out_prompts_gets_an_axis_of_its_own(tmp_path: Path):
+    folder = write_run(tmp_path)
+    files = RunFiles.at(str(folder))
+    judged = {
+        "model": {"reward": [{"path": "runs/rm/reward_model", "weight": 1.0}]},
+        "reward": {"function": None},
+        "eval": {"function": "some/where.py:exact"},
+    }
+    files.write_config((files.config() or {}) | judged)
+    html = page_text(folder)
+    assert "It trained on the score of rm/reward_model; some/where.py:exact judges the" in html
+    assert "Score" not in titles(html)
+    held_out, trained = (
+        {trace["name"] for trace in chart(html, title)["data"]}
+        for title in ("Held-out score", "Score that it trains on")
+    )
+    assert held_out == {"held out", "at the start"}
+    assert trained == {"trained on", "at the start"}
+
+
+def test_what_it_cost_is_drawn(run: Path):
+    html = page_text(run)
+    (memory,) = chart(html, "Peak memory by role")["data"]
+    assert dict(zip(memory["y"], memory["x"], strict=True)) == {"learner": 1.2, "engine": 1.62}
+    (seconds,) = chart(html, "Seconds by phase, all steps")["data"]
+    assert dict(zip(seconds["y"], seconds["x"], strict=True))["start and end"] == 143.0
+    names = {trace["name"] for trace in chart(html, "Model FLOPs utilisation")["data"]}
+    assert names == {"whole step", "update"}
 
 
 def test_the_page_loads_nothing(run: Path):
@@ -44,7 +102,7 @@ def test_text_of_a_sample_cannot_end_the_script(run: Path):
     html = page_text(run)
     assert html.count("</script>") == 3
     samples = next(v for v in page_data(html).values() if isinstance(v, list))
-    assert samples[0]["prompt"] == "prompt 0 </script>"
+    assert "prompt 0 </script>" in {sample["prompt"] for sample in samples}
 
 
 def test_the_score_starts_before_the_first_update(run: Path):
@@ -53,12 +111,13 @@ def test_the_score_starts_before_the_first_update(run: Path):
     held_out = next(trace for trace in score["data"] if trace["name"] == "held out")
     assert held_out["x"] == [0, 4, 8, 12]
     assert held_out["y"][0] == 0.25
-    dashed = next(t for t in score["data"] if t["name"] == "before the first update")
+    dashed = next(t for t in score["data"] if t["name"] == "at the start")
     assert dashed["y"] == [0.25, 0.25]
 
 
 def test_samples_have_their_tokens_with_advantages_and_changes(run: Path):
-    sample = run_samples(RunFiles.at(str(run)), {})[0]
+    samples = run_samples(RunFiles.at(str(run)), {})
+    sample = next(each for each in samples if "held_out" not in each)
     assert "".join(sample["tokens"]).startswith(sample["response"])
     assert sample["tokens"][-1] == "<eos>"
     assert sample["advantages"] == [0.5, 0.1, -0.2]
