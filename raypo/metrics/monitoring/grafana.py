@@ -18,6 +18,13 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Engine against learner, nats a token", "short", ("mismatch/kl",)),
     ("Response tokens a second", "short", ("perf/response_tokens_per_s",)),
     ("Samples a second", "short", ("perf/samples_per_s",)),
+    ("Model FLOPs utilisation", "percentunit", ("perf/mfu", "perf/update_mfu")),
+    (
+        "Peak memory by role",
+        "decgbytes",
+        tuple(f"perf/memory_{role}_gb" for role in ("learner", "engine", "reference", "driver")),
+    ),
+    ("Age of the samples, updates", "short", ("rollout/staleness_mean", "rollout/staleness_max")),
     ("Step", "short", ("step",)),
 )
 """Title, Grafana's unit, metrics."""

@@ -1,0 +1,106 @@
+"""What Ray's own dashboard and Prometheus show of a run, each as it is; skipped without them."""
+
+import json
+import shutil
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from raypo.cluster.actors import start_named
+from raypo.cluster.connect import dashboard_token, dashboard_url
+from raypo.config import LoggingSection
+from raypo.metrics.monitoring.grafana import PANELS, PHASES, expression, grafana_dashboard
+from raypo.metrics.monitoring.servers import Session, start_prometheus
+from raypo.metrics.sinks import Sinks
+from tests.integration.browser import CHROMIUM, DRIVER, chromium
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+TIMEOUT_S = 90
+METRICS = {name: 0.5 for _, _, names in PANELS for name in names if name != "step"}
+METRICS |= {"time/generate_s": 1.0, "time/update_s": 2.0, "time/step_s": 3.0}
+
+
+class Engine:
+    """A replica as the dashboard sees it."""
+
+    def report(self) -> None:
+        section = LoggingSection.model_validate({"tensorboard": False})
+        self.sinks = Sinks.open(section, folder=Path(), name="watched-00007", config={})
+        self.sinks.write(3, METRICS)
+
+    def __repr__(self) -> str:
+        return "Engine(tiny/policy, started)"
+
+
+@pytest.fixture(scope="module")
+def engine(local_ray: None) -> Any:
+    import ray
+
+    actor = start_named(Engine, "raypo:watched:engine:0", options={"num_cpus": 0}, kwargs={})
+    ray.get(actor.report.remote())
+    return actor
+
+
+@pytest.fixture(scope="module")
+def prometheus(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    import ray
+
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed")
+    session = Session.find(
+        Path(ray.init(ignore_reinit_error=True).address_info["session_dir"])  # where it is
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = start_prometheus(session, tmp_path_factory.mktemp("prometheus"), port)
+    assert process is not None
+    yield f"http://127.0.0.1:{port}"
+    process.terminate()
+    process.wait()
+
+
+def ask(prometheus: str, query: str) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(f"{prometheus}/api/v1/query?query={quote(query)}") as answer:
+        return json.load(answer)["data"]["result"]
+
+
+def test_every_panel_finds_its_figures_in_prometheus(prometheus: str):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not ask(prometheus, expression("step", "")) and time.monotonic() < deadline:
+        time.sleep(1)
+    for panel in grafana_dashboard()["panels"]:
+        for target in panel["targets"]:
+            found = ask(prometheus, target["expr"].replace("$run", "watched.*"))
+            assert len(found) == (2 if panel["title"] == PHASES else 1), panel["title"]
+            assert all(line["metric"]["trial"] == "00007" for line in found)
+            assert "$run" in target["expr"]
+            assert ask(prometheus, target["expr"].replace("$run", "no such run")) == []
+
+
+def test_the_actors_page_asks_for_the_token_and_shows_name_and_state(engine: Any, tmp_path: Path):
+    pytest.importorskip("selenium.webdriver")
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("chromium and chromedriver are not installed")
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    with chromium(tmp_path) as browser:
+        wait = WebDriverWait(browser, TIMEOUT_S)
+        browser.get(f"{dashboard_url()}/#/actors")
+        token = dashboard_token()
+        if token:
+            field = wait.until(
+                lambda b: b.find_element(By.CSS_SELECTOR, "[role=dialog] input[type=password]")
+            )
+            field.send_keys(token)
+            browser.find_element(By.XPATH, "//button[contains(., 'ubmit')]").click()
+        wait.until(lambda b: "raypo:watched:engine:0" in b.find_element(By.TAG_NAME, "body").text)
+        assert "Engine(tiny/policy, started)" in browser.find_element(By.TAG_NAME, "body").text
