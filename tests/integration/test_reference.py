@@ -41,7 +41,7 @@ def test_log_probs_equal_the_policys_own_whatever_the_batches(tmp_path, max_batc
     reference = ReferenceModel(
         folder, dtype="float32", temperature=TEMPERATURE, max_batch_tokens=max_batch_tokens
     )
-    assert repr(reference) == f"ReferenceModel({'/'.join(folder.parts[-2:])}, frozen, ready)"
+    assert repr(reference) == f"ReferenceModel({'/'.join(folder.split('/')[-2:])}, frozen, ready)"
 
     answers = reference.log_probs(rollouts())
 

@@ -177,6 +177,7 @@ def bar_chart(
             "slot": slot,
             "text": [f"{value:.3g}" for value in values.values()],
             "textposition": "auto",
+            "textangle": 0,
             "hovertemplate": "%{y}: %{x:.4g}<extra></extra>",
         }
         for slot, (run, values) in enumerate(values_by_run.items())
