@@ -74,7 +74,7 @@ class Console:
         if dashboard_url:
             self.message(f"Ray dashboard: {dashboard_url}")
             self.message(f"  Actors: those named raypo:{run_name}:* by role; RayTrainWorker learns")
-            self.message("  Metrics: curves, while `raypo monitor` runs beside it")
+            self.message("  Metrics: curves, while `raypo monitor` runs Grafana beside it")
             if dashboard_token:
                 shown = dashboard_token if self._live else "what `ray get-auth-token` prints"
                 self.message(f"  the token that it asks for: {shown}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import ray.util
 import torch
 from ray.util.placement_group import PlacementGroup
 
+from raypo.cluster.actors import DeploymentError
 from raypo.cluster.deployment import (
     Deployment,
     DeploymentHandle,
@@ -41,14 +43,19 @@ class Services:
     """One deployment a model, in the order of `model.reward`."""
 
     def peak_memory(self) -> dict[str, list[dict[str, float]]]:
-        """By role, what `raypo.metrics.process_memory` says in each of its replicas."""
+        """By role, what `raypo.metrics.process_memory` says in each replica that answers."""
         roles: dict[str, DeploymentHandle | None] = {
             "engine": self.engine,
             "reference": self.reference,
         }
-        roles |= {_reward_role(number): each for number, each in enumerate(self.reward_models)}
+        roles |= {f"reward_{number}": each for number, each in enumerate(self.reward_models)}
         asked = {role: each.peak_memory.on_all() for role, each in roles.items() if each}
-        return {role: [answer.result() for answer in answers] for role, answers in asked.items()}
+        peaks: dict[str, list[dict[str, float]]] = {role: [] for role in asked}
+        for role, answers in asked.items():
+            for answer in answers:
+                with suppress(DeploymentError):  # a lost replica is told by what needs it
+                    peaks[role].append(answer.result())
+        return peaks
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started.

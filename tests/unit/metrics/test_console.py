@@ -71,7 +71,7 @@ def test_without_a_terminal_there_are_plain_lines_and_phases_only_before_the_fir
         "raypo: quickstart, 40 steps, files in runs/quickstart",
         "Ray dashboard: http://127.0.0.1:8265",
         "  Actors: those named raypo:quickstart:* by role; RayTrainWorker learns",
-        "  Metrics: curves, while `raypo monitor` runs beside it",
+        "  Metrics: curves, while `raypo monitor` runs Grafana beside it",
         "starting engines",
         "Resuming after step 2.",
     ]
