@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
@@ -18,6 +17,7 @@ from raypo.models.loading import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.checkpoint import Checkpoint
 from raypo.serving.sampling import Completion, SamplingRequest, validate_request
+from raypo.serving.vllm_requests import completion_of, sampling_params
 from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.broadcast import BroadcastBucket, Membership
@@ -352,7 +352,7 @@ class Engine:
         self, requests: Sequence[SamplingRequest], adapters: list[Any], version: int
     ) -> list[Completion]:
         prompts = [{"prompt_token_ids": request.prompt_ids.tolist()} for request in requests]
-        parameters = [_sampling_params(request) for request in requests]
+        parameters = [sampling_params(request) for request in requests]
         try:
             with memory_advice("the engine", ENGINE_REMEDY):
                 outputs = self._llm.generate(
@@ -364,7 +364,7 @@ class Engine:
                 raise
             raise RuntimeError(self._broken_message()) from error
         return [
-            _completion(output.outputs[0], self._version_of(request, version))
+            completion_of(output.outputs[0], self._version_of(request, version))
             for output, request in zip(outputs, requests, strict=True)
         ]
 
@@ -382,30 +382,3 @@ class Engine:
             f"this engine cannot go on: {self._broken}. "
             "Start another one and push the weights to it."
         )
-
-
-def _sampling_params(request: SamplingRequest) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        n=1,
-        max_tokens=request.max_new_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # stop_token_ids say all
-        logprobs=0,  # the sampled token's only
-        detokenize=False,
-    )
-
-
-def _completion(output: Any, version: int) -> Completion:
-    ids = list(output.token_ids)
-    log_probs = [at[token].logprob for token, at in zip(ids, output.logprobs, strict=True)]
-    return Completion(
-        token_ids=np.array(ids, dtype=np.int32),
-        log_probs=np.array(log_probs, dtype=np.float32),
-        finish_reason=output.finish_reason,
-        weight_version=version,
-    )
