@@ -68,7 +68,7 @@ def assert_weights_arrived(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_submitted_run_brings_its_weights_to_an_engine_on_another_node(tmp_path: Path):
     config = write_task(tmp_path / "task")
-    with started_cluster([Host(), Host()]) as cluster:
+    with started_cluster([Host(), Host("127.0.0.2")]) as cluster:
         submit(cluster, config)
         assert len(nodes_of_engines(cluster)) == 2
     assert_weights_arrived(tmp_path / "task")
