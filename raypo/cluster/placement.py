@@ -134,14 +134,14 @@ def alive_nodes() -> list[Resources]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def own_bundle(group: PlacementGroup, *, local_rank: int) -> int:
-    """Index of a bundle on this process's node: the n-th there for local rank n.
+def own_bundle(group: PlacementGroup, *, number: int) -> int:
+    """Index of a bundle on this process's node, by the number of this worker there.
 
     Ray Train sorts its workers after it has made them, so a rank is no bundle index.
     """
     here = ray.get_runtime_context().get_node_id()
     placed = placement_group_table(group)["bundles_to_node_id"]
-    return sorted(index for index, node in placed.items() if node == here)[local_rank]
+    return sorted(index for index, node in placed.items() if node == here)[number]
 
 
 def _count(nodes: int) -> str:

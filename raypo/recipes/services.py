@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ray.train
+import ray
 import ray.util
 import torch
 from ray.util.placement_group import PlacementGroup
@@ -155,7 +155,7 @@ def _start(
     deployments: Sequence[Deployment], config: PPOConfig | SFTConfig, workers: Workers
 ) -> dict[str, DeploymentHandle]:
     """Each deployment beside the first workers: an engine beside as many as share it."""
-    beside = workers.gather(_own_place())
+    beside = workers.gather(_own_place(workers))
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
         size = config.rollout.engine.tensor_parallel
@@ -185,7 +185,7 @@ def _shared(places: Sequence[Place]) -> Place:
     return replace(places[0], env={**places[0].env, "CUDA_VISIBLE_DEVICES": visible})
 
 
-def _own_place() -> Place:
+def _own_place(workers: Workers) -> Place:
     """Beside this worker: it takes nothing of the bundle, which is the worker's, and its devices.
 
     The two take turns.
@@ -193,8 +193,10 @@ def _own_place() -> Place:
     group = ray.util.get_current_placement_group()
     if group is None:
         return Place(env=own_devices())
-    local_rank = ray.train.get_context().get_local_rank()
-    return Place(group, own_bundle(group, local_rank=local_rank), env=own_devices())
+    # Ray Train's local rank counts by address, which nodes of one machine share.
+    nodes = workers.gather(ray.get_runtime_context().get_node_id())
+    number = nodes[: workers.rank].count(nodes[workers.rank])
+    return Place(group, own_bundle(group, number=number), env=own_devices())
 
 
 def _num_engines(config: PPOConfig | SFTConfig, workers: Workers) -> int:
