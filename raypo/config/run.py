@@ -25,6 +25,7 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "checkpoint",
     "cluster",
     "learner.max_skipped_updates",
+    "learner.save_critic",
     "logging",
     "placement",
     "storage_path",
@@ -116,6 +117,15 @@ class PPOConfig(RecipeConfig):
                 f"each step (rollout.prompts_per_step = {self.rollout.prompts_per_step}) and a "
                 f"response of each minibatch (ppo.minibatch_size = {self.ppo.minibatch_size}). "
                 f"Set learner.num_workers to at most {fewest}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_critic_that_is_kept_exists(self) -> Self:
+        if self.learner.save_critic and not self.ppo.needs_critic:
+            raise ValueError(
+                f"learner.save_critic (true): ppo.advantage: {self.ppo.advantage} has no critic. "
+                f"Set learner.save_critic to false, or ppo.advantage to gae."
             )
         return self
 

@@ -203,6 +203,8 @@ class LearnerSection(WorkersSection):
     """Learning rate of the policy (AdamW)."""
     critic_lr: float = Field(default=1e-5, ge=0.0)
     """Learning rate of the critic (AdamW)."""
+    save_critic: bool = False
+    """Keep the critic too, as the run's `critic/`: a folder that `model.critic` takes."""
     peak_tflops: float | None = Field(default=None, gt=0.0)
     """Most TFLOP/s of a worker's device in `model.dtype`, which `perf/mfu` is measured against;
     null: of the data sheet of a known GPU, else measured by a matrix product at the start."""

@@ -12,6 +12,7 @@ from raypo.collectives import Workers
 from raypo.config import LoraSection
 from raypo.learner.engine import TrainedModel
 from raypo.models import lora
+from raypo.models.critic import save_value_head
 
 
 def save_folder(
@@ -22,6 +23,14 @@ def save_folder(
     if workers.rank == 0:
         network.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
+
+
+def save_critic(model: TrainedModel, folder: Path, *, tokenizer: Any, workers: Workers) -> None:
+    """Backbone and value head as a folder that `model.critic` takes; rank 0 writes, all call it."""
+    save_folder(model, model.module.backbone, folder, tokenizer=tokenizer, workers=workers)
+    head = kept(model.named_weights(model.module.value_head), workers)
+    if workers.rank == 0:
+        save_value_head(folder, head)
 
 
 def save_adapter(

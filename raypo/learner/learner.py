@@ -17,7 +17,7 @@ from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.data.batching import batches_by_tokens
 from raypo.learner.engine import TrainedModel
-from raypo.learner.export import kept, save_adapter, save_folder
+from raypo.learner.export import kept, save_adapter, save_critic, save_folder
 from raypo.learner.objective import (
     PolicyOutput,
     StepCounts,
@@ -192,6 +192,11 @@ class Learner:
         """The policy as a Hugging Face folder; written by rank 0, all workers call it."""
         network = self._policy.module.model
         save_folder(self._policy, network, folder, tokenizer=tokenizer, workers=self._workers)
+
+    def save_critic(self, folder: Path, tokenizer: Any) -> None:
+        """The critic as a folder that `model.critic` takes; written by rank 0, all call it."""
+        assert self._critic is not None, "the config asks for it only where there is one"
+        save_critic(self._critic, folder, tokenizer=tokenizer, workers=self._workers)
 
     def save_adapter(self, folder: Path) -> None:
         """The policy's adapter as a peft folder; written by rank 0, all workers call it."""

@@ -64,6 +64,11 @@ class RunFiles:
         return self.folder / _POLICY
 
     @property
+    def critic_dir(self) -> Path:
+        """The critic, where `learner.save_critic` asks for it."""
+        return self.folder / "critic"
+
+    @property
     def adapter_dir(self) -> Path:
         """Where a LoRA adapter is saved as a peft folder."""
         return self.folder / _ADAPTER

@@ -6,9 +6,11 @@ B responses, T response tokens, H hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from raypo.config import ModelSection, PolicyLoraSection
@@ -18,6 +20,9 @@ from raypo.models.scores import has_score_head
 from raypo.models.token_log_probs import response_hidden
 from raypo.types import Experience
 
+VALUE_HEAD_FILE = "value_head.safetensors"
+"""Beside the backbone's files in the folder of a critic that was saved."""
+
 
 @dataclass(frozen=True)
 class CriticStart:
@@ -25,7 +30,8 @@ class CriticStart:
 
     path: str
     reward_weight: float | None = None
-    """None: the value head starts at zero; else at the reward model's score head times this."""
+    """None: the value head starts at that of a saved critic, or at zero; else at the reward model's
+    score head times this."""
 
 
 def critic_start(model: ModelSection) -> CriticStart:
@@ -84,8 +90,12 @@ class Critic(nn.Module):
                 with torch.no_grad():
                     critic.value_head.weight.copy_(model.score.weight * start.reward_weight)
                 return critic, f"starts from the reward model {start.path}, score head included"
-        backbone = load_backbone(start.path, dtype=dtype)
-        return cls(backbone), f"starts from {start.path}, with a value head of zeros"
+        critic = cls(load_backbone(start.path, dtype=dtype))
+        head = Path(start.path) / VALUE_HEAD_FILE
+        if head.exists():
+            critic.value_head.load_state_dict(load_file(head))
+            return critic, f"starts from the critic {start.path}, value head included"
+        return critic, f"starts from {start.path}, with a value head of zeros"
 
     def forward(self, batch: Experience) -> Tensor:
         """Values [B, T] float32 of the states before each response token is chosen."""
@@ -97,3 +107,8 @@ class Critic(nn.Module):
             batch.attention_mask,
         )  # [B, T, H]
         return self.value_head(hidden).squeeze(-1).to(torch.float32)
+
+
+def save_value_head(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Put a value head beside its backbone, where `Critic.load` looks for it."""
+    save_file(weights, folder / VALUE_HEAD_FILE)

@@ -302,12 +302,19 @@ class PPORun(Run[PPOConfig]):
         self.advantage_state = self.advantage_state.restored(state["advantages"])
 
     def save_models(self, learner: Learner) -> None:
-        """The policy into the run's `policy/`, with LoRA also its adapter into `adapter/`."""
+        """The policy into the run's `policy/`, with LoRA also its adapter into `adapter/`.
+
+        The critic goes into `critic/` where it is asked for.
+        """
         self.replace_folder(
             self.files.policy_dir, lambda folder: learner.save_policy(folder, self.tokenizer)
         )
         if self.config.model.lora:
             self.replace_folder(self.files.adapter_dir, learner.save_adapter)
+        if self.config.learner.save_critic:
+            self.replace_folder(
+                self.files.critic_dir, lambda folder: learner.save_critic(folder, self.tokenizer)
+            )
 
     def _memory(self, services: Services) -> dict[str, float]:
         """`perf/memory_<role>_gb` of each role's largest process so far, `perf/gpu_memory_*` too.

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from raypo.learner.learner import minibatch_order
 from raypo.learner.state import NonFiniteUpdateError
+from raypo.models.critic import Critic, CriticStart
 from raypo.models.loading import load_causal_lm
 from raypo.models.networks import Policy
 from raypo.ppo.losses import policy_loss
@@ -91,6 +93,21 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(model: str, stage: int, tmp_p
     resumed.restore(tmp_path)
     assert resumed.update(batch, step=2) == expected
     assert largest_difference(weights(resumed), weights(trained)) == 0.0
+
+
+def test_a_saved_critic_loads_back_with_its_values(model: str, tmp_path: Path):
+    trained = learner(model, stage=3)
+    batch = with_targets(trained.evaluate(experience()))
+    trained.update(batch, step=1)
+    expected = trained.evaluate(experience()).values
+    assert expected is not None
+    assert expected.abs().max() > 0
+    trained.save_critic(tmp_path, AutoTokenizer.from_pretrained(model))
+
+    critic, words = Critic.load(CriticStart(str(tmp_path)), dtype="float32")
+    assert "value head included" in words
+    values = torch.where(batch.response_mask, critic(batch), 0.0)
+    torch.testing.assert_close(values, expected)
 
 
 def test_another_zero_stage_is_refused_with_both_layouts(model: str, tmp_path: Path):

@@ -290,3 +290,10 @@ def test_importing_the_config_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_critic_is_kept_only_where_there_is_one():
+    assert refused(learner__save_critic=True, ppo__advantage="reinforce") == (
+        "run.yaml: learner.save_critic (true): ppo.advantage: reinforce has no critic. "
+        "Set learner.save_critic to false, or ppo.advantage to gae."
+    )
