@@ -330,7 +330,7 @@ def _start(deployment: Deployment, slot: _Slot) -> ActorHandle:
             placement_group_bundle_index=place.bundle,
             placement_group_capture_child_tasks=True,
         )
-    cls = type(deployment.cls.__name__, (Replica,), {})  # its own name in the dashboard
+    cls = type(deployment.class_name, (Replica,), {})  # its own name in the dashboard
     kwargs = {"deployment": deployment, "index": slot.index}
     return start_named(cls, slot.name, options=options, kwargs=kwargs)
 

@@ -32,7 +32,7 @@ def start_deployment(deployment: Deployment, places: Sequence[Place]) -> Deploym
         DeploymentController,
         deployment.name,
         options={"num_cpus": 0, "scheduling_strategy": here},
-        kwargs={"deployment": deployment, "places": list(places)},
+        kwargs={"deployment": deployment.sealed(), "places": list(places)},
     )
     controller.run.remote()
     _keep_alive[deployment.name] = controller

@@ -141,7 +141,8 @@ class DeploymentHandle:
         """
         begin = time.time()
         names = None if made_by is None else tuple(made_by)
-        answers = self._ask("establish", method, args, kept=kept, made_by=names)
+        refs = tuple(map(ray.put, args))  # for the controller to pass on unread
+        answers = self._ask("establish", method, refs, kept=kept, made_by=names)
         for name in answers:
             note_call(name, method, begin, time.time())
         return answers

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A class and its arguments in the object store.
+
+    A controller carries them without importing what they import: torch and vLLM cost seconds.
+    """
+
+    name: str
+    """Of the class."""
+    ref: Any
+
+    def __call__(self) -> Any:
+        """The object."""
+        cls, kwargs = ray.get(self.ref)
+        return cls(**kwargs)
 
 
 @dataclass(frozen=True)
@@ -19,7 +37,7 @@ class Deployment:
 
     name: str
     """Readable, for the dashboard: raypo:<run>:<role>."""
-    cls: type
+    cls: type | Sealed
     kwargs: dict[str, Any]
     """Of the constructor."""
     env: dict[str, str] = field(default_factory=dict)
@@ -40,6 +58,16 @@ class Deployment:
     """Seconds that requests under way get when the deployment is shut down."""
     max_restarts: int = 3
     """Lost replicas that are replaced, over all replicas and the deployment's whole life."""
+
+    @property
+    def class_name(self) -> str:
+        """For the dashboard."""
+        return self.cls.name if isinstance(self.cls, Sealed) else self.cls.__name__
+
+    def sealed(self) -> Deployment:
+        """The same, as a controller carries it."""
+        ref = ray.put((self.cls, self.kwargs))
+        return replace(self, cls=Sealed(self.class_name, ref), kwargs={})
 
     @property
     def role(self) -> str:

@@ -1,4 +1,4 @@
-"""Sweeps: trials that finish, are stopped, fail; one that is killed, resumed and given more."""
+"""A sweep: trials that finish, are stopped and fail, and nothing that stays behind."""
 
 import time
 from pathlib import Path
@@ -34,24 +34,23 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def left_behind() -> list[str]:
+def alive() -> set[str]:
     """Actors that live and placement groups that are held."""
     import ray
     from ray.util.state import list_actors
 
-    alive = list_actors(filters=[("state", "!=", "DEAD")])
-    actors = [actor.class_name for actor in alive if actor.class_name not in RAYS_OWN]
+    found = list_actors(filters=[("state", "!=", "DEAD")])
+    actors = {f"{a.class_name} {a.actor_id}" for a in found if a.class_name not in RAYS_OWN}
     groups = ray.util.placement_group_table().values()
-    held = [group["name"] or group["placement_group_id"] for group in groups]
-    states = [group["state"] for group in groups]
-    return actors + [n for n, state in zip(held, states, strict=True) if state != "REMOVED"]
+    held = {group["placement_group_id"] for group in groups if group["state"] != "REMOVED"}
+    return actors | held
 
 
-def wait_until_nothing_is_left() -> None:
+def wait_until_nothing_is_left(before: set[str]) -> None:
     deadline = time.monotonic() + 60
-    while left_behind() and time.monotonic() < deadline:
+    while alive() - before and time.monotonic() < deadline:
         time.sleep(1)
-    assert left_behind() == []
+    assert alive() - before == set()
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +74,9 @@ max_concurrent: 1
     )
     sweep = SweepConfig.load(path)
     files = RunFiles(storage_path(sweep), sweep.name)
+    before = alive()
     outcome = run_sweep(sweep, sweep.base_config(), files)
-    wait_until_nothing_is_left()
+    wait_until_nothing_is_left(before)
     return SimpleNamespace(outcome=outcome, files=files, folder=files.folder)
 
 
