@@ -1,13 +1,8 @@
 """A batch for learners under real DeepSpeed in this process, and a process group of one."""
 
-import os
-import socket
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from raypo.collectives import Workers
@@ -18,17 +13,6 @@ from raypo.types import Experience
 B, P, T = 6, 5, 7  # responses, prompt tokens, response tokens
 LR, MAX_NORM = 1e-3, 0.5
 STAGES = [0, 1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def experience() -> Experience:

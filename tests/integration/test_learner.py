@@ -21,7 +21,6 @@ from tests.integration.learning import (
     P,
     T,
     experience,
-    group,  # noqa: F401
     largest_difference,
     learner,
     weights,

@@ -17,7 +17,6 @@ from raypo.types import Pair
 from tests.integration.learning import (
     STAGES,
     experience,
-    group,  # noqa: F401
     largest_difference,
     learner,
     weights,

@@ -2,15 +2,16 @@
 
 import pytest
 
-from tests.integration.test_learner import (
+from tests.integration.learning import (
     experience,
-    group,  # noqa: F401
     largest_difference,
     learner,
-    model,  # noqa: F401
     weights,
     with_targets,
 )
+from tests.integration.test_learner import model  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.ray_cluster import Host, started_cluster
 from tests.integration.task import write_task
-from tests.integration.test_cluster import assert_weights_arrived, nodes_of_engines, submit
+from tests.slow.test_cluster import assert_weights_arrived, nodes_of_engines, submit
 
 NET = "10.213.7"
 
