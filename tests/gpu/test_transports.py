@@ -122,7 +122,7 @@ def test_nccl_reaches_an_engine_on_another_gpu_and_survives_its_replacement(tmp_
         probes,
         weights,
     )
-    from tests.integration.test_weight_transports import Replica
+    from tests.slow.test_weight_transports import Replica
 
     folder = str(tiny_policy(tmp_path))
     learner = AutoModelForCausalLM.from_pretrained(folder).cuda().eval()
