@@ -41,7 +41,6 @@ def start_deployment(deployment: Deployment, places: Sequence[Place]) -> Deploym
 
 def own_devices() -> dict[str, str]:
     """Environment that shows a process the devices of this worker and no others."""
-
     import torch
 
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])

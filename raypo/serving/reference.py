@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from raypo.data.batching import batches_by_tokens
-from raypo.metrics.process_memory import peak_memory
-from raypo.models.loading import load_causal_lm, release_memory, short_name
+from raypo.models.loading import load_causal_lm
 from raypo.models.token_log_probs import response_log_probs
+from raypo.serving.frozen import FrozenModel
 from raypo.types import Rollout
 
 
-class ReferenceModel:
+class ReferenceModel(FrozenModel):
     """One replica of the reference: rollouts in, log-probs of their response tokens out."""
 
     def __init__(
@@ -36,27 +36,9 @@ class ReferenceModel:
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._name = short_name(model)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = load_causal_lm(model, dtype=dtype).eval().to(self._device)
+        network = load_causal_lm(model, dtype=dtype)
+        super().__init__(model, network, max_batch_tokens=max_batch_tokens)
         self._temperature = temperature
-        self._max_batch_tokens = max_batch_tokens
-
-    def __repr__(self) -> str:
-        return f"ReferenceModel({self._name}, frozen, ready)"
-
-    def peak_memory(self) -> dict[str, float]:
-        """The most memory that this process has held, in GB."""
-        return peak_memory()
-
-    def sleep(self) -> None:
-        """Give the GPU's memory to others."""
-        self._model.to("cpu")
-        release_memory()
-
-    def wake_up(self) -> None:
-        """Take it again."""
-        self._model.to(self._device)
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
         """float32 [T] for each rollout, in the order given, at the sampling temperature."""

@@ -9,19 +9,13 @@ import torch
 from torch import Tensor
 
 from raypo.data.batching import batches_by_tokens
-from raypo.metrics.process_memory import peak_memory
-from raypo.models.loading import (
-    load_reward_model,
-    load_tokenizer,
-    release_memory,
-    same_vocabulary,
-    short_name,
-)
+from raypo.models.loading import load_reward_model, load_tokenizer, same_vocabulary
 from raypo.models.scores import sequence_scores
+from raypo.serving.frozen import FrozenModel
 from raypo.types import Rollout
 
 
-class RewardModel:
+class RewardModel(FrozenModel):
     """One replica of a reward model: rollouts in, a score each out.
 
     Where its vocabulary is the policy's it reads the policy's token ids. Elsewhere prompt and
@@ -50,28 +44,10 @@ class RewardModel:
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._name = short_name(model)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = load_reward_model(model, dtype=dtype).eval().to(self._device)
+        network = load_reward_model(model, dtype=dtype)
+        super().__init__(model, network, max_batch_tokens=max_batch_tokens)
         is_shared = policy is not None and same_vocabulary(model, policy)
         self._tokenizer = None if is_shared else load_tokenizer(model)
-        self._max_batch_tokens = max_batch_tokens
-
-    def __repr__(self) -> str:
-        return f"RewardModel({self._name}, frozen, ready)"
-
-    def peak_memory(self) -> dict[str, float]:
-        """The most memory that this process has held, in GB."""
-        return peak_memory()
-
-    def sleep(self) -> None:
-        """Give the GPU's memory to others."""
-        self._model.to("cpu")
-        release_memory()
-
-    def wake_up(self) -> None:
-        """Take it again."""
-        self._model.to(self._device)
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
         """A score for each rollout, in the order given; NaN for one without tokens."""
