@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from raypo.config import ConfigError
 
@@ -56,6 +56,17 @@ def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
         return {}
     variable = "HIP_VISIBLE_DEVICES" if is_rocm else "CUDA_VISIBLE_DEVICES"
     return {variable: ",".join(ids), NOSET[variable]: "1"}
+
+
+def together(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Environment that shows a process the devices of several (`shown`), in that order."""
+    first, *_ = environments
+    joined = {
+        variable: ",".join(environment[variable] for environment in environments)
+        for variable in NOSET
+        if variable in first
+    }
+    return {**first, **joined}
 
 
 def _is_set(environ: Mapping[str, str], flag: str) -> bool:

@@ -23,6 +23,7 @@ from raypo.cluster.deployment import (
     own_devices,
     start_deployment,
 )
+from raypo.cluster.devices import together
 from raypo.cluster.placement import PlacementError, own_bundle
 from raypo.cluster.reserve import Dedicated, nodes_of, reserve
 from raypo.collectives import Workers
@@ -181,8 +182,7 @@ def _shared(places: Sequence[Place]) -> Place:
             f"learner.num_workers so that each node holds a multiple of it, or placement.mode to "
             f"dedicated."
         )
-    visible = ",".join(place.env["CUDA_VISIBLE_DEVICES"] for place in places)
-    return replace(places[0], env={**places[0].env, "CUDA_VISIBLE_DEVICES": visible})
+    return replace(places[0], env=together([place.env for place in places]))
 
 
 def _own_place(workers: Workers) -> Place:

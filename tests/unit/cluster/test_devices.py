@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypo.cluster.devices import NOSET, check_choice, shown, users_choice
+from raypo.cluster.devices import NOSET, check_choice, shown, together, users_choice
 from raypo.config import ConfigError
 
 KINDS = pytest.mark.parametrize(("variable", "flag"), NOSET.items())
@@ -31,3 +31,10 @@ def test_a_replica_is_shown_its_workers_devices_and_ray_leaves_them_alone():
         NOSET["HIP_VISIBLE_DEVICES"]: "1",
     }
     assert shown([]) == {}
+
+
+@pytest.mark.parametrize("is_rocm", [False, True])
+def test_a_tensor_parallel_engine_is_shown_the_devices_of_all_its_workers(is_rocm: bool):
+    workers = [shown([device], is_rocm=is_rocm) for device in ("2", "0")]
+    assert together(workers) == shown(["2", "0"], is_rocm=is_rocm)
+    assert together([shown([]), shown([])]) == {}
