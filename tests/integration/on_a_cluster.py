@@ -85,12 +85,8 @@ def ppo(path: str) -> dict[str, Any]:
 
     from raypo import PPOConfig, PPOTrainer
     from raypo.cluster.handle import DeploymentHandle
-    from tests.integration.task import read_metrics
-    from tests.integration.test_ppo_run import (
-        kill_at_work,
-        kill_the_learner_workers,
-        wait_for_steps,
-    )
+    from tests.integration.task import kill_train_workers, read_metrics
+    from tests.integration.test_ppo_run import kill_at_work, wait_for_steps
 
     made = cluster([{"num_cpus": 1}] * 3)
     folder = Path(path).parent / "runs" / "dedicated"
@@ -103,7 +99,7 @@ def ppo(path: str) -> dict[str, Any]:
         killed.append(kill_at_work("raypo:dedicated:engine"))
         wait_for_steps(folder, 3)
         pids.extend(reference_pids())
-        kill_the_learner_workers()
+        kill_train_workers()
         while len(read_metrics(folder)) > 2:  # its successor takes back what no checkpoint has
             time.sleep(0.02)
         wait_for_steps(folder, 3)
