@@ -6,9 +6,14 @@ import time
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
 
 NAME_TIMEOUT_S = 30.0
 """How long an actor of an earlier attempt may take to give up its name."""
+
+
+PING_TIMEOUT_S = 5.0
 
 
 class DeploymentError(RuntimeError):
@@ -47,3 +52,15 @@ def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[s
                     f"this cluster: stop it, or choose another name."
                 ) from None
             time.sleep(0.5)
+
+
+def is_alive(actor: ActorHandle) -> bool:
+    """Whether it answers; one that is busy counts as alive."""
+    ping: Any = actor.__ray_ready__  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        ray.get(ping.remote(), timeout=PING_TIMEOUT_S)
+    except GetTimeoutError:
+        return True
+    except RayError:
+        return False
+    return True

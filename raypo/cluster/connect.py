@@ -28,8 +28,10 @@ _WORKER_DEFAULTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 _LOCAL_DEFAULTS = {
-    # The one machine is not going to be taken away; the watcher is a process of its own.
+    # Each of these is a process that imports ray.train: seconds of a small machine's start-up.
+    # The one machine is not going to be taken away, and Ray's open dashboard has no Train page.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
 }
 _DRIVER_DEFAULTS = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
@@ -52,9 +54,8 @@ def connect(section: ClusterSection) -> bool:
         ConfigError: nothing listens at the address.
         ClusterError: a local Ray did not start in time.
     """
-    for name, value in _DRIVER_DEFAULTS.items():
-        os.environ.setdefault(name, value)
     if ray.is_initialized():
+        _set_defaults(_DRIVER_DEFAULTS)
         return False
     address, source = cluster_address(section)
     if address:
@@ -63,9 +64,9 @@ def connect(section: ClusterSection) -> bool:
     else:
         # Processes of a local Ray inherit ours; a runtime_env would cost each of them a second.
         os.environ.update(worker_environment())
-        for name, value in _LOCAL_DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        _set_defaults(_LOCAL_DEFAULTS)
         where = {"address": "local", "include_dashboard": True}
+    _set_defaults(_DRIVER_DEFAULTS)
     try:
         ray.init(
             namespace=section.namespace, log_to_driver=False, logging_level=logging.ERROR, **where
@@ -104,6 +105,11 @@ def dashboard_url() -> str | None:
     """Address of the Ray dashboard of the cluster we are connected to; None without one."""
     url = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR).dashboard_url
     return f"http://{url}" if url else None
+
+
+def _set_defaults(defaults: Mapping[str, str]) -> None:
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
 def _beside_the_job(environ: Mapping[str, str]) -> dict[str, str]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from raypo.cluster.actors import is_alive
 
 LOOK_EVERY_S = 1.0
 
@@ -42,7 +43,7 @@ class Janitor:
             time.sleep(LOOK_EVERY_S)
             with self._lock:
                 held = list(self._held)
-            dead = [pair for pair in held if not _is_alive(pair[0])]
+            dead = [pair for pair in held if not is_alive(pair[0])]
             for _, group in dead:
                 remove_placement_group(group)
             with self._lock:
@@ -53,15 +54,3 @@ def start_janitor() -> ActorHandle:
     """A janitor that lives as long as this process."""
     janitor: Any = ray.remote(Janitor).options(num_cpus=0, max_concurrency=4)
     return janitor.remote()
-
-
-def _is_alive(lease: ActorHandle) -> bool:
-    """Whether it answers; one that is busy counts as alive."""
-    ping: Any = lease.__ray_ready__  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        ray.get(ping.remote(), timeout=5 * LOOK_EVERY_S)
-    except GetTimeoutError:
-        return True
-    except RayError:
-        return False
-    return True

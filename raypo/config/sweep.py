@@ -29,6 +29,7 @@ SET_BY_THE_SWEEP = (
     "placement",
 )
 """Keys and sections of the run config that no space can hold."""
+SharedRole = Literal["reward", "reference", "engine"]
 MAX_TEST_POINTS = 1000
 """Points of the space that are tried against the run config."""
 _CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
@@ -140,6 +141,10 @@ class SweepConfig(RunFile):
     resources: SweepResources = SweepResources()
     constraint: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Like `kl/ref_response_mean <= 10`; trials that break one rank below all that keep them."""
+    share: Annotated[tuple[SharedRole, ...], BeforeValidator(_as_tuple)] | Literal["auto"] = "auto"
+    """What is started once for all trials, unless the space changes it: reward, reference, engine
+    (handed on from trial to trial; with GPUs each trial keeps its own). auto: all of them; with
+    GPUs, the models where that takes no place from a trial."""
     seed: int = Field(default=0, ge=0)
     """Of the searcher; a run's own seed is the key `seed` of the base."""
 

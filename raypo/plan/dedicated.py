@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raypo.config import PPOConfig, SFTConfig
@@ -59,6 +60,21 @@ def dedicated_bundles(config: PPOConfig | SFTConfig, *, use_gpu: bool) -> list[D
             gpus = max(1, round(guest.gpus)) if use_gpu else 0
             bundles.append(DedicatedBundle(cpus, gpus, [guest]))
     return bundles
+
+
+def with_dedicated(config: PPOConfig, roles: Iterable[str]) -> PPOConfig:
+    """The config with these roles in the dedicated group, and no others.
+
+    Args:
+        roles: engine, reference, reward_0, ...
+    """
+    wanted = {role.partition("_")[0] for role in roles}
+    mode = {
+        role: "dedicated" if role in wanted else "colocated"
+        for role in ("engine", "reference", "reward")
+    }
+    placement = config.placement.model_copy(update={"mode": mode})
+    return config.model_copy(update={"placement": placement})
 
 
 def _guests(config: PPOConfig | SFTConfig, *, use_gpu: bool) -> list[Guest]:

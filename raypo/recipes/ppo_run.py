@@ -25,7 +25,7 @@ from raypo.recipes.figures import rollout_figures, rollout_rows, sample_row
 from raypo.recipes.phases import Phase, Phases
 from raypo.recipes.run import Run
 from raypo.recipes.services import Services, start_deployments
-from raypo.recipes.setup import Runtime
+from raypo.recipes.setup import Runtime, Shared
 from raypo.recipes.transport import open_transport
 from raypo.recipes.work import Work, models_of, step_work, work_figures
 from raypo.rewards.loader import load_function
@@ -60,6 +60,8 @@ class PPORun(Run[PPOConfig]):
     advantage_state: AdvantageState
     dedicated: Mapping[str, DeploymentHandle]
     """What the driver has started, by role."""
+    shared: Shared | None
+    """What a sweep has started for all of its trials."""
     transport: Transport
     models: Models | None
     """Their shapes, for the arithmetic that they need; None where they are not known."""
@@ -67,6 +69,8 @@ class PPORun(Run[PPOConfig]):
     """The last push once more, for the case that no engine is left that has it."""
     _phases: Phases | None = None
     _work: dict[str, Work] = field(default_factory=dict)
+    _elsewhere: frozenset[str] = frozenset()
+    """Roles that do not live beside these workers."""
     _peak_flops: float = 0.0
     """Of all workers' devices."""
 
@@ -116,6 +120,7 @@ class PPORun(Run[PPOConfig]):
             ),
             advantage_state=AdvantageState.of(config.ppo.kl),
             dedicated=runtime.dedicated,
+            shared=runtime.shared,
             transport=open_transport(
                 config.rollout.engine,
                 colocated=config.placement.group_of("engine") == "colocated",
@@ -133,19 +138,17 @@ class PPORun(Run[PPOConfig]):
             self.workers,
             logs_dir=str(self.files.logs_dir),
             dedicated=self.dedicated,
+            shared=self.shared,
         )
+        self._elsewhere = services.elsewhere
         if torch.cuda.is_available():
             services.wait(self.config.placement.timeout_s)
-        placement, engine = self.config.placement, self.config.rollout.engine
-        shares_gpus = torch.cuda.is_available() and placement.group_of("engine") == "colocated"
-        frozen = [services.reference] if placement.group_of("reference") == "colocated" else []
-        if placement.group_of("reward") == "colocated":
-            frozen += services.reward_models
+        shares_gpus = torch.cuda.is_available() and "engine" not in services.elsewhere
         self._phases = Phases(
             self.workers,
-            offloads=shares_gpus and engine.sleep,
+            offloads=shares_gpus and self.config.rollout.engine.sleep,
             engines=services.engine,
-            frozen=tuple(filter(None, frozen)),
+            frozen=tuple(each for role, each in services.frozen if role not in services.elsewhere),
         )
         return services
 
@@ -257,7 +260,7 @@ class PPORun(Run[PPOConfig]):
             self.config,
             self.workers,
             step=step,
-            elsewhere=self.dedicated,
+            elsewhere=self._elsewhere,
         )
         missing, wanted = collected.missing_groups, self.config.rollout.prompts_per_step
         if missing:

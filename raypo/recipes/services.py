@@ -1,19 +1,14 @@
-"""Step 2: vLLM engines and frozen models, started beside the learner workers by these, or by the
-driver in a group of their own.
-"""
+"""Step 2: vLLM engines and frozen models, started beside the learner workers by these."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import ray
 import ray.util
 import torch
-from ray.util.placement_group import PlacementGroup
 
 from raypo.cluster.actors import DeploymentError
 from raypo.cluster.deployment import (
@@ -25,12 +20,12 @@ from raypo.cluster.deployment import (
 )
 from raypo.cluster.devices import together
 from raypo.cluster.placement import PlacementError, own_bundle
-from raypo.cluster.reserve import Dedicated, nodes_of, reserve
+from raypo.cluster.reserve import nodes_of
 from raypo.collectives import Workers
-from raypo.config import PolicyLoraSection, PPOConfig, SFTConfig
-from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
-from raypo.serving.engine import Engine
-from raypo.serving.reference import ReferenceModel
+from raypo.config import PPOConfig, SFTConfig
+from raypo.recipes.roles import engine_of, roles_of, settled
+from raypo.recipes.setup import Shared
+from raypo.recipes.sharing import of_shared
 from raypo.serving.reward_model import RewardModel
 
 
@@ -42,15 +37,20 @@ class Services:
     reference: DeploymentHandle | None
     reward_models: tuple[DeploymentHandle, ...] = ()
     """One deployment a model, in the order of `model.reward`."""
+    elsewhere: frozenset[str] = frozenset()
+    """Roles that do not live beside these workers: engine, reference, reward_0, ..."""
+
+    @property
+    def frozen(self) -> list[tuple[str, DeploymentHandle]]:
+        """Reference and reward models that there are, by role."""
+        named = [("reference", self.reference)]
+        named += [(f"reward_{number}", each) for number, each in enumerate(self.reward_models)]
+        return [(role, handle) for role, handle in named if handle is not None]
 
     def peak_memory(self) -> dict[str, list[dict[str, float]]]:
         """By role, what `raypo.metrics.process_memory` says in each replica that answers."""
-        roles: dict[str, DeploymentHandle | None] = {
-            "engine": self.engine,
-            "reference": self.reference,
-        }
-        roles |= {f"reward_{number}": each for number, each in enumerate(self.reward_models)}
-        asked = {role: each.peak_memory.on_all() for role, each in roles.items() if each}
+        roles = [("engine", self.engine), *self.frozen]
+        asked = {role: each.peak_memory.on_all() for role, each in roles}
         peaks: dict[str, list[dict[str, float]]] = {role: [] for role in asked}
         for role, answers in asked.items():
             for answer in answers:
@@ -64,51 +64,8 @@ class Services:
         Raises:
             DeploymentError: one failed to start, with its error, or took too long.
         """
-        for handle in filter(None, (self.engine, self.reference, *self.reward_models)):
+        for _, handle in [("engine", self.engine), *self.frozen]:
             handle.wait(timeout_s)
-
-
-def start_dedicated(config: PPOConfig, run_name: str, *, logs_dir: str, use_gpu: bool) -> Dedicated:
-    """Reserve the dedicated group and start the roles that live in it; the driver calls it.
-
-    Args:
-        config: With absolute paths.
-
-    Raises:
-        PlacementError: the group was not free within `placement.timeout_s`.
-    """
-    bundles = dedicated_bundles(config, use_gpu=use_gpu)
-    if not bundles:
-        return Dedicated()
-    placement = config.placement
-    group = reserve(
-        [bundle.resources for bundle in bundles],
-        name=f"raypo:{run_name}:dedicated",
-        strategy=placement.strategy,
-        timeout_s=placement.timeout_s,
-        guests=[", ".join(map(str, bundle.guests)) for bundle in bundles],
-    )
-    dedicated = Dedicated(group=group)
-    places = places_in(group, bundles)
-    threads = placement.cpus_per_bundle
-    try:
-        for role in _roles(config, engine_threads=threads, frozen_threads=threads):
-            if role.name in places:
-                deployment = _settled(role, config, run_name, logs_dir)
-                dedicated.handles[role.name] = start_deployment(deployment, places[role.name])
-    except BaseException:
-        dedicated.shutdown(graceful=False)
-        raise
-    return dedicated
-
-
-def places_in(group: PlacementGroup, bundles: Sequence[DedicatedBundle]) -> dict[str, list[Place]]:
-    """By role, the place of each replica, in the order of their numbers."""
-    places: dict[str, list[Place]] = {}
-    for index, bundle in enumerate(bundles):
-        for guest in bundle.guests:
-            places.setdefault(guest.role, []).append(Place(group, index, num_gpus=guest.gpus))
-    return places
 
 
 def start_deployments(
@@ -118,6 +75,7 @@ def start_deployments(
     *,
     logs_dir: str,
     dedicated: Mapping[str, DeploymentHandle],
+    shared: Shared | None = None,
 ) -> Services:
     """Start in the workers' own placement group what the driver has not started; all call it.
 
@@ -126,20 +84,23 @@ def start_deployments(
 
     Args:
         dedicated: What the driver has started, by role.
+        shared: What a sweep has started; of it these workers take what is made for their config.
     """
-    roles = _roles(
+    elsewhere = {**dedicated, **of_shared(shared, config, workers)}
+    roles = roles_of(
         config,
         engine_threads=_engine_threads(config, workers),
         frozen_threads=config.learner.cpus_per_worker,
     )
-    colocated = [role for role in roles if role.name not in dedicated]
-    started = _start([_settled(r, config, run_name, logs_dir) for r in colocated], config, workers)
-    handles = {**dedicated, **started}
+    colocated = [role for role in roles if role.name not in elsewhere]
+    started = _start([settled(r, config, run_name, logs_dir) for r in colocated], config, workers)
+    handles = {**elsewhere, **started}
     rewards = [role.name for role in roles if role.cls is RewardModel]
     return Services(
         engine=handles["engine"].preferring(workers.rank % _num_engines(config, workers)),
         reference=handles.get("reference"),
         reward_models=tuple(handles[name] for name in rewards),
+        elsewhere=frozenset(elsewhere),
     )
 
 
@@ -147,8 +108,8 @@ def start_engines(
     config: SFTConfig, run_name: str, workers: Workers, *, logs_dir: str
 ) -> DeploymentHandle:
     """The engines alone, as `start_deployments` starts them."""
-    role = _engine(config, num_threads=_engine_threads(config, workers))
-    started = _start([_settled(role, config, run_name, logs_dir)], config, workers)
+    role = engine_of(config, num_threads=_engine_threads(config, workers))
+    started = _start([settled(role, config, run_name, logs_dir)], config, workers)
     return started["engine"].preferring(workers.rank % _num_engines(config, workers))
 
 
@@ -207,71 +168,3 @@ def _num_engines(config: PPOConfig | SFTConfig, workers: Workers) -> int:
 
 def _engine_threads(config: PPOConfig | SFTConfig, workers: Workers) -> int:
     return config.learner.cpus_per_worker * workers.count // _num_engines(config, workers)
-
-
-def _roles(config: PPOConfig, *, engine_threads: int, frozen_threads: int) -> list[_Role]:
-    """All that a run needs besides its learner."""
-    roles = [_engine(config, num_threads=engine_threads)]
-    roles += [_reference(config, frozen_threads)] if config.reference else []
-    num_models = len(config.model.reward or ())
-    return roles + [_reward_model(config, number, frozen_threads) for number in range(num_models)]
-
-
-@dataclass(frozen=True)
-class _Role:
-    """A deployment without what all of a run have in common."""
-
-    name: str
-    cls: type
-    kwargs: dict[str, Any]
-    num_threads: int
-
-
-def _settled(
-    role: _Role, config: PPOConfig | SFTConfig, run_name: str, logs_dir: str
-) -> Deployment:
-    # An actor that reserves no CPU gets one thread from Ray; it takes turns with its worker.
-    threads = min(role.num_threads, os.cpu_count() or role.num_threads)
-    return Deployment(
-        name=f"raypo:{run_name}:{role.name}",
-        cls=role.cls,
-        kwargs={**role.kwargs, "num_threads": role.num_threads},
-        env={"OMP_NUM_THREADS": str(threads)},
-        logs_dir=logs_dir,
-        **config.placement.deployment.model_dump(),
-    )
-
-
-def _engine(config: PPOConfig | SFTConfig, *, num_threads: int) -> _Role:
-    lora = config.model.lora
-    holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
-    kwargs = {
-        "model": config.model.policy,
-        "section": config.rollout.engine,
-        "dtype": config.model.dtype,
-        "max_model_len": config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        "seed": config.seed,
-        "lora": lora if holds_adapter else None,
-    }
-    return _Role("engine", Engine, kwargs, num_threads)
-
-
-def _reference(config: PPOConfig, num_threads: int) -> _Role:
-    kwargs = {
-        "model": config.reference,
-        "dtype": config.model.dtype,
-        "temperature": config.rollout.temperature,
-        "max_batch_tokens": config.learner.max_tokens_per_microbatch,
-    }
-    return _Role("reference", ReferenceModel, kwargs, num_threads)
-
-
-def _reward_model(config: PPOConfig, number: int, num_threads: int) -> _Role:
-    assert config.model.reward is not None
-    kwargs = {
-        "model": config.model.reward[number].path,
-        "policy": config.model.policy,
-        "dtype": config.model.dtype,
-        "max_batch_tokens": config.learner.max_tokens_per_microbatch,
-    }
-    return _Role(f"reward_{number}", RewardModel, kwargs, num_threads)

@@ -12,10 +12,22 @@ import ray.train
 from ray.actor import ActorHandle
 
 from raypo.cluster.handle import DeploymentHandle
-from raypo.config import ConfigError, parse_run_config
+from raypo.config import ConfigError, PPOConfig, parse_run_config
 
 RUNTIME_KEY = "raypo_runtime"
 """Key of the driver's additions in the setup of `train_loop_per_worker`."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a sweep has started for all of its trials."""
+
+    config: PPOConfig
+    """What it was started for: a trial that needs something else starts its own."""
+    handles: Mapping[str, DeploymentHandle] = field(default_factory=dict)
+    """By role: all trials ask them."""
+    lender: ActorHandle | None = None
+    """Of engines: a trial has one for itself, until it ends."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,8 @@ class Runtime:
     """What the driver has started in a placement group of its own, by role."""
     janitor: ActorHandle | None = None
     """Of a sweep: removes the workers' placement group once the monitor is dead."""
+    shared: Shared | None = None
+    """Of a sweep: deployments that its trials have in common."""
 
 
 def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:

@@ -17,7 +17,7 @@ from ray.train import Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raypo.checks import check_inputs, check_run_folder, is_finished
-from raypo.cluster.connect import connect, dashboard_token, dashboard_url
+from raypo.cluster.connect import cluster_address, connect, dashboard_token, dashboard_url
 from raypo.cluster.monitor import start_monitor
 from raypo.cluster.placement import Demand, alive_nodes, check_together, words
 from raypo.cluster.reserve import Dedicated
@@ -107,6 +107,19 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             finally:
                 if connected_here:
                     ray.shutdown()
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """Ray Train's own, without those whose process this run does not need.
+
+        Each such process imports ray.train, which is seconds of start-up on a small machine. One
+        hands out Ray Data sets. One removes the workers' placement group where the controller
+        dies and the cluster lives on: a Ray that was started here ends with this process.
+        """
+        unused = set() if self.datasets else {"DatasetsCallback"}
+        if cluster_address(self.config.cluster)[0] is None:
+            unused.add("PlacementGroupCleanerCallback")
+        callbacks = super()._create_default_callbacks()
+        return [each for each in callbacks if type(each).__name__ not in unused]
 
     def _fit_watched(self) -> Result:
         self._check_cluster()
@@ -210,7 +223,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """Step 2 of what outlives the workers: before they start."""
         if not isinstance(self.config, PPOConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
-        from raypo.recipes.services import start_dedicated  # model code
+        from raypo.recipes.dedicated import start_dedicated  # model code
 
         return start_dedicated(
             self.config.with_absolute_paths(os.getcwd()),

@@ -15,6 +15,7 @@ from raypo.config.sweep import SweepConfig
 from raypo.metrics.report.verdict import duration
 from raypo.metrics.run_files import RunFiles
 from raypo.tuning.folder import TRIALS_FOLDER
+from raypo.tuning.sharing import Sharing
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class SweepPlan:
     """Of one trial."""
     num_slots: int
     """Trials at a time."""
+    sharing: Sharing
+    """What all trials have in common."""
 
     @property
     def device(self) -> str:
@@ -48,8 +51,9 @@ def plan_sweep(
 ) -> SweepPlan:
     """Fit as many trials side by side as the cluster holds; the others wait for their turn.
 
-    Engines and frozen models live in the bundles of the learner workers, so a trial asks for no
-    more than these; it is given all of them at once or waits, so that no two trials hold halves.
+    Engines and frozen models live in the bundles of the learner workers or are shared by all
+    trials, so a trial asks for no more than these bundles; it is given all of them at once or
+    waits, so that no two trials hold halves.
 
     Args:
         nodes: Resources of each node of the cluster.
@@ -68,6 +72,18 @@ def plan_sweep(
     )
     check_feasible(demand, list(nodes), strategy=strategy)
     fits = _sets(demand, nodes, strategy)
+    sharing = Sharing.of(sweep, base, use_gpu=use_gpu)
+    if sharing.bundles:
+        beside = sharing.room_beside(nodes, lambda rest: _sets(demand, rest, strategy))
+        if sweep.share == "auto" and beside < fits:
+            sharing = Sharing()
+        elif not beside:
+            raise ConfigError(
+                f"share ({', '.join(sharing.models)}): with these in "
+                f"{len(sharing.bundles)} bundles of their own, no trial fits. Set share to []."
+            )
+        else:
+            fits = beside
     for key, name in (("cpus", "CPU"), ("gpus", "GPU")):
         limit, asked = getattr(sweep.resources, key), bundle.get(name, 0.0) * demand.count
         if limit is None or not asked:
@@ -79,7 +95,7 @@ def plan_sweep(
             )
         fits = min(fits, int(limit / asked + 1e-9))
     wanted = fits if sweep.max_concurrent == "auto" else min(sweep.max_concurrent, fits)
-    return SweepPlan(sweep.num_trials, demand, max(1, min(wanted, sweep.num_trials)))
+    return SweepPlan(sweep.num_trials, demand, max(1, min(wanted, sweep.num_trials)), sharing)
 
 
 def _sets(demand: Demand, nodes: Sequence[Resources], strategy: str) -> int:
@@ -104,6 +120,7 @@ def describe(sweep: SweepConfig, base: PPOConfig, plan: SweepPlan) -> list[str]:
         f"  searcher {sweep.searcher}, scheduler {sweep.scheduler.kind}",
         *(f"  {key}: {domain}" for key, domain in sweep.domains.items()),
         f"  each trial takes {plan.trial_resources}; {plan.num_slots} at a time, the others wait",
+        *plan.sharing.lines(),
     ]
     known = estimate(sweep, base, plan)
     lines.append(f"  cost: {known or 'not known before a first run of the base'}")

@@ -33,6 +33,7 @@ from raypo.tuning.plan import SweepPlan, describe, plan_sweep, trial_name
 from raypo.tuning.record import read_trials, write_trials
 from raypo.tuning.schedule import reports_of, scheduler_of, tell_past
 from raypo.tuning.search import NUMBER, searcher_of
+from raypo.tuning.sharing import started
 from raypo.tuning.trial import TrialSetup, run_trial
 from raypo.tuning.view import SweepView
 
@@ -143,8 +144,24 @@ class _Sweep:
         return outcome
 
     def _fit(self) -> None:
+        if self._plan.num_trials <= len(self._ended):
+            return
         janitor = start_janitor()
-        setup = dataclasses.replace(self._setup, janitor=janitor)
+        base = self._base.with_absolute_paths(self._setup.working_dir)
+        logs_dir = str(self._files.logs_dir)
+        try:
+            with started(
+                self._plan.sharing,
+                base,
+                self._sweep.name,
+                num_slots=self._plan.num_slots,
+                logs_dir=logs_dir,
+            ) as shared:
+                self._fit_trials(dataclasses.replace(self._setup, janitor=janitor, shared=shared))
+        finally:
+            ray.kill(janitor)
+
+    def _fit_trials(self, setup: TrialSetup) -> None:
         scheduler = scheduler_of(self._sweep, self._base)
         reports = {r.name: reports_of(setup.files(r.number), self._goal) for r in self._ended}
         tell_past(scheduler, reports)
@@ -171,10 +188,7 @@ class _Sweep:
                 verbose=0,
             ),
         )
-        try:
-            tuner.fit()
-        finally:
-            ray.kill(janitor)
+        tuner.fit()
 
     def _write(self) -> None:
         write_trials(self._files, list(self._board.records.values()), self._goal)

@@ -17,7 +17,7 @@ from raypo.cluster.reserve import Dedicated
 from raypo.config import PPOConfig
 from raypo.config.sweep import with_values
 from raypo.metrics.run_files import RunFiles
-from raypo.recipes.setup import Runtime
+from raypo.recipes.setup import Runtime, Shared
 from raypo.trainer import PPOTrainer
 from raypo.tuning.goal import Goal, as_report, known_metrics
 from raypo.tuning.plan import trial_name
@@ -37,6 +37,7 @@ class TrialSetup:
     """The driver's folder; relative paths start there."""
     goal: Goal
     janitor: ActorHandle | None = None
+    shared: Shared | None = None
 
     def config(self, name: str, point: Point) -> PPOConfig:
         """The run config of a trial."""
@@ -70,7 +71,7 @@ class TrialTrainer(PPOTrainer):
 
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
         runtime = super()._runtime(monitor, dedicated)
-        return dataclasses.replace(runtime, janitor=self._setup.janitor)
+        return dataclasses.replace(runtime, janitor=self._setup.janitor, shared=self._setup.shared)
 
 
 class TrialReports(TuneReportCallback):

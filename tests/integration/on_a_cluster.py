@@ -35,7 +35,7 @@ def placement() -> dict[str, Any]:
     from raypo.cluster.reserve import nodes_of, reserve
     from raypo.config import PPOConfig
     from raypo.plan.dedicated import dedicated_bundles
-    from raypo.recipes.services import places_in
+    from raypo.recipes.dedicated import places_in
     from tests.integration.deployments import Doubler
 
     made = cluster([{"num_cpus": 0}, *[{"num_cpus": 4, "num_gpus": 4}] * 3])

@@ -1,0 +1,56 @@
+"""Step 2 of what lives in a placement group of its own: the driver starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ray.util.placement_group import PlacementGroup
+
+from raypo.cluster.deployment import Place, start_deployment
+from raypo.cluster.reserve import Dedicated, reserve
+from raypo.config import PPOConfig
+from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
+from raypo.recipes.roles import roles_of, settled
+
+
+def start_dedicated(config: PPOConfig, run_name: str, *, logs_dir: str, use_gpu: bool) -> Dedicated:
+    """Reserve the dedicated group and start the roles that live in it; the driver calls it.
+
+    Args:
+        config: With absolute paths.
+
+    Raises:
+        PlacementError: the group was not free within `placement.timeout_s`.
+    """
+    bundles = dedicated_bundles(config, use_gpu=use_gpu)
+    if not bundles:
+        return Dedicated()
+    placement = config.placement
+    group = reserve(
+        [bundle.resources for bundle in bundles],
+        name=f"raypo:{run_name}:dedicated",
+        strategy=placement.strategy,
+        timeout_s=placement.timeout_s,
+        guests=[", ".join(map(str, bundle.guests)) for bundle in bundles],
+    )
+    dedicated = Dedicated(group=group)
+    places = places_in(group, bundles)
+    threads = placement.cpus_per_bundle
+    try:
+        for role in roles_of(config, engine_threads=threads, frozen_threads=threads):
+            if role.name in places:
+                deployment = settled(role, config, run_name, logs_dir)
+                dedicated.handles[role.name] = start_deployment(deployment, places[role.name])
+    except BaseException:
+        dedicated.shutdown(graceful=False)
+        raise
+    return dedicated
+
+
+def places_in(group: PlacementGroup, bundles: Sequence[DedicatedBundle]) -> dict[str, list[Place]]:
+    """By role, the place of each replica, in the order of their numbers."""
+    places: dict[str, list[Place]] = {}
+    for index, bundle in enumerate(bundles):
+        for guest in bundle.guests:
+            places.setdefault(guest.role, []).append(Place(group, index, num_gpus=guest.gpus))
+    return places

@@ -1,0 +1,81 @@
+"""What a run needs besides its learner: engines and frozen models, with all that makes them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from raypo.cluster.deployment import Deployment
+from raypo.config import PolicyLoraSection, PPOConfig, SFTConfig
+from raypo.serving.engine import Engine
+from raypo.serving.reference import ReferenceModel
+from raypo.serving.reward_model import RewardModel
+
+
+@dataclass(frozen=True)
+class Role:
+    """A deployment without what all of a run have in common."""
+
+    name: str
+    cls: type
+    kwargs: dict[str, Any]
+    num_threads: int
+
+
+def roles_of(config: PPOConfig, engine_threads: int, frozen_threads: int) -> list[Role]:
+    """All that a run needs besides its learner."""
+    roles = [engine_of(config, num_threads=engine_threads)]
+    roles += [_reference(config, frozen_threads)] if config.reference else []
+    num_models = len(config.model.reward or ())
+    return roles + [_reward_model(config, number, frozen_threads) for number in range(num_models)]
+
+
+def settled(role: Role, config: PPOConfig | SFTConfig, run_name: str, logs_dir: str) -> Deployment:
+    """The role as a deployment of a run, which has its name and its logs."""
+    # An actor that reserves no CPU gets one thread from Ray; it takes turns with its worker.
+    threads = min(role.num_threads, os.cpu_count() or role.num_threads)
+    return Deployment(
+        name=f"raypo:{run_name}:{role.name}",
+        cls=role.cls,
+        kwargs={**role.kwargs, "num_threads": role.num_threads},
+        env={"OMP_NUM_THREADS": str(threads)},
+        logs_dir=logs_dir,
+        **config.placement.deployment.model_dump(),
+    )
+
+
+def engine_of(config: PPOConfig | SFTConfig, *, num_threads: int) -> Role:
+    """What makes a run's engines."""
+    lora = config.model.lora
+    holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
+    kwargs = {
+        "model": config.model.policy,
+        "section": config.rollout.engine,
+        "dtype": config.model.dtype,
+        "max_model_len": config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        "seed": config.seed,
+        "lora": lora if holds_adapter else None,
+    }
+    return Role("engine", Engine, kwargs, num_threads)
+
+
+def _reference(config: PPOConfig, num_threads: int) -> Role:
+    kwargs = {
+        "model": config.reference,
+        "dtype": config.model.dtype,
+        "temperature": config.rollout.temperature,
+        "max_batch_tokens": config.learner.max_tokens_per_microbatch,
+    }
+    return Role("reference", ReferenceModel, kwargs, num_threads)
+
+
+def _reward_model(config: PPOConfig, number: int, num_threads: int) -> Role:
+    assert config.model.reward is not None
+    kwargs = {
+        "model": config.model.reward[number].path,
+        "policy": config.model.policy,
+        "dtype": config.model.dtype,
+        "max_batch_tokens": config.learner.max_tokens_per_microbatch,
+    }
+    return Role(f"reward_{number}", RewardModel, kwargs, num_threads)

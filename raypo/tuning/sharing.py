@@ -1,0 +1,152 @@
+"""What the trials of a sweep have in common: frozen models that all ask, engines that are lent.
+
+On small machines a trial's price is its start-up, and most of that is loading models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import get_args
+
+import ray
+
+from raypo.cluster.placement import Resources
+from raypo.config import PolicyLoraSection, PPOConfig
+from raypo.config.sweep import SharedRole, SweepConfig
+from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles, with_dedicated
+from raypo.recipes.setup import Shared
+
+MADE_FROM = {
+    "engine": (
+        "model.policy",
+        "model.dtype",
+        "model.lora",
+        "rollout.engine",
+        "rollout.max_new_tokens",
+        "data.max_prompt_tokens",
+    ),
+    "reference": (
+        "model.policy",
+        "model.reference",
+        "model.dtype",
+        "model.lora",
+        "rollout.temperature",
+        "learner.max_tokens_per_microbatch",
+    ),
+    "reward": (
+        "model.reward",
+        "model.policy",
+        "model.dtype",
+        "learner.max_tokens_per_microbatch",
+    ),
+}
+"""Keys and sections of the run config that a deployment depends on."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which deployments a sweep starts itself."""
+
+    models: tuple[str, ...] = ()
+    """Roles that all trials ask: reference, reward_0, ..."""
+    engines: bool = False
+    """Whether engines are handed on from trial to trial."""
+    bundles: tuple[DedicatedBundle, ...] = ()
+    """Of the placement group that the models get; none on CPUs, where they take turns."""
+
+    @classmethod
+    def of(cls, sweep: SweepConfig, base: PPOConfig, *, use_gpu: bool) -> Sharing:
+        """All of `share` that the base has and no key of the space changes."""
+        roles = get_args(SharedRole) if sweep.share == "auto" else sweep.share
+        wanted = {role for role in roles if not _is_searched(role, sweep)}
+        lora = base.model.lora
+        models = ["reference"] if "reference" in wanted and base.reference else []
+        if "reward" in wanted:
+            models += [f"reward_{number}" for number in range(len(base.model.reward or ()))]
+        holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
+        bundles = dedicated_bundles(with_dedicated(base, models), use_gpu=True) if use_gpu else ()
+        return cls(
+            tuple(models), "engine" in wanted and not use_gpu and not holds_adapter, tuple(bundles)
+        )
+
+    def lines(self) -> list[str]:
+        """For people."""
+        told = []
+        if self.models:
+            place = f", in {len(self.bundles)} bundles of their own" if self.bundles else ""
+            told.append(f"  all trials share {', '.join(self.models)}{place}")
+        if self.engines:
+            told.append("  engines are handed on from trial to trial")
+        return told
+
+    def room_beside(
+        self, nodes: Sequence[Resources], count: Callable[[list[Resources]], int]
+    ) -> int:
+        """Trials that fit where the models have taken their bundles.
+
+        Args:
+            count: Trials that fit on given nodes.
+        """
+        left = [dict(node) for node in nodes]
+        for bundle in self.bundles:
+            asked = bundle.resources
+            fitting = [
+                node
+                for node in left
+                if all(node.get(name, 0.0) >= amount for name, amount in asked.items())
+            ]
+            if not fitting:
+                return 0
+            node = max(fitting, key=lambda each: each.get("GPU", 0.0))
+            for name, amount in asked.items():
+                node[name] -= amount
+        return count(left)
+
+
+@contextmanager
+def started(
+    sharing: Sharing, base: PPOConfig, name: str, *, num_slots: int, logs_dir: str
+) -> Iterator[Shared]:
+    """The deployments while trials run.
+
+    Args:
+        base: With absolute paths.
+        name: Of the sweep.
+        num_slots: Trials at a time; each is lent one deployment of engines.
+
+    Raises:
+        PlacementError: what the models ask for was not free in time.
+    """
+    from raypo.cluster.lender import start_lender
+    from raypo.recipes.sharing import start_shared  # model code
+
+    use_gpu = bool(sharing.bundles)
+    open_ones = []
+    lender = None
+    try:
+        models = start_shared(
+            base, f"{name}-shared", sharing.models, logs_dir=logs_dir, use_gpu=use_gpu
+        )
+        open_ones.append(models)
+        if sharing.engines:
+            for slot in range(num_slots):
+                run = f"{name}-lent-{slot}"
+                engines = start_shared(base, run, ["engine"], logs_dir=logs_dir, use_gpu=False)
+                open_ones.append(engines)
+            lender = start_lender([each.handles["engine"] for each in open_ones[1:]])
+        yield Shared(base, models.handles, lender)
+    finally:
+        if lender is not None:
+            ray.kill(lender)
+        for each in open_ones:
+            each.shutdown(graceful=False)
+
+
+def _is_searched(role: str, sweep: SweepConfig) -> bool:
+    return any(
+        key == each or key.startswith(f"{each}.")
+        for key in sweep.domains
+        for each in MADE_FROM[role]
+    )
