@@ -52,7 +52,7 @@ class TrainedModel:
         plan = OffloadPlan.of(
             self._stage,
             dtype=dtype,
-            has_frozen=not all(p.requires_grad for p in module.parameters()),
+            has_frozen=self._has_frozen,
             has_offload_param="offload_param" in zero,
         )
         self.offload = Offload(self._engine, optimizer=optimizer, plan=plan)

@@ -1,13 +1,15 @@
-"""One local Ray for all runs of a test session."""
+"""What the tests of a session share: a local Ray, a process group, one run from start to end."""
 
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from raypo.config import ClusterSection
-from tests.integration.task import REPOSITORY
+from tests.integration.task import REPOSITORY, read_metrics, write_task
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +39,19 @@ def group() -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run config beside its policy and prompts; runs go into `runs/` there."""
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session")
+def first(task: Path, local_ray: None) -> SimpleNamespace:
+    """The run of the config, from its start to its end."""
+    from raypo import PPOConfig, PPOTrainer
+
+    result = PPOTrainer(PPOConfig.load(task)).fit()
+    folder = task.parent / "runs" / "tiny"
+    return SimpleNamespace(result=result, folder=folder, metrics=read_metrics(folder))

@@ -19,12 +19,10 @@ from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
 from raypo.cluster.handle import DeploymentHandle
 from raypo.metrics.run_files import RunFiles
 from tests.integration.task import (
-    REPOSITORY,
     digit_share,
     kill_train_workers,
     numbers,
     read_metrics,
-    write_task,
 )
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -59,19 +57,6 @@ COLUMNS = [
 """Of a rollout's row."""
 WORKING = ("generate", "score", "evaluate", "update")
 """Phases in which models compute."""
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
-def first(task: Path, local_ray: None) -> SimpleNamespace:
-    """A run from its start to its end."""
-    result = PPOTrainer(PPOConfig.load(task)).fit()
-    folder = task.parent / "runs" / "tiny"
-    return SimpleNamespace(result=result, folder=folder, metrics=read_metrics(folder))
 
 
 def wait_for_steps(folder: Path, count: int) -> None:
@@ -270,25 +255,3 @@ def test_the_bare_loop_runs_under_a_plain_torch_trainer(task: Path, tmp_path: Pa
     (step,) = read_metrics(tmp_path / "bare")
     for name in ("rollout/score_mean", "ppo/policy_loss", "ppo/value_loss"):
         assert step[name] == first_step[name], name
-
-
-def test_a_dedicated_run_on_three_nodes_that_loses_engine_and_worker_has_the_same_numbers(
-    first: SimpleNamespace, task: Path
-):
-    """The same config colocated and dedicated; what the driver started outlives the worker."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.on_a_cluster", "ppo", str(task)],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["return"] == {"status": "finished", "step": 4}
-    assert told["killed"] == 1
-    before, after = told["reference_pids"]
-    assert before == after
-    assert numbers(read_metrics(task.parent / "runs" / "dedicated")) == numbers(first.metrics)

@@ -1,5 +1,5 @@
 """Slow tests share the integration tests' Ray."""
 
-from tests.integration.conftest import local_ray
+from tests.integration.conftest import first, local_ray, task
 
-__all__ = ["local_ray"]
+__all__ = ["first", "local_ray", "task"]

@@ -1,5 +1,8 @@
 """A sweep: trials that finish, are stopped and fail, and nothing that stays behind."""
 
+import json
+import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +13,12 @@ from raypo import PPOConfig, PPOTrainer
 from raypo.config.paths import storage_path
 from raypo.config.sweep import SweepConfig
 from raypo.metrics.run_files import RunFiles
-from tests.integration.task import numbers, read_metrics, write_task
+from tests.integration.task import numbers, raypo, read_metrics, write_task
+from tests.integration.test_command import TIMEOUT_S, wait_for_steps
 
 RAYS_OWN = ("TrainStateActor", "_AutoscalingCoordinatorActor")
 """One each a cluster, for as long as it lives."""
+SHARED = "raypo:three-shared:reference:0"
 DIGITS = "tests.integration.task:digit_share"
 
 
@@ -92,7 +97,16 @@ def test_a_trial_finishes_a_worse_one_is_stopped_and_a_broken_one_fails(three: S
     assert 0.0 < stopped.device_s < finished.device_s
 
 
+def test_engine_and_reference_were_started_once_for_all(three: SimpleNamespace):
+    from ray.util.state import list_actors
+
+    for kind, name in (("Engine", "raypo:three-lent-0:engine:0"), ("ReferenceModel", SHARED)):
+        actors = list_actors(filters=[("class_name", "=", kind)], limit=1000)
+        assert [actor["name"] for actor in actors if "three" in actor["name"]] == [name]
+
+
 def test_best_yaml_runs_and_reproduces_its_trial(three: SimpleNamespace):
+    """Alone, with an engine and a reference of its own."""
     best = PPOConfig.load(three.folder / "best.yaml")
     PPOTrainer(best).fit()
     again = read_metrics(Path(best.storage_path) / "three-best")
@@ -106,3 +120,41 @@ def test_the_page_of_a_sweep_says_who_won(three: SimpleNamespace):
     html = sweep_page(load_sweep(RunFiles.at(str(three.folder)))).html()
     assert "three-00001" in html
     assert "is best" in html
+
+
+def test_a_sweep_whose_driver_is_killed_goes_on_with_the_same_command(
+    three: SimpleNamespace, task: Path
+):
+    path = write_sweep(
+        task,
+        "killed",
+        f"""
+space:
+  reward.function: {{grid: [{DIGITS}, "{task}/judges.py:nothing"]}}
+overrides: {{eval.function: {DIGITS}}}
+searcher: grid
+metric: rollout/score_mean
+""",
+    )
+    folder = task / "runs" / "killed"
+    command = raypo("sweep", path)
+    wait_for_steps(command, folder / "trials" / "killed-00000", 3)
+    os.killpg(command.pid, signal.SIGKILL)
+    command.wait()
+
+    command = raypo("sweep", path)
+    out, error = command.communicate(timeout=TIMEOUT_S)
+    assert command.returncode == 0, error
+    assert "0 trials are done, 1 were begun and go on" in out
+    first, second = (folder / "trials" / f"killed-0000{number}" for number in range(2))
+    assert numbers(read_metrics(first)) == numbers(
+        read_metrics(three.folder / "trials" / "three-00000")
+    )
+    assert [row["step"] for row in read_metrics(second)] == [1, 2, 3, 4]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["trials"]["finished"] == summary["num_trials"] == 2
+
+    again = raypo("sweep", path)
+    out, error = again.communicate(timeout=60)
+    assert again.returncode == 0, error
+    assert "killed is finished" in out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import time
 import urllib.error
@@ -73,6 +74,7 @@ def start_prometheus(session: Session, folder: Path, port: int) -> subprocess.Po
     binary = shutil.which("prometheus")
     if binary is None:
         return None
+    _require_free(port, "--prometheus-port")
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "global": {"scrape_interval": "5s", "scrape_timeout": "4s"},
@@ -99,6 +101,7 @@ def start_grafana(session: Session, folder: Path, port: int) -> subprocess.Popen
     binary = shutil.which("grafana") or shutil.which("grafana-server")
     if binary is None or not session.grafana.exists():
         return None
+    _require_free(port, "--grafana-port")
     write_dashboard(session.grafana / "dashboards" / "raypo.json")
     folder.mkdir(parents=True, exist_ok=True)
     homes = [Path("/usr/share/grafana"), Path(binary).resolve().parent.parent]
@@ -141,6 +144,20 @@ def prometheus_url(port: int, titles: Sequence[str] = ()) -> str:
 def grafana_url(port: int) -> str:
     """raypo's dashboard in Grafana."""
     return f"http://127.0.0.1:{port}/d/{UID}"
+
+
+def _require_free(port: int, option: str) -> None:
+    """A server that is there already would answer in the place of the one to be started.
+
+    Raises:
+        ConfigError: something listens at the port.
+    """
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ConfigError(
+                f"{option} ({port}): another program listens there, and knows nothing of this Ray. "
+                f"Stop it, or choose another port."
+            )
 
 
 def _start(command: list[str], *, log: Path, ready: str) -> subprocess.Popen:

@@ -1,4 +1,5 @@
 import json
+import socket
 import stat
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
@@ -69,3 +70,16 @@ def test_a_server_that_ends_at_once_is_told_with_its_log(
     monkeypatch.setattr(servers.shutil, "which", lambda name: str(binary))
     with pytest.raises(ConfigError, match=r"address already in use.*Choose another port"):
         servers.start_prometheus(session, tmp_path / "data", 1)
+
+
+@pytest.mark.parametrize("server", ["prometheus", "grafana"])
+def test_another_program_on_the_port_is_not_taken_for_the_own_server(
+    server: str, session: servers.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(servers.shutil, "which", lambda name: "/bin/true")
+    session.grafana.mkdir(parents=True, exist_ok=True)
+    start = getattr(servers, f"start_{server}")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--{server}-port \({port}\): another program"):
+            start(session, tmp_path / "data", port)
