@@ -1,6 +1,7 @@
 """Every config class: frozen pydantic, torch-free."""
 
 from raypo.config.base import Config, ConfigError, RunFile, flatten
+from raypo.config.placement import DeploymentSection, FrozenSection, PlacementSection
 from raypo.config.ppo import (
     CorrectionSection,
     FilterSection,
@@ -16,14 +17,12 @@ from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
     DataSection,
-    DeploymentSection,
     EvalSection,
     LearnerSection,
     LoggingSection,
     LoraSection,
     MLflowSection,
     ModelSection,
-    PlacementSection,
     PolicyLoraSection,
     RewardModelEntry,
     RewardSection,
@@ -54,6 +53,7 @@ __all__ = [
     "EvalSection",
     "ExamplesLearnerSection",
     "FilterSection",
+    "FrozenSection",
     "KLSection",
     "LearnerSection",
     "LoggingSection",

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from raypo.config.base import RunFile
+from raypo.config.placement import PlacementSection
 from raypo.config.ppo import PPOSection
 from raypo.config.rollout import RolloutSection
 from raypo.config.sections import (
@@ -17,7 +18,6 @@ from raypo.config.sections import (
     LearnerSection,
     LoggingSection,
     ModelSection,
-    PlacementSection,
     RewardSection,
 )
 
@@ -162,6 +162,33 @@ class PPOConfig(RecipeConfig):
             raise ValueError(
                 f"placement.gpus.engine ({share:g}): an engine on several GPUs "
                 f"(rollout.engine.tensor_parallel = {size}) takes whole ones. Set it to 1."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _frozen_models_on_several_gpus_have_their_own(self) -> Self:
+        for role in ("reference", "reward"):
+            frozen, share = getattr(self.placement.frozen, role), getattr(self.placement.gpus, role)
+            key, size = f"placement.frozen.{role}.tensor_parallel", frozen.tensor_parallel
+            if size > 1 and self.placement.group_of(role) == "colocated":
+                raise ValueError(
+                    f"{key} ({size}): a frozen model beside the learner has one device. Set "
+                    f"placement.mode to dedicated for it, or {key} to 1."
+                )
+            if size > 1 and share < 1.0:
+                raise ValueError(
+                    f"placement.gpus.{role} ({share:g}): a replica on several GPUs "
+                    f"({key} = {size}) takes whole ones. Set it to 1."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_knows_prompts_at_temperature_1_alone(self) -> Self:
+        backend, temperature = self.placement.frozen.reference.backend, self.rollout.temperature
+        if backend == "vllm" and temperature != 1.0 and self.reference:
+            raise ValueError(
+                f"placement.frozen.reference.backend (vllm): gives log-probs of prompts at "
+                f"temperature 1 alone, and rollout.temperature is {temperature:g}. Set it to torch."
             )
         return self
 

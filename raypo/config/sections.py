@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -248,64 +248,6 @@ class CheckpointSection(Config):
     def is_due(self, step: int, *, last_step: int) -> bool:
         """Whether a checkpoint is due after `step` (counted from 1)."""
         return step % self.every == 0 or step == last_step
-
-
-class DeploymentSection(Config):
-    """How replicas of engines and frozen models are watched and asked; the words of Ray Serve."""
-
-    max_queued_requests: int | None = Field(default=None, ge=0)
-    """Most requests that wait at a replica before it refuses more; null: no bound."""
-    request_timeout_s: float | None = Field(default=None, gt=0.0)
-    """Seconds that a worker waits for an answer before the run stops; null: for ever."""
-    health_check_period_s: float = Field(default=10.0, gt=0.0)
-    """Seconds between two health checks of a replica; a process that ends is seen at once."""
-    health_check_timeout_s: float = Field(default=30.0, gt=0.0)
-    """Seconds without an answer to a check after which a replica is replaced."""
-    graceful_shutdown_timeout_s: float = Field(default=20.0, ge=0.0)
-    """Seconds that requests under way get when a deployment is shut down."""
-    max_restarts: int = Field(default=3, ge=0)
-    """Lost replicas of a deployment that are replaced before the run stops."""
-
-
-Group = Literal["colocated", "dedicated"]
-RoleKind = Literal["engine", "reference", "reward"]
-
-
-class GpuShares(Config):
-    """GPUs that one replica takes of a dedicated bundle; what is below 1 is shared."""
-
-    engine: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Of each of its `rollout.engine.tensor_parallel` GPUs."""
-    reference: float = Field(default=0.5, gt=0.0, le=1.0)
-    reward: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Of each reward model."""
-
-
-class PlacementSection(Config):
-    """Where engines and frozen models run."""
-
-    mode: Group | dict[RoleKind, Group] = "colocated"
-    """colocated: in the learner workers' own placement group, on their devices. dedicated: in a
-    group of their own, which outlives a restart of the workers. Or by role, the others colocated:
-    {engine: dedicated, reference: colocated, reward: colocated}."""
-    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
-    """Ray's placement strategy of each of the two groups."""
-    gpus: GpuShares = GpuShares()
-    """dedicated: by role. Replicas are put into one bundle as long as their shares fit a GPU."""
-    cpus_per_bundle: int = Field(default=1, ge=1)
-    """dedicated: CPU cores of each bundle; the replicas in it take turns on them."""
-    timeout_s: float = Field(default=600.0, gt=0.0)
-    """Seconds that engines and frozen models may take to start."""
-    deployment: DeploymentSection = DeploymentSection()
-
-    def group_of(self, role: RoleKind) -> Group:
-        """Where a role lives."""
-        return self.mode if isinstance(self.mode, str) else self.mode.get(role, "colocated")
-
-    @property
-    def is_dedicated(self) -> bool:
-        """Whether any role lives in a group of its own."""
-        return any(self.group_of(role) == "dedicated" for role in get_args(RoleKind))
 
 
 class ClusterSection(Config):

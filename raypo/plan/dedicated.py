@@ -86,10 +86,12 @@ def _guests(config: PPOConfig | SFTConfig, *, use_gpu: bool) -> list[Guest]:
         guests += [Guest("engine", index, share) for index in range(count)]
     if not isinstance(config, PPOConfig):
         return guests
+    frozen = placement.frozen
     if placement.group_of("reference") == "dedicated" and config.reference:
-        guests.append(Guest("reference", 0, placement.gpus.reference if use_gpu else 0.0))
+        share = placement.gpus.reference * frozen.reference.tensor_parallel if use_gpu else 0.0
+        guests.append(Guest("reference", 0, share))
     if placement.group_of("reward") == "dedicated":
-        share = placement.gpus.reward if use_gpu else 0.0
+        share = placement.gpus.reward * frozen.reward.tensor_parallel if use_gpu else 0.0
         count = len(config.model.reward or ())
         guests += [Guest(f"reward_{number}", 0, share) for number in range(count)]
     return guests

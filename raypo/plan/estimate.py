@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raypo.config import LoraSection, PPOConfig
+from raypo.config import FrozenSection, LoraSection, PPOConfig
 from raypo.plan import memory
 from raypo.plan.memory import ITEMSIZE, Batch, Bytes, Memory, Sharding
 from raypo.plan.model_shape import ModelShape
@@ -131,8 +131,18 @@ def _adapter(lora: LoraSection, shape: ModelShape) -> int:
     return shape.adapter_parameters(lora.rank, targets)
 
 
-def frozen(config: PPOConfig, shape: ModelShape, device: Device, *, head: bool = True) -> Memory:
+def frozen(
+    config: PPOConfig,
+    shape: ModelShape,
+    device: Device,
+    gpu_bytes: int | None,
+    *,
+    section: FrozenSection,
+    head: bool = True,
+) -> Memory:
     """The reference, or another frozen model without its head."""
+    if section.backend == "vllm":
+        return _frozen_in_vllm(config, shape, device, gpu_bytes, section=section, head=head)
     itemsize = ITEMSIZE[config.model.dtype]
     batch = step_batch(config, shape)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
@@ -143,6 +153,31 @@ def frozen(config: PPOConfig, shape: ModelShape, device: Device, *, head: bool =
         held={"runtime": RUNTIME[device]["frozen"], "weights": parameters * itemsize},
         phases={"score": added},
     )
+
+
+def _frozen_in_vllm(
+    config: PPOConfig,
+    shape: ModelShape,
+    device: Device,
+    gpu_bytes: int | None,
+    *,
+    section: FrozenSection,
+    head: bool,
+) -> Memory:
+    """As an engine: it takes its fraction of a GPU, and what is left over is cache."""
+    itemsize = ITEMSIZE[config.model.dtype]
+    parameters = shape.parameters if head else shape.backbone_parameters
+    held: Bytes = {
+        "runtime": RUNTIME[device]["engine"],
+        "weights": parameters * itemsize // section.tensor_parallel,
+    }
+    if device == "cpu":
+        length = max_model_len(config) + 1
+        held["KV cache"] = memory.default_cpu_kv_bytes(shape, length, itemsize=itemsize)
+    elif gpu_bytes:
+        taken = int(section.gpu_memory_fraction * gpu_bytes)
+        held["KV cache"] = max(0, taken - sum(held.values()))
+    return Memory(held=held)
 
 
 def engine(config: PPOConfig, shape: ModelShape, device: Device, gpu_bytes: int | None) -> Memory:

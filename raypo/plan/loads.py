@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypo.config import ConfigError, PPOConfig
-from raypo.config.sections import RoleKind
+from raypo.config.placement import RoleKind
 from raypo.plan import estimate
 from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
 from raypo.plan.estimate import Device, Models, Role
@@ -59,9 +59,12 @@ def roles_of(
         Role("engine", estimate.engine(config, models.policy, device, gpu_bytes)),
     ]
     if models.reference:
-        roles.append(Role("reference", estimate.frozen(config, models.reference, device)))
+        section = config.placement.frozen.reference
+        frozen = estimate.frozen(config, models.reference, device, gpu_bytes, section=section)
+        roles.append(Role("reference", frozen))
     for number, shape in enumerate(models.rewards):
-        frozen = estimate.frozen(config, shape, device, head=False)
+        section = config.placement.frozen.reward
+        frozen = estimate.frozen(config, shape, device, gpu_bytes, section=section, head=False)
         roles.append(Role(f"reward_{number}", frozen))
     return roles
 

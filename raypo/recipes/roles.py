@@ -11,6 +11,7 @@ from raypo.config import PolicyLoraSection, PPOConfig, SFTConfig
 from raypo.serving.engine import Engine
 from raypo.serving.reference import ReferenceModel
 from raypo.serving.reward_model import RewardModel
+from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,25 @@ def engine_of(config: PPOConfig | SFTConfig, *, num_threads: int) -> Role:
         "model": config.model.policy,
         "section": config.rollout.engine,
         "dtype": config.model.dtype,
-        "max_model_len": config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        "max_model_len": _longest(config),
         "seed": config.seed,
         "lora": lora if holds_adapter else None,
     }
     return Role("engine", Engine, kwargs, num_threads)
 
 
+def _longest(config: PPOConfig | SFTConfig) -> int:
+    """Most tokens of prompt and response together."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
 def _reference(config: PPOConfig, num_threads: int) -> Role:
-    kwargs = {
-        "model": config.reference,
-        "dtype": config.model.dtype,
+    section = config.placement.frozen.reference
+    kwargs = {"model": config.reference, "dtype": config.model.dtype}
+    if section.backend == "vllm":
+        kwargs |= {"section": section, "max_model_len": _longest(config)}
+        return Role("reference", VllmReference, kwargs, num_threads)
+    kwargs |= {
         "temperature": config.rollout.temperature,
         "max_batch_tokens": config.learner.max_tokens_per_microbatch,
     }
@@ -72,10 +81,14 @@ def _reference(config: PPOConfig, num_threads: int) -> Role:
 
 def _reward_model(config: PPOConfig, number: int, num_threads: int) -> Role:
     assert config.model.reward is not None
+    section = config.placement.frozen.reward
     kwargs = {
         "model": config.model.reward[number].path,
         "policy": config.model.policy,
         "dtype": config.model.dtype,
-        "max_batch_tokens": config.learner.max_tokens_per_microbatch,
     }
+    if section.backend == "vllm":
+        kwargs |= {"section": section, "max_model_len": _longest(config)}
+        return Role(f"reward_{number}", VllmRewardModel, kwargs, num_threads)
+    kwargs |= {"max_batch_tokens": config.learner.max_tokens_per_microbatch}
     return Role(f"reward_{number}", RewardModel, kwargs, num_threads)

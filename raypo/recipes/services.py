@@ -26,7 +26,6 @@ from raypo.config import PPOConfig, SFTConfig
 from raypo.recipes.roles import engine_of, roles_of, settled
 from raypo.recipes.setup import Shared
 from raypo.recipes.sharing import of_shared
-from raypo.serving.reward_model import RewardModel
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def start_deployments(
     colocated = [role for role in roles if role.name not in elsewhere]
     started = _start([settled(r, config, run_name, logs_dir) for r in colocated], config, workers)
     handles = {**elsewhere, **started}
-    rewards = [role.name for role in roles if role.cls is RewardModel]
+    rewards = [role.name for role in roles if role.name.startswith("reward_")]
     return Services(
         engine=handles["engine"].preferring(workers.rank % _num_engines(config, workers)),
         reference=handles.get("reference"),

@@ -51,7 +51,7 @@ class RewardModel(FrozenModel):
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
         """A score for each rollout, in the order given; NaN for one without tokens."""
-        sequences = [self._ids(rollout) for rollout in rollouts]
+        sequences = [sequence_ids(self._tokenizer, rollout) for rollout in rollouts]
         scores = [float("nan")] * len(rollouts)
         rows = [row for row, ids in enumerate(sequences) if len(ids)]
         lengths = [len(sequences[row]) for row in rows]
@@ -72,10 +72,16 @@ class RewardModel(FrozenModel):
             mask[row, : len(tokens)] = True
         return sequence_scores(self._model, ids.to(self._device), mask.to(self._device)).cpu()
 
-    def _ids(self, rollout: Rollout) -> np.ndarray:
-        if self._tokenizer is None:
-            return np.concatenate([rollout.prompt_ids, rollout.response_ids])
-        return np.asarray(_encode(self._tokenizer, rollout), dtype=np.int64)
+
+def sequence_ids(tokenizer: Any | None, rollout: Rollout) -> np.ndarray:
+    """Prompt and response as a reward model reads them, int [L].
+
+    Args:
+        tokenizer: The reward model's; None: it has the policy's vocabulary.
+    """
+    if tokenizer is None:
+        return np.concatenate([rollout.prompt_ids, rollout.response_ids])
+    return np.asarray(_encode(tokenizer, rollout), dtype=np.int64)
 
 
 def _encode(tokenizer: Any, rollout: Rollout) -> list[int]:

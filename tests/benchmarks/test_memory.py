@@ -104,6 +104,6 @@ def test_a_reference(model: tuple[str, Path]):
     name, folder = model
     config = run_config(folder)
     shape = Models.read(config).policy
-    memory = estimate.frozen(config, shape, "cpu")
+    memory = estimate.frozen(config, shape, "cpu", None, section=config.placement.frozen.reference)
     predicted = memory.steady - memory.held["runtime"] + memory.added("score")
     compare(f"reference, {name}", predicted, measured("reference", folder)["forward"])

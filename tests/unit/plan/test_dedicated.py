@@ -135,3 +135,50 @@ def test_engines_that_cannot_be_are_refused(changes: dict, message: str):
     }
     with pytest.raises(ConfigError, match=message):
         PPOConfig.parse(values)
+
+
+def test_a_frozen_model_in_vllm_may_span_the_gpus_of_a_bundle():
+    frozen = {"reference": {"backend": "vllm", "tensor_parallel": 4}}
+    run = config({"reference": "dedicated"}, frozen=frozen, gpus={"reference": 1.0})
+    assert layout(run) == ["1 CPU, 4 GPU for reference:0"]
+    assert layout(run, use_gpu=False) == ["1 CPU for reference:0"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "placement", "message"),
+    [
+        (
+            "dedicated",
+            {"frozen": {"reward": {"tensor_parallel": 2}}},
+            r"tensor_parallel \(2\): backend torch computes on one",
+        ),
+        (
+            "colocated",
+            {"frozen": {"reward": {"backend": "vllm", "tensor_parallel": 2}}},
+            r"reward\.tensor_parallel \(2\): .* Set placement\.mode to dedicated",
+        ),
+        (
+            "dedicated",
+            {"frozen": {"reference": {"backend": "vllm", "tensor_parallel": 2}}},
+            r"placement\.gpus\.reference \(0\.5\): .* takes whole ones\. Set it to 1",
+        ),
+    ],
+)
+def test_frozen_models_that_cannot_span_devices_are_refused(
+    mode: str, placement: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        config(mode, **placement)
+
+
+def test_vllm_gives_log_probs_of_prompts_at_temperature_1_alone():
+    values = {
+        "name": "run",
+        "model": {"policy": "p"},
+        "data": {"prompts": "d.jsonl"},
+        "rollout": {"temperature": 0.7},
+        "placement": {"frozen": {"reference": {"backend": "vllm"}}},
+    }
+    with pytest.raises(ConfigError, match=r"temperature is 0\.7\. Set it to torch"):
+        PPOConfig.parse(values)
+    PPOConfig.parse(values | {"rollout": {}})

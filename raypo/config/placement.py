@@ -1,0 +1,97 @@
+"""Where engines and frozen models run, on what, and how their replicas are watched."""
+
+from __future__ import annotations
+
+from typing import Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from raypo.config.base import Config
+
+
+class DeploymentSection(Config):
+    """How replicas of engines and frozen models are watched and asked; the words of Ray Serve."""
+
+    max_queued_requests: int | None = Field(default=None, ge=0)
+    """Most requests that wait at a replica before it refuses more; null: no bound."""
+    request_timeout_s: float | None = Field(default=None, gt=0.0)
+    """Seconds that a worker waits for an answer before the run stops; null: for ever."""
+    health_check_period_s: float = Field(default=10.0, gt=0.0)
+    """Seconds between two health checks of a replica; a process that ends is seen at once."""
+    health_check_timeout_s: float = Field(default=30.0, gt=0.0)
+    """Seconds without an answer to a check after which a replica is replaced."""
+    graceful_shutdown_timeout_s: float = Field(default=20.0, ge=0.0)
+    """Seconds that requests under way get when a deployment is shut down."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Lost replicas of a deployment that are replaced before the run stops."""
+
+
+Group = Literal["colocated", "dedicated"]
+RoleKind = Literal["engine", "reference", "reward"]
+
+
+class GpuShares(Config):
+    """GPUs that one replica takes of a dedicated bundle; what is below 1 is shared."""
+
+    engine: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Of each of its `rollout.engine.tensor_parallel` GPUs."""
+    reference: float = Field(default=0.5, gt=0.0, le=1.0)
+    reward: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Of each reward model."""
+
+
+class FrozenSection(Config):
+    """How a frozen model is computed."""
+
+    backend: Literal["torch", "vllm"] = "torch"
+    """torch: transformers on one device; vllm: also on several, and its memory is set aside."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """vllm: GPUs of one node that share a replica, in a dedicated bundle of their own."""
+    gpu_memory_fraction: float = Field(default=0.4, gt=0.0, le=1.0)
+    """vllm: of each of its GPUs, weights included."""
+
+    @model_validator(mode="after")
+    def _several_devices_need_vllm(self) -> Self:
+        if self.tensor_parallel > 1 and self.backend == "torch":
+            raise ValueError(
+                f"tensor_parallel ({self.tensor_parallel}): backend torch computes on one device. "
+                f"Set backend to vllm, or tensor_parallel to 1."
+            )
+        return self
+
+
+class FrozenSections(Config):
+    """By role."""
+
+    reference: FrozenSection = FrozenSection()
+    reward: FrozenSection = FrozenSection()
+    """Of each reward model."""
+
+
+class PlacementSection(Config):
+    """Where engines and frozen models run."""
+
+    mode: Group | dict[RoleKind, Group] = "colocated"
+    """colocated: in the learner workers' own placement group, on their devices. dedicated: in a
+    group of their own, which outlives a restart of the workers. Or by role, the others colocated:
+    {engine: dedicated, reference: colocated, reward: colocated}."""
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """Ray's placement strategy of each of the two groups."""
+    gpus: GpuShares = GpuShares()
+    """dedicated: by role. Replicas are put into one bundle as long as their shares fit a GPU."""
+    frozen: FrozenSections = FrozenSections()
+    """Backend and tensor parallelism of reference and reward models."""
+    cpus_per_bundle: int = Field(default=1, ge=1)
+    """dedicated: CPU cores of each bundle; the replicas in it take turns on them."""
+    timeout_s: float = Field(default=600.0, gt=0.0)
+    """Seconds that engines and frozen models may take to start."""
+    deployment: DeploymentSection = DeploymentSection()
+
+    def group_of(self, role: RoleKind) -> Group:
+        """Where a role lives."""
+        return self.mode if isinstance(self.mode, str) else self.mode.get(role, "colocated")
+
+    @property
+    def is_dedicated(self) -> bool:
+        """Whether any role lives in a group of its own."""
+        return any(self.group_of(role) == "dedicated" for role in get_args(RoleKind))

@@ -1,0 +1,206 @@
+"""Frozen models in vLLM: for those that one device does not hold.
+
+The same numbers as `raypo.serving.reference` and `raypo.serving.reward_model`, to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from raypo.config import FrozenSection
+from raypo.metrics.process_memory import peak_memory
+from raypo.models.loading import load_tokenizer, same_vocabulary, short_name
+from raypo.serving.checkpoint import kv_bytes_per_token
+from raypo.serving.reward_model import sequence_ids
+from raypo.serving.vllm_settings import default_cpu_kv_bytes, start_llm
+from raypo.types import Rollout
+
+
+class VllmModel:
+    """One vLLM with weights of its own, which nobody pushes."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        section: FrozenSection,
+        dtype: str,
+        max_model_len: int,
+        num_threads: int | None,
+        **arguments: Any,
+    ) -> None:
+        """Start vLLM with the model's weights.
+
+        Args:
+            model: Folder or hub id.
+            section: Devices and memory.
+            dtype: float32 or bfloat16.
+            max_model_len: Most tokens of a sequence.
+            num_threads: Threads of this process's tensor operations; None: as they are.
+            arguments: More of `vllm.LLM`'s.
+
+        Raises:
+            RuntimeError: vLLM is missing or its version is not supported.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._name = short_name(model)
+        self._max_model_len = max_model_len
+        several = section.tensor_parallel > 1
+        arguments |= {
+            "model": model,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "tensor_parallel_size": section.tensor_parallel,
+            "distributed_executor_backend": "mp" if several else "uni",
+            "disable_log_stats": True,
+        }
+        self._can_sleep = torch.cuda.is_available()
+        if self._can_sleep:
+            arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
+            arguments["enable_sleep_mode"] = True
+        else:
+            per_token = kv_bytes_per_token(model, dtype=dtype)
+            arguments["enforce_eager"] = True
+            arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
+        self._llm = start_llm(arguments)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name}, frozen, ready)"
+
+    def peak_memory(self) -> dict[str, float]:
+        """The most memory that this process has held, in GB."""
+        return peak_memory()
+
+    def sleep(self) -> None:
+        """Give the GPU's memory to others."""
+        if self._can_sleep:
+            self._llm.sleep(level=1)
+
+    def wake_up(self) -> None:
+        """Take it again."""
+        if self._can_sleep:
+            self._llm.wake_up()
+
+    def shutdown(self) -> None:
+        """Give memory and vLLM's globals back."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _prompt(self, ids: np.ndarray) -> dict[str, list[int]]:
+        if len(ids) > self._max_model_len:
+            raise ValueError(
+                f"{self!r}: a sequence has {len(ids)} tokens, and the model takes at most "
+                f"{self._max_model_len}. Set placement.frozen.*.backend to torch, or lower "
+                f"rollout.max_new_tokens."
+            )
+        return {"prompt_token_ids": ids.tolist()}
+
+
+class VllmReference(VllmModel):
+    """One replica of the reference: rollouts in, log-probs of their response tokens out."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        section: FrozenSection,
+        dtype: str,
+        max_model_len: int,
+        num_threads: int | None = None,
+    ) -> None:
+        """As `VllmModel`; the log-probs are those at temperature 1."""
+        super().__init__(
+            model,
+            section=section,
+            dtype=dtype,
+            max_model_len=max_model_len + 1,  # vLLM samples a token after each prompt
+            num_threads=num_threads,
+        )
+
+    def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
+        """float32 [T] for each rollout, in the order given, at temperature 1."""
+        from vllm import SamplingParams
+
+        answers = [np.zeros(0, dtype=np.float32)] * len(rollouts)
+        rows = [row for row, rollout in enumerate(rollouts) if len(rollout.response_ids)]
+        if not rows:
+            return answers
+        sequences = [
+            np.concatenate([rollouts[row].prompt_ids, rollouts[row].response_ids]) for row in rows
+        ]
+        parameters = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
+        )
+        prompts = [self._prompt(ids) for ids in sequences]
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        for row, ids, output in zip(rows, sequences, outputs, strict=True):
+            length = len(rollouts[row].response_ids)
+            told = zip(ids[-length:].tolist(), output.prompt_logprobs[-length:], strict=True)
+            answers[row] = np.array([at[token].logprob for token, at in told], dtype=np.float32)
+        return answers
+
+
+class VllmRewardModel(VllmModel):
+    """One replica of a reward model: rollouts in, a score each out."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        section: FrozenSection,
+        dtype: str,
+        max_model_len: int,
+        policy: str | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Start vLLM with a sequence classifier of one label.
+
+        Args:
+            model: Folder or hub id.
+            section: Devices and memory.
+            dtype: float32 or bfloat16.
+            max_model_len: Most tokens of a rollout; twice as many where they are encoded anew.
+            policy: Whose tokens the rollouts hold; None: of another vocabulary than the model.
+            num_threads: Threads of this process's tensor operations; None: as they are.
+
+        Raises:
+            RuntimeError: vLLM is missing or its version is not supported.
+        """
+        is_shared = policy is not None and same_vocabulary(model, policy)
+        self._tokenizer = None if is_shared else load_tokenizer(model)
+        super().__init__(
+            model,
+            section=section,
+            dtype=dtype,
+            max_model_len=max_model_len if is_shared else longest_text(model, 2 * max_model_len),
+            num_threads=num_threads,
+            runner="pooling",
+        )
+
+    def score(self, rollouts: list[Rollout]) -> list[float]:
+        """A score for each rollout, in the order given; NaN for one without tokens."""
+        from vllm import PoolingParams
+
+        sequences = [sequence_ids(self._tokenizer, rollout) for rollout in rollouts]
+        scores = [float("nan")] * len(rollouts)
+        rows = [row for row, ids in enumerate(sequences) if len(ids)]
+        if not rows:
+            return scores
+        prompts = [self._prompt(sequences[row]) for row in rows]
+        parameters = PoolingParams(use_activation=False)  # the score itself, no sigmoid of it
+        outputs = self._llm.encode(prompts, parameters, use_tqdm=False, pooling_task="classify")
+        for row, output in zip(rows, outputs, strict=True):
+            (scores[row],) = output.outputs.data.float().flatten().tolist()
+        return scores
+
+
+def longest_text(model: str, most: int) -> int:
+    """As many tokens, or as many as the model has positions for."""
+    config: Any = AutoConfig.from_pretrained(model).get_text_config()
+    return min(most, getattr(config, "max_position_embeddings", most))

@@ -1,0 +1,64 @@
+"""Frozen models in vLLM say what they say in torch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+from raypo.config import FrozenSection
+from raypo.serving.reference import ReferenceModel
+from raypo.serving.reward_model import RewardModel
+from raypo.serving.vllm_frozen import VllmModel, VllmReference, VllmRewardModel
+from tests.integration.test_reference import rollouts
+from tests.tiny import tiny_policy, tiny_tokenizer
+
+SECTION = FrozenSection(backend="vllm")
+TOLERANCE = 1e-4
+"""Nats, and units of the score: float32 in another order."""
+
+
+def tiny_reward_model(folder: Path, policy: Path) -> Path:
+    """A random classifier with the policy's tokenizer, head_dim 32 for vLLM."""
+    tiny_tokenizer(folder)
+    config = LlamaConfig.from_pretrained(policy, num_labels=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_reference_and_reward_model_agree_with_torch(tmp_path: Path):
+    policy = str(tiny_policy(tmp_path / "policy"))
+    given = rollouts()
+    ours = ReferenceModel(policy, dtype="float32", temperature=1.0, max_batch_tokens=64)
+    reference = VllmReference(policy, section=SECTION, dtype="float32", max_model_len=64)
+    try:
+        assert repr(reference).startswith("VllmReference(")
+        answers = reference.log_probs(given)
+        assert reference.log_probs([]) == []
+        for rollout, answer, expected in zip(given, answers, ours.log_probs(given), strict=True):
+            assert answer.dtype == np.float32
+            assert answer.shape == rollout.response_ids.shape
+            np.testing.assert_allclose(answer, expected, atol=TOLERANCE)
+    finally:
+        reference.shutdown()
+
+    model = str(tiny_reward_model(tmp_path / "reward", Path(policy)))
+    kept = RewardModel(model, policy=policy, dtype="float32", max_batch_tokens=64)
+    reward = VllmRewardModel(
+        model, policy=policy, section=SECTION, dtype="float32", max_model_len=64
+    )
+    try:
+        scores = reward.score(given)
+        assert len(set(scores)) > 1
+        np.testing.assert_allclose(scores, kept.score(given), atol=TOLERANCE)
+        assert_too_long_is_told(reward)
+    finally:
+        reward.shutdown()
+
+
+def assert_too_long_is_told(model: VllmModel) -> None:
+    with pytest.raises(ValueError, match=r"has 65 tokens, and the model takes at most 64"):
+        model._prompt(np.zeros(65, dtype=np.int32))
