@@ -55,7 +55,6 @@ class VllmModel:
             "model": model,
             "dtype": dtype,
             "max_model_len": max_model_len,
-            "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
             "tensor_parallel_size": section.tensor_parallel,
             "distributed_executor_backend": "mp" if several else "uni",
@@ -121,6 +120,7 @@ class VllmReference(VllmModel):
             dtype=dtype,
             max_model_len=max_model_len + 1,  # vLLM samples a token after each prompt
             num_threads=num_threads,
+            skip_tokenizer_init=True,
         )
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
