@@ -33,7 +33,7 @@ def sweep(
     from raypo.config.paths import storage_path
     from raypo.config.sweep import SweepConfig
     from raypo.metrics.run_files import RunFiles
-    from raypo.tuning.folder import check_sweep_folder, is_done, recorded_config
+    from raypo.tuning.folder import check_sweep_folder, is_done
 
     config = SweepConfig.load(file, overrides)
     base = config.base_config()
@@ -57,8 +57,6 @@ def sweep(
                 f"num_samples adds trials, --fresh starts over."
             )
             return
-        files.write_config(recorded_config(config, base))
-        files.sync()
         from raypo.tuning.sweep import run_sweep  # Ray and torch from here on
 
         outcome = run_sweep(config, base, files)

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from raypo.config import ConfigError
+from raypo.rewards.scoring import MODULE_OF_FILE
 
 
 def check_function(spec: str, *, key: str = "reward.function") -> None:
@@ -184,7 +185,7 @@ def _no_such_name(name: str, defined: list[str], spec: str, place: str, key: str
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    name = "raypo_function_file" + re.sub(r"\W", "_", path.as_posix())
+    name = MODULE_OF_FILE + re.sub(r"\W", "_", path.as_posix())
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

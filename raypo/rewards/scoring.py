@@ -9,10 +9,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from raypo.types import Rollout
 
+MODULE_OF_FILE = "raypo_function_file"
+"""How the names of modules begin that are loaded from a `file.py:name`."""
 RewardFunction = Callable[[list[Rollout]], Any]
 """(list[Rollout]) -> a score each; a coroutine function is awaited."""
 
@@ -113,9 +116,11 @@ def too_many_failures(
 
 
 def function_name(function: RewardFunction) -> str:
-    """How messages call a reward function: by module and name."""
+    """How messages call a reward function: package.module.name, or file.py:name as in configs."""
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     module = getattr(function, "__module__", None)
+    if module and module.startswith(MODULE_OF_FILE):
+        return f"{Path(inspect.getfile(function)).name}:{name}"
     return f"{module}.{name}" if module else name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ray.tune import Callback
@@ -86,7 +87,7 @@ class Board(Callback):
         record = self.records[number_of(trial)]
         self._add_time(trials)
         record.status = "interrupted" if self._is_stopping() else "failed"
-        record.error = last_line(str(trial.get_pickled_error() or trial.get_error() or ""))
+        record.error = last_line(error_text(trial))
         self._keep()
         self._view.ended(record)
 
@@ -123,6 +124,12 @@ def figures_of(result: Mapping[str, Any]) -> dict[str, float]:
         for name, value in result.items()
         if "/" in name and name != VALUE and isinstance(value, int | float)
     }
+
+
+def error_text(trial: Trial) -> str:
+    """What the trial raised; Tune itself looks for it in the storage, where it comes later."""
+    file = Path(trial.error_file) if trial.error_file else None
+    return file.read_text() if file is not None and file.exists() else ""
 
 
 def last_line(text: str) -> str:

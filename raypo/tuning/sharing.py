@@ -133,7 +133,8 @@ def started(
         if sharing.engines:
             for slot in range(num_slots):
                 run = f"{name}-lent-{slot}"
-                engines = start_shared(base, run, ["engine"], logs_dir=logs_dir, use_gpu=False)
+                logs = f"{logs_dir}/{run}"
+                engines = start_shared(base, run, ["engine"], logs_dir=logs, use_gpu=False)
                 open_ones.append(engines)
             lender = start_lender([each.handles["engine"] for each in open_ones[1:]])
         yield Shared(base, models.handles, lender)

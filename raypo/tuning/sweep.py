@@ -26,7 +26,7 @@ from raypo.metrics.folder import open_folder
 from raypo.metrics.run_files import RunFiles
 from raypo.tuning.board import Board
 from raypo.tuning.cluster import find_nodes
-from raypo.tuning.folder import TRIALS_FOLDER
+from raypo.tuning.folder import TRIALS_FOLDER, recorded_config
 from raypo.tuning.goal import Goal
 from raypo.tuning.outcome import Outcome, write_outcome
 from raypo.tuning.plan import SweepPlan, describe, plan_sweep, trial_name
@@ -74,6 +74,8 @@ def run_sweep(sweep: SweepConfig, base: PPOConfig, files: RunFiles) -> Outcome:
         ConfigError: not even one trial fits the cluster.
     """
     os.environ.update(_TUNE_ENVIRONMENT)
+    files.write_config(recorded_config(sweep, base))
+    files.sync()
     connected_here = connect(base.cluster)
     try:
         nodes, use_gpu = find_nodes(base)
@@ -174,8 +176,8 @@ class _Sweep:
             ),
             tune_config=tune.TuneConfig(
                 search_alg=searcher_of(self._sweep, self._ended, self._left),
-                scheduler=scheduler,
                 num_samples=self._plan.num_trials - len(self._ended),
+                scheduler=scheduler,
                 max_concurrent_trials=self._plan.num_slots,
                 trial_name_creator=name_of,
                 trial_dirname_creator=name_of,

@@ -145,7 +145,7 @@ metric: rollout/score_mean
     command = raypo("sweep", path)
     out, error = command.communicate(timeout=TIMEOUT_S)
     assert command.returncode == 0, error
-    assert "0 trials are done, 1 were begun and go on" in out
+    assert "0 trials are done, 2 were begun and go on" in out
     first, second = (folder / "trials" / f"killed-0000{number}" for number in range(2))
     assert numbers(read_metrics(first)) == numbers(
         read_metrics(three.folder / "trials" / "three-00000")

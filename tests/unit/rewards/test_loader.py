@@ -6,6 +6,7 @@ import pytest
 
 from raypo.config import ConfigError
 from raypo.rewards.loader import check_function, load_function
+from raypo.rewards.scoring import function_name
 
 GOOD = "def score(rollouts):\n    return [1.0 for _ in rollouts]\n"
 
@@ -237,3 +238,8 @@ def test_a_module_in_nested_folders_without_init_files_is_found(
     check_function("spread.deep.judge:score")
     with pytest.raises(ConfigError, match="defines no scare"):
         check_function("spread.deep.judge:scare")
+
+
+def test_messages_name_a_function_of_a_file_as_the_config_does(tmp_path):
+    function = load_function(f"{write(tmp_path / 'rewards.py', GOOD)}:score")
+    assert function_name(function) == "rewards.py:score"
