@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +31,8 @@ def monitor(
         typer.echo(f"raypo: {dashboard}")
         return
     found = servers.Session.find(session)
+    for each in (signal.SIGINT, signal.SIGTERM):  # also where a shell has them ignored
+        signal.signal(each, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="raypo-monitor-"))
     processes = []
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from raypo.config.base import flatten
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
 
+REPEAT_GAUGES_S = 5.0
 PROMETHEUS_PREFIX = "raypo_"
 """Ray puts `ray_` before it: `rollout/score_mean` is `ray_raypo_rollout_score_mean`."""
 
@@ -176,12 +178,30 @@ class RayMetrics:
         trial = _TRIAL.search(run)
         self._labels = {"run": run, "trial": trial[1] if trial else ""}
         self._gauges: dict[str, Gauge] = {}
+        self._values: dict[str, float] = {}
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        threading.Thread(target=self._repeat, name="raypo-gauges", daemon=True).start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of one step; a figure that it lacks keeps its last value."""
+        with self._lock:
+            self._values |= {"step": step, **_finite(metrics)}
+            self._set()
+
+    def close(self) -> None:
+        """The gauges end soon after."""
+        self._closed.set()
+
+    def _repeat(self) -> None:
+        """Ray forgets a gauge that was not set for some seconds, and steps may take minutes."""
+        while not self._closed.wait(REPEAT_GAUGES_S):
+            with self._lock:
+                self._set()
+
+    def _set(self) -> None:
         from ray.util.metrics import Gauge
 
-        for name, value in {"step": step, **_finite(metrics)}.items():
+        for name, value in self._values.items():
             if name not in self._gauges:
                 self._gauges[name] = Gauge(
                     prometheus_name(name),
@@ -189,9 +209,6 @@ class RayMetrics:
                     tag_keys=tuple(self._labels),
                 )
             self._gauges[name].set(value, tags=self._labels)
-
-    def close(self) -> None:
-        """Nothing to do: the gauges end with the process."""
 
 
 def prometheus_name(metric: str) -> str:

@@ -9,6 +9,8 @@ import pytest
 from raypo.config import LoggingSection
 from raypo.metrics.sinks import Sinks
 
+FORGOTTEN_AFTER_S = 40.0
+"""By then Ray no longer tells a gauge that was set once."""
 OFF = {"tensorboard": False, "prometheus": False}
 
 
@@ -44,13 +46,17 @@ def test_prometheus_finds_the_metrics_of_a_run_under_stable_names():
     ray.get(worker.write.remote())
     node = ray.nodes()[0]
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    deadline, found = time.monotonic() + 60, []
-    while not found and time.monotonic() < deadline:
-        time.sleep(1)
+
+    def exported() -> list[str]:
         with urllib.request.urlopen(address) as answer:
             lines = answer.read().decode().splitlines()
-        found = [line for line in lines if line.startswith("ray_raypo_rollout_score_mean{")]
-    (line,) = found
+        return [line for line in lines if line.startswith("ray_raypo_rollout_score_mean{")]
+
+    deadline = time.monotonic() + 60
+    while not exported() and time.monotonic() < deadline:
+        time.sleep(1)
+    time.sleep(FORGOTTEN_AFTER_S)
+    (line,) = exported()
     assert 'run="kl-00012"' in line
     assert 'trial="00012"' in line
     assert line.endswith(" 0.5")
