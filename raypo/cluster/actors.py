@@ -11,9 +11,8 @@ from ray.exceptions import GetTimeoutError, RayError
 
 NAME_TIMEOUT_S = 30.0
 """How long an actor of an earlier attempt may take to give up its name."""
-
-
 PING_TIMEOUT_S = 5.0
+"""How long an actor may take to answer before it counts as busy."""
 
 
 class DeploymentError(RuntimeError):

@@ -14,6 +14,7 @@ from raypo.cluster.actors import is_alive
 from raypo.cluster.handle import DeploymentHandle
 
 LOOK_EVERY_S = 0.5
+"""How often one that waits looks whether a holder has died."""
 
 
 class Lender:

@@ -61,18 +61,25 @@ def of_shared(
         return {}
     alike = roles_alike(config, shared.config)
     handles = {role: handle for role, handle in shared.handles.items() if role in alike}
-    engine: Any = None
     if shared.lender is not None and "engine" in alike:
-        this_worker = ray.get_runtime_context().current_actor
-        if workers.rank == 0:
-            lend: Any = shared.lender.lend
-            engine = ray.get(lend.remote(this_worker, config.placement.timeout_s))
-            if engine is not None:
-                engine.forget()  # the weights of the run before
-        engine = workers.broadcast(engine)
-        if engine is not None and workers.rank > 0:
-            ray.get(shared.lender.hold.remote(engine.name, this_worker))
-    return handles | ({"engine": engine} if engine is not None else {})
+        engine = borrow(shared.lender, workers, timeout_s=config.placement.timeout_s)
+        if engine is not None:
+            handles["engine"] = engine
+    return handles
+
+
+def borrow(lender: Any, workers: Workers, *, timeout_s: float) -> DeploymentHandle | None:
+    """An engine for all workers of this run until the last of them is dead; None: none is free."""
+    this_worker = ray.get_runtime_context().current_actor
+    engine: DeploymentHandle | None = None
+    if workers.rank == 0:
+        engine = ray.get(lender.lend.remote(this_worker, timeout_s))
+        if engine is not None:
+            engine.forget()  # the weights of the run before
+    engine = workers.broadcast(engine)
+    if engine is not None and workers.rank > 0:
+        ray.get(lender.hold.remote(engine.name, this_worker))
+    return engine
 
 
 def roles_alike(one: PPOConfig, other: PPOConfig) -> set[str]:

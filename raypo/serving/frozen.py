@@ -1,4 +1,4 @@
-"""What the frozen models have in common: a network that gives its GPU memory to others."""
+"""What the frozen models have in common: a name, threads, memory that they lend to others."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from raypo.models.loading import release_memory, short_name
 
 
 class FrozenModel:
-    """A network without gradients, on the GPU where there is one."""
+    """A model that nobody trains, alone in its process."""
 
-    def __init__(self, name: str, network: Any, *, max_batch_tokens: int) -> None:
-        """Put the network on its device.
+    def __init__(self, name: str, *, num_threads: int | None) -> None:
+        """Settle the process.
 
         Args:
             name: Folder or hub id, for people.
-            network: A Hugging Face model.
-            max_batch_tokens: Most tokens, padding included, of one forward pass.
+            num_threads: Threads of this process's tensor operations; None: as they are.
         """
         self._name = short_name(name)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = network.eval().to(self._device)
-        self._max_batch_tokens = max_batch_tokens
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name}, frozen, ready)"
@@ -32,6 +30,26 @@ class FrozenModel:
     def peak_memory(self) -> dict[str, float]:
         """The most memory that this process has held, in GB."""
         return peak_memory()
+
+
+class TorchModel(FrozenModel):
+    """A network without gradients, on the GPU where there is one."""
+
+    def __init__(
+        self, name: str, network: Any, *, max_batch_tokens: int, num_threads: int | None
+    ) -> None:
+        """Put the network on its device.
+
+        Args:
+            name: Folder or hub id, for people.
+            network: A Hugging Face model.
+            max_batch_tokens: Most tokens, padding included, of one forward pass.
+            num_threads: Threads of this process's tensor operations; None: as they are.
+        """
+        super().__init__(name, num_threads=num_threads)
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = network.eval().to(self._device)
+        self._max_batch_tokens = max_batch_tokens
 
     def sleep(self) -> None:
         """Give the GPU's memory to others."""

@@ -9,11 +9,11 @@ from torch import Tensor
 from raypo.data.batching import batches_by_tokens
 from raypo.models.loading import load_causal_lm
 from raypo.models.token_log_probs import response_log_probs
-from raypo.serving.frozen import FrozenModel
+from raypo.serving.frozen import TorchModel
 from raypo.types import Rollout
 
 
-class ReferenceModel(FrozenModel):
+class ReferenceModel(TorchModel):
     """One replica of the reference: rollouts in, log-probs of their response tokens out."""
 
     def __init__(
@@ -34,10 +34,8 @@ class ReferenceModel(FrozenModel):
             max_batch_tokens: Most tokens, padding included, of one forward pass.
             num_threads: Threads of this process's tensor operations; None: as they are.
         """
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
         network = load_causal_lm(model, dtype=dtype)
-        super().__init__(model, network, max_batch_tokens=max_batch_tokens)
+        super().__init__(model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads)
         self._temperature = temperature
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:

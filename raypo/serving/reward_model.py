@@ -11,11 +11,11 @@ from torch import Tensor
 from raypo.data.batching import batches_by_tokens
 from raypo.models.loading import load_reward_model, load_tokenizer, same_vocabulary
 from raypo.models.scores import sequence_scores
-from raypo.serving.frozen import FrozenModel
+from raypo.serving.frozen import TorchModel
 from raypo.types import Rollout
 
 
-class RewardModel(FrozenModel):
+class RewardModel(TorchModel):
     """One replica of a reward model: rollouts in, a score each out.
 
     Where its vocabulary is the policy's it reads the policy's token ids. Elsewhere prompt and
@@ -42,10 +42,8 @@ class RewardModel(FrozenModel):
             max_batch_tokens: Most tokens, padding included, of one forward pass.
             num_threads: Threads of this process's tensor operations; None: as they are.
         """
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
         network = load_reward_model(model, dtype=dtype)
-        super().__init__(model, network, max_batch_tokens=max_batch_tokens)
+        super().__init__(model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads)
         is_shared = policy is not None and same_vocabulary(model, policy)
         self._tokenizer = None if is_shared else load_tokenizer(model)
 

@@ -12,15 +12,15 @@ import torch
 from transformers import AutoConfig
 
 from raypo.config import FrozenSection
-from raypo.metrics.process_memory import peak_memory
-from raypo.models.loading import load_tokenizer, same_vocabulary, short_name
+from raypo.models.loading import load_tokenizer, same_vocabulary
 from raypo.serving.checkpoint import kv_bytes_per_token
+from raypo.serving.frozen import FrozenModel
 from raypo.serving.reward_model import sequence_ids
-from raypo.serving.vllm_settings import default_cpu_kv_bytes, start_llm
+from raypo.serving.vllm_settings import default_cpu_kv_bytes, parallel_arguments, start_llm
 from raypo.types import Rollout
 
 
-class VllmModel:
+class VllmModel(FrozenModel):
     """One vLLM with weights of its own, which nobody pushes."""
 
     def __init__(
@@ -46,20 +46,15 @@ class VllmModel:
         Raises:
             RuntimeError: vLLM is missing or its version is not supported.
         """
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self._name = short_name(model)
+        super().__init__(model, num_threads=num_threads)
         self._max_model_len = max_model_len
-        several = section.tensor_parallel > 1
         arguments |= {
             "model": model,
             "dtype": dtype,
             "max_model_len": max_model_len,
             "enable_prefix_caching": False,
-            "tensor_parallel_size": section.tensor_parallel,
-            "distributed_executor_backend": "mp" if several else "uni",
             "disable_log_stats": True,
-        }
+        } | parallel_arguments(section.tensor_parallel)
         self._can_sleep = torch.cuda.is_available()
         if self._can_sleep:
             arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
@@ -69,13 +64,6 @@ class VllmModel:
             arguments["enforce_eager"] = True
             arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
         self._llm = start_llm(arguments)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name}, frozen, ready)"
-
-    def peak_memory(self) -> dict[str, float]:
-        """The most memory that this process has held, in GB."""
-        return peak_memory()
 
     def sleep(self) -> None:
         """Give the GPU's memory to others."""

@@ -97,11 +97,9 @@ def engine_arguments(
         "generation_config": "vllm",  # requests say all about sampling; no defaults from a file
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": section.prefix_caching,
-        "tensor_parallel_size": section.tensor_parallel,
-        "distributed_executor_backend": "uni" if section.tensor_parallel == 1 else "mp",
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
-    }
+    } | parallel_arguments(section.tensor_parallel)
     if device == "cpu":
         arguments["enforce_eager"] = True
     else:
@@ -113,6 +111,12 @@ def engine_arguments(
         per_token = kv_bytes_per_token(model, dtype=dtype)
         arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
     return arguments | section.extra
+
+
+def parallel_arguments(tensor_parallel: int) -> dict[str, Any]:
+    """One process for one device, and one more for each of several."""
+    executor = "uni" if tensor_parallel == 1 else "mp"
+    return {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": executor}
 
 
 def default_cpu_kv_bytes(bytes_per_token: int, max_model_len: int) -> int:
