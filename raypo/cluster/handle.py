@@ -159,6 +159,7 @@ class DeploymentHandle:
         """
         try:
             self._ask("shut_down", grace_s)
+            self._cached = None
             ray.kill(self._controller())
         except DeploymentError:
             return  # it is gone already

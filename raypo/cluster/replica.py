@@ -26,6 +26,7 @@ class Replica:
 
     def __init__(self, deployment: Deployment, index: int) -> None:
         self._deployment = deployment
+        self._target: Any = None  # `repr` is asked even where it cannot be made
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
         self._target = self._pool.submit(_make, deployment, index).result()
         self._requests: OrderedDict[str, Future[Any]] = OrderedDict()
@@ -33,6 +34,8 @@ class Replica:
         self._end = asyncio.Event()
 
     def __repr__(self) -> str:
+        if self._target is None:
+            return f"{type(self).__name__}(not made)"
         return repr(self._target)
 
     async def call(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +46,7 @@ class Replica:
             and the object says that it cannot go on.
         """
         future = self._requests.get(request.id)
-        if future is None:
+        if future is None or future.cancelled():
             if request.waits_in_line and self._is_full():
                 return Refused(self._count())
             future = self._pool.submit(self._run, request.method, args, kwargs)

@@ -48,7 +48,7 @@ class Response:
         deadline = Deadline(timeout_s, self._handle)
         while self._answer is None:
             if self._ref is None:
-                self._send(self._next(deadline))
+                self._send(self._member or self._next(deadline))
             else:
                 self._take(deadline)
         return self._answer[0]
@@ -67,20 +67,21 @@ class Response:
             self._lose(name)
         except GetTimeoutError:
             ray.cancel(self._ref)  # where it still waits for its turn
+            self._ref = None  # who asks once more, asks the same replica, by the same id
             raise deadline.passed(name) from None
         else:
             if isinstance(answer, Unhealthy):
                 self._lose(name)
             elif isinstance(answer, Refused):
                 self._refused.add(name)
-                self._ref = None
+                self._send(None)
             else:
                 self._answer = (answer,)
                 note_call(name, self._request.method, self._asked, time.time())
 
     def _lose(self, name: str) -> None:
         self._avoid.add(name)
-        self._ref = None
+        self._send(None)
         self._handle._report(name)
 
     def _next(self, deadline: Deadline) -> Member:

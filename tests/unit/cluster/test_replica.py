@@ -143,3 +143,30 @@ def test_draining_ends_what_is_under_way_and_takes_nothing_more():
 def test_it_is_called_what_the_object_is_called():
     Counter.__repr__ = lambda self: "Counter(ready)"  # type: ignore[method-assign]
     assert repr(replica()) == "Counter(ready)"
+
+
+def test_one_whose_object_cannot_be_made_still_has_a_name():
+    """Ray asks for it while it tells the constructor's error."""
+    unmade = object.__new__(Replica)
+    with pytest.raises(TypeError, match="no_such_key"):
+        unmade.__init__(Deployment("raypo:test:counter", Counter, {"no_such_key": 1}), index=0)
+    assert repr(unmade) == "Replica(not made)"
+
+
+def test_a_request_that_was_given_up_is_worked_on_when_it_is_asked_again():
+    counter = replica()
+
+    async def given_up() -> list[Any]:
+        under_way = asyncio.create_task(counter.call(Request("a", "wait")))
+        in_line = asyncio.create_task(counter.call(Request("b", "add"), 5))
+        await asyncio.sleep(0.05)
+        for task in (under_way, in_line):
+            task.cancel()
+        await asyncio.gather(under_way, in_line, return_exceptions=True)
+        asyncio.get_running_loop().call_later(0.05, counter._target.gate.set)
+        return [
+            await counter.call(Request("a", "wait")),
+            await counter.call(Request("b", "add"), 5),
+        ]
+
+    assert run(given_up()) == ["done", 15]
