@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def ppo(path: str) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"
     answer = placement() if sys.argv[1] == "placement" else ppo(sys.argv[2])
-    print(json.dumps(answer))
+    print(json.dumps(answer), flush=True)
     for process in psutil.Process().children(recursive=True):
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # some end with those that started them
+            process.kill()
     os._exit(0)
