@@ -60,7 +60,6 @@ def evaluate_policy(
     mine = prompts[workers.rank :: workers.count]
     draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
     rollouts = sample(draws, engine, tokenizer, sampling, push_again)
-    rollouts = sample(draws, engine, tokenizer, sampling)
     before_judging()
     means = WeightedMeans()
     judged: list[dict[str, float]] = []

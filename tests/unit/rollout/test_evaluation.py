@@ -34,3 +34,17 @@ def test_means_failures_and_pass_at_k_by_hand():
         "eval/response_tokens_mean": 3.0,
         "eval/score_mean": (1.0 + 0.0 + 2.0 + 0.5 + 0.9) / 5,
     }
+
+
+def test_an_evaluation_samples_once():
+    engine = Engine()
+    asked: list[int] = []
+    answer = engine.generate.remote
+    engine.generate.remote = lambda requests: asked.append(len(requests)) or answer(requests)
+
+    evaluate_policy(
+        PROMPTS, engine, Lossy(), known_scores, section=EvalSection(samples_per_prompt=2),
+        sampling=SAMPLING, workers=Workers(),
+    )  # fmt: skip
+
+    assert asked == [6]
