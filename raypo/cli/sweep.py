@@ -29,7 +29,6 @@ def sweep(
 ) -> None:
     """Search the keys of a run config: start, resume, add trials, or say that it is finished."""
     from raypo.checks import check_inputs
-    from raypo.config import ConfigError
     from raypo.config.paths import storage_path
     from raypo.config.sweep import SweepConfig
     from raypo.metrics.run_files import RunFiles
@@ -41,11 +40,6 @@ def sweep(
     if dry_run:
         _print_plan(config, base)
         return
-    if config.scheduler.kind == "pbt":
-        raise ConfigError(
-            "scheduler.kind (pbt): running it lands with a later change. Set it to asha, median "
-            "or none."
-        )
     files = RunFiles(storage_path(config), config.name)
     with files.lock():
         if fresh:

@@ -68,6 +68,18 @@ class Domain:
         low, high = self.values[:2]
         return (low, high - 1) if self.kind == "randint" else (low, high)
 
+    def nearest(self, value: Any) -> Any:
+        """The value of the domain that is nearest; one of a list stays."""
+        if self.is_list:
+            return value
+        low, high = self.values[:2]
+        if self.kind == "randint":
+            return int(min(max(value, low), high - 1))
+        if self.kind == "quniform":
+            step = self.values[2]
+            value = low + round((value - low) / step) * step
+        return float(min(max(value, low), high))
+
     def as_written(self) -> dict[str, list[Any]]:
         """The form of the sweep file."""
         return {self.kind: list(self.values)}

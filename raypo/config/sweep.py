@@ -143,8 +143,11 @@ class SweepConfig(RunFile):
     """Like `kl/ref_response_mean <= 10`; trials that break one rank below all that keep them."""
     share: Annotated[tuple[SharedRole, ...], BeforeValidator(_as_tuple)] | Literal["auto"] = "auto"
     """What is started once for all trials, unless the space changes it: reward, reference, engine
-    (handed on from trial to trial; with GPUs each trial keeps its own). auto: all of them; with
-    GPUs, the models where that takes no place from a trial."""
+    (handed on from trial to trial, with GPUs each trial's own; engines that hold adapters serve
+    all trials at a time). auto: all of them; with GPUs, what takes no place from a trial."""
+    share_first_rollout: bool = False
+    """Whether trials with the same policy, prompts, sampling and seed take the responses of before
+    their first update from the trial that came first."""
     seed: int = Field(default=0, ge=0)
     """Of the searcher; a run's own seed is the key `seed` of the base."""
 
@@ -242,7 +245,12 @@ class SweepConfig(RunFile):
             PPOConfig.parse(with_values(values, point), origin=f"space, {words}")
         _check_metrics(self, base)
         _check_placement(base)
+        _check_pbt(self, base)
         return base
+
+    def perturb_every(self, base: PPOConfig) -> int:
+        """Steps between two perturbations of pbt."""
+        return self.scheduler.perturb_every or base.eval.every
 
     def base_values(self) -> dict[str, Any]:
         """The base as written, with the overrides; what it leaves to a preset stays unsaid."""
@@ -313,4 +321,14 @@ def _check_placement(base: PPOConfig) -> None:
             f"placement.mode ({base.placement.mode}): a trial of a sweep takes one placement group "
             f"at once, so that trials never wait for each other. Set overrides.placement.mode to "
             f"colocated."
+        )
+
+
+def _check_pbt(sweep: SweepConfig, base: PPOConfig) -> None:
+    every, kept = sweep.perturb_every(base), base.checkpoint.every
+    if sweep.scheduler.kind == "pbt" and every % kept:
+        raise ConfigError(
+            f"checkpoint.every ({kept}): pbt copies checkpoints every {every} steps "
+            f"(scheduler.perturb_every, else eval.every of the base). Set overrides."
+            f"checkpoint.every to {every}, or to a divisor of it."
         )

@@ -121,12 +121,19 @@ class TrainedModel:
         )
 
     def load(self, directory: Path) -> None:
-        """What `save` wrote with the same number of workers and the same ZeRO stage."""
+        """What `save` wrote with the same number of workers and the same ZeRO stage.
+
+        The weight decay stays this config's, which pbt may change between two loads; the learning
+        rate is set before each update.
+        """
+        decays = [group["weight_decay"] for group in self._engine.optimizer.param_groups]
         path, _ = self._engine.load_checkpoint(
             str(directory), tag="state", load_module_strict=not self._has_frozen
         )
         if path is None:
             raise RuntimeError(f"{directory}: holds no DeepSpeed checkpoint that can be loaded.")
+        for group, decay in zip(self._engine.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
 
     def _gradients_are_finite(self) -> bool:
         parameters = self._engine.module.parameters()

@@ -59,6 +59,8 @@ class Run(Generic[AnyConfig]):
     workers: Workers
     files: RunFiles
     tell: Teller
+    resume_from: str | None = field(default=None, kw_only=True)
+    """A checkpoint to begin with where the run has none of its own."""
     last_step: int = field(default=0, kw_only=True)
     """The last step that is done."""
     interrupted: bool = field(default=False, kw_only=True)
@@ -102,6 +104,8 @@ class Run(Generic[AnyConfig]):
         # Once more: DeepSpeed and transformers have brought loggers of their own.
         log_to_file(log_path(self.files, self.workers))
         checkpoint = ray.train.get_checkpoint()
+        if checkpoint is None and self.resume_from is not None:
+            checkpoint = Checkpoint(self.resume_from)
         if checkpoint is not None:
             with checkpoint.as_directory() as directory:
                 self._restore(Path(directory), learner)
@@ -266,6 +270,7 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
         runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
     tell = Teller(runtime.monitor if workers.rank == 0 else None)
     run = kind.prepare(config, runtime, workers, files, tell)
+    run.resume_from = runtime.resume_from
     try:
         with memory_advice(f"learner worker {workers.rank}", LEARNER_REMEDY):
             yield run

@@ -27,7 +27,11 @@ class Shared:
     handles: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """By role: all trials ask them."""
     lender: ActorHandle | None = None
-    """Of engines: a trial has one for itself, until it ends."""
+    """Of engines: a trial has one for itself until it ends, or a seat in the pool."""
+    pool: bool = False
+    """Whether all trials use the same engines, each with an adapter of its own."""
+    first_answers: ActorHandle | None = None
+    """What trials were answered before their first update."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Runtime:
     """Of a sweep: removes the workers' placement group once the monitor is dead."""
     shared: Shared | None = None
     """Of a sweep: deployments that its trials have in common."""
+    resume_from: str | None = None
+    """Of pbt: another trial's checkpoint, for as long as the run has none of its own."""
 
 
 def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:

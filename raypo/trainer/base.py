@@ -78,7 +78,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             type(self).loop,
             train_loop_config=self.config.model_dump(),
             scaling_config=scaling_of(self.config, scaling_config),
-            run_config=run_config_of(self.config, run_config),
+            run_config=self._run_config(run_config),
             **torch_trainer_arguments,
         )
 
@@ -95,7 +95,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             KeyboardInterrupt: a second Ctrl-C or SIGTERM.
         """
         with self._files.lock():
-            check_run_folder(self.config, self._files)
+            self._check_folder()
             if is_finished(self._files):
                 Console().message(
                     f"raypo: {self.config.name} is finished, files in {self._files.location}"
@@ -155,6 +155,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             console.close(status)
             ray.kill(monitor)
             dedicated.shutdown(graceful=status == "finished")
+
+    def _check_folder(self) -> None:
+        check_run_folder(self.config, self._files)
+
+    def _run_config(self, given: RunConfig | None) -> RunConfig:
+        """Ray's run config."""
+        return run_config_of(self.config, given)
 
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
         """What the workers are handed besides the config."""

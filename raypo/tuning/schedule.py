@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from ray.tune.schedulers import (
     ASHAScheduler,
     FIFOScheduler,
     MedianStoppingRule,
+    PopulationBasedTraining,
     TrialScheduler,
 )
 
 from raypo.config import PPOConfig
+from raypo.config.space import Domain
 from raypo.config.sweep import SweepConfig
 from raypo.metrics.run_files import RunFiles
 from raypo.tuning.goal import STEP, VALUE, Goal, as_report, known_metrics
+from raypo.tuning.search import POINT, as_tune
 
 _JUDGED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
 
@@ -38,7 +42,27 @@ def scheduler_of(sweep: SweepConfig, base: PPOConfig) -> TrialScheduler:
             min_time_slice=base.num_steps,  # else it pauses trials, and each start is dear
             **_JUDGED_BY,
         )
+    if section.kind == "pbt":
+        return PopulationBasedTraining(
+            perturbation_interval=sweep.perturb_every(base),
+            hyperparam_mutations={POINT: {k: _mutation(d) for k, d in sweep.domains.items()}},
+            quantile_fraction=section.quantile,
+            resample_probability=section.resample,
+            custom_explore_fn=partial(inside, sweep.domains),
+            log_config=False,
+            **_JUDGED_BY,
+        )
     return FIFOScheduler()
+
+
+def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:
+    """A Tune config whose perturbed values are brought back into their domains."""
+    point = {key: domains[key].nearest(value) for key, value in config[POINT].items()}
+    return {**config, POINT: point}
+
+
+def _mutation(domain: Domain) -> Any:
+    return list(domain.values) if domain.is_list else as_tune(domain)
 
 
 def reports_of(files: RunFiles, goal: Goal) -> list[dict[str, float]]:

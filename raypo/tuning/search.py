@@ -44,6 +44,21 @@ def searcher_of(
     return _Listed(sweep, ended, begun)
 
 
+def listed_space(
+    sweep: SweepConfig, ended: Sequence[TrialRecord] = (), begun: Sequence[TrialRecord] = ()
+) -> dict[str, Any]:
+    """All trials that are left as Tune's own grid: pbt allows no searcher beside it."""
+    searcher = _Listed(sweep, ended, begun)
+    points = {}
+    for _ in range(sweep.num_trials - len(ended)):
+        suggested = searcher.suggest("")
+        points[suggested[NUMBER]] = suggested[POINT]
+    return {
+        NUMBER: tune.grid_search(list(points)),
+        POINT: tune.sample_from(lambda config: points[config[NUMBER]]),
+    }
+
+
 def random_point(sweep: SweepConfig, number: int) -> Point:
     """The point of a trial of the random searcher; it depends on seed and number alone."""
     draw = np.random.RandomState(np.random.SeedSequence((sweep.seed, number)).generate_state(4))
@@ -94,7 +109,7 @@ class _Listed(Searcher):
         self._sweep, self._numbers = sweep, _Numbers(ended, begun)
         self._points = {record.number: record.point for record in begun}
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | None:
+    def suggest(self, trial_id: str) -> dict[str, Any]:
         """Number and point of the next trial."""
         number = self._numbers.take()
         return {NUMBER: number, POINT: self._points.get(number) or self._point(number)}

@@ -32,7 +32,7 @@ from raypo.tuning.outcome import Outcome, write_outcome
 from raypo.tuning.plan import SweepPlan, describe, plan_sweep, trial_name
 from raypo.tuning.record import read_trials, write_trials
 from raypo.tuning.schedule import reports_of, scheduler_of, tell_past
-from raypo.tuning.search import NUMBER, searcher_of
+from raypo.tuning.search import NUMBER, listed_space, searcher_of
 from raypo.tuning.sharing import started
 from raypo.tuning.trial import TrialSetup, run_trial
 from raypo.tuning.view import SweepView
@@ -98,6 +98,7 @@ class _Sweep:
     ) -> None:
         self._sweep, self._base, self._files, self._plan = sweep, base, files, plan
         self._goal, self._stop = Goal.of(sweep), Stop()
+        self._is_population = sweep.scheduler.kind == "pbt"
         self._started = time.monotonic()
         self._view = SweepView(
             self._goal, num_trials=plan.num_trials, num_steps=base.num_steps, device=plan.device
@@ -108,6 +109,7 @@ class _Sweep:
             storage_path=f"{storage_path(sweep).rstrip('/')}/{sweep.name}/{TRIALS_FOLDER}",
             working_dir=os.getcwd(),
             goal=self._goal,
+            is_population=self._is_population,
         )
         earlier = read_trials(files)
         self._ended = [record for record in earlier if record.has_ended and not record.error]
@@ -169,14 +171,14 @@ class _Sweep:
         tell_past(scheduler, reports)
         open_folder(self._files.location, TUNE_FOLDER).remove()
         name_of = partial(_name_of, self._sweep.name)
+        which, search = self._trials()
         tuner = tune.Tuner(
             tune.with_resources(
                 tune.with_parameters(run_trial, setup=setup),
                 tune.PlacementGroupFactory([DRIVER_RESOURCES]),
             ),
             tune_config=tune.TuneConfig(
-                search_alg=searcher_of(self._sweep, self._ended, self._left),
-                num_samples=self._plan.num_trials - len(self._ended),
+                **search,
                 scheduler=scheduler,
                 max_concurrent_trials=self._plan.num_slots,
                 trial_name_creator=name_of,
@@ -189,8 +191,18 @@ class _Sweep:
                 stop=self._stop,
                 verbose=0,
             ),
+            **which,
         )
         tuner.fit()
+
+    def _trials(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments of the Tuner and of its TuneConfig that say which trials to run."""
+        if self._is_population:  # Tune takes no searcher beside pbt
+            return {"param_space": listed_space(self._sweep, self._ended, self._left)}, {}
+        return {}, {
+            "search_alg": searcher_of(self._sweep, self._ended, self._left),
+            "num_samples": self._plan.num_trials - len(self._ended),
+        }
 
     def _write(self) -> None:
         write_trials(self._files, list(self._board.records.values()), self._goal)

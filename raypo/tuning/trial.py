@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,10 @@ from raypo.recipes.setup import Runtime, Shared
 from raypo.trainer import PPOTrainer
 from raypo.tuning.goal import Goal, as_report, known_metrics
 from raypo.tuning.plan import trial_name
+from raypo.tuning.population import Segment, next_segment, run_with_pointers
 from raypo.tuning.search import POINT, Point
+
+PREDECESSOR_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class TrialSetup:
     working_dir: str
     """The driver's folder; relative paths start there."""
     goal: Goal
+    is_population: bool = False
+    """Whether trials copy each other's checkpoints (pbt)."""
     janitor: ActorHandle | None = None
     shared: Shared | None = None
 
@@ -55,23 +61,53 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
     name = tune.get_context().get_trial_name()
     assert name is not None
     run, files = setup.config(name, config[POINT]), RunFiles(setup.storage_path, name)
+    _wait_for_predecessor(files)
     known = known_metrics(files.metrics())
     if is_finished(files):  # the driver was killed before it could note that
         tune.report(as_report(known, setup.goal))
+    elif setup.is_population:
+        segment = next_segment(files, tune.get_checkpoint())
+
+        def fit(callback: Any) -> None:
+            TrialTrainer(run, setup, callback, segment).fit()
+
+        run_with_pointers(fit, setup.goal, known, trial=name)
     else:
         TrialTrainer(run, setup, TrialReports(setup.goal, known)).fit()
+
+
+def _wait_for_predecessor(files: RunFiles) -> None:
+    """pbt starts a trial again while the process that it has stopped may still be dying."""
+    deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
+    while files.is_running() and time.monotonic() < deadline:
+        time.sleep(0.5)
 
 
 class TrialTrainer(PPOTrainer):
     """A PPOTrainer whose workers know the sweep that they are part of."""
 
-    def __init__(self, config: PPOConfig, setup: TrialSetup, callback: Any) -> None:
+    def __init__(
+        self, config: PPOConfig, setup: TrialSetup, callback: Any, segment: Segment | None = None
+    ) -> None:
+        self._setup, self._segment = setup, segment
         super().__init__(config, run_config=RunConfig(callbacks=[callback]))
-        self._setup = setup
 
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
         runtime = super()._runtime(monitor, dedicated)
-        return dataclasses.replace(runtime, janitor=self._setup.janitor, shared=self._setup.shared)
+        return dataclasses.replace(
+            runtime,
+            janitor=self._setup.janitor,
+            shared=self._setup.shared,
+            resume_from=self._segment.resume_from if self._segment else None,
+        )
+
+    def _run_config(self, given: RunConfig | None) -> RunConfig:
+        run_config = super()._run_config(given)
+        return self._segment.run_config(run_config) if self._segment else run_config
+
+    def _check_folder(self) -> None:
+        if self._segment is None:  # pbt changes the config of a run as it goes
+            super()._check_folder()
 
 
 class TrialReports(TuneReportCallback):

@@ -193,3 +193,12 @@ def test_a_trial_takes_one_placement_group(base: Path):
     message = refused(base, overrides={"placement.mode": "dedicated"})
     assert message.startswith("placement.mode (dedicated): a trial of a sweep takes one")
     assert "placement.mode" in refused(base, space={"placement.mode": {"choice": ["dedicated"]}})
+
+
+def test_pbt_copies_checkpoints_so_there_must_be_some(base: Path):
+    pbt = {"kind": "pbt", "perturb_every": 5}
+    message = refused(base, scheduler=pbt, searcher="random")
+    assert message.startswith("checkpoint.every (10): pbt copies checkpoints every 5 steps")
+    kept = {"checkpoint": {"every": 5}}
+    sweep_of(base, scheduler=pbt, searcher="random", overrides=kept).base_config()
+    assert "optuna cannot follow" in refused(base, scheduler="pbt")
