@@ -204,6 +204,13 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
     return Chart(title, {"data": [trace], "layout": layout}, note=note)
 
 
+def _status(sweep: SweepData, trial: TrialRecord) -> str:
+    """Of a trial that came to something, also whether it keeps the constraints."""
+    came_to_something = trial.status in ("finished", "stopped")
+    is_broken = came_to_something and not sweep.goal.is_feasible(trial.metrics)
+    return "infeasible" if is_broken else trial.status
+
+
 def _trials(section: Section, sweep: SweepData) -> None:
     keys = list(sweep.config.domains)
     bounds = [text.split()[0] for text in sweep.goal.constraints]
@@ -218,7 +225,7 @@ def _trials(section: Section, sweep: SweepData) -> None:
                 [
                     rank,
                     trial.name,
-                    trial.status if sweep.goal.is_feasible(trial.metrics) else "infeasible",
+                    _status(sweep, trial),
                     trial.step,
                     *(value_text(trial.point.get(key, "")) for key in keys),
                     *(trial.metrics.get(name) for name in shown),

@@ -96,12 +96,15 @@ def test_what_early_stopping_saved_is_the_rest_at_the_trials_own_pace(folder: Ru
 def test_trials_are_ranked_and_an_infeasible_one_is_called_so(folder: RunFiles):
     values = folder.config() or {}
     folder.write_config({**values, "constraint": [f"{KL} <= 10"]})
-    _, sections = page_of(folder, GAMED)
+    failed = trial(3, 0.5, 0.4, 1.0, 0.5)
+    failed.status, failed.metrics = "failed", {}
+    _, sections = page_of(folder, [*GAMED, failed])
     (table,) = [block for block in sections["Trials"] if isinstance(block, Table)]
     assert [row[1:3] for row in table.rows] == [
         ["s-00001", "finished"],
         ["s-00002", "finished"],
         ["s-00000", "infeasible"],
+        ["s-00003", "failed"],
     ]
 
 
