@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,15 +82,30 @@ def test_the_driver_loads_no_model_code():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_reward_function_that_raises_ends_the_run_with_its_own_error(task: Path):
+def test_fresh_starts_over_and_a_reward_function_that_raises_ends_the_run_with_its_error(
+    first: SimpleNamespace, task: Path
+):
+    """In the folder of a run that is finished, and was of another config."""
+    folder = task.parent / "runs" / "raises"
+    shutil.copytree(first.folder, folder)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("name: tiny", "name: raises"))
     (task.parent / "bad_reward.py").write_text(
         "def broken(rollouts):\n    raise KeyError('no such label')\n"
     )
     spec = f"{task.parent}/bad_reward.py:broken"
-    command = raypo("train", task, "name=raises", f"reward.function={spec}")
+    arguments = ("train", task, "name=raises", f"reward.function={spec}")
+    command = raypo(*arguments)
+    out, error = command.communicate(timeout=60)
+    assert command.returncode == 2, out
+    assert "--fresh" in error
+    assert read_metrics(folder) == first.metrics
+
+    command = raypo(*arguments, "--fresh")
     out, error = command.communicate(timeout=TIMEOUT_S)
     assert command.returncode == 1, out
     assert "no such label" in error
     assert "bad_reward.py" in error
-    summary = json.loads((task.parent / "runs" / "raises" / "summary.json").read_text())
-    assert summary["status"] == "failed"
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert read_metrics(folder) == []
+    assert not (folder / "policy").exists()

@@ -11,8 +11,15 @@ from peft import PeftModel
 from ray.train import FailureConfig, RunConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from raypo import PPOConfig, PPOTrainer, RewardModelConfig, RewardModelTrainer
-from tests.integration.pipeline import reward_model_values, write_examples
+from raypo import (
+    PPOConfig,
+    PPOTrainer,
+    RewardModelConfig,
+    RewardModelTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from tests.integration.pipeline import reward_model_values, sft_values, write_examples
 from tests.integration.task import kill_train_workers, numbers, read_metrics, write_task
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -107,3 +114,24 @@ def test_a_reward_model_leaves_a_merged_classifier_and_an_adapter_with_its_head(
         torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-4, rtol=0)
         with adapted.disable_adapter():
             assert (adapted(ids).logits - merged(ids).logits).abs() > 1e-3
+
+
+def test_sft_trains_an_adapter_and_leaves_the_merged_policy_that_the_engine_was_given(
+    tmp_path: Path,
+):
+    write_examples(tmp_path)
+    values = sft_values(tmp_path, lr=2e-2)
+    values["model"]["lora"] = {"rank": 4}
+    SFTTrainer(SFTConfig.parse(values)).fit()
+    run = tmp_path / "runs" / "sft"
+    rows = read_metrics(run)
+    assert rows[-1]["eval/loss"] < rows[0]["eval/initial_loss"]
+    assert 0.0 < rows[-1]["mismatch/probe_gap_max"] < 1e-3
+    merged = AutoModelForCausalLM.from_pretrained(run / "policy")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, run / "adapter")
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-4, rtol=0)
+        assert (merged(ids).logits - before).abs().max() > 0.01
