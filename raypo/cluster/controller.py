@@ -42,10 +42,19 @@ class _Slot:
     """Node id and process id."""
     is_up: bool = False
     is_given_up: bool = False
-    made: int = 0
-    """Number of the last established call that it made."""
+    made: dict[str, int] = field(default_factory=dict)
+    """Of each owner, the number of the established call that it has made."""
     reason: str = ""
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass
+class _Call:
+    """What an owner had all replicas do last."""
+
+    number: int
+    kept: tuple[str, tuple[Any, ...]] | None
+    """Method and arguments, while they are good for replicas that start later."""
 
 
 class DeploymentController:
@@ -58,9 +67,9 @@ class DeploymentController:
         self._restarts = 0
         self._failure: str | None = None
         self._is_stopping = False
-        self._established = 0
-        """Number of the last call that all replicas made."""
-        self._kept: tuple[str, tuple[Any, ...]] | None = None
+        self._num_calls = 0
+        self._calls: dict[str, _Call] = {}
+        """By owner: what a replica must have done before it serves."""
         self._turn = asyncio.Lock()
         self._changed = asyncio.Condition()
 
@@ -116,11 +125,17 @@ class DeploymentController:
         )
 
     async def establish(
-        self, method: str, args: tuple[Any, ...], *, kept: bool, made_by: tuple[str, ...] | None
+        self,
+        owner: str,
+        method: str,
+        args: tuple[Any, ...],
+        *,
+        kept: bool,
+        made_by: tuple[str, ...] | None,
     ) -> dict[str, Any]:
         """As `DeploymentHandle.establish`."""
         async with self._turn:
-            self._kept = None
+            self._let_go(owner)
             answers: dict[str, Any] = {}
             made = [slot for slot in self._slots if slot.is_up and slot.name in (made_by or ())]
             while not made:
@@ -132,14 +147,14 @@ class DeploymentController:
                 up = [slot for slot in self._slots if slot.is_up]
                 answers = await self._make_all(up, method, args)
                 made = [slot for slot in up if slot.name in answers]
-            self._established += 1
+            self._num_calls += 1
+            self._calls[owner] = _Call(self._num_calls, (method, args) if kept else None)
             for slot in made:
-                slot.made = self._established
-            self._kept = (method, args) if kept else None
+                slot.made[owner] = self._num_calls
             if kept and made_by is not None:  # who came up meanwhile
                 late = [slot for slot in self._slots if slot.is_up and slot not in made]
                 for name in await self._make_all(late, method, args):
-                    self._named(name).made = self._established
+                    self._named(name).made[owner] = self._num_calls
         await self._bump()
         return answers
 
@@ -164,10 +179,19 @@ class DeploymentController:
     def _named(self, name: str) -> _Slot:
         return next(slot for slot in self._slots if slot.name == name)
 
-    async def forget(self) -> None:
-        """Let go of the arguments of the last established call."""
-        self._kept = None
+    async def forget(self, owner: str) -> None:
+        """Let go of the arguments of the owner's last established call."""
+        self._let_go(owner)
         await self._bump()
+
+    async def withdraw(self, owner: str) -> None:
+        """Replicas serve without the owner's established call: it has ended."""
+        self._calls.pop(owner, None)
+        await self._bump()
+
+    def _let_go(self, owner: str) -> None:
+        if owner in self._calls:
+            self._calls[owner].kept = None
 
     async def shut_down(self, grace_s: float | None) -> None:
         """Let requests under way end, for as long as they may take, and end the replicas."""
@@ -226,23 +250,31 @@ class DeploymentController:
         return False
 
     async def _bring_up(self, slot: _Slot) -> None:
-        """Have a new replica make the call that all others have made."""
-        slot.is_up, slot.made = True, 0
+        """Have a new replica make the calls that all others have made."""
+        slot.is_up, slot.made = True, {}
         await self._bump()
         async with self._turn:
-            if slot.made == self._established or self._kept is None:
-                return
-            method, args = self._kept
-            try:
-                answer = await self._make(slot, method, args)
-            except RayActorError:
-                raise
-            except Exception as error:  # what was kept is no longer there: it waits for the next
-                slot.reason, self._kept = str(error), None
-                return
-            if isinstance(answer, Unhealthy):
-                raise RuntimeError(answer.reason)
-            slot.made = self._established
+            for owner, call in list(self._calls.items()):
+                if slot.made.get(owner) == call.number or call.kept is None:
+                    continue
+                try:
+                    answer = await self._make(slot, *call.kept)
+                except RayActorError:
+                    raise
+                except Exception as error:  # what was kept is no longer there
+                    slot.reason = str(error)
+                    self._give_up(owner)
+                    continue
+                if isinstance(answer, Unhealthy):
+                    raise RuntimeError(answer.reason)
+                slot.made[owner] = call.number
+
+    def _give_up(self, owner: str) -> None:
+        """Wait for the owner's next call; of one of several, who is gone, there is none."""
+        if owner:
+            del self._calls[owner]
+        else:
+            self._let_go(owner)
 
     async def _until_lost(self, slot: _Slot) -> str:
         """Why the replica is no more."""
@@ -278,7 +310,7 @@ class DeploymentController:
         return await _answer(slot.actor.call.remote(request, *args))
 
     def _membership(self) -> Membership:
-        starts_alone = self._established == 0 or self._kept is not None
+        starts_alone = all(call.kept is not None for call in self._calls.values())
         return Membership(
             self._epoch,
             serving=tuple(self._members("serving")),
@@ -299,7 +331,8 @@ class DeploymentController:
             return "lost"
         if not slot.is_up:
             return "starting"
-        return "serving" if slot.made == self._established else "waiting"
+        has_made_all = all(slot.made.get(o) == call.number for o, call in self._calls.items())
+        return "serving" if has_made_all else "waiting"
 
     def _budget_is_spent(self, slot: _Slot) -> str:
         return (

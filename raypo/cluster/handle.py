@@ -78,16 +78,19 @@ class DeploymentHandle:
     are drawn and the one with fewer requests gets it (power of two choices).
     """
 
-    def __init__(self, name: str, namespace: str, *, prefer: int | None = None) -> None:
+    def __init__(
+        self, name: str, namespace: str, *, prefer: int | None = None, owner: str = ""
+    ) -> None:
         self.name = name
-        self._namespace, self._prefer = namespace, prefer
+        self._namespace, self._prefer, self._owner = namespace, prefer, owner
         self._found: ActorHandle | None = None
         self._cached: Membership | None = None
         self._cached_at = -math.inf
+        self._is_shut_down = False
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self.name, self._namespace, self._prefer)
+        return _rebuild, (self.name, self._namespace, self._prefer, self._owner)
 
     def __repr__(self) -> str:
         return f"DeploymentHandle({self.name})"
@@ -99,7 +102,14 @@ class DeploymentHandle:
 
     def preferring(self, index: int) -> DeploymentHandle:
         """A handle that asks this replica first, as long as it has room."""
-        return DeploymentHandle(self.name, self._namespace, prefer=index)
+        return DeploymentHandle(self.name, self._namespace, prefer=index, owner=self._owner)
+
+    def owned_by(self, owner: str) -> DeploymentHandle:
+        """A handle that establishes calls for one of several owners; they do not replace others'.
+
+        A replica that starts later makes the calls of all owners before it serves.
+        """
+        return DeploymentHandle(self.name, self._namespace, prefer=self._prefer, owner=owner)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started.
@@ -142,14 +152,18 @@ class DeploymentHandle:
         begin = time.time()
         names = None if made_by is None else tuple(made_by)
         refs = tuple(map(ray.put, args))  # for the controller to pass on unread
-        answers = self._ask("establish", method, refs, kept=kept, made_by=names)
+        answers = self._ask("establish", self._owner, method, refs, kept=kept, made_by=names)
         for name in answers:
             note_call(name, method, begin, time.time())
         return answers
 
     def forget(self) -> None:
         """Let go of the arguments of the last established call, before the next ones are made."""
-        self._ask("forget")
+        self._ask("forget", self._owner)
+
+    def withdraw(self) -> None:
+        """Replicas serve without the last established call, as if it had never been made."""
+        self._ask("withdraw", self._owner)
 
     def shutdown(self, grace_s: float | None = None) -> None:
         """End the replicas and the controller.
@@ -159,7 +173,7 @@ class DeploymentHandle:
         """
         try:
             self._ask("shut_down", grace_s)
-            self._cached = None
+            self._is_shut_down = True
             ray.kill(self._controller())
         except DeploymentError:
             return  # it is gone already
@@ -221,6 +235,8 @@ class DeploymentHandle:
 
     def _choose(self, avoid: set[str]) -> Member | None:
         """The replica to ask; None if all that serve are to be avoided."""
+        if self._is_shut_down:  # the replicas that it remembers are gone
+            raise self._gone()
         membership = self._membership()
         members = [member for member in membership.serving if member.name not in avoid]
         if len(members) < 2:
@@ -257,5 +273,5 @@ def _load(ref: Any) -> float:
         return math.inf
 
 
-def _rebuild(name: str, namespace: str, prefer: int | None) -> DeploymentHandle:
-    return DeploymentHandle(name, namespace, prefer=prefer)
+def _rebuild(name: str, namespace: str, prefer: int | None, owner: str) -> DeploymentHandle:
+    return DeploymentHandle(name, namespace, prefer=prefer, owner=owner)

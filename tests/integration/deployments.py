@@ -17,6 +17,7 @@ class Doubler:
         (self._folder / f"started_{os.getpid()}").touch()
         self._delay_s = delays[number % len(delays)]
         self._version: int | None = None
+        self._notes: list[str] = []
         self._is_broken = False
 
     def __repr__(self) -> str:
@@ -47,6 +48,12 @@ class Doubler:
 
     def version(self) -> int | None:
         return self._version
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+
+    def noted(self) -> list[str]:
+        return self._notes
 
     def break_down(self) -> None:
         self._is_broken = True

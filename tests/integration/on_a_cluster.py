@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
@@ -123,6 +124,7 @@ if __name__ == "__main__":
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"
     answer = placement() if sys.argv[1] == "placement" else ppo(sys.argv[2])
     print(json.dumps(answer), flush=True)
+    reset_ray_address()  # it would lead others to this cluster, which is gone in a moment
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # some end with those that started them
             process.kill()

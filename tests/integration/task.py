@@ -62,6 +62,13 @@ def raypo(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+def own_ray() -> str:
+    """Address of this process's Ray; what Ray finds by itself may be a cluster that is gone."""
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
 def kill_train_workers() -> None:
     """SIGKILL for the learner workers of this process's own Ray, whatever else the machine runs."""
     for process in psutil.Process().children(recursive=True):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ray.util.state import list_actors
 from raypo.cluster.actors import Backpressure, DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.cluster.deployment import Deployment, DeploymentHandle, Place, start_deployment
 from tests.integration.deployments import Client, Doubler, Stillborn, done, pids
+from tests.integration.task import own_ray
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -187,7 +189,8 @@ def test_a_replica_that_hangs_fails_its_health_check(start: Start):
     try:
         assert handle.double.remote(3).result(60) == 6
     finally:
-        kill(pid)
+        with suppress(ProcessLookupError):
+            kill(pid)
     assert "no answer to a health check in 0.5 s" in handle.status().replicas[0].reason
 
 
@@ -199,6 +202,21 @@ def test_a_replacement_makes_the_call_that_all_have_made_before_it_serves(start:
     assert handle.version.remote().result() == 7
     until(lambda: len(handle.pid.on_all()) == 2)
     assert [response.result() for response in handle.version.on_all()] == [7, 7]
+
+
+def test_a_replacement_makes_the_calls_of_all_owners_that_are_left(start: Start):
+    handle = start(1)
+    one, two = (handle.owned_by(name) for name in ("one", "two"))
+    one.establish("load", 7)
+    two.establish("note", "hello")
+    first = pids(handle)[0]
+    kill(first)
+    assert handle.version.remote().result() == 7
+    assert handle.noted.remote().result() == ["hello"]
+    one.withdraw()
+    kill(pids(handle)[0])
+    assert handle.noted.remote().result() == ["hello"]
+    assert handle.version.remote().result() is None
 
 
 def test_without_the_kept_call_a_replacement_waits_for_the_next_one(start: Start):
@@ -262,7 +280,7 @@ def test_shutting_down_lets_requests_end_and_leaves_nothing(start: Start, tmp_pa
         handle.double.remote(1)
 
     def is_gone() -> bool:
-        actors = list_actors(filters=[("state", "=", "ALIVE")])
+        actors = list_actors(own_ray(), filters=[("state", "=", "ALIVE")])
         return not any(handle.name in str(actor["name"]) for actor in actors)
 
     until(is_gone)
@@ -270,7 +288,9 @@ def test_shutting_down_lets_requests_end_and_leaves_nothing(start: Start, tmp_pa
 
 def test_names_and_state_stand_in_the_dashboards_actor_table(start: Start):
     handle = start(2)
-    actors = {a["name"]: a for a in list_actors(detail=True) if handle.name in str(a["name"])}
+    actors = {
+        a["name"]: a for a in list_actors(own_ray(), detail=True) if handle.name in str(a["name"])
+    }
     assert set(actors) == {handle.name, f"{handle.name}:0", f"{handle.name}:1"}
     assert actors[f"{handle.name}:0"]["class_name"] == "Doubler"
     assert actors[f"{handle.name}:0"]["repr_name"] == "Doubler(vNone, ready)"
