@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
@@ -13,11 +14,19 @@ from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
 from raypo.recipes.roles import roles_of, settled
 
 
-def start_dedicated(config: PPOConfig, run_name: str, *, logs_dir: str, use_gpu: bool) -> Dedicated:
+def start_dedicated(
+    config: PPOConfig,
+    run_name: str,
+    *,
+    logs_dir: str,
+    use_gpu: bool,
+    more: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Dedicated:
     """Reserve the dedicated group and start the roles that live in it; the driver calls it.
 
     Args:
         config: With absolute paths.
+        more: Of a role, more arguments of its class.
 
     Raises:
         PlacementError: the group was not free within `placement.timeout_s`.
@@ -39,6 +48,7 @@ def start_dedicated(config: PPOConfig, run_name: str, *, logs_dir: str, use_gpu:
     try:
         for role in roles_of(config, engine_threads=threads, frozen_threads=threads):
             if role.name in places:
+                role = role.with_kwargs((more or {}).get(role.name, {}))
                 deployment = settled(role, config, run_name, logs_dir)
                 dedicated.handles[role.name] = start_deployment(deployment, places[role.name])
     except BaseException:

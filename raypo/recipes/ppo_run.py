@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -35,6 +35,7 @@ from raypo.rollout.advantages import AdvantageState
 from raypo.rollout.collect import PushAgain, Sampling
 from raypo.rollout.dealing import Deal
 from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.first_answers import Recall
 from raypo.rollout.judges import Judges
 from raypo.rollout.refill import Collected
 from raypo.rollout.sync_adapter import push_adapter, push_base
@@ -206,6 +207,8 @@ class PPORun(Run[PPOConfig]):
         self.push_again = PushAgain(
             lambda: self.push_weights(learner, services, version=version), self.workers
         )
+        if version > 0:
+            self.sampling = replace(self.sampling, recall=None)
         config = self.config
         probe = Probe(
             prompts=[prompt.token_ids for prompt in self.prompts[:NUM_PROBES]],
@@ -216,7 +219,7 @@ class PPORun(Run[PPOConfig]):
         )
         self.enter(Phase.LEARN)
         self.enter(Phase.PUSH)
-        figures = self._push(learner, services.engine, version=version, probe=probe)
+        figures = self._push(learner, services, version=version, probe=probe)
         self.enter(Phase.GENERATE)
         return figures | self._memory(services)
 
@@ -225,8 +228,9 @@ class PPORun(Run[PPOConfig]):
         self.enter(Phase.LEARN)
 
     def _push(
-        self, learner: Learner, engine: Any, *, version: int, probe: Probe
+        self, learner: Learner, services: Services, *, version: int, probe: Probe
     ) -> dict[str, float]:
+        engine = services.engine
         common: dict[str, Any] = {
             "version": version,
             "probe": probe,
@@ -235,7 +239,7 @@ class PPORun(Run[PPOConfig]):
         }
         if not _pushes_adapter(self.config):
             return push_weights(learner, engine, transport=self.transport, **common)
-        if version == self.last_step:
+        if version == self.last_step and not services.in_pool:
             push_base(learner, engine, transport=self.transport, **common)
         base = self.transport.last_push
         return push_adapter(learner, engine, name=self.name, base=base, **common)
@@ -262,6 +266,8 @@ class PPORun(Run[PPOConfig]):
             step=step,
             elsewhere=self._elsewhere,
         )
+        if self.sampling.recall and self.sampling.recall.num_recalled:
+            del self._work["generate"]  # another trial did it
         missing, wanted = collected.missing_groups, self.config.rollout.prompts_per_step
         if missing:
             rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"
@@ -281,6 +287,9 @@ class PPORun(Run[PPOConfig]):
 
     def evaluate_before_first_update(self, services: Services) -> None:
         """The held-out score that the run starts from; it stands in the first step's metrics."""
+        if self.last_step == 0 and self.shared and self.shared.first_answers:
+            recall = Recall(self.shared.first_answers, self.config, self.workers)
+            self.sampling = replace(self.sampling, recall=recall)
         if self.last_step == 0 and self.held_out:
             self._phase("evaluating the policy as it is")
             figures = self._evaluate(services, step=0)

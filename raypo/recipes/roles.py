@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raypo.cluster.deployment import Deployment
@@ -22,6 +23,10 @@ class Role:
     cls: type
     kwargs: dict[str, Any]
     num_threads: int
+
+    def with_kwargs(self, changes: Mapping[str, Any]) -> Role:
+        """The role, made with other arguments too."""
+        return replace(self, kwargs={**self.kwargs, **changes})
 
 
 def roles_of(config: PPOConfig, engine_threads: int, frozen_threads: int) -> list[Role]:

@@ -38,6 +38,8 @@ class Services:
     """One deployment a model, in the order of `model.reward`."""
     elsewhere: frozenset[str] = frozenset()
     """Roles that do not live beside these workers: engine, reference, reward_0, ..."""
+    in_pool: bool = False
+    """Whether the engines are several runs', which push adapters only."""
 
     @property
     def frozen(self) -> list[tuple[str, DeploymentHandle]]:
@@ -85,7 +87,7 @@ def start_deployments(
         dedicated: What the driver has started, by role.
         shared: What a sweep has started; of it these workers take what is made for their config.
     """
-    elsewhere = {**dedicated, **of_shared(shared, config, workers)}
+    elsewhere = {**dedicated, **of_shared(shared, config, run_name, workers)}
     roles = roles_of(
         config,
         engine_threads=_engine_threads(config, workers),
@@ -100,6 +102,7 @@ def start_deployments(
         reference=handles.get("reference"),
         reward_models=tuple(handles[name] for name in rewards),
         elsewhere=frozenset(elsewhere),
+        in_pool=shared is not None and shared.pool and "engine" in elsewhere,
     )
 
 

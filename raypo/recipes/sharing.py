@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import ray
 
+from raypo.cluster.actors import ReplicaLost
 from raypo.cluster.deployment import DeploymentHandle, Place, start_deployment
+from raypo.cluster.lender import Loan
 from raypo.cluster.reserve import Dedicated
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
@@ -18,7 +21,13 @@ from raypo.recipes.setup import Shared
 
 
 def start_shared(
-    config: PPOConfig, name: str, roles: Collection[str], *, logs_dir: str, use_gpu: bool
+    config: PPOConfig,
+    name: str,
+    roles: Collection[str],
+    *,
+    logs_dir: str,
+    use_gpu: bool,
+    num_adapters: int = 0,
 ) -> Dedicated:
     """Start some roles for several runs.
 
@@ -29,18 +38,29 @@ def start_shared(
         config: With absolute paths.
         name: Of the whole.
         roles: engine, reference, reward_0, ...
+        num_adapters: Runs that use the engines at a time, each with an adapter of its own; 0: the
+            engines are given their weights by one run.
 
     Raises:
         PlacementError: the group was not free within `placement.timeout_s`.
     """
+    more = {}
+    if num_adapters:
+        more = {"engine": {"max_adapters": num_adapters, "reads_weights": True}}
     if use_gpu:
-        return start_dedicated(with_dedicated(config, roles), name, logs_dir=logs_dir, use_gpu=True)
+        return start_dedicated(
+            with_dedicated(config, roles),
+            name,
+            logs_dir=logs_dir,
+            use_gpu=True,
+            more=more,
+        )
     learner = config.learner
     engines = config.rollout.engine.resolved_count(num_workers=learner.num_workers, use_gpu=False)
     threads = learner.cpus_per_worker
     handles = {
         role.name: start_deployment(
-            settled(role, config, name, logs_dir),
+            settled(role.with_kwargs(more.get(role.name, {})), config, name, logs_dir),
             [Place()] * (engines if role.name == "engine" else 1),
         )
         for role in roles_of(
@@ -54,7 +74,7 @@ def start_shared(
 
 
 def of_shared(
-    shared: Shared | None, config: PPOConfig, workers: Workers
+    shared: Shared | None, config: PPOConfig, run_name: str, workers: Workers
 ) -> dict[str, DeploymentHandle]:
     """What of a sweep's deployments does for this config, by role."""
     if shared is None:
@@ -62,34 +82,45 @@ def of_shared(
     alike = roles_alike(config, shared.config)
     handles = {role: handle for role, handle in shared.handles.items() if role in alike}
     if shared.lender is not None and "engine" in alike:
-        engine = borrow(shared.lender, workers, timeout_s=config.placement.timeout_s)
+        engine = borrow(shared, run_name, workers, timeout_s=config.placement.timeout_s)
         if engine is not None:
             handles["engine"] = engine
     return handles
 
 
-def borrow(lender: Any, workers: Workers, *, timeout_s: float) -> DeploymentHandle | None:
-    """An engine for all workers of this run until the last of them is dead; None: none is free."""
+def borrow(
+    shared: Shared, run_name: str, workers: Workers, *, timeout_s: float
+) -> DeploymentHandle | None:
+    """Engines for all workers of this run until the last of them is dead; None: none are free."""
+    lender: Any = shared.lender
     this_worker = ray.get_runtime_context().current_actor
-    engine: DeploymentHandle | None = None
+    loan: Loan | None = None
     if workers.rank == 0:
-        engine = ray.get(lender.lend.remote(this_worker, timeout_s))
-        if engine is not None:
-            engine.forget()  # the weights of the run before
-    engine = workers.broadcast(engine)
-    if engine is not None and workers.rank > 0:
-        ray.get(lender.hold.remote(engine.name, this_worker))
-    return engine
+        loan = ray.get(lender.lend.remote(run_name, this_worker, timeout_s))
+        if loan is not None and not shared.pool:
+            loan.handle.forget()  # the weights of the run before
+        elif loan is not None and loan.before is not None:
+            leave_pool(loan.handle, loan.before)
+    loan = workers.broadcast(loan)
+    if loan is None:
+        return None
+    if workers.rank > 0:
+        ray.get(lender.hold.remote(loan.number, this_worker))
+    return loan.handle.owned_by(run_name) if shared.pool else loan.handle
+
+
+def leave_pool(engine: DeploymentHandle, run_name: str) -> None:
+    """Make room for another run's adapter."""
+    engine.owned_by(run_name).withdraw()
+    for dropped in engine.drop_adapter.on_all(run_name):
+        with suppress(ReplicaLost):  # its successor never had it
+            dropped.result()
 
 
 def roles_alike(one: PPOConfig, other: PPOConfig) -> set[str]:
-    """Roles of which a deployment started for the one config does for the other.
-
-    An engine that holds adapters is its run's own.
-    """
+    """Roles of which a deployment started for the one config does for the other."""
     mine, theirs = (
         {role.name: role.kwargs | {"seed": None} for role in roles_of(config, 1, 1)}
         for config in (one, other)
     )
-    alike = {name for name, kwargs in mine.items() if kwargs == theirs.get(name)}
-    return alike if mine["engine"]["lora"] is None else alike - {"engine"}
+    return {name for name, kwargs in mine.items() if kwargs == theirs.get(name)}

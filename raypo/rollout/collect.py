@@ -14,6 +14,7 @@ from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
 from raypo.data.stream import Draw
 from raypo.rewards.scoring import first_reason, too_many_failures
+from raypo.rollout.first_answers import Recall
 from raypo.rollout.judges import Judges
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.types import Rollout, ScoredRollout
@@ -36,6 +37,8 @@ class Sampling:
     """Keeps the seeds of training and evaluation apart."""
     adapter: str | None = None
     """Name of the LoRA adapter that the engines answer with; None: their own weights alone."""
+    recall: Recall | None = None
+    """Before the first update of a sweep's trial: what other trials were answered."""
 
     @classmethod
     def of(
@@ -97,7 +100,11 @@ def sample(
         for draw in draws
         for number in range(sampling.samples_per_prompt)
     ]
-    completions = _generate(requests, engine, push_again) if requests or push_again else []
+
+    def generate() -> list[Completion]:
+        return _generate(requests, engine, push_again) if requests or push_again else []
+
+    completions = sampling.recall.or_make(requests, generate) if sampling.recall else generate()
     texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     return [
         _rollout(draws[i // sampling.samples_per_prompt], i % sampling.samples_per_prompt, c, text)

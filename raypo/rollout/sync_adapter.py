@@ -91,7 +91,7 @@ def push_adapter(
     Args:
         on_arrival: Called between transfer and probe, for which the engines must be awake.
         base: On rank 0, what `push_base` sent: engines that come in the place of lost ones load
-            it before the adapter.
+            it before the adapter. None: every engine has it by itself.
 
     Returns:
         `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, nats a token.
@@ -102,7 +102,8 @@ def push_adapter(
     """
     push = learner.adapter_push(name, version)
     if push is not None:
-        for arrived in engine.establish("load_adapted", base, push).values():
+        call = ("load_adapted", base, push) if base else ("load_adapter", push)
+        for arrived in engine.establish(*call).values():
             if arrived != push.checksum:
                 raise WeightError(f"{push!r}: what an engine received is not what was sent.")
     workers.barrier()

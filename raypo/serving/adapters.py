@@ -44,8 +44,9 @@ class Adapters:
     """Names and versions of the adapters, and the folder that vLLM reads them from.
 
     vLLM knows adapters by number, name and path. The number of a name stays, so that a new
-    version takes the place of the old one; name and path hold the version, so that no key or
-    value in the prefix cache is ever used for another version.
+    version takes the place of the old one; name and path hold the count of loads, so that no key
+    or value in the prefix cache is ever used for other weights: a run that goes on from a
+    checkpoint pushes other weights under a version that was there before.
     """
 
     def __init__(self, known: dict[str, tuple[int, ...]], *, most: int) -> None:
@@ -60,6 +61,9 @@ class Adapters:
         self._folder = Path(tempfile.mkdtemp(prefix="raypo-adapters-", dir=base))
         self._numbers: dict[str, int] = {}
         self._versions: dict[str, int] = {}
+        self._loads: dict[str, int] = {}
+        """Which load, of all that there were, brought each."""
+        self._num_loads = 0
 
     def version(self, name: str) -> int | None:
         """The version of a name; None where the engine holds none."""
@@ -71,18 +75,20 @@ class Adapters:
         Raises:
             WeightError: it did not arrive whole, is not of the engine's model, or there is no room.
         """
-        old = self._versions.pop(push.name, None)
-        number = self._number_of(push.name)
-        folder = self._path(push.name, push.version)
-        self._write(push, folder)
-        request = _request(number, push.name, push.version, folder, load_inplace=True)
+        self._give_number(push.name)
+        self._versions.pop(push.name, None)
+        old = self._path(push.name) if push.name in self._loads else None
+        self._num_loads += 1
+        self._loads[push.name] = self._num_loads
+        self._write(push, self._path(push.name))
+        request = self._request(push.name, load_inplace=True)
         try:
             llm.llm_engine.add_lora(request)
         except Exception as error:
             raise WeightError(f"{push!r} could not be loaded: {error}") from error
         self._versions[push.name] = push.version
-        if old is not None and old != push.version:
-            shutil.rmtree(self._path(push.name, old), ignore_errors=True)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
 
     def request(self, name: str) -> Any:
         """What vLLM wants to see beside a prompt.
@@ -90,19 +96,19 @@ class Adapters:
         Raises:
             ValueError: the engine does not hold the adapter.
         """
-        version = self._versions.get(name)
-        if version is None:
+        if name not in self._versions:
             held = ", ".join(sorted(self._versions)) or "none"
             raise ValueError(
                 f"adapter ({name}): this engine does not hold it, but {held}. Push it first."
             )
-        return _request(self._numbers[name], name, version, self._path(name, version))
+        return self._request(name)
 
     def drop(self, llm: Any, name: str) -> None:
         """Make room: forget a name; nothing happens where it is unknown."""
-        version = self._versions.pop(name, None)
-        if version is not None:
-            shutil.rmtree(self._path(name, version), ignore_errors=True)
+        self._versions.pop(name, None)
+        if name in self._loads:
+            shutil.rmtree(self._path(name), ignore_errors=True)
+            del self._loads[name]
         number = self._numbers.pop(name, None)
         if number is not None:
             llm.llm_engine.remove_lora(number)
@@ -115,19 +121,25 @@ class Adapters:
         """Remove the files."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _number_of(self, name: str) -> int:
-        if name not in self._numbers:
-            free = set(range(1, self._most + 1)) - set(self._numbers.values())
-            if not free:
-                raise WeightError(
-                    f"adapter ({name}): this engine holds {self._most} already: "
-                    f"{', '.join(sorted(self._numbers))}. Drop one, or start it with room for more."
-                )
-            self._numbers[name] = min(free)
-        return self._numbers[name]
+    def _give_number(self, name: str) -> None:
+        if name in self._numbers:
+            return
+        free = set(range(1, self._most + 1)) - set(self._numbers.values())
+        if not free:
+            raise WeightError(
+                f"adapter ({name}): this engine holds {self._most} already: "
+                f"{', '.join(sorted(self._numbers))}. Drop one, or start it with room for more."
+            )
+        self._numbers[name] = min(free)
 
-    def _path(self, name: str, version: int) -> Path:
-        return self._folder / f"{self._numbers[name]}-v{version}"
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{self._numbers[name]}-{self._loads[name]}"
+
+    def _request(self, name: str, **options: Any) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        label = f"{name}@{self._loads[name]}"
+        return LoRARequest(label, self._numbers[name], str(self._path(name)), **options)
 
     def _write(self, push: AdapterPush, folder: Path) -> None:
         if zlib.crc32(push.data) != push.checksum:
@@ -160,9 +172,3 @@ class Adapters:
                 f"{push!r} is not of the engine's model: {summary(lines)}. Start engine and "
                 f"learner with the same model."
             )
-
-
-def _request(number: int, name: str, version: int, folder: Path, **options: Any) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(f"{name}@{version}", number, str(folder), **options)

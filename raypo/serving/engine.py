@@ -57,6 +57,7 @@ class Engine:
         device: Literal["cpu", "cuda"] | None = None,
         lora: LoraSection | None = None,
         max_adapters: int = 1,
+        reads_weights: bool = False,
     ) -> None:
         """Start vLLM, in seconds; the weights come with `load_weights`.
 
@@ -70,6 +71,8 @@ class Engine:
             device: None: cuda where there is one.
             lora: Of adapters that come by `load_adapter`; None: there are none.
             max_adapters: Most adapters at a time, all of them in one batch if need be.
+            reads_weights: Serve the model's own weights at once, as version 0, so that only
+                adapters are pushed.
 
         Raises:
             RuntimeError: vLLM is missing or its version is not supported, or this process has an
@@ -99,12 +102,16 @@ class Engine:
         if lora is not None:
             arguments |= lora_arguments(lora, self._checkpoint, max_adapters=max_adapters)
             self._adapters = Adapters(self._checkpoint.required, most=max_adapters)
+        if reads_weights:
+            arguments["load_format"] = "auto"
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
         with memory_advice("the engine", ENGINE_REMEDY):
             self._llm = start_llm(arguments)
         self._max_model_len = max_model_len
         self._vocabulary_size: int = self._llm.llm_engine.model_config.get_vocab_size()
         self._turn = threading.Lock()
+        if reads_weights:
+            self._version = 0
         _remember(self)
 
     def __repr__(self) -> str:

@@ -79,7 +79,7 @@ def plan_sweep(
             sharing = Sharing()
         elif not beside:
             raise ConfigError(
-                f"share ({', '.join(sharing.models)}): with these in "
+                f"share ({', '.join(sharing.roles)}): with these in "
                 f"{len(sharing.bundles)} bundles of their own, no trial fits. Set share to []."
             )
         else:

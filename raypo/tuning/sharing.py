@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import ray
 
@@ -51,32 +51,44 @@ class Sharing:
 
     models: tuple[str, ...] = ()
     """Roles that all trials ask: reference, reward_0, ..."""
+    first_rollout: bool = False
+    """Whether responses from before the first update are sampled once for trials that are alike."""
     engines: bool = False
     """Whether engines are handed on from trial to trial."""
+    pool: bool = False
+    """Whether all trials use the same engines, each with a LoRA adapter of its own."""
     bundles: tuple[DedicatedBundle, ...] = ()
-    """Of the placement group that the models get; none on CPUs, where they take turns."""
+    """Of the placement group that models and pool get; none on CPUs, where they take turns."""
 
     @classmethod
     def of(cls, sweep: SweepConfig, base: PPOConfig, *, use_gpu: bool) -> Sharing:
         """All of `share` that the base has and no key of the space changes."""
         roles = get_args(SharedRole) if sweep.share == "auto" else sweep.share
         wanted = {role for role in roles if not _is_searched(role, sweep)}
-        lora = base.model.lora
         models = ["reference"] if "reference" in wanted and base.reference else []
         if "reward" in wanted:
             models += [f"reward_{number}" for number in range(len(base.model.reward or ()))]
+        lora = base.model.lora
         holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
-        bundles = dedicated_bundles(with_dedicated(base, models), use_gpu=True) if use_gpu else ()
-        return cls(
-            tuple(models), "engine" in wanted and not use_gpu and not holds_adapter, tuple(bundles)
-        )
+        pool = "engine" in wanted and holds_adapter
+        engines = "engine" in wanted and not holds_adapter and not use_gpu
+        placed = with_dedicated(base, [*models, "engine"] if pool else models)
+        bundles = dedicated_bundles(placed, use_gpu=True) if use_gpu else ()
+        return cls(tuple(models), sweep.share_first_rollout, engines, pool, tuple(bundles))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What all trials use at the same time."""
+        return (*self.models, "engine") if self.pool else self.models
 
     def lines(self) -> list[str]:
         """For people."""
         told = []
-        if self.models:
+        if self.roles:
             place = f", in {len(self.bundles)} bundles of their own" if self.bundles else ""
-            told.append(f"  all trials share {', '.join(self.models)}{place}")
+            told.append(f"  all trials share {', '.join(self.roles)}{place}")
+        if self.first_rollout:
+            told.append("  trials that start alike sample their first rollout once")
         if self.engines:
             told.append("  engines are handed on from trial to trial")
         return told
@@ -114,22 +126,30 @@ def started(
     Args:
         base: With absolute paths.
         name: Of the sweep.
-        num_slots: Trials at a time; each is lent one deployment of engines.
+        num_slots: Trials at a time; each is lent one deployment of engines, or a seat in the pool.
 
     Raises:
         PlacementError: what the models ask for was not free in time.
     """
     from raypo.cluster.lender import start_lender
     from raypo.recipes.sharing import start_shared  # model code
+    from raypo.rollout.first_answers import FirstAnswers
 
     use_gpu = bool(sharing.bundles)
     open_ones = []
-    lender = None
+    lender = first_answers = None
     try:
-        models = start_shared(
-            base, f"{name}-shared", sharing.models, logs_dir=logs_dir, use_gpu=use_gpu
+        common = start_shared(
+            base,
+            f"{name}-shared",
+            sharing.roles,
+            logs_dir=logs_dir,
+            use_gpu=use_gpu,
+            num_adapters=num_slots if sharing.pool else 0,
         )
-        open_ones.append(models)
+        open_ones.append(common)
+        if sharing.pool:
+            lender = start_lender([common.handles["engine"]] * num_slots)
         if sharing.engines:
             for slot in range(num_slots):
                 run = f"{name}-lent-{slot}"
@@ -137,10 +157,14 @@ def started(
                 engines = start_shared(base, run, ["engine"], logs_dir=logs, use_gpu=False)
                 open_ones.append(engines)
             lender = start_lender([each.handles["engine"] for each in open_ones[1:]])
-        yield Shared(base, models.handles, lender)
+        models = {role: common.handles[role] for role in sharing.models}
+        if sharing.first_rollout:
+            cls: Any = ray.remote(FirstAnswers)
+            first_answers = cls.options(num_cpus=0, max_concurrency=16 * num_slots).remote()
+        yield Shared(base, models, lender, sharing.pool, first_answers)
     finally:
-        if lender is not None:
-            ray.kill(lender)
+        for actor in filter(None, (lender, first_answers)):
+            ray.kill(actor)
         for each in open_ones:
             each.shutdown(graceful=False)
 

@@ -93,10 +93,14 @@ def separate_runs(folder: Path) -> Cost:
     return Cost(NUM_CORES * wall_s, wall_s, max(memory for _, memory in each))
 
 
+@pytest.mark.parametrize("lora", [None, "{rank: 4, push: adapter}"], ids=["whole", "adapters"])
 def test_a_sweep_costs_at_most_half_of_separate_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, lora: str | None, capsys: pytest.CaptureFixture[str]
 ):
-    write_task(tmp_path)
+    config = write_task(tmp_path)
+    if lora:
+        text = config.read_text().replace("/policy}", f"/policy, lora: {lora}}}")
+        config.write_text(text)
     alone = separate_runs(tmp_path)
     shared = sweep(tmp_path, "shared", "auto")
     private = sweep(tmp_path, "private", "[]")

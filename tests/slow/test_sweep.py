@@ -13,7 +13,7 @@ from raypo import PPOConfig, PPOTrainer
 from raypo.config.paths import storage_path
 from raypo.config.sweep import SweepConfig
 from raypo.metrics.run_files import RunFiles
-from tests.integration.task import numbers, raypo, read_metrics, write_task
+from tests.integration.task import numbers, own_ray, raypo, read_metrics, write_task
 from tests.integration.test_command import TIMEOUT_S, wait_for_steps
 
 RAYS_OWN = ("TrainStateActor", "_AutoscalingCoordinatorActor")
@@ -44,7 +44,7 @@ def alive() -> set[str]:
     import ray
     from ray.util.state import list_actors
 
-    found = list_actors(filters=[("state", "!=", "DEAD")])
+    found = list_actors(own_ray(), filters=[("state", "!=", "DEAD")])
     actors = {f"{a.class_name} {a.actor_id}" for a in found if a.class_name not in RAYS_OWN}
     groups = ray.util.placement_group_table().values()
     held = {group["placement_group_id"] for group in groups if group["state"] != "REMOVED"}
@@ -101,7 +101,7 @@ def test_engine_and_reference_were_started_once_for_all(three: SimpleNamespace):
     from ray.util.state import list_actors
 
     for kind, name in (("Engine", "raypo:three-lent-0:engine:0"), ("ReferenceModel", SHARED)):
-        actors = list_actors(filters=[("class_name", "=", kind)], limit=1000)
+        actors = list_actors(own_ray(), filters=[("class_name", "=", kind)], limit=1000)
         assert [actor["name"] for actor in actors if "three" in actor["name"]] == [name]
 
 
@@ -158,3 +158,80 @@ metric: rollout/score_mean
     out, error = again.communicate(timeout=60)
     assert again.returncode == 0, error
     assert "killed is finished" in out
+
+
+def test_a_population_goes_on_from_copies_of_its_best(task: Path, local_ray: None):
+    """Two trials at a time; the one with the larger coefficient is the worse one by definition."""
+    from raypo.tuning.sweep import run_sweep
+
+    path = write_sweep(
+        task,
+        "copies",
+        """
+space: {ppo.kl.coef: {grid: [0.01, 0.5]}}
+overrides: {num_steps: 8, checkpoint.every: 2}
+searcher: grid
+metric: kl/coef
+mode: min
+scheduler: {kind: pbt, perturb_every: 2, quantile: 0.5}
+""",
+    )
+    sweep = SweepConfig.load(path)
+    files = RunFiles(storage_path(sweep), sweep.name)
+    before = alive()
+    outcome = run_sweep(sweep, sweep.base_config(), files)
+    wait_until_nothing_is_left(before)
+    assert [record.status for record in outcome.records] == ["finished", "finished"]
+
+    good, copy = (files.folder / "trials" / record.name for record in outcome.records)
+    segment = json.loads((copy / "segment.json").read_text())
+    assert segment["number"] >= 1
+    assert segment["resume_from"].startswith(str(good))
+    step = json.loads((Path(segment["resume_from"]) / "run.json").read_text())["step"]
+    rows = {folder: {row["step"]: row for row in read_metrics(folder)} for folder in (good, copy)}
+    assert list(rows[copy]) == list(range(1, 9))
+    for name in ("rollout/score_mean", "kl/ref_response_mean", "rollout/response_tokens_mean"):
+        for later in range(step + 1, min(step + 2, 9)):  # same weights, same prompts, same seeds
+            assert rows[copy][later][name] == rows[good][later][name], name
+
+
+def test_adapters_of_trials_at_a_time_live_in_one_engine(task: Path, local_ray: None):
+    """Each trial says to the digit what it says alone, with an engine of its own."""
+    from ray.util.state import list_actors
+
+    from raypo.tuning.sweep import run_sweep
+
+    path = write_sweep(
+        task,
+        "adapters",
+        """
+space: {learner.policy_lr: {grid: [1.0e-2, 2.0e-2, 3.0e-2]}}
+overrides: {num_steps: 3, model.lora: {rank: 4, push: adapter}}
+searcher: grid
+metric: rollout/score_mean
+max_concurrent: 2
+share_first_rollout: true
+""",
+    )
+    sweep = SweepConfig.load(path)
+    base, files = sweep.base_config(), RunFiles(storage_path(sweep), sweep.name)
+    before = alive()
+    outcome = run_sweep(sweep, base, files)
+    wait_until_nothing_is_left(before)
+    assert [record.status for record in outcome.records] == ["finished"] * 3
+    engines = list_actors(own_ray(), filters=[("class_name", "=", "Engine")], limit=1000)
+    names = [actor["name"] for actor in engines if "adapters" in actor["name"]]
+    assert names == ["raypo:adapters-shared:engine:0"]
+
+    last = outcome.records[-1]
+    values = base.model_dump() | {"name": "alone-adapter"}
+    values["learner"]["policy_lr"] = 3e-2
+    PPOTrainer(PPOConfig.parse(values)).fit()
+    alone = read_metrics(Path(base.storage_path) / "alone-adapter")
+    trial = read_metrics(files.folder / "trials" / last.name)
+    assert numbers(alone) == numbers(trial)
+    rate = "perf/generate_samples_per_s"
+    assert [rate in row for row in alone] == [True, True, True]
+    assert [rate in row for row in trial] == [False, True, True], (
+        "the first rollout is the first trial's"
+    )

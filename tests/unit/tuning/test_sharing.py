@@ -74,8 +74,24 @@ def test_what_the_space_changes_is_each_trials_own():
     assert shared("rollout.engine.prefix_caching") == Sharing(("reference", "reward_0"))
     assert shared("seed", share=[]) == Sharing()
     assert shared("seed", share="reward") == Sharing(("reward_0",))
-    adapters = base_of({"model.lora": {"rank": 4, "push": "adapter"}})
-    assert not Sharing.of(sweep_of(), adapters, use_gpu=False).engines
+
+
+def test_trials_that_push_adapters_use_the_same_engines():
+    base = base_of({"model.lora": {"rank": 4, "push": "adapter"}, "placement.gpus": {"engine": 1}})
+
+    def sharing(key: str = "ppo.kl.coef", *, use_gpu: bool = False, **changes: Any) -> Sharing:
+        return Sharing.of(sweep_of(key, **changes), base, use_gpu=use_gpu)
+
+    assert sharing() == Sharing(("reward_0",), pool=True), "the reference is the base below"
+    assert "  all trials share reward_0, engine" in sharing().lines()
+    assert not sharing("model.lora.rank").pool
+    assert not sharing(share="reward").pool
+    on_gpus = sharing(use_gpu=True)
+    assert on_gpus.pool
+    assert str(on_gpus.bundles[0]) == "1 CPU, 1 GPU for engine:0"
+    other_rank = base_of({"model.lora": {"rank": 8, "push": "adapter"}})
+    assert "engine" in roles_alike(base, base)
+    assert "engine" not in roles_alike(other_rank, base)
 
 
 @pytest.mark.parametrize("key", sorted({key for keys in MADE_FROM.values() for key in keys}))
