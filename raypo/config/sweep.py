@@ -32,6 +32,8 @@ SET_BY_THE_SWEEP = (
 SharedRole = Literal["reward", "reference", "engine"]
 MAX_TEST_POINTS = 1000
 """Points of the space that are tried against the run config."""
+_NOT_COPIED = ("model.", "learner.num_workers", "learner.zero_stage")
+"""How keys begin that a run cannot change when it goes on from a checkpoint."""
 _CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
 
 
@@ -325,8 +327,26 @@ def _check_placement(base: PPOConfig) -> None:
 
 
 def _check_pbt(sweep: SweepConfig, base: PPOConfig) -> None:
+    if sweep.scheduler.kind != "pbt":
+        return
+    for key in sweep.domains:
+        if key.startswith(_NOT_COPIED):
+            raise ConfigError(
+                f"space ({key}): pbt changes values while a trial runs, and a checkpoint is of one "
+                f"model and one number of workers. Leave {key} out, or use another scheduler."
+            )
+    if "ppo.kl.coef" in sweep.domains and base.ppo.kl.controller == "adaptive":
+        raise ConfigError(
+            "space (ppo.kl.coef): the adaptive controller steers it, from where the copied trial "
+            "had it. Search ppo.kl.target instead, or set overrides.ppo.kl.controller to fixed."
+        )
     every, kept = sweep.perturb_every(base), base.checkpoint.every
-    if sweep.scheduler.kind == "pbt" and every % kept:
+    if any(metric.startswith("eval/") for metric in sweep.metric) and every % base.eval.every:
+        raise ConfigError(
+            f"scheduler.perturb_every ({every}): trials are judged by {sweep.metric[0]}, which is "
+            f"measured every {base.eval.every} steps (eval.every). Set it to a multiple of that."
+        )
+    if every % kept:
         raise ConfigError(
             f"checkpoint.every ({kept}): pbt copies checkpoints every {every} steps "
             f"(scheduler.perturb_every, else eval.every of the base). Set overrides."

@@ -266,7 +266,7 @@ class PPORun(Run[PPOConfig]):
             step=step,
             elsewhere=self._elsewhere,
         )
-        if self.sampling.recall and self.sampling.recall.num_recalled:
+        if self.sampling.recall and self.sampling.recall.has_recalled:
             del self._work["generate"]  # another trial did it
         missing, wanted = collected.missing_groups, self.config.rollout.prompts_per_step
         if missing:

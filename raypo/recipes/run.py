@@ -100,15 +100,17 @@ class Run(Generic[AnyConfig]):
         """Make the learner ready to be saved; most recipes have nothing to do."""
 
     def restore(self, learner: Saveable) -> None:
-        """Go on from the run's last checkpoint where there is one, else start with clean files."""
+        """Go on from the run's last checkpoint where there is one, else from `resume_from`.
+
+        Without either the run starts with clean files.
+        """
         # Once more: DeepSpeed and transformers have brought loggers of their own.
         log_to_file(log_path(self.files, self.workers))
-        checkpoint = ray.train.get_checkpoint()
-        if checkpoint is None and self.resume_from is not None:
-            checkpoint = Checkpoint(self.resume_from)
+        own = ray.train.get_checkpoint()
+        checkpoint = Checkpoint(self.resume_from) if not own and self.resume_from else own
         if checkpoint is not None:
             with checkpoint.as_directory() as directory:
-                self._restore(Path(directory), learner)
+                self._restore(Path(directory), learner, is_own=own is not None)
         elif self.workers.rank == 0:
             self.files.truncate(after_step=0)
 
@@ -223,14 +225,15 @@ class Run(Generic[AnyConfig]):
     def _wall_s(self) -> float:
         return self._earlier_s + time.monotonic() - self._started
 
-    def _restore(self, directory: Path, learner: Saveable) -> None:
+    def _restore(self, directory: Path, learner: Saveable, *, is_own: bool) -> None:
         learner.restore(directory)
         state = json.loads((directory / "run.json").read_text())
         self.load_state_dict(state)
         self.last_step = state["step"]
         self._earlier_s = state["wall_s"]
         if self.workers.rank == 0:
-            self.files.truncate(after_step=self.last_step)
+            # Another run's last step takes the place of this one's.
+            self.files.truncate(after_step=self.last_step if is_own else self.last_step - 1)
             done = [row["step"] for row in self.files.metrics()]
             if self.last_step not in done:  # killed between the checkpoint and its line
                 self.files.append_metrics(self.last_step, state["metrics"])

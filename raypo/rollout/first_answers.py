@@ -71,8 +71,8 @@ class Recall:
     answers: ActorHandle
     config: PPOConfig
     workers: Workers
-    num_recalled: int = field(default=0, init=False)
-    """How many calls were answered with what another trial has sampled."""
+    has_recalled: bool = field(default=False, init=False)
+    """Whether the last call was answered with what another trial has sampled."""
 
     def or_make(
         self, requests: Sequence[SamplingRequest], make: Callable[[], list[Completion]]
@@ -88,8 +88,8 @@ class Recall:
         if self.workers.rank == 0:
             this_worker = ray.get_runtime_context().current_actor
             is_there = ray.get(actor.claim.remote(key, self.workers.count, this_worker))
-        if self.workers.broadcast(is_there):
-            self.num_recalled += 1
+        self.has_recalled = self.workers.broadcast(is_there)
+        if self.has_recalled:
             return ray.get(actor.get.remote(key, self.workers.rank))
         answers = make()
         ray.get(actor.put.remote(key, self.workers.rank, answers))

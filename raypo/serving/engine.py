@@ -39,7 +39,8 @@ def _remember(engine: Engine | None) -> None:
 class Engine:
     """One vLLM engine inside this process: prompts in, responses with log-probs out.
 
-    It starts with dummy weights and samples only while it holds one whole weight version. Calls
+    It starts with dummy weights (or, with `reads_weights`, its model's own) and samples only while
+    it holds one whole weight version. Calls
     from several threads take turns. An exception out of vLLM while it samples is the end of the
     engine: every later call says so, and its owner starts another. There is one engine a process,
     for vLLM keeps its state in globals.
@@ -62,7 +63,7 @@ class Engine:
         """Start vLLM, in seconds; the weights come with `load_weights`.
 
         Args:
-            model: Folder or hub id; only its config is read.
+            model: Folder or hub id; only its config is read, unless `reads_weights`.
             section: KV cache, prefix caching and further vLLM arguments.
             dtype: float32 or bfloat16.
             max_model_len: Most tokens of prompt and response together.

@@ -113,6 +113,8 @@ def best_config(sweep: SweepConfig, best: TrialRecord) -> str:
     if best.status == "stopped":
         values["num_steps"] = best.step
         head.append(f"# It was stopped after step {best.step}, where it had its score.")
+    if sweep.scheduler.kind == "pbt":
+        head.append("# These are its last values; before each copy it trained under others.")
     return "\n".join(head) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 

@@ -76,7 +76,7 @@ def plan_sweep(
     if sharing.bundles:
         beside = sharing.room_beside(nodes, lambda rest: _sets(demand, rest, strategy))
         if sweep.share == "auto" and beside < fits:
-            sharing = Sharing()
+            sharing = Sharing(first_rollout=sharing.first_rollout)
         elif not beside:
             raise ConfigError(
                 f"share ({', '.join(sharing.roles)}): with these in "
@@ -95,7 +95,14 @@ def plan_sweep(
             )
         fits = min(fits, int(limit / asked + 1e-9))
     wanted = fits if sweep.max_concurrent == "auto" else min(sweep.max_concurrent, fits)
-    return SweepPlan(sweep.num_trials, demand, max(1, min(wanted, sweep.num_trials)), sharing)
+    num_slots = max(1, min(wanted, sweep.num_trials))
+    if sweep.scheduler.kind == "pbt" and num_slots < sweep.num_trials:
+        raise ConfigError(
+            f"num_samples ({sweep.num_trials}): pbt compares trials that run at the same time, and "
+            f"{num_slots} of {_words(bundle, demand.count)} fit here. Set num_samples to "
+            f"{max(2, num_slots)}, or have a trial take less (overrides.learner.cpus_per_worker)."
+        )
+    return SweepPlan(sweep.num_trials, demand, num_slots, sharing)
 
 
 def _sets(demand: Demand, nodes: Sequence[Resources], strategy: str) -> int:

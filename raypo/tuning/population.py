@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyarrow.fs import FileSystem, copy_files
 from ray import tune
 from ray.train import Checkpoint, CheckpointConfig, RunConfig, UserCallback
 from ray.util.queue import Empty, Queue
@@ -25,9 +29,13 @@ from raypo.metrics.run_files import RunFiles
 from raypo.tuning.goal import Goal, as_report, known_metrics
 
 POINTER, SEGMENT = "pointer.json", "segment.json"
+COPIED = "copied"
+"""Folder of a segment: the checkpoint that it began with."""
 POLL_S = 0.5
 KEPT_CHECKPOINTS = 3
 """At least: a copy of the last one or two may begin while the trial has gone on."""
+KEPT_SEGMENTS = 2
+"""The last one's first checkpoint may still be on its way to another trial."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +44,15 @@ class Segment:
 
     number: int
     resume_from: str | None
-    """The copied checkpoint."""
+    """The trial's own copy of the checkpoint that it begins with."""
     storage_path: str
+    known: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What was known of the trial that was copied, where the segment has just begun."""
+
+    @property
+    def location(self) -> str:
+        """Its folder."""
+        return f"{self.storage_path.rstrip('/')}/segment_{self.number}"
 
     def run_config(self, run_config: RunConfig) -> RunConfig:
         """Ray's run config, in a folder of the segment's own."""
@@ -45,7 +60,7 @@ class Segment:
         num_to_keep = max(kept.num_to_keep or 0, KEPT_CHECKPOINTS)
         return dataclasses.replace(
             run_config,
-            name=f"segment_{self.number}",
+            name=Path(self.location).name,
             storage_path=self.storage_path,
             checkpoint_config=dataclasses.replace(kept, num_to_keep=num_to_keep),
         )
@@ -55,14 +70,51 @@ def next_segment(files: RunFiles, pointer: Any | None) -> Segment:
     """The segment to run: a new one where Tune hands out another trial's checkpoint."""
     content = files.read(SEGMENT)
     state = json.loads(content) if content else {"number": 0, "resume_from": None}
-    if pointer is not None:
-        with pointer.as_directory() as folder:
-            target = json.loads((Path(folder) / POINTER).read_text())
-        if target["trial"] != files.name:
-            state = {"number": state["number"] + 1, "resume_from": target["checkpoint"]}
-            files.write(SEGMENT, json.dumps(state).encode())
-            files.sync()
-    return Segment(**state, storage_path=files.location)
+    last = Segment(**state, storage_path=files.location)
+    if pointer is None:
+        return last
+    with pointer.as_directory() as folder:
+        target = json.loads((Path(folder) / POINTER).read_text())
+    if target["trial"] == files.name:
+        return last
+    number = last.number + 1
+    segment = Segment(number, None, files.location, target["known"])
+    own = f"{segment.location}/{COPIED}"
+    copy_checkpoint(target["checkpoint"], own)
+    files.write(SEGMENT, json.dumps({"number": number, "resume_from": own}).encode())
+    files.sync()
+    if number >= KEPT_SEGMENTS:
+        remove_folder(dataclasses.replace(segment, number=number - KEPT_SEGMENTS).location)
+    return dataclasses.replace(segment, resume_from=own)
+
+
+def copy_checkpoint(source: str, target: str) -> None:
+    """Of another trial, which may delete its own at any time; on one disk by hard links.
+
+    Args:
+        source: A local path or a URI, as the target is.
+    """
+    if "://" in source:
+        system, path = FileSystem.from_uri(source)
+        into = FileSystem.from_uri(target)[1]
+        copy_files(path, into, source_filesystem=system, destination_filesystem=system)
+        return
+    shutil.rmtree(target, ignore_errors=True)  # of an attempt that was killed
+    shutil.copytree(source, target, copy_function=_link)
+
+
+def remove_folder(location: str) -> None:
+    """Nothing happens where it is gone already."""
+    with suppress(FileNotFoundError):
+        system, path = FileSystem.from_uri(location)
+        system.delete_dir(path)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk
+        shutil.copy2(source, target)
 
 
 class QueuedReports(UserCallback):
@@ -82,7 +134,12 @@ class QueuedReports(UserCallback):
 
 
 def run_with_pointers(
-    fit: Callable[[UserCallback], None], goal: Goal, known: Mapping[str, float], *, trial: str
+    fit: Callable[[UserCallback], None],
+    goal: Goal,
+    known: Mapping[str, float],
+    *,
+    trial: str,
+    segment: Segment,
 ) -> None:
     """Run a trial and report each step to Tune, with a pointer where there is a checkpoint.
 
@@ -109,16 +166,19 @@ def run_with_pointers(
         except Empty:
             continue
         known = known_metrics([known, metrics])
-        _report(as_report(known, goal), path, trial)
+        pointer = None
+        if path is not None:  # without the scheme of a URI
+            checkpoint = f"{segment.location}/{Path(path).name}"
+            pointer = {"trial": trial, "checkpoint": checkpoint, "known": known}
+        _report(as_report(known, goal), pointer)
     if failures:
         raise failures[0]
 
 
-def _report(report: dict[str, float], path: str | None, trial: str) -> None:
-    if path is None:
+def _report(report: dict[str, float], pointer: Mapping[str, Any] | None) -> None:
+    if pointer is None:
         tune.report(report)
         return
     with tempfile.TemporaryDirectory(prefix="raypo-pointer-") as folder:
-        pointer = json.dumps({"trial": trial, "checkpoint": path})
-        (Path(folder) / POINTER).write_text(pointer)
+        (Path(folder) / POINTER).write_text(json.dumps(pointer))
         tune.report(report, checkpoint=tune.Checkpoint.from_directory(folder))

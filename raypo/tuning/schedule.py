@@ -43,7 +43,8 @@ def scheduler_of(sweep: SweepConfig, base: PPOConfig) -> TrialScheduler:
             **_JUDGED_BY,
         )
     if section.kind == "pbt":
-        return PopulationBasedTraining(
+        return Population(
+            base.num_steps,
             perturbation_interval=sweep.perturb_every(base),
             hyperparam_mutations={POINT: {k: _mutation(d) for k, d in sweep.domains.items()}},
             quantile_fraction=section.quantile,
@@ -53,6 +54,21 @@ def scheduler_of(sweep: SweepConfig, base: PPOConfig) -> TrialScheduler:
             **_JUDGED_BY,
         )
     return FIFOScheduler()
+
+
+class Population(PopulationBasedTraining):
+    """Ray Tune's, for trials that all run at the same time."""
+
+    def __init__(self, num_steps: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._num_steps = num_steps
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict) -> str:
+        """A trial that has come to its end is left alone, and none makes way for another."""
+        if result[STEP] >= self._num_steps:
+            return self.CONTINUE
+        decision = super().on_trial_result(tune_controller, trial, result)
+        return self.CONTINUE if decision == self.PAUSE else decision
 
 
 def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:

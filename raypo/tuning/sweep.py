@@ -167,8 +167,9 @@ class _Sweep:
 
     def _fit_trials(self, setup: TrialSetup) -> None:
         scheduler = scheduler_of(self._sweep, self._base)
-        reports = {r.name: reports_of(setup.files(r.number), self._goal) for r in self._ended}
-        tell_past(scheduler, reports)
+        if not self._is_population:  # it looks at those alone that still run
+            reports = {r.name: reports_of(setup.files(r.number), self._goal) for r in self._ended}
+            tell_past(scheduler, reports)
         open_folder(self._files.location, TUNE_FOLDER).remove()
         name_of = partial(_name_of, self._sweep.name)
         which, search = self._trials()

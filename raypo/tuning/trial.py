@@ -71,7 +71,8 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
         def fit(callback: Any) -> None:
             TrialTrainer(run, setup, callback, segment).fit()
 
-        run_with_pointers(fit, setup.goal, known, trial=name)
+        known = segment.known or known
+        run_with_pointers(fit, setup.goal, known, trial=name, segment=segment)
     else:
         TrialTrainer(run, setup, TrialReports(setup.goal, known)).fit()
 

@@ -213,6 +213,8 @@ def test_a_replacement_makes_the_calls_of_all_owners_that_are_left(start: Start)
     assert handle.version.remote().result() == 7
     assert handle.noted.remote().result() == ["hello"]
     one.withdraw()
+    with pytest.raises(ValueError, match="a bad request"):
+        handle.owned_by("three").establish("fail")
     kill(pids(handle)[0])
     assert handle.noted.remote().result() == ["hello"]
     assert handle.version.remote().result() is None

@@ -196,9 +196,17 @@ def test_a_trial_takes_one_placement_group(base: Path):
 
 
 def test_pbt_copies_checkpoints_so_there_must_be_some(base: Path):
-    pbt = {"kind": "pbt", "perturb_every": 5}
-    message = refused(base, scheduler=pbt, searcher="random")
+    pbt = {"scheduler": {"kind": "pbt", "perturb_every": 5}, "searcher": "random"}
+    assert "(eval.every). Set it to a multiple of that" in refused(base, **pbt)
+    message = refused(base, **pbt, overrides={"eval.every": 5})
     assert message.startswith("checkpoint.every (10): pbt copies checkpoints every 5 steps")
-    kept = {"checkpoint": {"every": 5}}
-    sweep_of(base, scheduler=pbt, searcher="random", overrides=kept).base_config()
+    sweep_of(base, **pbt, overrides={"eval.every": 5, "checkpoint.every": 5}).base_config()
     assert "optuna cannot follow" in refused(base, scheduler="pbt")
+
+
+def test_pbt_changes_only_what_a_checkpoint_can_go_on_under(base: Path):
+    pbt = {"scheduler": "pbt", "searcher": "random"}
+    workers = {"learner.num_workers": {"choice": [1, 2]}}
+    assert "space (learner.num_workers): pbt changes values" in refused(base, **pbt, space=workers)
+    adaptive = {"ppo.kl": {"controller": "adaptive", "target": 1.0, "horizon": 1000}}
+    assert "Search ppo.kl.target instead" in refused(base, **pbt, overrides=adaptive)

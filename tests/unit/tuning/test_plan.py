@@ -90,3 +90,12 @@ def test_a_grid_is_every_combination():
     assert "each trial takes 1 CPU; 2 at a time" in "\n".join(lines)
     assert "not known before a first run" in "\n".join(lines)
     assert lines[-1] == "  s-00003: ppo.gamma=1.0, seed=1"
+
+
+def test_a_population_runs_all_at_once_or_not_at_all():
+    pbt = {"scheduler": "pbt", "searcher": "random"}
+    two_cores = [{"CPU": 2.0}]
+    plan = plan_sweep(sweep_of(**pbt, num_samples=2), base_of(), two_cores, use_gpu=False)
+    assert plan.num_slots == 2
+    with pytest.raises(ConfigError, match=r"num_samples \(4\): pbt .* 2 of 1 CPU fit here"):
+        plan_sweep(sweep_of(**pbt, num_samples=4), base_of(), two_cores, use_gpu=False)

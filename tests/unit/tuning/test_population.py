@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from raypo.tuning.schedule import inside
 
 
 def pointer(folder: Path, trial: str) -> Any:
-    folder.mkdir()
-    content = {"trial": trial, "checkpoint": f"/runs/{trial}/checkpoint_1"}
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "run.json").write_text(f"of {trial}")
+    content = {"trial": trial, "checkpoint": str(checkpoint), "known": {"kl/coef": 0.5}}
     (folder / POINTER).write_text(json.dumps(content))
     return tune.Checkpoint.from_directory(str(folder))
 
@@ -25,10 +29,25 @@ def test_another_trials_checkpoint_begins_a_segment_and_ones_own_goes_on(tmp_pat
     assert (next_segment(files, None).number, next_segment(files, None).resume_from) == (0, None)
 
     copied = next_segment(files, pointer(tmp_path / "a", "p-00000"))
-    assert (copied.number, copied.resume_from) == (1, "/runs/p-00000/checkpoint_1")
+    assert copied.number == 1
+    assert copied.known == {"kl/coef": 0.5}
 
     for own in (None, pointer(tmp_path / "b", "p-00001")):  # after a pause, or a kill
-        assert next_segment(files, own) == copied
+        assert next_segment(files, own) == dataclasses.replace(copied, known={})
+
+
+def test_the_copied_checkpoint_is_the_trials_own_and_old_segments_go(tmp_path: Path):
+    files = RunFiles(str(tmp_path), "p-00001")
+    (files.folder / "segment_0" / "checkpoint_1").mkdir(parents=True)
+    for number in (1, 2):
+        source = tmp_path / str(number)
+        copied = next_segment(files, pointer(source, "p-00000"))
+        shutil.rmtree(source)
+        assert copied.resume_from is not None
+        assert (Path(copied.resume_from) / "run.json").read_text() == "of p-00000"
+        assert Path(copied.location).is_relative_to(files.folder)
+    names = {path.name for path in files.folder.iterdir() if path.is_dir()}
+    assert names == {"segment_1", "segment_2"}
 
 
 def test_a_segment_has_a_folder_of_its_own_and_keeps_what_others_may_copy(tmp_path: Path):

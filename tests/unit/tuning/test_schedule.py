@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 from raypo.config import PPOConfig
@@ -6,11 +7,44 @@ from raypo.tuning.goal import VALUE
 from raypo.tuning.schedule import PastTrial, scheduler_of, tell_past
 
 
-def scheduler(kind: Any) -> Any:
+def scheduler(kind: Any, **changes: Any) -> Any:
     space = {"ppo.gamma": {"choice": [0.9, 1.0]}}
-    sweep = SweepConfig.parse({"name": "s", "base": "b", "space": space, "scheduler": kind})
+    written = {"name": "s", "base": "b", "space": space, "scheduler": kind}
+    sweep = SweepConfig.parse(written | changes)
     values = {"name": "b", "model": {"policy": "p"}, "data": {"prompts": "d"}, "num_steps": 8}
     return scheduler_of(sweep, PPOConfig.parse(values | {"eval": {"every": 2}}))
+
+
+def test_a_population_leaves_alone_who_is_at_the_end_and_makes_nobody_wait():
+    judge = scheduler({"kind": "pbt", "perturb_every": 2, "quantile": 0.5}, searcher="random")
+    trials: list[Any] = [RunningTrial(name) for name in ("worse", "better")]
+    controller: Any = SimpleNamespace(
+        search_alg=None,
+        get_trials=lambda: [*trials, SimpleNamespace(status="PENDING")],
+        _schedule_trial_save=lambda trial, result: None,
+    )
+    for each in trials:
+        judge.on_trial_add(controller, each)
+    for step in (2, 4, 8):
+        for each, value in zip(trials, (0.1, 0.9), strict=True):
+            report = {"step": step, VALUE: value}
+            assert judge.on_trial_result(controller, each, report) == "CONTINUE"
+    states = [judge._trial_state[each] for each in trials]
+    assert [state.last_train_time for state in states] == [4, 4]
+
+
+class RunningTrial:
+    """As much of a Tune trial as pbt looks at."""
+
+    status, experiment_tag = "RUNNING", ""
+
+    def __init__(self, name: str) -> None:
+        self.trial_id, self.config = name, {"point": {"ppo.gamma": 0.9}}
+        keeps_all = SimpleNamespace(checkpoint_config=SimpleNamespace(num_to_keep=None))
+        self.run_metadata = SimpleNamespace(checkpoint_manager=keeps_all)
+
+    def is_finished(self) -> bool:
+        return False
 
 
 def curve(value: float) -> list[dict[str, float]]:
