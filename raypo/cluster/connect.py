@@ -28,12 +28,12 @@ _WORKER_DEFAULTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 _LOCAL_DEFAULTS = {
-    # Each of these is a process that imports ray.train: seconds of a small machine's start-up.
-    # The one machine is not going to be taken away, and Ray's open dashboard has no Train page.
+    # A process that imports ray.train: seconds of a small machine's start-up, and the one machine
+    # is not going to be taken away.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
 }
 _DRIVER_DEFAULTS = {
+    # Runs and their workers under /api/train/v2/runs/v1 of Ray's dashboard.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     # A report waits for the controller's next poll; the default of 2 s is a whole small step.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
