@@ -186,10 +186,11 @@ scheduler: {kind: pbt, perturb_every: 2, quantile: 0.5}
     good, copy = (files.folder / "trials" / record.name for record in outcome.records)
     segment = json.loads((copy / "segment.json").read_text())
     assert segment["number"] >= 1
-    assert segment["resume_from"].startswith(str(good))
+    assert segment["resume_from"].startswith(str(copy))
     step = json.loads((Path(segment["resume_from"]) / "run.json").read_text())["step"]
     rows = {folder: {row["step"]: row for row in read_metrics(folder)} for folder in (good, copy)}
     assert list(rows[copy]) == list(range(1, 9))
+    assert numbers([rows[copy][step]]) == numbers([rows[good][step]])
     for name in ("rollout/score_mean", "kl/ref_response_mean", "rollout/response_tokens_mean"):
         for later in range(step + 1, min(step + 2, 9)):  # same weights, same prompts, same seeds
             assert rows[copy][later][name] == rows[good][later][name], name
