@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,45 +134,40 @@ class DeploymentController:
         made_by: tuple[str, ...] | None,
     ) -> dict[str, Any]:
         """As `DeploymentHandle.establish`."""
+        async with self._turn_of(owner):
+            self._let_go(owner)
+            answers: dict[str, Any] = {}
+            made = [slot for slot in self._slots if slot.is_up and slot.name in (made_by or ())]
+            while not made:
+                await self._wait(lambda: any(s.is_up for s in self._slots) or bool(self._failure))
+                if self._failure:
+                    raise DeploymentError(f"{self._deployment.name}: {self._failure}")
+                if made_by is not None and not kept:
+                    break  # those who made it are gone; who is up now waits for the next one
+                up = [slot for slot in self._slots if slot.is_up]
+                answers = await self._make_all(up, method, args)
+                made = [slot for slot in up if slot.name in answers]
+            self._num_calls += 1
+            self._calls[owner] = _Call(self._num_calls, (method, args) if kept else None)
+            for slot in made:
+                slot.made[owner] = self._num_calls
+            if kept and made_by is not None:  # who came up meanwhile
+                late = [slot for slot in self._slots if slot.is_up and slot not in made]
+                for name in await self._make_all(late, method, args):
+                    self._named(name).made[owner] = self._num_calls
+            return answers
+
+    @contextlib.asynccontextmanager
+    async def _turn_of(self, owner: str) -> AsyncIterator[None]:
+        """One established call at a time; where it fails, nobody waits for it any longer."""
         async with self._turn:
             try:
-                return await self._establish(owner, method, args, kept=kept, made_by=made_by)
+                yield
             except Exception:
                 self._give_up(owner)
                 raise
             finally:
                 await self._bump()
-
-    async def _establish(
-        self,
-        owner: str,
-        method: str,
-        args: tuple[Any, ...],
-        *,
-        kept: bool,
-        made_by: tuple[str, ...] | None,
-    ) -> dict[str, Any]:
-        self._let_go(owner)
-        answers: dict[str, Any] = {}
-        made = [slot for slot in self._slots if slot.is_up and slot.name in (made_by or ())]
-        while not made:
-            await self._wait(lambda: any(s.is_up for s in self._slots) or bool(self._failure))
-            if self._failure:
-                raise DeploymentError(f"{self._deployment.name}: {self._failure}")
-            if made_by is not None and not kept:
-                break  # those who made it are gone; who is up now waits for the next one
-            up = [slot for slot in self._slots if slot.is_up]
-            answers = await self._make_all(up, method, args)
-            made = [slot for slot in up if slot.name in answers]
-        self._num_calls += 1
-        self._calls[owner] = _Call(self._num_calls, (method, args) if kept else None)
-        for slot in made:
-            slot.made[owner] = self._num_calls
-        if kept and made_by is not None:  # who came up meanwhile
-            late = [slot for slot in self._slots if slot.is_up and slot not in made]
-            for name in await self._make_all(late, method, args):
-                self._named(name).made[owner] = self._num_calls
-        return answers
 
     async def _make_all(
         self, slots: list[_Slot], method: str, args: tuple[Any, ...]
@@ -202,9 +197,8 @@ class DeploymentController:
 
     async def withdraw(self, owner: str) -> None:
         """Replicas serve without the owner's established call: it has ended."""
-        async with self._turn:  # a call of its that is still under way comes to its end first
+        async with self._turn_of(owner):  # a call of its that is under way ends first
             self._calls.pop(owner, None)
-        await self._bump()
 
     def _let_go(self, owner: str) -> None:
         if owner in self._calls:

@@ -97,6 +97,7 @@ class PPORun(Run[PPOConfig]):
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
         reward_function = open_function(config.reward, runtime.reward_fn)
+        first_answers = runtime.shared.first_answers if runtime.shared else None
         return cls(
             config=config,
             name=runtime.name,
@@ -118,6 +119,7 @@ class PPORun(Run[PPOConfig]):
                 seed=config.seed,
                 samples_per_prompt=config.rollout.samples_per_prompt,
                 adapter=runtime.name if _pushes_adapter(config) else None,
+                recall=Recall(first_answers, config, workers) if first_answers else None,
             ),
             advantage_state=AdvantageState.of(config.ppo.kl),
             dedicated=runtime.dedicated,
@@ -287,9 +289,6 @@ class PPORun(Run[PPOConfig]):
 
     def evaluate_before_first_update(self, services: Services) -> None:
         """The held-out score that the run starts from; it stands in the first step's metrics."""
-        if self.last_step == 0 and self.shared and self.shared.first_answers:
-            recall = Recall(self.shared.first_answers, self.config, self.workers)
-            self.sampling = replace(self.sampling, recall=recall)
         if self.last_step == 0 and self.held_out:
             self._phase("evaluating the policy as it is")
             figures = self._evaluate(services, step=0)

@@ -107,7 +107,8 @@ class Run(Generic[AnyConfig]):
         # Once more: DeepSpeed and transformers have brought loggers of their own.
         log_to_file(log_path(self.files, self.workers))
         own = ray.train.get_checkpoint()
-        checkpoint = Checkpoint(self.resume_from) if not own and self.resume_from else own
+        copied = Checkpoint(self.resume_from) if self.resume_from else None
+        checkpoint = own or copied
         if checkpoint is not None:
             with checkpoint.as_directory() as directory:
                 self._restore(Path(directory), learner, is_own=own is not None)

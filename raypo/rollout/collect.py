@@ -49,6 +49,7 @@ class Sampling:
         seed: int,
         samples_per_prompt: int = 1,
         adapter: str | None = None,
+        recall: Recall | None = None,
     ) -> Sampling:
         """The sampling of training rollouts."""
         return cls(
@@ -59,6 +60,7 @@ class Sampling:
             stop_token_ids=stop_token_ids,
             seed=seed,
             adapter=adapter,
+            recall=recall,
         )
 
 

@@ -24,6 +24,8 @@ from raypo.serving.sampling import Completion, SamplingRequest
 
 LOOK_EVERY_S = 0.5
 """How often one that waits looks whether the answers are there, or their maker has died."""
+THREADS_PER_TRIAL = 16
+"""One waits, the others are for the calls of its workers."""
 
 
 class FirstAnswers:
@@ -62,6 +64,13 @@ class FirstAnswers:
 
     def __repr__(self) -> str:
         return f"FirstAnswers({len(self._answers)} calls)"
+
+
+def start_first_answers(num_trials: int) -> ActorHandle:
+    """The actor for this many trials at a time."""
+    # Workers of trials wait in `claim`, a thread each, while those that they wait for need some.
+    cls: Any = ray.remote(FirstAnswers)
+    return cls.options(num_cpus=0, max_concurrency=THREADS_PER_TRIAL * num_trials).remote()
 
 
 @dataclass

@@ -40,10 +40,9 @@ class Engine:
     """One vLLM engine inside this process: prompts in, responses with log-probs out.
 
     It starts with dummy weights (or, with `reads_weights`, its model's own) and samples only while
-    it holds one whole weight version. Calls
-    from several threads take turns. An exception out of vLLM while it samples is the end of the
-    engine: every later call says so, and its owner starts another. There is one engine a process,
-    for vLLM keeps its state in globals.
+    it holds one whole weight version. Calls from several threads take turns. An exception out of
+    vLLM while it samples is the end of the engine: every later call says so, and its owner starts
+    another. There is one engine a process, for vLLM keeps its state in globals.
     """
 
     def __init__(

@@ -32,6 +32,7 @@ POINTER, SEGMENT = "pointer.json", "segment.json"
 COPIED = "copied"
 """Folder of a segment: the checkpoint that it began with."""
 POLL_S = 0.5
+"""How often the run of a trial is looked at for its end."""
 KEPT_CHECKPOINTS = 3
 """At least: a copy of the last one or two may begin while the trial has gone on."""
 KEPT_SEGMENTS = 2
@@ -43,8 +44,6 @@ class Segment:
     """A stretch of a trial's run between two copies; Ray Train resumes within it by itself."""
 
     number: int
-    resume_from: str | None
-    """The trial's own copy of the checkpoint that it begins with."""
     storage_path: str
     known: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What was known of the trial that was copied, where the segment has just begun."""
@@ -53,6 +52,11 @@ class Segment:
     def location(self) -> str:
         """Its folder."""
         return f"{self.storage_path.rstrip('/')}/segment_{self.number}"
+
+    @property
+    def resume_from(self) -> str | None:
+        """The trial's own copy of the checkpoint that it begins with."""
+        return f"{self.location}/{COPIED}" if self.number else None
 
     def run_config(self, run_config: RunConfig) -> RunConfig:
         """Ray's run config, in a folder of the segment's own."""
@@ -69,23 +73,21 @@ class Segment:
 def next_segment(files: RunFiles, pointer: Any | None) -> Segment:
     """The segment to run: a new one where Tune hands out another trial's checkpoint."""
     content = files.read(SEGMENT)
-    state = json.loads(content) if content else {"number": 0, "resume_from": None}
-    last = Segment(**state, storage_path=files.location)
+    state = json.loads(content) if content else {"number": 0}
+    last = Segment(state["number"], files.location)
     if pointer is None:
         return last
     with pointer.as_directory() as folder:
         target = json.loads((Path(folder) / POINTER).read_text())
     if target["trial"] == files.name:
         return last
-    number = last.number + 1
-    segment = Segment(number, None, files.location, target["known"])
-    own = f"{segment.location}/{COPIED}"
-    copy_checkpoint(target["checkpoint"], own)
-    files.write(SEGMENT, json.dumps({"number": number, "resume_from": own}).encode())
+    segment = Segment(last.number + 1, files.location, target["known"])
+    copy_checkpoint(target["checkpoint"], f"{segment.location}/{COPIED}")
+    files.write(SEGMENT, json.dumps({"number": segment.number}).encode())
     files.sync()
-    if number >= KEPT_SEGMENTS:
-        remove_folder(dataclasses.replace(segment, number=number - KEPT_SEGMENTS).location)
-    return dataclasses.replace(segment, resume_from=own)
+    if segment.number >= KEPT_SEGMENTS:
+        remove_folder(Segment(segment.number - KEPT_SEGMENTS, files.location).location)
+    return segment
 
 
 def copy_checkpoint(source: str, target: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import ray
 
@@ -133,7 +133,7 @@ def started(
     """
     from raypo.cluster.lender import start_lender
     from raypo.recipes.sharing import start_shared  # model code
-    from raypo.rollout.first_answers import FirstAnswers
+    from raypo.rollout.first_answers import start_first_answers
 
     use_gpu = bool(sharing.bundles)
     open_ones = []
@@ -159,8 +159,7 @@ def started(
             lender = start_lender([each.handles["engine"] for each in open_ones[1:]])
         models = {role: common.handles[role] for role in sharing.models}
         if sharing.first_rollout:
-            cls: Any = ray.remote(FirstAnswers)
-            first_answers = cls.options(num_cpus=0, max_concurrency=16 * num_slots).remote()
+            first_answers = start_first_answers(num_slots)
         yield Shared(base, models, lender, sharing.pool, first_answers)
     finally:
         for actor in filter(None, (lender, first_answers)):

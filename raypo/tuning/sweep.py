@@ -98,7 +98,6 @@ class _Sweep:
     ) -> None:
         self._sweep, self._base, self._files, self._plan = sweep, base, files, plan
         self._goal, self._stop = Goal.of(sweep), Stop()
-        self._is_population = sweep.scheduler.kind == "pbt"
         self._started = time.monotonic()
         self._view = SweepView(
             self._goal, num_trials=plan.num_trials, num_steps=base.num_steps, device=plan.device
@@ -109,7 +108,7 @@ class _Sweep:
             storage_path=f"{storage_path(sweep).rstrip('/')}/{sweep.name}/{TRIALS_FOLDER}",
             working_dir=os.getcwd(),
             goal=self._goal,
-            is_population=self._is_population,
+            is_population=sweep.scheduler.kind == "pbt",
         )
         earlier = read_trials(files)
         self._ended = [record for record in earlier if record.has_ended and not record.error]
@@ -167,7 +166,7 @@ class _Sweep:
 
     def _fit_trials(self, setup: TrialSetup) -> None:
         scheduler = scheduler_of(self._sweep, self._base)
-        if not self._is_population:  # it looks at those alone that still run
+        if not setup.is_population:  # it looks at those alone that still run
             reports = {r.name: reports_of(setup.files(r.number), self._goal) for r in self._ended}
             tell_past(scheduler, reports)
         open_folder(self._files.location, TUNE_FOLDER).remove()
@@ -198,7 +197,7 @@ class _Sweep:
 
     def _trials(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments of the Tuner and of its TuneConfig that say which trials to run."""
-        if self._is_population:  # Tune takes no searcher beside pbt
+        if self._setup.is_population:  # Tune takes no searcher beside pbt
             return {"param_space": listed_space(self._sweep, self._ended, self._left)}, {}
         return {}, {
             "search_alg": searcher_of(self._sweep, self._ended, self._left),

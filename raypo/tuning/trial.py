@@ -26,6 +26,7 @@ from raypo.tuning.population import Segment, next_segment, run_with_pointers
 from raypo.tuning.search import POINT, Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
+"""A process that Tune has stopped is killed well before."""
 
 
 @dataclass(frozen=True)

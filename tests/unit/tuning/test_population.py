@@ -10,7 +10,7 @@ from ray.train import CheckpointConfig, RunConfig
 
 from raypo.config.space import Domain
 from raypo.metrics.run_files import RunFiles
-from raypo.tuning.population import POINTER, next_segment
+from raypo.tuning.population import POINTER, copy_checkpoint, next_segment, remove_folder
 from raypo.tuning.schedule import inside
 
 
@@ -48,6 +48,21 @@ def test_the_copied_checkpoint_is_the_trials_own_and_old_segments_go(tmp_path: P
         assert Path(copied.location).is_relative_to(files.folder)
     names = {path.name for path in files.folder.iterdir() if path.is_dir()}
     assert names == {"segment_1", "segment_2"}
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_checkpoint_is_copied_whole_by_path_and_by_uri(tmp_path: Path, scheme: str):
+    (tmp_path / "source" / "optimizer").mkdir(parents=True)
+    (tmp_path / "source" / "run.json").write_text("{}")
+    (tmp_path / "source" / "optimizer" / "rank_0.pt").write_bytes(b"state")
+    target = tmp_path / "trial" / "segment_1" / "copied"
+    copy_checkpoint(f"{scheme}{tmp_path}/source", f"{scheme}{target}")
+    shutil.rmtree(tmp_path / "source")
+    assert (target / "run.json").read_text() == "{}"
+    assert (target / "optimizer" / "rank_0.pt").read_bytes() == b"state"
+    for _ in range(2):  # the second time there is nothing left
+        remove_folder(f"{scheme}{tmp_path}/trial/segment_1")
+        assert not target.exists()
 
 
 def test_a_segment_has_a_folder_of_its_own_and_keeps_what_others_may_copy(tmp_path: Path):
