@@ -80,13 +80,14 @@ class Pipeline:
         }
         return SFTConfig.load(HERE / "sft.yaml", overrides=self._overrides(paths))
 
-    def reward_model_config(self) -> RewardModelConfig:
+    def reward_model_config(self, **overrides: Any) -> RewardModelConfig:
         paths = {
             "model.policy": self.sft / "policy",
             "data.prompts": self.data / "pairs.jsonl",
             "eval.prompts": self.data / "eval_pairs.jsonl",
         }
-        return RewardModelConfig.load(HERE / "reward_model.yaml", overrides=self._overrides(paths))
+        overrides = self._overrides(paths) | overrides
+        return RewardModelConfig.load(HERE / "reward_model.yaml", overrides=overrides)
 
     def ppo_config(self, **overrides: Any) -> PPOConfig:
         paths = {
@@ -107,11 +108,15 @@ class Pipeline:
         stages = (self.sft, self.reward_model, self.ppo)
         return all(is_finished(RunFiles(str(stage.parent), stage.name)) for stage in stages)
 
-    def run_to_reward_model(self) -> None:
-        """Data, SFT, pairs, reward model: what PPO starts from."""
+    def run_to_pairs(self) -> None:
+        """Data, SFT, pairs: what a reward model starts from."""
         make_data(self.data, seed=self.seed)
         fit(SFTTrainer(self.sft_config()))
         make_pairs(self.data, self.sft / "policy", seed=self.seed)
+
+    def run_to_reward_model(self) -> None:
+        """And the reward model: what PPO starts from."""
+        self.run_to_pairs()
         fit(RewardModelTrainer(self.reward_model_config()))
 
     def run(self) -> None:
