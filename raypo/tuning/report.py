@@ -20,24 +20,24 @@ from raypo.metrics.report import (
     bar_chart,
     line_chart,
     parallel_chart,
+    spans_decades,
 )
 from raypo.metrics.report.page import number
 from raypo.metrics.report.verdict import duration
 from raypo.metrics.run_files import RunFiles
 from raypo.tuning.folder import BASE, TRIALS_FOLDER
+from raypo.tuning.gaming import REWARD_MODEL, SCORE, gaming_words
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, read_trials
 from raypo.tuning.view import point_text, value_text
 
-SCORE, REWARD_MODEL, KL = "eval/score_mean", "eval/reward_model_mean", "kl/ref_response_mean"
+KL = "kl/ref_response_mean"
 WORDS = {
     SCORE: "held-out score",
     REWARD_MODEL: "reward model's score, held out",
     KL: "KL to the reference, nats a response",
     "rollout/score_mean": "training score",
 }
-MIN_GAMED = 0.02
-"""Of the held-out score: less than this is chance."""
 
 
 @dataclass(frozen=True)
@@ -148,36 +148,15 @@ def _result(section: Section, sweep: SweepData) -> None:
 
 
 def _why(section: Section, sweep: SweepData) -> None:
-    scored = [trial for trial in sweep.trials if SCORE in trial.metrics]
-    words = _gaming(scored)
-    if words:
+    starts = {name: _with_start(rows)[0] for name, rows in sweep.rows.items() if rows}
+    for words in gaming_words(sweep.trials, starts):
         section.add(Words(words, strong=True))
-    for key, domain in sweep.config.domains.items():
+    for key in sweep.config.domains:
         for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
-            log_x = domain.kind == "loguniform"
-            section.add(_by_value(sweep.trials, key, metric, log_x=log_x))
+            section.add(_by_value(sweep.trials, key, metric))
 
 
-def _gaming(trials: Sequence[TrialRecord]) -> str:
-    """Whether the reward model's favourite is another trial than the verifier's, in words."""
-    judged = [trial for trial in trials if REWARD_MODEL in trial.metrics]
-    if len(judged) < 2:
-        return ""
-    best = max(judged, key=lambda trial: trial.metrics[SCORE])
-    liked = max(judged, key=lambda trial: trial.metrics[REWARD_MODEL])
-    lost = best.metrics[SCORE] - liked.metrics[SCORE]
-    if lost < MIN_GAMED:
-        return "Reward model and held-out score agree on the best trial."
-    return (
-        f"The reward model likes {point_text(liked.point)} best "
-        f"({number(liked.metrics[REWARD_MODEL])}, against {number(best.metrics[REWARD_MODEL])} at "
-        f"{point_text(best.point)}), but the held-out score there is only "
-        f"{number(liked.metrics[SCORE])} instead of {number(best.metrics[SCORE])}: "
-        f"{liked.name} games the reward model."
-    )
-
-
-def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bool) -> Chart | None:
+def _by_value(trials: Sequence[TrialRecord], key: str, metric: str) -> Chart | None:
     seen = [trial for trial in trials if metric in trial.metrics and key in trial.point]
     if not seen:
         return None
@@ -196,7 +175,7 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
         },
         "hovertemplate": "%{text}<br>%{x:.4g}: %{y:.4g}<extra></extra>",
     }
-    axis = {"title": {"text": key}, **({"type": "log"} if log_x else {})}
+    axis = {"title": {"text": key}, **({"type": "log"} if spans_decades(trace["x"]) else {})}
     layout = {"xaxis": axis, "yaxis": {"title": {"text": ""}}, "showlegend": False}
     title = f"{WORDS.get(metric, metric)} by {key}"
     hollow = any(trial.status == "stopped" for trial in seen)

@@ -17,6 +17,7 @@ from raypo.metrics.report.charts import (
     line_chart,
     parallel_chart,
     scatter_chart,
+    spans_decades,
     stacked_chart,
 )
 from raypo.metrics.report.page import (
@@ -50,5 +51,6 @@ __all__ = [
     "parallel_chart",
     "run_page",
     "scatter_chart",
+    "spans_decades",
     "stacked_chart",
 ]

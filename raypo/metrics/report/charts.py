@@ -221,7 +221,12 @@ def parallel_chart(
 
 
 def _dimension(rows: Sequence[Row], key: str, label: str) -> dict[str, Any] | None:
-    values = [row.get(key) for row in rows]
+    values: list[Any] = [row.get(key) for row in rows]
+    if spans_decades(values):
+        logs = list(map(math.log10, values))
+        powers = range(math.floor(min(logs)), math.ceil(max(logs)) + 1)
+        shown = {"tickvals": list(powers), "ticktext": [f"{10.0**power:g}" for power in powers]}
+        return {"label": label, "values": logs, "range": [powers[0], powers[-1]], **shown}
     if all(_is_number(value) for value in values):
         return {"label": label, "values": values}
     words = sorted({str(value) for value in values if value is not None})
@@ -232,6 +237,13 @@ def _dimension(rows: Sequence[Row], key: str, label: str) -> dict[str, Any] | No
     if -1 in positions:
         ticks = {"tickvals": [-1, *ticks["tickvals"]], "ticktext": ["-", *words]}
     return {"label": label, "values": positions, **ticks}
+
+
+def spans_decades(values: Sequence[Any]) -> bool:
+    """Whether values are drawn on a logarithmic axis: all positive, over two decades or more."""
+    if not values or not all(_is_number(value) and value > 0 for value in values):
+        return False
+    return max(values) >= 100 * min(values)
 
 
 def _axes(x_title: str, y_title: str) -> dict[str, Any]:

@@ -69,6 +69,21 @@ def test_the_page_names_the_trial_that_games_the_reward_model(folder: RunFiles):
     assert "s-00000 games the reward model" in page.html()
 
 
+def test_a_trial_that_was_stopped_while_it_gamed_is_named(folder: RunFiles):
+    """At step 10 its reward model's score is below that of the winner's step 40."""
+    stopped = trial(3, 0.003, 0.35, 3.0, 4.0)
+    stopped.status, stopped.step = "stopped", 10
+    start = {"eval/initial_score_mean": 0.48, "eval/initial_reward_model_mean": 1.0}
+    for each in (GAMED[1], stopped):
+        run = RunFiles(f"{folder.location}/trials", each.name)
+        run.append_metrics(1, {**start, "loss/policy": 0.1})
+    _, sections = page_of(folder, [*GAMED[1:], stopped])
+    why = words(sections["Why the best one won"])
+    assert "ppo.kl.coef=0.003 games the reward model: in s-00003 its score went from 1 to 3" in why
+    assert "the held-out score fell from 0.48 to 0.35 by step 10" in why
+    assert "agree on the best trial" not in why
+
+
 def test_judges_that_agree_are_no_gaming(folder: RunFiles):
     agreeing = [trial(0, 0.001, 0.3, 1.0, 2.0), trial(1, 0.1, 0.8, 2.0, 3.0)]
     _, sections = page_of(folder, agreeing)

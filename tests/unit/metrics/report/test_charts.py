@@ -1,4 +1,13 @@
-from raypo.metrics.report import Page, Table, line_chart, parallel_chart, scatter_chart
+import pytest
+
+from raypo.metrics.report import (
+    Page,
+    Table,
+    line_chart,
+    parallel_chart,
+    scatter_chart,
+    spans_decades,
+)
 
 ROWS = [{"step": 1, "a": 1.0, "b": 3.0}, {"step": 2, "a": 2.0}, {"step": 3, "a": float("nan")}]
 
@@ -30,6 +39,18 @@ def test_parallel_coordinates_have_words_as_ticks():
     numbers, words = chart.figure["data"][0]["dimensions"]
     assert numbers["values"] == [0.1, 0.2]
     assert (words["values"], words["ticktext"]) == ([0, -1], ["-", "ppo"])
+
+
+def test_values_over_decades_have_a_logarithmic_axis():
+    rows = [{"coef": coef, "score": 1.0} for coef in (0.001, 0.1, 3.0)]
+    chart = parallel_chart("x", rows, {"coef": "coef"}, colour="score")
+    assert chart is not None
+    (axis,) = chart.figure["data"][0]["dimensions"]
+    assert axis["values"] == pytest.approx([-3.0, -1.0, 0.477], abs=1e-3)
+    assert axis["ticktext"] == ["0.001", "0.01", "0.1", "1", "10"]
+    assert axis["range"] == [-3, 1]
+    for flat in ([0.0, 100.0], [-1.0, 1.0], [1.0, 99.0], ["a", "b"], []):
+        assert not spans_decades(flat)
 
 
 def test_a_page_of_ones_own():

@@ -1,0 +1,71 @@
+"""Which trials game the reward model: its score rises, and the held-out one does not follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raypo.metrics.report.page import number
+from raypo.tuning.record import TrialRecord
+from raypo.tuning.view import point_text
+
+SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
+MIN_LOSS = 0.02
+"""Of the held-out score: less than this is chance."""
+MAX_NAMED = 4
+
+
+def gaming_words(
+    trials: Sequence[TrialRecord], starts: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """What to say of trials that both have judged; nothing where fewer than two are.
+
+    Args:
+        starts: By trial, its figures from before the first update.
+    """
+    judged = [trial for trial in trials if {SCORE, REWARD_MODEL} <= trial.metrics.keys()]
+    if len(judged) < 2:
+        return []
+    gamed = [(trial, starts.get(trial.name, {})) for trial in judged]
+    gamed = [(trial, start) for trial, start in gamed if _is_gamed(trial.metrics, start)]
+    words = [_of_gamed(gamed), _of_favourite(judged)]
+    return list(filter(None, words)) or ["Reward model and held-out score agree on the best trial."]
+
+
+def _is_gamed(last: Mapping[str, float], start: Mapping[str, Any]) -> bool:
+    if not {SCORE, REWARD_MODEL} <= start.keys():
+        return False
+    return last[REWARD_MODEL] > start[REWARD_MODEL] and last[SCORE] < start[SCORE] - MIN_LOSS
+
+
+def _of_gamed(gamed: Sequence[tuple[TrialRecord, Mapping[str, Any]]]) -> str:
+    """Trials whose policy got better for the one by getting worse for the other."""
+    if not gamed:
+        return ""
+    gamed = sorted(gamed, key=lambda pair: pair[0].metrics[SCORE] - pair[1][SCORE])
+    points = [point_text(trial.point) for trial, _ in gamed]
+    more = f" and {len(points) - MAX_NAMED} more" if len(points) > MAX_NAMED else ""
+    worst, start = gamed[0]
+    verb = "game" if len(gamed) > 1 else "games"
+    return (
+        f"{', '.join(points[:MAX_NAMED])}{more} {verb} the reward model: in {worst.name} its "
+        f"score went from {number(start[REWARD_MODEL])} to {number(worst.metrics[REWARD_MODEL])} "
+        f"while the held-out score fell from {number(start[SCORE])} to "
+        f"{number(worst.metrics[SCORE])} by step {worst.step}."
+    )
+
+
+def _of_favourite(judged: Sequence[TrialRecord]) -> str:
+    """The reward model's favourite, if it is another one, of the trials that came as far."""
+    best = max(judged, key=lambda trial: trial.metrics[SCORE])
+    as_far = [trial for trial in judged if trial.step == best.step]
+    liked = max(as_far, key=lambda trial: trial.metrics[REWARD_MODEL])
+    if best.metrics[SCORE] - liked.metrics[SCORE] < MIN_LOSS:
+        return ""
+    return (
+        f"The reward model likes {point_text(liked.point)} best "
+        f"({number(liked.metrics[REWARD_MODEL])}, against {number(best.metrics[REWARD_MODEL])} at "
+        f"{point_text(best.point)}), but the held-out score there is only "
+        f"{number(liked.metrics[SCORE])} instead of {number(best.metrics[SCORE])}: "
+        f"{liked.name} games the reward model."
+    )
