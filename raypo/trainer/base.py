@@ -190,11 +190,17 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             while thread.is_alive():
                 thread.join(POLL_S)
                 show_events(console, monitor)
+                if self._is_unwanted():
+                    monitor.request_stop.remote()
             show_events(console, monitor)
         (result,) = outcome
         if isinstance(result, BaseException):
             raise result
         return result
+
+    def _is_unwanted(self) -> bool:
+        """Whether somebody else than the user wants the run to end after its step."""
+        return False
 
     def _check_cluster(self) -> None:
         config: Any = self.config

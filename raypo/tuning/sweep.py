@@ -181,6 +181,8 @@ class _Sweep:
                 **search,
                 scheduler=scheduler,
                 max_concurrent_trials=self._plan.num_slots,
+                # On GPUs a trial that is stopped makes way at once and not after its step.
+                reuse_actors=self._plan.device == "CPU" and not setup.is_population,
                 trial_name_creator=name_of,
                 trial_dirname_creator=name_of,
             ),

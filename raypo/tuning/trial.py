@@ -1,17 +1,26 @@
-"""A trial: a PPOTrainer run inside a Ray Tune trial, reported through Ray's own callback."""
+"""A trial: a PPOTrainer run inside a Ray Tune trial, reported through Ray's own callback.
+
+On a small machine the price of a trial is its processes, each of which imports Ray and torch. So
+Ray Train's controller runs in the trial's own one, and Tune hands that on to the next trial.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ray import tune
 from ray.actor import ActorHandle
-from ray.train import Checkpoint, RunConfig
+from ray.train import Checkpoint, Result, RunConfig
+from ray.train._internal.session import get_session
 from ray.tune.integration.ray_train import TuneReportCallback
+from ray.util.queue import Empty
 
 from raypo.checks import is_finished
 from raypo.cluster.reserve import Dedicated
@@ -27,6 +36,8 @@ from raypo.tuning.search import POINT, Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
 """A process that Tune has stopped is killed well before."""
+LAST_STEP_TIMEOUT_S = 3600
+"""For the last step of a trial whose process is handed on; Tune fails the next trial after it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
     assert name is not None
     run, files = setup.config(name, config[POINT]), RunFiles(setup.storage_path, name)
     _wait_for_predecessor(files)
+    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
     known = known_metrics(files.metrics())
     if is_finished(files):  # the driver was killed before it could note that
         tune.report(as_report(known, setup.goal))
@@ -103,6 +115,18 @@ class TrialTrainer(PPOTrainer):
             resume_from=self._segment.resume_from if self._segment else None,
         )
 
+    def _initialize_and_run_controller(self, **arguments: Any) -> Result:
+        """In this process, where Ray Train would start another one."""
+        from ray.train.v2._internal.execution.controller import TrainController
+
+        controller = TrainController(**arguments)
+        asyncio.run(controller.run())
+        return controller.get_result()
+
+    def _is_unwanted(self) -> bool:
+        callbacks = self.run_config.callbacks or ()
+        return any(isinstance(c, TrialReports) and c.are_unwanted() for c in callbacks)
+
     def _run_config(self, given: RunConfig | None) -> RunConfig:
         run_config = super()._run_config(given)
         return self._segment.run_config(run_config) if self._segment else run_config
@@ -131,3 +155,14 @@ class TrialReports(TuneReportCallback):
         """Ray Train calls it in its controller after each report of the workers."""
         self._known = known_metrics([self._known, metrics[0]])
         super().after_report(run_context, [as_report(self._known, self._goal)], checkpoint)
+
+    def are_unwanted(self) -> bool:
+        """Whether Tune has stopped the trial and waits for its process.
+
+        What was reported since then is dropped: nobody takes it, and the run would wait.
+        """
+        if not get_session().stop_event.is_set():
+            return False
+        with suppress(Empty):
+            self._training_actor_item_queue.get_nowait()
+        return True

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,6 @@ from tests.integration.test_command import TIMEOUT_S, wait_for_steps
 
 RAYS_OWN = ("TrainStateActor", "_AutoscalingCoordinatorActor")
 """One each a cluster, for as long as it lives."""
-SHARED = "raypo:three-shared:reference:0"
 DIGITS = "tests.integration.task:digit_share"
 
 
@@ -37,6 +37,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "def broken(rollouts):\n    raise KeyError('no such label')\n"
     )
     return folder
+
+
+def actors() -> dict[str, str]:
+    """Class of each actor that this Ray has had."""
+    from ray.util.state import list_actors
+
+    return {each.actor_id: each.class_name for each in list_actors(own_ray(), limit=1000)}
 
 
 def alive() -> set[str]:
@@ -79,10 +86,11 @@ max_concurrent: 1
     )
     sweep = SweepConfig.load(path)
     files = RunFiles(storage_path(sweep), sweep.name)
-    before = alive()
+    before, known = alive(), set(actors())
     outcome = run_sweep(sweep, sweep.base_config(), files)
     wait_until_nothing_is_left(before)
-    return SimpleNamespace(outcome=outcome, files=files, folder=files.folder)
+    started = Counter(kind for actor, kind in actors().items() if actor not in known)
+    return SimpleNamespace(outcome=outcome, files=files, folder=files.folder, started=started)
 
 
 def test_a_trial_finishes_a_worse_one_is_stopped_and_a_broken_one_fails(three: SimpleNamespace):
@@ -97,12 +105,11 @@ def test_a_trial_finishes_a_worse_one_is_stopped_and_a_broken_one_fails(three: S
     assert 0.0 < stopped.device_s < finished.device_s
 
 
-def test_engine_and_reference_were_started_once_for_all(three: SimpleNamespace):
-    from ray.util.state import list_actors
-
-    for kind, name in (("Engine", "raypo:three-lent-0:engine:0"), ("ReferenceModel", SHARED)):
-        actors = list_actors(own_ray(), filters=[("class_name", "=", kind)], limit=1000)
-        assert [actor["name"] for actor in actors if "three" in actor["name"]] == [name]
+def test_what_trials_can_share_was_started_once(three: SimpleNamespace):
+    """Engine and reference; the trials' process too, also where it was taken from one."""
+    assert [three.started[kind] for kind in ("Engine", "ReferenceModel", "ImplicitFunc")] == [1] * 3
+    assert three.started["RayTrainWorker"] == 3
+    assert three.started["TrainController"] == 0
 
 
 def test_best_yaml_runs_and_reproduces_its_trial(three: SimpleNamespace):
