@@ -1,4 +1,4 @@
-"""Which trials game the reward model: its score rises, and the held-out one does not follow."""
+"""Which trials game the reward model: its score rises while the held-out one falls."""
 
 from __future__ import annotations
 
@@ -66,6 +66,5 @@ def _of_favourite(judged: Sequence[TrialRecord]) -> str:
         f"The reward model likes {point_text(liked.point)} best "
         f"({number(liked.metrics[REWARD_MODEL])}, against {number(best.metrics[REWARD_MODEL])} at "
         f"{point_text(best.point)}), but the held-out score there is only "
-        f"{number(liked.metrics[SCORE])} instead of {number(best.metrics[SCORE])}: "
-        f"{liked.name} games the reward model."
+        f"{number(liked.metrics[SCORE])} instead of {number(best.metrics[SCORE])}."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ WORDS = {
     KL: "KL to the reference, nats a response",
     "rollout/score_mean": "training score",
 }
+MAX_LABEL = 40
+"""Characters of a legend."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def sweep_page(sweep: SweepData) -> Page:
     _front(page.section("Score against KL", _FRONT_NOTE), sweep)
     curves = page.section("Learning curves")
     for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
-        named = {name: _with_start(rows) for name, rows in sweep.rows.items() if rows}
+        labels = _labels(sweep)
+        named = {labels[name]: _with_start(rows) for name, rows in sweep.rows.items() if rows}
         curves.add(line_chart(WORDS.get(metric, metric), named, metric))
     _cost(page.section("Cost"), sweep)
     best = sweep.files.read("best.yaml")
@@ -132,7 +136,7 @@ def _result(section: Section, sweep: SweepData) -> None:
         )
     count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
     total = sum(trial.device_s for trial in sweep.trials)
-    saved = sum(_saved(trial, sweep.num_steps) for trial in sweep.trials)
+    saved = sum(_saved(trial, sweep) for trial in sweep.trials)
     section.add(
         Tiles(
             [
@@ -141,7 +145,7 @@ def _result(section: Section, sweep: SweepData) -> None:
                 ("stopped early", str(count["stopped"]), sweep.config.scheduler.kind),
                 ("failed", str(count["failed"]), ""),
                 ("device-seconds", number(round(total)), "of all trials"),
-                ("saved by stopping", number(round(saved)), "device-seconds, at their own pace"),
+                ("saved by stopping", number(round(saved)), "device-seconds, at their steps' pace"),
             ]
         )
     )
@@ -268,8 +272,9 @@ def _points(
 
 
 def _cost(section: Section, sweep: SweepData) -> None:
-    costs = {trial.name: trial.device_s for trial in sweep.trials}
-    saved = {trial.name: _saved(trial, sweep.num_steps) for trial in sweep.trials}
+    labels = _labels(sweep)
+    costs = {labels[trial.name]: trial.device_s for trial in sweep.trials}
+    saved = {labels[trial.name]: _saved(trial, sweep) for trial in sweep.trials}
     wall = duration(sum(trial.seconds for trial in sweep.trials))
     by_kind = {"spent": costs} | ({"saved by stopping early": saved} if any(saved.values()) else {})
     section.add(
@@ -281,11 +286,22 @@ def _cost(section: Section, sweep: SweepData) -> None:
     )
 
 
-def _saved(trial: TrialRecord, num_steps: int) -> float:
-    """Device-seconds that the rest of a stopped trial would have cost at its own pace."""
-    if trial.status != "stopped" or not trial.step:
+def _saved(trial: TrialRecord, sweep: SweepData) -> float:
+    """Device-seconds of the steps that a stopped trial left out, at the pace of those it made."""
+    paces = [row["time/step_s"] for row in sweep.rows.get(trial.name, ()) if "time/step_s" in row]
+    if trial.status != "stopped" or not paces or not trial.seconds:
         return 0.0
-    return trial.device_s * (num_steps - trial.step) / trial.step
+    num_devices = trial.device_s / trial.seconds
+    return num_devices * statistics.median(paces) * (sweep.num_steps - trial.step)
+
+
+def _labels(sweep: SweepData) -> dict[str, str]:
+    """By trial, its values where they are short and its own, else its name."""
+    texts = {trial.name: point_text(trial.point) for trial in sweep.trials}
+    is_short = all(len(text) <= MAX_LABEL for text in texts.values())
+    if is_short and len(set(texts.values())) == len(texts):
+        return texts
+    return {name: name for name in texts}
 
 
 def _with_start(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -161,7 +161,8 @@ class TrialReports(TuneReportCallback):
 
         What was reported since then is dropped: nobody takes it, and the run would wait.
         """
-        if not get_session().stop_event.is_set():
+        session = get_session()
+        if session is None or not session.stop_event.is_set():
             return False
         with suppress(Empty):
             self._training_actor_item_queue.get_nowait()

@@ -55,18 +55,20 @@ def words(blocks: list[Any]) -> str:
     return " ".join(block.text for block in blocks if isinstance(block, Words))
 
 
-def test_the_page_names_the_trial_that_games_the_reward_model(folder: RunFiles):
+def test_the_page_names_the_reward_models_favourite_where_it_is_another(
+    folder: RunFiles,
+):
     page, sections = page_of(folder, GAMED)
     assert "ppo.kl.coef=0.1 is best: held-out score 0.82" in words(sections["Result"])
     why = words(sections["Why the best one won"])
     assert "The reward model likes ppo.kl.coef=0.001 best (5, against 4 at" in why
-    assert "only 0.29 instead of 0.82: s-00000 games the reward model" in why
+    assert "but the held-out score there is only 0.29 instead of 0.82." in why
     charts = {b.title: b.figure for b in sections["Why the best one won"] if isinstance(b, Chart)}
     judged = charts["held-out score by ppo.kl.coef"]
     assert judged["data"][0]["x"] == [0.001, 0.1, 3.0]
     assert judged["data"][0]["y"] == [0.29, 0.82, 0.5]
     assert judged["layout"]["xaxis"]["type"] == "log"
-    assert "s-00000 games the reward model" in page.html()
+    assert "only 0.29 instead of 0.82" in page.html()
 
 
 def test_a_trial_that_was_stopped_while_it_gamed_is_named(folder: RunFiles):
@@ -98,14 +100,18 @@ def test_the_front_holds_what_no_trial_beats_in_score_and_kl(folder: RunFiles):
     assert (others["x"], others["y"]) == ([12.0], [0.29])
 
 
-def test_what_early_stopping_saved_is_the_rest_at_the_trials_own_pace(folder: RunFiles):
+def test_what_early_stopping_saved_are_the_steps_that_were_left_out(folder: RunFiles):
+    """At the pace of a step, whatever the start took; on two devices."""
     stopped = trial(3, 1.0, 0.4, 1.0, 0.5)
-    stopped.status, stopped.step, stopped.device_s = "stopped", 10, 30.0
+    stopped.status, stopped.step, stopped.seconds, stopped.device_s = "stopped", 10, 100.0, 200.0
+    for step in range(1, 11):
+        run = RunFiles(f"{folder.location}/trials", stopped.name)
+        run.append_metrics(step, {"time/step_s": 1.5})
     _, sections = page_of(folder, [*GAMED, stopped])
     (chart,) = [block for block in sections["Cost"] if isinstance(block, Chart)]
     spent, saved = chart.figure["data"]
-    assert dict(zip(saved["y"], saved["x"], strict=True))["s-00003"] == 90.0
-    assert dict(zip(spent["y"], spent["x"], strict=True))["s-00001"] == 100.0
+    assert dict(zip(saved["y"], saved["x"], strict=True))["ppo.kl.coef=1"] == 90.0
+    assert dict(zip(spent["y"], spent["x"], strict=True))["ppo.kl.coef=0.1"] == 100.0
 
 
 def test_trials_are_ranked_and_an_infeasible_one_is_called_so(folder: RunFiles):
