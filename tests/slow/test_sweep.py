@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -127,6 +128,37 @@ def test_the_page_of_a_sweep_says_who_won(three: SimpleNamespace):
     html = sweep_page(load_sweep(RunFiles.at(str(three.folder)))).html()
     assert "three-00001" in html
     assert "is best" in html
+
+
+def test_ctrl_c_leaves_nothing_behind(task: Path, local_ray: None):
+    """While one trial steps and another one starts."""
+    from raypo.tuning.sweep import run_sweep
+
+    path = write_sweep(
+        task,
+        "pressed",
+        """
+space: {seed: {grid: [1, 2, 3]}}
+overrides: {num_steps: 1000}
+searcher: grid
+metric: rollout/score_mean
+max_concurrent: 2
+""",
+    )
+    sweep = SweepConfig.load(path)
+    files = RunFiles(storage_path(sweep), sweep.name)
+
+    def press() -> None:
+        while not read_metrics(files.folder / "trials" / "pressed-00000"):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = alive()
+    threading.Thread(target=press, daemon=True).start()
+    outcome = run_sweep(sweep, sweep.base_config(), files)
+    wait_until_nothing_is_left(before)
+    assert outcome.status == "interrupted"
+    assert {record.status for record in outcome.records} == {"interrupted"}
 
 
 def test_a_sweep_whose_driver_is_killed_goes_on_with_the_same_command(
