@@ -98,6 +98,12 @@ class Board(Callback):
         if time.monotonic() - self._written > WRITE_EVERY_S:
             self._keep()
 
+    def close(self) -> None:
+        """Tune has come to its end: a trial that has not was interrupted."""
+        for record in self.records.values():
+            if record.status == "running":
+                record.status = "interrupted"
+
     def _add_time(self, trials: list[Trial]) -> None:
         now = time.monotonic()
         for trial in trials:

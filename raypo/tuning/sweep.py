@@ -134,6 +134,7 @@ class _Sweep:
             status = "interrupted"
             raise
         finally:
+            self._board.close()
             records = list(self._board.records.values())
             self._view.close(records)
             outcome = write_outcome(
