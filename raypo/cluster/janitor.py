@@ -30,6 +30,13 @@ class Janitor:
         with self._lock:
             self._held.append((lease, group))
 
+    def close(self) -> None:
+        """Remove every group that is still held: all leases are at their end."""
+        with self._lock:
+            held, self._held = self._held, []
+        for _, group in held:
+            remove_placement_group(group)
+
     def num_held(self) -> int:
         """Groups whose lease is alive."""
         with self._lock:

@@ -163,6 +163,7 @@ class _Sweep:
             ) as shared:
                 self._fit_trials(dataclasses.replace(self._setup, janitor=janitor, shared=shared))
         finally:
+            ray.get(janitor.close.remote())  # of trials that were stopped at the very end
             ray.kill(janitor)
 
     def _fit_trials(self, setup: TrialSetup) -> None:
