@@ -1,5 +1,5 @@
 """Removes placement groups whose holder has died: Ray keeps a group that an actor made until the
-whole job ends, and a trial that Ray Tune stops is killed without a chance to clean up.
+whole job ends, and a trial that Ray Tune kills has no chance to clean up.
 """
 
 from __future__ import annotations

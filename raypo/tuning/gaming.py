@@ -13,6 +13,7 @@ SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
 MIN_LOSS = 0.02
 """Of the held-out score: less than this is chance."""
 MAX_NAMED = 4
+"""Trials in one sentence."""
 
 
 def gaming_words(
@@ -26,8 +27,8 @@ def gaming_words(
     judged = [trial for trial in trials if {SCORE, REWARD_MODEL} <= trial.metrics.keys()]
     if len(judged) < 2:
         return []
-    gamed = [(trial, starts.get(trial.name, {})) for trial in judged]
-    gamed = [(trial, start) for trial, start in gamed if _is_gamed(trial.metrics, start)]
+    pairs = [(trial, starts.get(trial.name, {})) for trial in judged]
+    gamed = [(trial, start) for trial, start in pairs if _is_gamed(trial.metrics, start)]
     words = [_of_gamed(gamed), _of_favourite(judged)]
     return list(filter(None, words)) or ["Reward model and held-out score agree on the best trial."]
 

@@ -97,9 +97,8 @@ def sweep_page(sweep: SweepData) -> Page:
     _why(page.section("Why the best one won", _WHY_NOTE), sweep)
     _trials(page.section("Trials"), sweep)
     _front(page.section("Score against KL", _FRONT_NOTE), sweep)
-    curves = page.section("Learning curves")
+    curves, labels = page.section("Learning curves"), _labels(sweep)
     for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
-        labels = _labels(sweep)
         named = {labels[name]: _with_start(rows) for name, rows in sweep.rows.items() if rows}
         curves.add(line_chart(WORDS.get(metric, metric), named, metric))
     _cost(page.section("Cost"), sweep)
@@ -155,12 +154,13 @@ def _why(section: Section, sweep: SweepData) -> None:
     starts = {name: _with_start(rows)[0] for name, rows in sweep.rows.items() if rows}
     for words in gaming_words(sweep.trials, starts):
         section.add(Words(words, strong=True))
-    for key in sweep.config.domains:
+    for key, domain in sweep.config.domains.items():
         for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
-            section.add(_by_value(sweep.trials, key, metric))
+            log_x = domain.kind == "loguniform"
+            section.add(_by_value(sweep.trials, key, metric, log_x=log_x))
 
 
-def _by_value(trials: Sequence[TrialRecord], key: str, metric: str) -> Chart | None:
+def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bool) -> Chart | None:
     seen = [trial for trial in trials if metric in trial.metrics and key in trial.point]
     if not seen:
         return None
@@ -179,7 +179,8 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str) -> Chart | N
         },
         "hovertemplate": "%{text}<br>%{x:.4g}: %{y:.4g}<extra></extra>",
     }
-    axis = {"title": {"text": key}, **({"type": "log"} if spans_decades(trace["x"]) else {})}
+    log_x = log_x or spans_decades(trace["x"])  # of a grid
+    axis = {"title": {"text": key}, **({"type": "log"} if log_x else {})}
     layout = {"xaxis": axis, "yaxis": {"title": {"text": ""}}, "showlegend": False}
     title = f"{WORDS.get(metric, metric)} by {key}"
     hollow = any(trial.status == "stopped" for trial in seen)

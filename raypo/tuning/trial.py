@@ -116,7 +116,7 @@ class TrialTrainer(PPOTrainer):
         )
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
-        """In this process, where Ray Train would start another one."""
+        """In this process; where a later Ray has no such method, it starts another one again."""
         from ray.train.v2._internal.execution.controller import TrainController
 
         controller = TrainController(**arguments)

@@ -61,7 +61,7 @@ def trials_of(sweep: Path) -> list[dict[str, Any]]:
 
 
 def killed_in_the_middle(path: Path, folder: Path) -> float:
-    """Device-seconds of a sweep until it was killed."""
+    """Device-seconds of a sweep from its start until it was killed."""
     begin = time.monotonic()
     command = raypo("sweep", path)
     while sum(t["status"] in ("finished", "stopped") for t in trials_of(folder)) < KILL_AFTER:
