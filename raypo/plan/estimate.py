@@ -108,8 +108,9 @@ def learner(config: PPOConfig, models: Models, sharding: Sharding, device: Devic
         "evaluate": _named(gathered, activations=_scratch(config, models, itemsize)),
         "update": _update(device, gathered, saved, made, step),
     }
-    if device == "cpu":
-        result.phases["push"] = {"push bucket": bucket}
+    if device == "cpu":  # weights go to the object store from where they lie, if they lie whole
+        is_made = sharding.stage == 3 or config.model.lora is not None
+        result.phases["push"] = {"push bucket": bucket if is_made else 0}
     else:
         result.host["push bucket"] = bucket
     return result

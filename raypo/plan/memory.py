@@ -237,7 +237,7 @@ def default_cpu_kv_bytes(shape: ModelShape, max_model_len: int, *, itemsize: int
 
 
 def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
-    """RAM of one bucket of `raypo.weights.buckets` while it is filled."""
+    """RAM of one bucket of `raypo.weights.buckets` whose tensors are made for the push."""
     largest = max(PUSH_BUCKET, shape.largest_tensor * itemsize)
     return min(largest, shape.parameters * itemsize)
 

@@ -63,7 +63,7 @@ class WorkerExtension:
             names = model.load_weights(_named_tensors(received, skipped))
         told = names is not None  # a few models do not tell
         self.raypo_loaded.update(names if told else _parameter_names(model))
-        return [spec for spec, _ in bucket.entries]
+        return list(received.specs)
 
     def raypo_finish_push(self) -> None:
         """End the push: every layer is whole, and nothing of the old weights is left.

@@ -186,7 +186,7 @@ class BroadcastTransport:
         group = self._group_with(conversation)
         for staged in stage(tensors, bucket_bytes=self._bucket_bytes, device=self._device):
             bucket = BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
-            conversation.offer(bucket, staged.entries)
+            conversation.offer(bucket, staged.specs)
             group.send(staged.flat, is_in_vain=conversation.has_failed)
             conversation.settle()
         conversation.finish()

@@ -1,4 +1,4 @@
-"""Named tensors as a few flat byte arrays: cheap to hand over, readable without a copy."""
+"""Named tensors as a few lots of bytes: cheap to hand over, readable without a copy."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ ALIGNMENT = 64
 Entries = tuple[tuple[TensorSpec, int], ...]
 """What lies in a bucket, and at which byte."""
 
+Specs = tuple[TensorSpec, ...]
+
 
 @dataclass(frozen=True)
 class Staged:
@@ -26,13 +28,28 @@ class Staged:
     flat: Tensor  # uint8 [bytes]
     entries: Entries
 
+    @property
+    def specs(self) -> Specs:
+        """What lies in it."""
+        return tuple(spec for spec, _ in self.entries)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The bytes of each tensor."""
+        return [self.flat[offset : offset + spec.num_bytes] for spec, offset in self.entries]
+
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors in one flat array of this machine's memory."""
+    """Some tensors in this machine's memory, the bytes of each in an array of its own."""
 
-    data: np.ndarray  # uint8 [bytes]
-    entries: Entries
+    arrays: tuple[np.ndarray, ...]  # uint8 [bytes] each
+    specs: Specs
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The bytes of each tensor, on the same memory."""
+        return [as_tensor(array) for array in self.arrays]
 
 
 def stage(
@@ -55,8 +72,7 @@ def stage(
     Raises:
         ValueError: `bucket_bytes` is not positive.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes ({bucket_bytes}): a bucket holds at least one byte.")
+    _require_positive(bucket_bytes)
     filling = _Filling(bucket_bytes, device)
     for name, tensor in named_tensors:
         if not filling.has_room_for(tensor):
@@ -66,10 +82,41 @@ def stage(
         yield filling.finish()
 
 
+def grouped(
+    named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors themselves, in lots of at most `bucket_bytes`; a larger one is a lot of its own.
+
+    Raises:
+        ValueError: `bucket_bytes` is not positive.
+    """
+    _require_positive(bucket_bytes)
+    group: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    for name, tensor in named_tensors:
+        if group and num_bytes + tensor.nbytes > bucket_bytes:
+            yield group
+            group, num_bytes = [], 0
+        group.append((name, tensor))
+        num_bytes += tensor.nbytes
+    if group:
+        yield group
+
+
 def pack(named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
-    """As `stage`, on the CPU, but every bucket has memory of its own."""
-    for staged in stage(named_tensors, bucket_bytes=bucket_bytes):
-        yield Bucket(staged.flat.numpy().copy(), staged.entries)
+    """Copies of the tensors, on the CPU; lazy and sized as in `stage`."""
+    copies = ((name, tensor.detach().clone()) for name, tensor in named_tensors)
+    for group in grouped(copies, bucket_bytes=bucket_bytes):
+        parts = [as_bytes(tensor) for _, tensor in group]
+        yield Bucket(tuple(part.numpy() for part in parts), specs_of(group, checksums(parts)))
+
+
+def specs_of(group: list[tuple[str, Tensor]], sums: list[int]) -> Specs:
+    """What is to be told about some tensors whose checksums are known."""
+    return tuple(
+        TensorSpec.of(name, tensor, checksum)
+        for (name, tensor), checksum in zip(group, sums, strict=True)
+    )
 
 
 def unpack(bucket: Bucket | Staged, *, verify: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -82,17 +129,21 @@ def unpack(bucket: Bucket | Staged, *, verify: bool = False) -> Iterator[tuple[s
     Raises:
         WeightError: a checksum does not match.
     """
-    flat = bucket.flat if isinstance(bucket, Staged) else as_tensor(bucket.data)
-    parts = [flat[offset : offset + spec.num_bytes] for spec, offset in bucket.entries]
+    parts = bucket.parts
     if verify:
-        for (spec, _), arrived in zip(bucket.entries, checksums(parts), strict=True):
+        for spec, arrived in zip(bucket.specs, checksums(parts), strict=True):
             if arrived != spec.checksum:
                 raise WeightError(
                     f"{spec.name}: the bytes that arrived do not have the checksum that was sent. "
                     "Push the weights again; if it happens again, the machine's memory is at fault."
                 )
-    for (spec, _), part in zip(bucket.entries, parts, strict=True):
+    for spec, part in zip(bucket.specs, parts, strict=True):
         yield spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """uint8 [bytes] in row-major order, on the CPU; on the tensor's own memory if it lies so."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def as_tensor(data: np.ndarray) -> Tensor:
@@ -102,6 +153,11 @@ def as_tensor(data: np.ndarray) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(data)
+
+
+def _require_positive(bucket_bytes: int) -> None:
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes ({bucket_bytes}): a bucket holds at least one byte.")
 
 
 class _Filling:
@@ -134,11 +190,10 @@ class _Filling:
 
     def finish(self) -> Staged:
         flat = self._flat[: self._used]
-        parts = [flat[offset : offset + room.nbytes] for _, room, offset in self._tensors]
-        entries = tuple(
-            (TensorSpec.of(name, room, checksum), offset)
-            for (name, room, offset), checksum in zip(self._tensors, checksums(parts), strict=True)
-        )
+        group = [(name, room) for name, room, _ in self._tensors]
+        sums = checksums([flat[offset : offset + room.nbytes] for _, room, offset in self._tensors])
+        offsets = (offset for _, _, offset in self._tensors)
+        entries = tuple(zip(specs_of(group, sums), offsets, strict=True))
         self._tensors, self._used = [], 0
         return Staged(flat, entries)
 

@@ -123,7 +123,7 @@ class IpcTransport:
             handles = dict(workers.gather((uuid, CudaHandle.of(staged.flat))))
             with all_or_none(workers):
                 if workers.rank == 0:
-                    conversation.offer(IpcBucket(handles, staged.entries), staged.entries)
+                    conversation.offer(IpcBucket(handles, staged.entries), staged.specs)
                     conversation.settle()
         with all_or_none(workers):
             if workers.rank == 0:

@@ -9,6 +9,7 @@ leaves engines that refuse to sample.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,8 +17,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.weights.buckets import Bucket, Entries, stage
-from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
+from raypo.weights.buckets import Bucket, Specs, as_bytes, grouped, specs_of
+from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
 
 BUCKET_BYTES = 256 * 1024**2
 
@@ -43,15 +44,17 @@ class Ready:
 
 @dataclass(frozen=True)
 class StoredBucket:
-    """A bucket in the Ray object store."""
+    """A bucket whose bytes lie in the Ray object store."""
 
     ref: Any
+    """Of uint8 [bytes] of each tensor."""
+    specs: Specs
 
     def fetch(self) -> Bucket:
         """On shared read-only memory; copied from another node when it lies there."""
         import ray
 
-        return ray.get(self.ref)
+        return Bucket(ray.get(self.ref), self.specs)
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Transport(Protocol):
         """Hand every tensor to every engine; all workers call it together, with equal tensors.
 
         Args:
+            named_tensors: Whole ones, on any device; each keeps its values as long as it is held.
             engines: A deployment handle.
 
         Raises:
@@ -112,11 +116,15 @@ class ObjectTransport:
         conversation = Conversation(engines, version)
         conversation.begin()
         buckets = []
-        for staged in stage(tensors, bucket_bytes=self._bucket_bytes):
-            bucket = Bucket(staged.flat.numpy(), staged.entries)
-            buckets.append(StoredBucket(ray.put(bucket)))  # copies: the stage is free again
-            conversation.settle()
-            conversation.offer(buckets[-1], staged.entries)
+        with ThreadPoolExecutor(1) as beside:
+            hosted = ((name, tensor.cpu()) for name, tensor in tensors)
+            for group in grouped(hosted, bucket_bytes=self._bucket_bytes):
+                parts = [as_bytes(tensor) for _, tensor in group]
+                sums = beside.submit(checksums, parts)
+                ref = ray.put(tuple(part.numpy() for part in parts))  # the only copy on CPUs
+                buckets.append(StoredBucket(ref, specs_of(group, sums.result())))
+                conversation.settle()
+                conversation.offer(buckets[-1], buckets[-1].specs)
         conversation.settle()
         push = WeightPush(version, conversation.finish(), tuple(buckets))
         conversation.let_serve(push)
@@ -129,7 +137,7 @@ class LocalTransport:
     def send(self, buckets: Iterable[Bucket], *, version: int) -> WeightPush:
         """A push of these buckets, which an engine in this process can load."""
         kept = tuple(buckets)
-        specs = [spec for bucket in kept for spec, _ in bucket.entries]
+        specs = [spec for bucket in kept for spec in bucket.specs]
         return WeightPush(version, Manifest.of(version, specs), kept)
 
 
@@ -153,9 +161,9 @@ class Conversation:
         start = PushStart(self.version)
         return [answer.result() for answer in self._members.begin_push.on_all(start)]
 
-    def offer(self, bucket: Any, entries: Entries) -> None:
+    def offer(self, bucket: Any, specs: Specs) -> None:
         """Hand a bucket to all engines; `settle` waits until they have loaded it."""
-        self._specs += [spec for spec, _ in entries]
+        self._specs += specs
         self.answers = self._members.load_bucket.on_all(bucket)
 
     def settle(self) -> None:

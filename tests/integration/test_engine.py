@@ -172,9 +172,10 @@ def test_a_tied_head_that_is_not_sent_follows_its_embedding(pair: Pair) -> None:
 
 def corrupted(push: WeightPush) -> WeightPush:
     bucket = push.buckets[-1]
-    data = bucket.data.copy()
-    data[len(data) // 2] ^= 1
-    return replace(push, buckets=(*push.buckets[:-1], Bucket(data, bucket.entries)))
+    last = bucket.arrays[-1].copy()
+    last[len(last) // 2] ^= 1
+    changed = Bucket((*bucket.arrays[:-1], last), bucket.specs)
+    return replace(push, buckets=(*push.buckets[:-1], changed))
 
 
 def without(tensors: dict[str, Tensor], *names: str) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ class Receiver:
         assert self.group is not None
         received = self.group.receive(bucket)
         self.tensors |= dict(unpack(received, verify=True))
-        self._arrived += [spec for spec, _ in bucket.entries]
+        self._arrived += received.specs
 
     def finish_push(self, manifest: Manifest) -> Manifest:
         self.version = manifest.version
