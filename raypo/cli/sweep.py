@@ -46,9 +46,10 @@ def sweep(
             files.remove()
         check_sweep_folder(config, base, files)
         if is_done(config, files):
+            more = "" if config.searcher == "grid" else "a larger num_samples adds trials, "
             typer.echo(
-                f"raypo: {config.name} is finished, files in {files.location}; a larger "
-                f"num_samples adds trials, --fresh starts over."
+                f"raypo: {config.name} is finished, files in {files.location}; {more}--fresh "
+                f"starts over."
             )
             return
         from raypo.tuning.sweep import run_sweep  # Ray and torch from here on

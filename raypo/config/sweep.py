@@ -27,12 +27,16 @@ SET_BY_THE_SWEEP = (
     "logging",
     "checkpoint.keep",
     "placement",
+    "num_steps",
+    "learner.num_workers",
+    "learner.cpus_per_worker",
+    "learner.use_gpu",
 )
 """Keys and sections of the run config that no space can hold."""
 SharedRole = Literal["reward", "reference", "engine"]
 MAX_TEST_POINTS = 1000
 """Points of the space that are tried against the run config."""
-_NOT_COPIED = ("model.", "learner.num_workers", "learner.zero_stage")
+_NOT_COPIED = ("model.", "learner.zero_stage")
 """How keys begin that a run cannot change when it goes on from a checkpoint."""
 _CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
 
@@ -244,8 +248,9 @@ class SweepConfig(RunFile):
             _check_key(key)
         for point in _test_points(self):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
-            PPOConfig.parse(with_values(values, point), origin=f"space, {words}")
-        _check_metrics(self, base)
+            _check_metrics(
+                self, PPOConfig.parse(with_values(values, point), origin=f"space, {words}"), words
+            )
         _check_placement(base)
         _check_pbt(self, base)
         return base
@@ -303,17 +308,17 @@ def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
         yield {key: draw.choice(values) for key, values in by_key.items()}
 
 
-def _check_metrics(sweep: SweepConfig, base: PPOConfig) -> None:
+def _check_metrics(sweep: SweepConfig, trial: PPOConfig, words: str) -> None:
     for metric in (*sweep.metric, *(each.metric for each in sweep.constraints)):
-        if metric.startswith("eval/") and not base.eval.prompts:
+        if metric.startswith("eval/") and not trial.eval.prompts:
             raise ConfigError(
                 f"metric ({metric}): the base evaluates nothing. Set eval.prompts in "
                 f"{sweep.base}, or choose a metric of the rollouts like rollout/score_mean."
             )
-        if metric.startswith("kl/") and not base.ppo.needs_reference:
+        if metric.startswith("kl/") and not trial.ppo.needs_reference:
             raise ConfigError(
-                f"metric ({metric}): the base has no reference, so there is no KL to it. Choose "
-                f"another metric, or a ppo.kl.coef above 0."
+                f"metric ({metric}): a trial with {words} has no reference, so there is no KL to "
+                f"it. Choose another metric, or a ppo.kl.coef above 0 for all trials."
             )
 
 
@@ -346,9 +351,9 @@ def _check_pbt(sweep: SweepConfig, base: PPOConfig) -> None:
             f"scheduler.perturb_every ({every}): trials are judged by {sweep.metric[0]}, which is "
             f"measured every {base.eval.every} steps (eval.every). Set it to a multiple of that."
         )
-    if every % kept:
+    if every != kept:
         raise ConfigError(
             f"checkpoint.every ({kept}): pbt copies checkpoints every {every} steps "
-            f"(scheduler.perturb_every, else eval.every of the base). Set overrides."
-            f"checkpoint.every to {every}, or to a divisor of it."
+            f"(scheduler.perturb_every, else eval.every of the base), and others would take their "
+            f"place before they are copied. Set overrides.checkpoint.every to {every}."
         )

@@ -10,7 +10,7 @@ import ray
 
 from raypo.cluster.actors import ReplicaLost
 from raypo.cluster.deployment import DeploymentHandle, Place, start_deployment
-from raypo.cluster.lender import Loan
+from raypo.cluster.lender import Loan, is_usable
 from raypo.cluster.reserve import Dedicated
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
@@ -76,11 +76,13 @@ def start_shared(
 def of_shared(
     shared: Shared | None, config: PPOConfig, run_name: str, workers: Workers
 ) -> dict[str, DeploymentHandle]:
-    """What of a sweep's deployments does for this config, by role."""
+    """What of a sweep's deployments is there and does for this config, by role."""
     if shared is None:
         return {}
     alike = roles_alike(config, shared.config)
-    handles = {role: handle for role, handle in shared.handles.items() if role in alike}
+    usable = [role for role, handle in shared.handles.items() if is_usable(handle)]
+    usable = workers.broadcast(usable)  # all workers ask the same
+    handles = {role: shared.handles[role] for role in usable if role in alike}
     if shared.lender is not None and "engine" in alike:
         engine = borrow(shared, run_name, workers, timeout_s=config.placement.timeout_s)
         if engine is not None:

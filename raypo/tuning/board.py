@@ -53,7 +53,7 @@ class Board(Callback):
         number = number_of(trial)
         record = self.records.setdefault(number, TrialRecord(number, str(trial), {}))
         is_new = record.status not in ("running", "waiting") or not record.point
-        record.point, record.status = dict(trial.config[POINT]), "running"
+        record.point, record.status, record.error = dict(trial.config[POINT]), "running", ""
         self._keep()
         if is_new:
             self._view.started(record)
@@ -84,7 +84,10 @@ class Board(Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
         """A trial failed; the others go on."""
-        record = self.records[number_of(trial)]
+        number = number_of(trial)  # its process may not even have started
+        record = self.records.setdefault(
+            number, TrialRecord(number, str(trial), dict(trial.config[POINT]))
+        )
         self._add_time(trials)
         record.status = "interrupted" if self._is_stopping() else "failed"
         record.error = last_line(error_text(trial))

@@ -55,10 +55,11 @@ def check_sweep_folder(sweep: SweepConfig, base: PPOConfig, files: RunFiles) -> 
 
 
 def is_done(sweep: SweepConfig, files: RunFiles) -> bool:
-    """Whether the folder holds this sweep with as many trials, all of them ended."""
+    """Whether the folder holds this sweep with as many trials, all ended and none failed."""
     summary = files.summary()
     return (
         summary is not None
         and summary["status"] == "finished"
         and summary["num_trials"] >= sweep.num_trials
+        and not summary["trials"]["failed"]
     )

@@ -29,8 +29,7 @@ def gaming_words(
         return []
     pairs = [(trial, starts.get(trial.name, {})) for trial in judged]
     gamed = [(trial, start) for trial, start in pairs if _is_gamed(trial.metrics, start)]
-    words = [_of_gamed(gamed), _of_favourite(judged)]
-    return list(filter(None, words)) or ["Reward model and held-out score agree on the best trial."]
+    return list(filter(None, [_of_gamed(gamed), _of_favourite(judged, is_gamed=bool(gamed))]))
 
 
 def _is_gamed(last: Mapping[str, float], start: Mapping[str, Any]) -> bool:
@@ -56,13 +55,14 @@ def _of_gamed(gamed: Sequence[tuple[TrialRecord, Mapping[str, Any]]]) -> str:
     )
 
 
-def _of_favourite(judged: Sequence[TrialRecord]) -> str:
-    """The reward model's favourite, if it is another one, of the trials that came as far."""
+def _of_favourite(judged: Sequence[TrialRecord], *, is_gamed: bool) -> str:
+    """Whether it is the reward model's favourite too, of the trials that came as far."""
     best = max(judged, key=lambda trial: trial.metrics[SCORE])
     as_far = [trial for trial in judged if trial.step == best.step]
     liked = max(as_far, key=lambda trial: trial.metrics[REWARD_MODEL])
     if best.metrics[SCORE] - liked.metrics[SCORE] < MIN_LOSS:
-        return ""
+        agrees = len(as_far) > 1 and not is_gamed
+        return "Reward model and held-out score agree on the best trial." if agrees else ""
     return (
         f"The reward model likes {point_text(liked.point)} best "
         f"({number(liked.metrics[REWARD_MODEL])}, against {number(best.metrics[REWARD_MODEL])} at "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from raypo.config import PPOConfig
 from raypo.config.sweep import SweepConfig, with_values
 from raypo.metrics.report.verdict import duration
 from raypo.metrics.run_files import RunFiles
@@ -16,7 +16,7 @@ from raypo.metrics.summary import installed_versions
 from raypo.metrics.tensorboard import write_hparams
 from raypo.tuning.folder import TRIALS_FOLDER
 from raypo.tuning.goal import Goal
-from raypo.tuning.record import TRIALS, TrialRecord, write_trials
+from raypo.tuning.record import TRIALS, TrialRecord, best_of, write_trials
 from raypo.tuning.view import point_text
 
 BEST = "best.yaml"
@@ -32,6 +32,8 @@ class Outcome:
     best: TrialRecord | None
     front: tuple[TrialRecord, ...]
     """Trials that no other one beats in every metric; of one metric the best alone."""
+    broken: tuple[str, ...]
+    """The constraints, if even the best trial breaks one."""
     failed: tuple[TrialRecord, ...]
     records: tuple[TrialRecord, ...]
     wall_s: float
@@ -49,6 +51,8 @@ class Outcome:
         if self.best is not None:
             metrics = ", ".join(f"{k} {v:.4g}" for k, v in self._headline().items())
             lines.append(f"best: {self.best.name}, {point_text(self.best.point)}; {metrics}")
+            if self.broken:
+                lines.append(f"no trial keeps the constraint: {', '.join(self.broken)}")
             if len(self.front) > 1:
                 names = ", ".join(record.name for record in self.front)
                 lines.append(f"Pareto front (*): {names}")
@@ -70,16 +74,22 @@ def write_outcome(
     sweep: SweepConfig,
     records: Sequence[TrialRecord],
     *,
+    base: Mapping[str, Any],
     status: str,
     wall_s: float,
 ) -> Outcome:
-    """Write trials.parquet, best.yaml and summary.json."""
+    """Write trials.parquet, best.yaml and summary.json.
+
+    Args:
+        base: The base as written when the sweep began, overrides included.
+        status: finished or interrupted, or failed where something else did.
+    """
     goal = Goal.of(sweep)
     ordered = sorted(records, key=lambda record: record.number)
     known = [record.metrics for record in ordered]
     front = goal.front(known)
     by_rank = sorted(zip(goal.ranks(known), ordered, strict=True), key=lambda pair: pair[0])
-    best = next((r for _, r in by_rank if math.isfinite(goal.gains(r.metrics)[0])), None)
+    best = best_of(ordered, goal)
     if best is None and status == "finished":
         status = "failed"
     outcome = Outcome(
@@ -87,6 +97,7 @@ def write_outcome(
         location=files.location,
         best=best,
         front=tuple(record for _, record in by_rank if ordered.index(record) in front),
+        broken=goal.constraints if best and not goal.is_feasible(best.metrics) else (),
         failed=tuple(record for record in ordered if record.status == "failed"),
         records=tuple(ordered),
         wall_s=wall_s,
@@ -95,27 +106,35 @@ def write_outcome(
         write_trials(files, ordered, goal)
     _write_hparams(files, goal, ordered)
     if best is not None:
-        files.write(BEST, best_config(sweep, best).encode())
+        files.write(BEST, best_config(sweep, base, best).encode())
     earlier = (files.summary() or {}).get("wall_s", 0.0)
     files.write_summary(_summary(outcome, sweep, wall_s=earlier + wall_s))
     files.sync()
     return outcome
 
 
-def best_config(sweep: SweepConfig, best: TrialRecord) -> str:
+def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) -> str:
     """The best trial as a run config: the base as written, with the trial's point on top."""
     own: dict[str, Any] = {"name": f"{sweep.name}-best", "storage_path": sweep.storage_path}
-    values = with_values(sweep.base_values(), {**best.point, **own})
+    values = with_values(base, {**best.point, **own})
     head = [
         f"# The best trial of the sweep {sweep.name}: {best.name}, {point_text(best.point)}.",
         f"# Its base is {sweep.base}; relative paths start where the sweep was started.",
     ]
     if best.status == "stopped":
-        values["num_steps"] = best.step
-        head.append(f"# It was stopped after step {best.step}, where it had its score.")
+        values["num_steps"] = _scored_step(sweep.metric[0], best.step, PPOConfig.parse(values))
+        head.append(
+            f"# It was stopped after step {best.step}; its score is of step {values['num_steps']}."
+        )
     if sweep.scheduler.kind == "pbt":
         head.append("# These are its last values; before each copy it trained under others.")
     return "\n".join(head) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _scored_step(metric: str, last_step: int, config: PPOConfig) -> int:
+    """The step at which a metric was measured for the last time."""
+    every = config.eval.every if metric.startswith("eval/") else 1
+    return max(1, last_step // every * every)
 
 
 def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:

@@ -159,7 +159,8 @@ def estimate(sweep: SweepConfig, base: PPOConfig, plan: SweepPlan) -> Estimate |
     trials = f"{storage_path(sweep).rstrip('/')}/{sweep.name}/{TRIALS_FOLDER}"
     runs = [(trials, trial_name(sweep.name, number)) for number in range(plan.num_trials)]
     for storage, name in [*runs, (storage_path(base), base.name)]:
-        steps = [row["time/step_s"] for row in RunFiles(storage, name).metrics()]
+        rows = RunFiles(storage, name).metrics()
+        steps = [row["time/step_s"] for row in rows if "time/step_s" in row]
         if steps:
             trial_s = statistics.median(steps) * base.num_steps
             rounds = -(-plan.num_trials // plan.num_slots)

@@ -14,7 +14,7 @@ from raypo.tuning.goal import Goal
 
 TRIALS = "trials.parquet"
 Status = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
-ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
+ENDED: tuple[Status, ...] = ("finished", "stopped")
 
 
 @dataclass
@@ -26,7 +26,7 @@ class TrialRecord:
     point: dict[str, Any]
     """Dotted key of the run config -> the value that was tried."""
     status: Status = "waiting"
-    """stopped: by the scheduler; interrupted: goes on when the sweep is resumed."""
+    """stopped: by the scheduler; interrupted, failed: goes on when the sweep is resumed."""
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """The last known value of each figure."""
@@ -41,6 +41,15 @@ class TrialRecord:
     def has_ended(self) -> bool:
         """Whether nothing is left to do."""
         return self.status in ENDED
+
+
+def best_of(records: Sequence[TrialRecord], goal: Goal) -> TrialRecord | None:
+    """The trial that ranks first of those that have a score and did not fail."""
+    ranks = goal.ranks([record.metrics for record in records])
+    for _, record in sorted(zip(ranks, records, strict=True), key=lambda pair: pair[0]):
+        if record.status != "failed" and math.isfinite(goal.gains(record.metrics)[0]):
+            return record
+    return None
 
 
 def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any]]:
@@ -74,9 +83,11 @@ def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) ->
 
     rows = trial_rows(records, goal)
     for key in {key for row in rows for key in row if key.startswith("space/")}:
-        if len({type(row.get(key)) for row in rows}) > 1:  # parquet's columns have one type
+        kinds = {type(row.get(key)) for row in rows}
+        if len(kinds) > 1:  # parquet's columns have one type
+            one_type = float if kinds == {int, float} else str
             for row in rows:
-                row[key] = str(row.get(key))
+                row[key] = one_type(row.get(key))
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), buffer)
     files.write(TRIALS, buffer.getvalue())

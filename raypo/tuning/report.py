@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from raypo.metrics.run_files import RunFiles
 from raypo.tuning.folder import BASE, TRIALS_FOLDER
 from raypo.tuning.gaming import REWARD_MODEL, SCORE, gaming_words
 from raypo.tuning.goal import Goal
-from raypo.tuning.record import TrialRecord, read_trials
+from raypo.tuning.record import TrialRecord, best_of, read_trials
 from raypo.tuning.view import point_text, value_text
 
 KL = "kl/ref_response_mean"
@@ -59,10 +58,8 @@ class SweepData:
 
     @property
     def best(self) -> TrialRecord | None:
-        """The trial that ranks first, if it has a score."""
-        if self.trials and math.isfinite(self.goal.gains(self.trials[0].metrics)[0]):
-            return self.trials[0]
-        return None
+        """The trial that ranks first of those that have a score and did not fail."""
+        return best_of(self.trials, self.goal)
 
 
 def is_sweep(files: RunFiles) -> bool:
@@ -133,6 +130,8 @@ def _result(section: Section, sweep: SweepData) -> None:
                 strong=True,
             )
         )
+        if not sweep.goal.is_feasible(best.metrics):
+            section.add(Words(f"No trial keeps {', '.join(sweep.goal.constraints)}."))
     count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
     total = sum(trial.device_s for trial in sweep.trials)
     saved = sum(_saved(trial, sweep) for trial in sweep.trials)
@@ -292,8 +291,8 @@ def _saved(trial: TrialRecord, sweep: SweepData) -> float:
     paces = [row["time/step_s"] for row in sweep.rows.get(trial.name, ()) if "time/step_s" in row]
     if trial.status != "stopped" or not paces or not trial.seconds:
         return 0.0
-    num_devices = trial.device_s / trial.seconds
-    return num_devices * statistics.median(paces) * (sweep.num_steps - trial.step)
+    num_devices, last_step = trial.device_s / trial.seconds, sweep.rows[trial.name][-1]["step"]
+    return num_devices * statistics.median(paces) * (sweep.num_steps - last_step)
 
 
 def _labels(sweep: SweepData) -> dict[str, str]:

@@ -81,11 +81,17 @@ def _mutation(domain: Domain) -> Any:
     return list(domain.values) if domain.is_list else as_tune(domain)
 
 
-def reports_of(files: RunFiles, goal: Goal) -> list[dict[str, float]]:
-    """What a trial's run has reported to Tune, from its own files."""
+def reports_of(files: RunFiles, goal: Goal, *, last_step: int) -> list[dict[str, float]]:
+    """What a trial's run has reported to Tune, from its own files.
+
+    Args:
+        last_step: That Tune was told of; one that it stops makes one step more.
+    """
     reports: list[dict[str, float]] = []
     known: dict[str, float] = {}
     for row in files.metrics():
+        if row[STEP] > last_step:
+            break
         known = known_metrics([known, row])
         reports.append(as_report(known, goal))
     return reports
@@ -116,5 +122,6 @@ def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str
         scheduler.on_trial_add(controller, trial)
         last: Mapping[str, float] = {}
         for last in reports:
-            scheduler.on_trial_result(controller, trial, dict(last))
+            if scheduler.on_trial_result(controller, trial, dict(last)) == scheduler.STOP:
+                break
         scheduler.on_trial_complete(controller, trial, dict(last))

@@ -74,12 +74,12 @@ def run_sweep(sweep: SweepConfig, base: PPOConfig, files: RunFiles) -> Outcome:
         ConfigError: not even one trial fits the cluster.
     """
     os.environ.update(_TUNE_ENVIRONMENT)
-    files.write_config(recorded_config(sweep, base))
-    files.sync()
     connected_here = connect(base.cluster)
     try:
         nodes, use_gpu = find_nodes(base)
         plan = plan_sweep(sweep, base, nodes, use_gpu=use_gpu)
+        files.write_config(recorded_config(sweep, base))
+        files.sync()
         return _Sweep(sweep, base, files, plan).run()
     finally:
         if connected_here:
@@ -111,7 +111,7 @@ class _Sweep:
             is_population=sweep.scheduler.kind == "pbt",
         )
         earlier = read_trials(files)
-        self._ended = [record for record in earlier if record.has_ended and not record.error]
+        self._ended = [record for record in earlier if record.has_ended]
         self._left = [record for record in earlier if record not in self._ended]
         self._board = Board(
             {record.number: record for record in earlier},
@@ -141,6 +141,7 @@ class _Sweep:
                 self._files,
                 self._sweep,
                 records,
+                base=self._setup.base,
                 status=status,
                 wall_s=time.monotonic() - self._started,
             )
@@ -169,8 +170,13 @@ class _Sweep:
     def _fit_trials(self, setup: TrialSetup) -> None:
         scheduler = scheduler_of(self._sweep, self._base)
         if not setup.is_population:  # it looks at those alone that still run
-            reports = {r.name: reports_of(setup.files(r.number), self._goal) for r in self._ended}
-            tell_past(scheduler, reports)
+            past = {
+                record.name: reports_of(
+                    setup.files(record.number), self._goal, last_step=record.step
+                )
+                for record in self._ended
+            }
+            tell_past(scheduler, past)
         open_folder(self._files.location, TUNE_FOLDER).remove()
         name_of = partial(_name_of, self._sweep.name)
         which, search = self._trials()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from raypo.cluster import lender
+from raypo.cluster.actors import DeploymentError
 from raypo.cluster.lender import Lender, Loan
 
 
@@ -46,6 +47,12 @@ def test_a_deployment_that_has_failed_is_not_lent(dead: set[str]):
     holder: Any = "worker"
     assert Lender([deployment("a", "failed")]).lend("one", holder, 60.0) is None
     assert lend(Lender([deployment("a", "failed"), deployment("b")]), "one", holder).number == 1
+
+    def gone() -> Any:
+        raise DeploymentError("the deployment is gone")
+
+    seats = Lender([SimpleNamespace(name="a", status=gone), deployment("b")])
+    assert lend(seats, "one", holder).number == 1
 
 
 def test_a_run_that_begins_again_never_counts_as_the_one_before_somebody_else(dead: set[str]):

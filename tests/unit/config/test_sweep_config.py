@@ -137,6 +137,13 @@ def test_a_metric_that_the_base_never_measures_is_refused(base: Path):
         constraint="kl/ref_response_mean <= 10",
     )
     assert "has no reference" in message
+    some = {"ppo.kl.coef": {"choice": [0.0, 0.1]}}
+    message = refused(base, space=some, constraint="kl/ref_response_mean <= 10")
+    assert "a trial with ppo.kl.coef=0.0 has no reference" in message
+    good = {"ppo.kl.coef": {"choice": [0.1, 1.0]}}
+    sweep_of(
+        base, overrides={"ppo.kl.coef": 0.0}, space=good, metric="kl/ref_response_mean", mode="min"
+    ).base_config()
 
 
 def test_grid_and_searcher_belong_together(base: Path):
@@ -206,7 +213,10 @@ def test_pbt_copies_checkpoints_so_there_must_be_some(base: Path):
 
 def test_pbt_changes_only_what_a_checkpoint_can_go_on_under(base: Path):
     pbt = {"scheduler": "pbt", "searcher": "random"}
+    stages = {"learner.zero_stage": {"choice": [1, 2]}}
+    assert "space (learner.zero_stage): pbt changes values" in refused(base, **pbt, space=stages)
     workers = {"learner.num_workers": {"choice": [1, 2]}}
-    assert "space (learner.num_workers): pbt changes values" in refused(base, **pbt, space=workers)
+    message = "space.learner.num_workers: is the same for all trials"
+    assert message in refused(base, space=workers)
     adaptive = {"ppo.kl": {"controller": "adaptive", "target": 1.0, "horizon": 1000}}
     assert "Search ppo.kl.target instead" in refused(base, **pbt, overrides=adaptive)

@@ -47,7 +47,9 @@ def trials() -> list[TrialRecord]:
 def outcome_in(base: Path, records: list[TrialRecord], **changes: Any) -> Any:
     files = RunFiles(str(base.parent), "s")
     sweep = sweep_of(base, **changes)
-    return write_outcome(files, sweep, records, status="finished", wall_s=100.0), files
+    values = sweep.base_values()
+    base.unlink()  # the file may change or go while the sweep runs
+    return write_outcome(files, sweep, records, base=values, status="finished", wall_s=100.0), files
 
 
 def test_best_yaml_is_the_base_as_written_with_the_best_point(base: Path):
@@ -63,9 +65,23 @@ def test_best_yaml_is_the_base_as_written_with_the_best_point(base: Path):
 
 def test_the_best_of_a_stopped_trial_ends_where_it_had_its_score(base: Path):
     records = trials()
-    records[1].status, records[1].step = "stopped", 3
-    _, files = outcome_in(base, records)
-    assert PPOConfig.load(files.folder / "best.yaml").num_steps == 3
+    records[1].status, records[1].step = "stopped", 7
+    _, files = outcome_in(base, records, overrides={"num_steps": 9, "eval.every": 3})
+    best = files.folder / "best.yaml"
+    assert PPOConfig.load(best).num_steps == 6
+    assert "stopped after step 7; its score is of step 6" in best.read_text()
+
+
+def test_a_trial_that_failed_is_not_the_best(base: Path):
+    records = trials()
+    records[1].status, records[1].error = "failed", "OSError: gone"
+    outcome, _ = outcome_in(base, records)
+    assert outcome.best.name == "s-00000"
+
+
+def test_a_best_trial_that_breaks_the_constraint_is_told(base: Path):
+    kept = outcome_in(base, trials(), constraint="kl/ref_response_mean <= 10")[0]
+    assert "no trial keeps the constraint: kl/ref_response_mean <= 10" in kept.lines()
 
 
 def test_the_record_reads_back_as_itself(base: Path):
@@ -101,9 +117,24 @@ def test_a_sweep_without_any_score_has_failed(base: Path):
 
 
 def test_a_finished_sweep_is_done_until_more_trials_are_wanted(base: Path):
+    _, files = outcome_in(base, trials()[:2], num_samples=2)
+    assert is_done(sweep_of(base, num_samples=2), files)
+    assert not is_done(sweep_of(base, num_samples=3), files)
+
+
+def test_a_sweep_with_a_failed_trial_is_not_done(base: Path):
     _, files = outcome_in(base, trials(), num_samples=3)
-    assert is_done(sweep_of(base, num_samples=3), files)
-    assert not is_done(sweep_of(base, num_samples=4), files)
+    assert not is_done(sweep_of(base, num_samples=3), files)
+
+
+def test_whole_numbers_among_others_stay_numbers(base: Path):
+    import pandas as pd
+
+    records = trials()[:2]
+    records[0].point, records[1].point = {"ppo.kl.coef": 1}, {"ppo.kl.coef": 0.3}
+    _, files = outcome_in(base, records)
+    table = pd.read_parquet(files.folder / "trials.parquet")
+    assert table["space/ppo.kl.coef"].tolist() == [0.3, 1.0]
 
 
 def test_a_folder_of_another_sweep_is_refused_with_the_difference(base: Path):

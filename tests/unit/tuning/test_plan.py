@@ -1,10 +1,12 @@
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep import SweepConfig
-from raypo.tuning.plan import describe, grid_points, plan_sweep
+from raypo.tuning.plan import describe, estimate, grid_points, plan_sweep
 
 SPACE = {"ppo.kl.coef": {"loguniform": [1e-4, 1.0]}}
 
@@ -36,6 +38,19 @@ def test_as_many_trials_as_fit_side_by_side():
     assert slots(two_cores, cpus_per_worker=2) == 1
     assert slots(two_cores, cpus_per_worker=1) == 2
     assert slots([{"CPU": 64.0, "GPU": 8.0}], num_workers=2, use_gpu=True) == 4
+
+
+def test_the_estimate_passes_over_steps_that_were_not_timed(tmp_path: Path):
+    """A run that goes on from a checkpoint has that step's line without its time."""
+    folder = tmp_path / "s" / "trials" / "s-00000"
+    folder.mkdir(parents=True)
+    rows = [{"step": 1, "time/step_s": 2.0}, {"step": 2}, {"step": 3, "time/step_s": 4.0}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+    sweep, base = sweep_of(num_samples=2, storage_path=str(tmp_path)), base_of(cpus_per_worker=1)
+    found = estimate(sweep, base, plan_sweep(sweep, base, [{"CPU": 1.0}], use_gpu=False))
+    assert found is not None
+    assert found.device_s == found.wall_s == 2 * 3.0 * base.num_steps
 
 
 def test_half_a_trial_is_no_slot():

@@ -1,10 +1,13 @@
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from raypo.config import PPOConfig
 from raypo.config.sweep import SweepConfig
-from raypo.tuning.goal import VALUE
-from raypo.tuning.schedule import PastTrial, scheduler_of, tell_past
+from raypo.metrics.run_files import RunFiles
+from raypo.tuning.goal import VALUE, Goal
+from raypo.tuning.schedule import PastTrial, reports_of, scheduler_of, tell_past
 
 
 def scheduler(kind: Any, **changes: Any) -> Any:
@@ -72,6 +75,25 @@ def test_the_median_rule_stops_who_is_worse_than_the_median():
     tell_past(judge, {f"past {value}": curve(value) for value in (0.4, 0.5, 0.6)})
     assert steps_until_stopped(judge, 0.1) == 2
     assert steps_until_stopped(judge, 0.9) == 8
+
+
+def test_the_median_rule_is_told_of_trials_that_it_stopped():
+    judge = scheduler("median")
+    past = {f"past {number}": curve(0.5) for number in range(3)}
+    tell_past(judge, {**past, "stopped": curve(0.1), "good": curve(0.9)})
+    assert steps_until_stopped(judge, 0.1) == 2
+    assert steps_until_stopped(judge, 0.9) == 8
+
+
+def test_what_a_stopped_trial_did_after_its_stop_was_never_reported(tmp_path: Path):
+    files = RunFiles(str(tmp_path), "trial")
+    files.folder.mkdir()
+    rows = [{"step": step, "eval/score_mean": step / 10} for step in (1, 2, 3)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (files.folder / "metrics.jsonl").write_text(text)
+    goal = Goal(("eval/score_mean",), (1.0,))
+    found = reports_of(files, goal, last_step=2)
+    assert [report["eval/score_mean"] for report in found] == [0.1, 0.2]
 
 
 def test_none_stops_nobody():
