@@ -40,6 +40,10 @@ _DRIVER_DEFAULTS = {
 }
 
 
+_our_job = ""
+"""The job that this process has begun by `connect`, and that has our variables."""
+
+
 class ClusterError(RuntimeError):
     """Ray itself could not be started."""
 
@@ -54,6 +58,7 @@ def connect(section: ClusterSection) -> bool:
         ConfigError: nothing listens at the address.
         ClusterError: a local Ray did not start in time.
     """
+    global _our_job
     if ray.is_initialized():
         _set_defaults(_DRIVER_DEFAULTS)
         return False
@@ -84,6 +89,7 @@ def connect(section: ClusterSection) -> bool:
     except ConfigError:
         ray.shutdown()
         raise
+    _our_job = _job()
     return True
 
 
@@ -99,6 +105,22 @@ def worker_environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     defaults = {name: os.environ.get(name, value) for name, value in _WORKER_DEFAULTS.items()}
     return kept | defaults | users_choice()
+
+
+def untold_environment() -> dict[str, str]:
+    """Of `worker_environment`, what processes that this one starts do not get from the job.
+
+    All of it where somebody else has called `ray.init`.
+    """
+    if not ray.is_initialized() or _job() == _our_job:
+        return {}
+    told = os.environ if ray.get_runtime_context().worker.mode == ray.WORKER_MODE else {}
+    return {name: value for name, value in worker_environment().items() if name not in told}
+
+
+def _job() -> str:
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}"
 
 
 def dashboard_url() -> str | None:

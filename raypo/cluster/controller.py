@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypo.cluster.actors import DeploymentError, start_named
-from raypo.cluster.replica import Replica
+from raypo.cluster.actors import DeploymentError, ReplicaLost
+from raypo.cluster.slot import EstablishedCall, Slot, answer_of, start_replica
 from raypo.cluster.spec import (
     Deployment,
     DeploymentStatus,
@@ -29,46 +27,18 @@ from raypo.cluster.spec import (
 )
 
 
-@dataclass
-class _Slot:
-    """One replica and its successors."""
-
-    index: int
-    place: Place
-    name: str = ""
-    actor: ActorHandle | None = None
-    attempt: int = 0
-    where: tuple[str, int] = ("", 0)
-    """Node id and process id."""
-    is_up: bool = False
-    is_given_up: bool = False
-    made: dict[str, int] = field(default_factory=dict)
-    """Of each owner, the number of the established call that it has made."""
-    reason: str = ""
-    suspected: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass
-class _Call:
-    """What an owner had all replicas do last."""
-
-    number: int
-    kept: tuple[str, tuple[Any, ...]] | None
-    """Method and arguments, while they are good for replicas that start later."""
-
-
 class DeploymentController:
     """A zero-CPU actor that owns the replicas of one deployment; they end with it."""
 
     def __init__(self, deployment: Deployment, places: list[Place]) -> None:
         self._deployment = deployment
-        self._slots = [_Slot(index, place) for index, place in enumerate(places)]
+        self._slots = [Slot(index, place) for index, place in enumerate(places)]
         self._epoch = 0
         self._restarts = 0
         self._failure: str | None = None
         self._is_stopping = False
         self._num_calls = 0
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, EstablishedCall] = {}
         """By owner: what a replica must have done before it serves."""
         self._turn = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -143,14 +113,16 @@ class DeploymentController:
                 if self._failure:
                     raise DeploymentError(f"{self._deployment.name}: {self._failure}")
                 if made_by is not None and not kept:
-                    break  # those who made it are gone; who is up now waits for the next one
+                    break  # who is up now waits for the next one
                 up = [slot for slot in self._slots if slot.is_up]
                 answers = await self._make_all(up, method, args)
                 made = [slot for slot in up if slot.name in answers]
             self._num_calls += 1
-            self._calls[owner] = _Call(self._num_calls, (method, args) if kept else None)
+            self._calls[owner] = EstablishedCall(self._num_calls, (method, args) if kept else None)
             for slot in made:
                 slot.made[owner] = self._num_calls
+            if not made:
+                raise ReplicaLost(f"{self._deployment.name}: all that made `{method}` are lost.")
             if kept and made_by is not None:  # who came up meanwhile
                 late = [slot for slot in self._slots if slot.is_up and slot not in made]
                 for name in await self._make_all(late, method, args):
@@ -170,7 +142,7 @@ class DeploymentController:
                 await self._bump()
 
     async def _make_all(
-        self, slots: list[_Slot], method: str, args: tuple[Any, ...]
+        self, slots: list[Slot], method: str, args: tuple[Any, ...]
     ) -> dict[str, Any]:
         """The answers by name; those that are lost are left out."""
         results = await asyncio.gather(
@@ -187,7 +159,7 @@ class DeploymentController:
                 answers[slot.name] = result
         return answers
 
-    def _named(self, name: str) -> _Slot:
+    def _named(self, name: str) -> Slot:
         return next(slot for slot in self._slots if slot.name == name)
 
     async def forget(self, owner: str) -> None:
@@ -209,7 +181,7 @@ class DeploymentController:
         limit = self._deployment.graceful_shutdown_timeout_s if grace_s is None else grace_s
         self._is_stopping = True
         actors = [slot.actor for slot in self._slots if slot.actor is not None and slot.is_up]
-        drained = [asyncio.ensure_future(_answer(actor.drain.remote())) for actor in actors]
+        drained = [asyncio.ensure_future(answer_of(actor.drain.remote())) for actor in actors]
         if drained:
             await asyncio.wait(drained, timeout=limit)
         for slot in self._slots:
@@ -218,7 +190,7 @@ class DeploymentController:
         self._failure = "it was shut down"
         await self._bump()
 
-    async def _keep(self, slot: _Slot) -> None:
+    async def _keep(self, slot: Slot) -> None:
         """One replica after the other in a slot, until the budget is spent."""
         while not self._is_stopping:
             is_first = slot.attempt == 0
@@ -240,18 +212,16 @@ class DeploymentController:
             if self._failure or slot.is_given_up:
                 return
 
-    async def _live(self, slot: _Slot) -> bool:
+    async def _live(self, slot: Slot) -> bool:
         """One replica from start to loss; whether it could not even be made."""
         slot.suspected.clear()
         slot.actor = None
         slot.name = f"{self._deployment.name}:{slot.index}"
         slot.name += f"#{slot.attempt}" if slot.attempt else ""
         try:
-            slot.actor = await asyncio.to_thread(_start, self._deployment, slot)
-            slot.where = await _answer(slot.actor.where.remote())  # after the constructor
-            await self._bring_up(slot)
-            await self._bump()
-            slot.reason = await self._until_lost(slot)
+            slot.actor = await asyncio.to_thread(start_replica, self._deployment, slot)
+            slot.where = await self._made(slot)
+            slot.reason = await self._while_it_lives(slot)
         except RayActorError as error:
             slot.reason = str(error)
             return error.actor_init_failed
@@ -260,7 +230,36 @@ class DeploymentController:
             return slot.actor is None
         return False
 
-    async def _bring_up(self, slot: _Slot) -> None:
+    async def _made(self, slot: Slot) -> tuple[str, int]:
+        """Where it is, once its constructor is done; those who started it wait for the first one.
+
+        Raises:
+            RuntimeError: a replacement takes too long.
+        """
+        assert slot.actor is not None
+        limit = self._deployment.start_timeout_s if slot.attempt else None
+        try:
+            return await asyncio.wait_for(answer_of(slot.actor.where.remote()), limit)
+        except TimeoutError:
+            raise RuntimeError(
+                f"not started in {limit:g} s (placement.timeout_s) in bundle {slot.place.bundle}; "
+                f"the node of that bundle may be gone, or its devices be taken"
+            ) from None
+
+    async def _while_it_lives(self, slot: Slot) -> str:
+        """Bring a replica up, and watch it from the first moment; why it is no more."""
+        lost = asyncio.ensure_future(self._until_lost(slot))
+        up = asyncio.ensure_future(self._bring_up(slot))
+        await asyncio.wait([lost, up], return_when=asyncio.FIRST_COMPLETED)
+        try:
+            if not lost.done():
+                await up
+            return await lost
+        finally:
+            for each in (lost, up):
+                each.cancel()
+
+    async def _bring_up(self, slot: Slot) -> None:
         """Have a new replica make the calls that all others have made."""
         slot.is_up, slot.made = True, {}
         await self._bump()
@@ -279,6 +278,7 @@ class DeploymentController:
                 if isinstance(answer, Unhealthy):
                     raise RuntimeError(answer.reason)
                 slot.made[owner] = call.number
+        await self._bump()
 
     def _give_up(self, owner: str) -> None:
         """Wait for the owner's next call; one of several is not waited for."""
@@ -287,20 +287,22 @@ class DeploymentController:
         else:
             self._let_go(owner)
 
-    async def _until_lost(self, slot: _Slot) -> str:
+    async def _until_lost(self, slot: Slot) -> str:
         """Why the replica is no more."""
         assert slot.actor is not None
         watches = [
-            asyncio.ensure_future(_answer(slot.actor.until_the_end.remote())),
+            asyncio.ensure_future(answer_of(slot.actor.until_the_end.remote())),
             asyncio.ensure_future(self._until_unhealthy(slot, slot.actor)),
         ]
-        await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-        for watch in watches:
-            watch.cancel()
+        try:
+            await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for watch in watches:
+                watch.cancel()
         ends = await asyncio.gather(*watches, return_exceptions=True)
         return next(str(end) for end in ends if isinstance(end, Exception))
 
-    async def _until_unhealthy(self, slot: _Slot, actor: ActorHandle) -> None:
+    async def _until_unhealthy(self, slot: Slot, actor: ActorHandle) -> None:
         """Raises what the health check says, or that there was no answer."""
         while True:
             period = self._deployment.health_check_period_s
@@ -309,16 +311,16 @@ class DeploymentController:
             slot.suspected.clear()
             limit = self._deployment.health_check_timeout_s
             try:
-                await asyncio.wait_for(_answer(actor.check_health.remote()), limit)
+                await asyncio.wait_for(answer_of(actor.check_health.remote()), limit)
             except TimeoutError:
                 raise RuntimeError(
                     f"no answer to a health check in {limit:g} s (health_check_timeout_s)"
                 ) from None
 
-    async def _make(self, slot: _Slot, method: str, args: tuple[Any, ...]) -> Any:
+    async def _make(self, slot: Slot, method: str, args: tuple[Any, ...]) -> Any:
         assert slot.actor is not None
         request = Request(uuid.uuid4().hex, method, waits_in_line=False)
-        return await _answer(slot.actor.call.remote(request, *args))
+        return await answer_of(slot.actor.call.remote(request, *args))
 
     def _membership(self) -> Membership:
         starts_alone = all(call.kept is not None for call in self._calls.values())
@@ -337,7 +339,7 @@ class DeploymentController:
             if slot.actor is not None and self._state(slot) == state:
                 yield Member(slot.index, slot.name, slot.actor)
 
-    def _state(self, slot: _Slot) -> ReplicaState:
+    def _state(self, slot: Slot) -> ReplicaState:
         if slot.is_given_up:
             return "lost"
         if not slot.is_up:
@@ -345,7 +347,7 @@ class DeploymentController:
         has_made_all = all(slot.made.get(o) == call.number for o, call in self._calls.items())
         return "serving" if has_made_all else "waiting"
 
-    def _budget_is_spent(self, slot: _Slot) -> str:
+    def _budget_is_spent(self, slot: Slot) -> str:
         return (
             f"no replica is left; max_restarts ({self._deployment.max_restarts}) have been "
             f"replaced. The last one, {slot.name}, was lost: {slot.reason}"
@@ -359,25 +361,3 @@ class DeploymentController:
     async def _wait(self, condition: Callable[[], bool]) -> None:
         async with self._changed:
             await self._changed.wait_for(condition)
-
-
-def _start(deployment: Deployment, slot: _Slot) -> ActorHandle:
-    place = slot.place
-    options: dict[str, Any] = {
-        "num_cpus": place.num_cpus,
-        "num_gpus": place.num_gpus,
-        "runtime_env": {"env_vars": {**deployment.env, **place.env}},
-    }
-    if place.group is not None:
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            place.group,
-            placement_group_bundle_index=place.bundle,
-            placement_group_capture_child_tasks=True,
-        )
-    cls = type(deployment.class_name, (Replica,), {})  # its own name in the dashboard
-    kwargs = {"deployment": deployment, "index": slot.index}
-    return start_named(cls, slot.name, options=options, kwargs=kwargs)
-
-
-async def _answer(ref: Any) -> Any:
-    return await asyncio.wrap_future(ref.future())

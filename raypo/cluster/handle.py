@@ -44,7 +44,7 @@ class PinnedReplicas:
 
     def __init__(self, handle: DeploymentHandle, members: Sequence[Member]) -> None:
         self._handle = handle
-        self.members = list(members)
+        self.members = tuple(members)
 
     def __getattr__(self, name: str) -> _MethodOfAll:
         if name.startswith("_"):
@@ -53,12 +53,8 @@ class PinnedReplicas:
 
     @property
     def names(self) -> list[str]:
-        """Of the replicas that are still asked."""
+        """Of the replicas."""
         return [member.name for member in self.members]
-
-    def leave_out(self, name: str) -> None:
-        """Ask this one, which was lost, no more."""
-        self.members = [member for member in self.members if member.name != name]
 
 
 class _MethodOfAll:
@@ -86,6 +82,8 @@ class DeploymentHandle:
         self._found: ActorHandle | None = None
         self._cached: Membership | None = None
         self._cached_at = -math.inf
+        self._lost: set[str] = set()
+        """Names of replicas that ended a conversation; the controller may not know of it yet."""
         self._is_shut_down = False
         self._lock = threading.Lock()
 
@@ -126,9 +124,23 @@ class DeploymentHandle:
         return self._ask("status")
 
     def pinned(self) -> PinnedReplicas:
-        """The replicas that are up now, for a conversation of several calls with all of them."""
-        membership = self._membership(fresh=True)
-        return PinnedReplicas(self, [*membership.serving, *membership.waiting])
+        """The replicas that are up now, for a conversation of several calls with all of them.
+
+        Waits for one where there is none.
+
+        Raises:
+            DeploymentError: none is left, and none will be.
+        """
+        deadline = Deadline(None, self)
+        while True:
+            membership = self._membership(fresh=True)
+            members = (*membership.serving, *membership.waiting)
+            left = [member for member in members if member.name not in self._lost]
+            if left:
+                return PinnedReplicas(self, left)
+            if membership.failure:
+                raise DeploymentError(membership.failure)
+            self._wait_changed(membership, deadline)
 
     def establish(
         self, method: str, *args: Any, kept: bool = True, made_by: Iterable[str] | None = None
@@ -146,6 +158,8 @@ class DeploymentHandle:
             The answers by replica's name; those lost meanwhile are left out.
 
         Raises:
+            ReplicaLost: those that have come to it in another way are lost, and the arguments are
+                not kept.
             DeploymentError: no replica is left, and none will be.
             Exception: whatever a replica's method raised.
         """
@@ -228,7 +242,9 @@ class DeploymentHandle:
         except GetTimeoutError:
             raise deadline.passed(self.name) from None
 
-    def _report(self, name: str) -> None:
+    def _report(self, name: str, *, is_lost: bool = False) -> None:
+        if is_lost:
+            self._lost.add(name)
         self._controller().report.remote(name)
         with self._lock:
             self._cached = None

@@ -77,6 +77,24 @@ def check_together(
             raise PlacementError(_table(demands, nodes, strategy))
 
 
+def check_group(demands: Sequence[Demand], nodes: list[Resources], *, strategy: str) -> None:
+    """Refuse one group of unlike bundles that a strict strategy can never place.
+
+    Raises:
+        PlacementError: under STRICT_PACK no node holds them all, under STRICT_SPREAD there are
+            fewer nodes than bundles.
+    """
+    whole: Resources = {}
+    for demand in demands:
+        for name, amount in demand.bundle.items():
+            whole[name] = whole.get(name, 0.0) + demand.count * amount
+    count = sum(demand.count for demand in demands)
+    if strategy == "STRICT_PACK" and count and not room(whole, nodes, strategy):
+        raise PlacementError(_table(demands, nodes, strategy, "the bundles of one group"))
+    if strategy == "STRICT_SPREAD" and count > len(nodes):
+        raise PlacementError(_table(demands, nodes, strategy, "the bundles of one group"))
+
+
 def _take(demand: Demand, left: list[Resources], strategy: str) -> bool:
     """Take the bundles out of what is left, as Ray would place them; whether they fit."""
     if room(demand.bundle, left, strategy) < demand.count:
@@ -93,7 +111,9 @@ def _take(demand: Demand, left: list[Resources], strategy: str) -> bool:
     return True
 
 
-def _table(demands: Sequence[Demand], nodes: list[Resources], strategy: str) -> str:
+def _table(
+    demands: Sequence[Demand], nodes: list[Resources], strategy: str, what: str = "the groups"
+) -> str:
     names = sorted({name for demand in demands for name in demand.bundle})
     rows = [("", "bundles", "each", "in all")]
     for demand in demands:
@@ -108,7 +128,7 @@ def _table(demands: Sequence[Demand], nodes: list[Resources], strategy: str) -> 
     text = "\n  ".join(line.rstrip() for line in lines)
     remedies = " ".join(dict.fromkeys(demand.remedy for demand in demands))
     return (
-        f"placement.mode: the groups do not fit the cluster at the same time under "
+        f"placement.mode: {what} do not fit the cluster at the same time under "
         f"placement.strategy {strategy}:\n  {text}\n{remedies}"
     )
 

@@ -120,15 +120,15 @@ class OneResponse:
         self._handle, self._request, self._ref = handle, request, ref
         self._asked = time.time()
 
-    def has_failed(self) -> bool:
-        """Whether the answer is here, and is an error; does not wait."""
+    def failure(self) -> Exception | None:
+        """What `result` raises; None where it does not, or the answer is not here. Never waits."""
         if not ray.wait([self._ref], timeout=0)[0]:
-            return False
+            return None
         try:
             self.result()
-        except Exception:
-            return True
-        return False
+        except Exception as error:
+            return error
+        return None
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for the answer.
@@ -142,12 +142,12 @@ class OneResponse:
         try:
             answer = ray.get(self._ref, timeout=deadline.left())
         except RayActorError as error:
-            self._handle._report(name)
+            self._handle._report(name, is_lost=not isinstance(error, ActorUnavailableError))
             raise ReplicaLost(f"{name}: the replica was lost: {error}") from error
         except GetTimeoutError:
             raise deadline.passed(name) from None
         if isinstance(answer, Unhealthy):
-            self._handle._report(name)
+            self._handle._report(name, is_lost=True)
             raise ReplicaLost(f"{name}: {answer.reason}")
         note_call(name, self._request.method, self._asked, time.time())
         return answer

@@ -56,6 +56,8 @@ class Deployment:
     """Seconds without an answer after which a replica counts as lost."""
     graceful_shutdown_timeout_s: float = 20.0
     """Seconds that requests under way get when the deployment is shut down."""
+    start_timeout_s: float | None = None
+    """Seconds that a replacement may take to be placed and made; None: for ever."""
     max_restarts: int = 3
     """Lost replicas that are replaced, over all replicas and the deployment's whole life."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raypo.cluster.connect import untold_environment
 from raypo.cluster.deployment import Deployment
 from raypo.config import PolicyLoraSection, PPOConfig, SFTConfig
 from raypo.serving.engine import Engine
@@ -45,8 +46,9 @@ def settled(role: Role, config: PPOConfig | SFTConfig, run_name: str, logs_dir: 
         name=f"raypo:{run_name}:{role.name}",
         cls=role.cls,
         kwargs={**role.kwargs, "num_threads": role.num_threads},
-        env={"OMP_NUM_THREADS": str(threads)},
+        env={**untold_environment(), "OMP_NUM_THREADS": str(threads)},
         logs_dir=logs_dir,
+        start_timeout_s=config.placement.timeout_s,
         **config.placement.deployment.model_dump(),
     )
 

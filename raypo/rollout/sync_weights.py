@@ -6,6 +6,7 @@ B probes, T response tokens.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from raypo.weights.manifest import WeightError
 from raypo.weights.transport import Transport
 
 PROBE_TOKENS = 8
+RETRY_S = 0.2
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.15}
 """Nats. Largest gap of a token in float32; largest mean over the probe in bfloat16, in which
 engine and learner round differently (0.06 was measured)."""
@@ -94,21 +96,27 @@ def push_weights(
         WeightError: an engine received something else than was sent, or answers otherwise than
             the learner. No engine serves a version that it does not hold whole.
     """
-    _transfer(learner, engine, version, transport, workers)
+    transfer(learner, engine, version=version, transport=transport, workers=workers)
     on_arrival()
     return try_probe(learner, engine, probe, version, workers)
 
 
-def _transfer(
-    learner: PushedLearner, engine: Any, version: int, transport: Transport, workers: Workers
+def transfer(
+    learner: PushedLearner, engine: Any, *, version: int, transport: Transport, workers: Workers
 ) -> None:
-    """Once more where an engine was lost on the way: its successor is not waited for."""
-    try:
-        transport.push(learner.named_weights(), engine, version=version, workers=workers)
-    except Exception as error:  # all workers fail together
-        if not workers.broadcast(isinstance(error, ReplicaLost)):
-            raise
-        transport.push(learner.named_weights(), engine, version=version, workers=workers)
+    """Push, and again where an engine was lost on the way, to those that are left.
+
+    Where none is, its replacement is waited for.
+    """
+    while True:
+        try:
+            transport.push(learner.named_weights(), engine, version=version, workers=workers)
+        except Exception as error:  # all workers fail together
+            if not workers.broadcast(isinstance(error, ReplicaLost)):
+                raise
+            time.sleep(RETRY_S)
+        else:
+            return
 
 
 def try_probe(

@@ -17,9 +17,15 @@ from ray.train import Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raypo.checks import check_inputs, check_run_folder, is_finished
-from raypo.cluster.connect import cluster_address, connect, dashboard_token, dashboard_url
+from raypo.cluster.connect import (
+    cluster_address,
+    connect,
+    dashboard_token,
+    dashboard_url,
+    untold_environment,
+)
 from raypo.cluster.monitor import start_monitor
-from raypo.cluster.placement import Demand, alive_nodes, check_together, words
+from raypo.cluster.placement import Demand, alive_nodes, check_group, check_together, words
 from raypo.cluster.reserve import Dedicated
 from raypo.config import PPOConfig, RecipeConfig
 from raypo.config.paths import storage_path
@@ -123,6 +129,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _fit_watched(self) -> Result:
         self._check_cluster()
+        self._tell_workers()
         self._files.write_config(self.config.model_dump(mode="json"))
         self._files.sync()
         started = time.monotonic()
@@ -155,6 +162,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             console.close(status)
             ray.kill(monitor)
             dedicated.shutdown(graceful=status == "finished")
+
+    def _tell_workers(self) -> None:
+        """Give workers the variables that they do not get from the job; what is given wins."""
+        if variables := untold_environment():
+            given = dict(self.run_config.worker_runtime_env or {})
+            given["env_vars"] = {**variables, **given.get("env_vars", {})}
+            self.run_config.worker_runtime_env = given
 
     def _check_folder(self) -> None:
         check_run_folder(self.config, self._files)
@@ -211,8 +225,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             count=config.learner.num_workers,
             remedy="Lower learner.num_workers or learner.cpus_per_worker, or use a larger cluster.",
         )
-        demands = [*self._dedicated_demands(), learner]
-        check_together(demands, alive_nodes(), strategy=config.placement.strategy)
+        nodes, strategy = alive_nodes(), config.placement.strategy
+        dedicated = self._dedicated_demands()
+        check_together([*dedicated, learner], nodes, strategy=strategy)
+        check_group(dedicated, nodes, strategy=strategy)
 
     def _dedicated_demands(self) -> list[Demand]:
         """The bundles of the dedicated group, alike ones together."""

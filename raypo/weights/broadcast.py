@@ -183,12 +183,13 @@ class BroadcastTransport:
 
     def _send(self, tensors: NamedTensors, engines: Any, version: int) -> None:
         conversation = Conversation(engines, version)
-        group = self._group_with(conversation)
-        for staged in stage(tensors, bucket_bytes=self._bucket_bytes, device=self._device):
-            bucket = BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
-            conversation.offer(bucket, staged.specs)
-            group.send(staged.flat, is_in_vain=conversation.has_failed)
-            conversation.settle()
+        with conversation.engines_reasons_first():
+            group = self._group_with(conversation)
+            for staged in stage(tensors, bucket_bytes=self._bucket_bytes, device=self._device):
+                bucket = BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
+                conversation.offer(bucket, staged.specs)
+                group.send(staged.flat, is_in_vain=lambda: bool(conversation.failures()))
+                conversation.settle()
         conversation.finish()
         conversation.let_serve(None)
 
@@ -205,10 +206,9 @@ class BroadcastTransport:
         membership = Membership(
             self._epoch, self._host, store.port, size, self._backend, self._timeout_s
         )
-        answers = conversation.join_group(membership)
+        conversation.join_group(membership)
         self._group = Group(membership, rank=0, store=store, device=self._device)
-        for answer in answers:
-            answer.result()
+        conversation.settle()
         return self._group
 
     def _leave(self) -> None:

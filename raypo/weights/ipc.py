@@ -118,9 +118,15 @@ class IpcTransport:
             if workers.rank == 0:
                 conversation.begin()
         uuid = device_uuid(self._device)
-        for staged in stage(named_tensors, bucket_bytes=self._bucket_bytes, device=self._device):
-            torch.cuda.synchronize(self._device)
-            handles = dict(workers.gather((uuid, CudaHandle.of(staged.flat))))
+        buckets = stage(named_tensors, bucket_bytes=self._bucket_bytes, device=self._device)
+        while True:
+            with all_or_none(workers):
+                staged = next(buckets, None)
+                torch.cuda.synchronize(self._device)
+                handle = None if staged is None else CudaHandle.of(staged.flat)
+            if staged is None:
+                break
+            handles = dict(workers.gather((uuid, handle)))
             with all_or_none(workers):
                 if workers.rank == 0:
                     conversation.offer(IpcBucket(handles, staged.entries), staged.specs)

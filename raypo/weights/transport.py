@@ -8,6 +8,7 @@ leaves engines that refuse to sample.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from raypo.weights.buckets import Bucket, Specs, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
 
 BUCKET_BYTES = 256 * 1024**2
+REASON_S, POLL_S = 3.0, 0.05
+"""How long an engine's end may take to be known, after others have noticed it."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -125,6 +128,7 @@ class ObjectTransport:
                 buckets.append(StoredBucket(ref, specs_of(group, sums.result())))
                 conversation.settle()
                 conversation.offer(buckets[-1], buckets[-1].specs)
+                del group, parts  # before the next ones are made
         conversation.settle()
         push = WeightPush(version, conversation.finish(), tuple(buckets))
         conversation.let_serve(push)
@@ -149,7 +153,7 @@ class Conversation:
     """A deployment handle."""
     version: int
     answers: list[Any] = field(default_factory=list)
-    """To the last bucket that was offered; on their way."""
+    """To the last question, on their way."""
     _specs: list[TensorSpec] = field(default_factory=list)
     _members: Any = None
     """The replicas that were up when the push began."""
@@ -167,7 +171,7 @@ class Conversation:
         self.answers = self._members.load_bucket.on_all(bucket)
 
     def settle(self) -> None:
-        """Wait for the answers to the last bucket.
+        """Wait for the answers to the last question.
 
         Raises:
             Exception: what an engine raised.
@@ -176,9 +180,25 @@ class Conversation:
             answer.result()
         self.answers = []
 
-    def has_failed(self) -> bool:
-        """Whether an engine has answered the last bucket with an error; does not wait."""
-        return any(answer.has_failed() for answer in self.answers)
+    def failures(self) -> list[Exception]:
+        """Errors that engines have answered the last question with; does not wait."""
+        return [error for each in self.answers if (error := each.failure()) is not None]
+
+    @contextmanager
+    def engines_reasons_first(self) -> Iterator[None]:
+        """What ended an engine is raised, rather than what the others noticed of it."""
+        try:
+            yield
+        except WeightError:
+            deadline = time.monotonic() + REASON_S
+            while True:
+                failures = self.failures()
+                for error in failures:
+                    if not isinstance(error, WeightError):
+                        raise error from None
+                if len(failures) == len(self.answers) or time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_S)
 
     def finish(self) -> Manifest:
         """Compare what was sent with what arrived.
@@ -193,9 +213,9 @@ class Conversation:
                 raise WeightError(f"Push of version {self.version}: {summary(differences)}.")
         return manifest
 
-    def join_group(self, membership: Any) -> list[Any]:
-        """Have all engines join a broadcast group; their answers are on the way."""
-        return self._members.join_group.on_all(membership)
+    def join_group(self, membership: Any) -> None:
+        """Have all engines join a broadcast group; `settle` waits until they have."""
+        self.answers = self._members.join_group.on_all(membership)
 
     def let_serve(self, kept: WeightPush | None) -> None:
         """The engines serve from here.

@@ -1,11 +1,18 @@
 """Classes to deploy, that tests can look into from outside."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
+
+from raypo.weights.broadcast import Group, Membership
+from raypo.weights.buckets import unpack
+from raypo.weights.manifest import Manifest, TensorSpec
+from raypo.weights.transport import PushStart, Ready, StoredBucket, WeightPush
 
 
 class Doubler:
@@ -49,6 +56,11 @@ class Doubler:
     def version(self) -> int | None:
         return self._version
 
+    def hang_once(self, path: str) -> None:
+        if Path(path).exists():
+            Path(path).unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     def note(self, text: str) -> None:
         self._notes.append(text)
 
@@ -66,6 +78,51 @@ class Doubler:
         while not Path(path).exists():
             time.sleep(0.02)
         return "seen"
+
+
+class Receiver:
+    """What an engine does with a push, without vLLM; it dies at a bucket if a file says so."""
+
+    def __init__(self, dies: str) -> None:
+        self._dies = Path(dies)
+        self._group: Group | None = None
+        self._version: int | None = None
+        self._arrived: dict[str, torch.Tensor] = {}
+        self._specs: list[TensorSpec] = []
+
+    def begin_push(self, start: PushStart) -> Ready:
+        self._version, self._arrived, self._specs = None, {}, []
+        return Ready(1, self._group.membership.epoch if self._group else None)
+
+    def join_group(self, membership: Membership) -> None:
+        self._group = Group.join(membership, device="cpu")
+
+    def load_bucket(self, bucket: Any) -> None:
+        if self._dies.exists():
+            self._dies.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if isinstance(bucket, StoredBucket):
+            received = bucket.fetch()
+        else:
+            assert self._group is not None
+            received = self._group.receive(bucket)
+        self._arrived |= {name: t.clone() for name, t in unpack(received, verify=True)}
+        self._specs += received.specs
+
+    def finish_push(self, manifest: Manifest) -> Manifest:
+        self._version = manifest.version
+        return Manifest.of(manifest.version, self._specs)
+
+    def load_weights(self, push: WeightPush | None = None) -> None:
+        if push is not None:
+            self.begin_push(PushStart(push.version))
+            for bucket in push.buckets:
+                self.load_bucket(bucket)
+            self.finish_push(push.manifest)
+
+    def held(self) -> tuple[int | None, float]:
+        """The version, and the sum over all weights."""
+        return self._version, float(sum(t.sum() for t in self._arrived.values()))
 
 
 class Stillborn:

@@ -14,14 +14,14 @@ class PlainResponse:
     def result(self) -> Any:
         return ray.get(self._ref)
 
-    def has_failed(self) -> bool:
+    def failure(self) -> Exception | None:
         if not ray.wait([self._ref], timeout=0)[0]:
-            return False
+            return None
         try:
             ray.get(self._ref)
-        except Exception:
-            return True
-        return False
+        except Exception as error:
+            return error
+        return None
 
 
 class PlainHandle:

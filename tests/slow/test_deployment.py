@@ -240,12 +240,32 @@ def test_a_conversation_with_all_counts_for_those_that_heard_it_to_its_end(start
     assert first.result() == 4
     with pytest.raises(ReplicaLost, match="doubler:1: the replica was lost"):
         second.result()
-    assert second.has_failed()
-    assert not first.has_failed()
-    replicas.leave_out(second.name)
-    handle.establish("load", 4, made_by=replicas.names)
+    assert isinstance(second.failure(), ReplicaLost)
+    assert first.failure() is None
+    left = handle.pinned()
+    assert left.names == [first.name]
+    assert [response.result() for response in left.load.on_all(4)] == [4]
+    handle.establish("load", 4, made_by=left.names)
     until(lambda: len(handle.pid.on_all()) == 2)
     assert [response.result() for response in handle.version.on_all()] == [4, 4]
+
+
+def test_a_replacement_that_hangs_before_it_serves_is_replaced_too(start: Start, tmp_path: Path):
+    handle = start(1, health_check_period_s=0.5, health_check_timeout_s=2.0)
+    marker = tmp_path / "hang"
+    handle.establish("hang_once", str(marker))
+    marker.touch()
+    kill(pids(handle)[0])
+    assert handle.double.remote(4).result(60) == 8
+    assert handle.status().replicas[0].name.endswith("#2")
+    assert not marker.exists()
+
+
+def test_a_replacement_that_does_not_start_in_time_is_lost(start: Start):
+    handle = start(1, max_restarts=1, start_timeout_s=0.01)
+    kill(pids(handle)[0])
+    with pytest.raises(DeploymentError, match=r"not started in 0.01 s \(placement.timeout_s\)"):
+        handle.double.remote(1).result(60)
 
 
 def test_the_budget_of_restarts_ends_with_the_last_reason(start: Start):

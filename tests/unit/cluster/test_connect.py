@@ -4,6 +4,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from raypo.cluster.connect import (
     cluster_address,
     connect,
     dashboard_token,
+    untold_environment,
     worker_environment,
 )
 from raypo.config import ClusterSection, ConfigError
@@ -96,6 +98,31 @@ def test_every_nccl_variable_and_device_flag_of_the_user_reaches_the_workers(
     environment = worker_environment()
     assert {name: environment[name] for name in theirs} == theirs
     assert environment["NCCL_DEBUG"] == "WARN"
+
+
+@pytest.mark.parametrize(
+    ("mode", "job", "untold"),
+    [
+        ("worker", "theirs", ["NCCL_CUMEM_ENABLE", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM"]),
+        ("driver", "theirs", sorted(module._WORKER_DEFAULTS)),
+        ("driver", "ours", []),
+    ],
+)
+def test_workers_of_a_ray_that_the_user_has_started_are_told_what_they_lack(
+    mode: str, job: str, untold: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    for name in module._WORKER_DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    number = {"worker": module.ray.WORKER_MODE, "driver": module.ray.SCRIPT_MODE}[mode]
+    context = SimpleNamespace(worker=SimpleNamespace(mode=number))
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(module, "_job", lambda: job)
+    monkeypatch.setattr(module, "_our_job", "ours")
+    found = untold_environment()
+    assert sorted(found) == untold
+    assert found == {name: worker_environment()[name] for name in untold}
 
 
 def test_what_the_job_says_is_not_said_twice(monkeypatch: pytest.MonkeyPatch):

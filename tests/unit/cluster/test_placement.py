@@ -2,7 +2,13 @@
 
 import pytest
 
-from raypo.cluster.placement import Demand, PlacementError, check_feasible, check_together
+from raypo.cluster.placement import (
+    Demand,
+    PlacementError,
+    check_feasible,
+    check_group,
+    check_together,
+)
 
 
 def demand(count: int, **bundle: float) -> Demand:
@@ -83,3 +89,18 @@ def test_what_the_first_group_leaves_must_do_for_the_second(strategy: str, nodes
     else:
         with pytest.raises(PlacementError):
             check_together(demands, cluster, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes"), [("STRICT_PACK", [4, 4]), ("STRICT_SPREAD", [4, 4]), ("PACK", [])]
+)
+def test_unlike_bundles_of_one_group_must_fit_the_strategy_together(strategy: str, nodes: list):
+    demands = [demand(2, CPU=1, GPU=2), demand(1, CPU=1, GPU=1)]  # 5 GPUs, 3 bundles
+    cluster = [{"CPU": 8.0, "GPU": float(gpus)} for gpus in nodes]
+    if strategy == "PACK":
+        check_group(demands, cluster, strategy=strategy)
+        return
+    with pytest.raises(PlacementError, match=f"one group do not fit .* {strategy}"):
+        check_group(demands, cluster, strategy=strategy)
+    check_group(demands, [*cluster, {"CPU": 8.0, "GPU": 5.0}], strategy=strategy)
+    check_group([], cluster, strategy=strategy)

@@ -1,0 +1,92 @@
+"""Pushes during which a replica dies: they go on with those that are left, or the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from raypo.cluster.actors import DeploymentError
+from raypo.cluster.deployment import Deployment, DeploymentHandle, Place, start_deployment
+from raypo.collectives import Workers
+from raypo.rollout.sync_weights import transfer
+from raypo.weights.broadcast import BroadcastTransport
+from raypo.weights.transport import ObjectTransport, Transport
+from tests.integration.deployments import Receiver
+from tests.slow.test_deployment import until
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+LIMIT_S = 20.0
+
+
+def transport_of(kind: str) -> Transport:
+    if kind == "object":
+        return ObjectTransport(bucket_bytes=100)
+    return BroadcastTransport(
+        backend="gloo",
+        device="cpu",
+        host=ray.util.get_node_ip_address(),
+        timeout_s=LIMIT_S,
+        bucket_bytes=100,
+    )
+
+
+class Fleet:
+    """Receivers in a deployment, and what is pushed to them."""
+
+    def __init__(self, name: str, dies: Path, count: int, **limits: Any) -> None:
+        self.dies, self.count = dies, count
+        deployment = Deployment(f"raypo:{name}:engine", Receiver, {"dies": str(dies)}, **limits)
+        self.handle: DeploymentHandle = start_deployment(deployment, [Place()] * count)
+        self.handle.wait(60)
+
+    def push(self, transport: Transport, version: int) -> float:
+        """The sum over the weights that were pushed."""
+        weights = {f"w{i}": torch.randn(20) for i in range(6)}
+        learner: Any = SimpleNamespace(named_weights=lambda: iter(weights.items()))
+        transfer(learner, self.handle, version=version, transport=transport, workers=Workers())
+        return float(sum(w.sum() for w in weights.values()))
+
+    def held(self) -> list[tuple[int | None, float]]:
+        return [response.result() for response in self.handle.held.on_all()]
+
+
+@pytest.fixture
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(request.node.name, tmp_path / "dies", **request.param)
+    yield made
+    made.handle.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["object", "gloo"])
+@pytest.mark.parametrize("fleet", [{"count": 1}, {"count": 2}], indirect=True, ids=["one", "two"])
+def test_a_push_outlives_a_replica(fleet: Fleet, kind: str):
+    transport = transport_of(kind)
+    before = fleet.push(transport, 1)
+    assert fleet.held() == [(1, before)] * fleet.count
+
+    fleet.dies.touch()
+    after = fleet.push(transport, 2)
+
+    assert not fleet.dies.exists(), "nobody died"
+    assert (2, after) in fleet.held()
+    if kind == "object":  # its buckets are kept for the replacement
+        until(lambda: fleet.held() == [(2, after)] * fleet.count)
+    elif fleet.count == 2:
+        assert fleet.held() == [(2, after)], "the replacement knows nothing yet"
+    until(lambda: len(fleet.handle.pinned().names) == fleet.count)
+    last = fleet.push(transport, 3)
+    assert fleet.held() == [(3, last)] * fleet.count
+
+
+@pytest.mark.parametrize("fleet", [{"count": 1, "max_restarts": 0}], indirect=True)
+def test_a_push_ends_when_no_replica_is_left(fleet: Fleet):
+    fleet.dies.touch()
+    with pytest.raises(DeploymentError, match=r"max_restarts \(0\)"):
+        fleet.push(transport_of("object"), 1)
