@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 import zlib
 from pathlib import Path
@@ -41,7 +40,7 @@ def lora_arguments(
 
 
 class Adapters:
-    """Names and versions of the adapters, and the folder that vLLM reads them from.
+    """Names and versions of the adapters; vLLM reads each from a folder that is removed at once.
 
     vLLM knows adapters by number, name and path. The number of a name stays, so that a new
     version takes the place of the old one; name and path hold the count of loads, so that no key
@@ -57,12 +56,10 @@ class Adapters:
             most: How many fit at a time.
         """
         self._known, self._most = known, most
-        base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        self._folder = Path(tempfile.mkdtemp(prefix="raypo-adapters-", dir=base))
         self._numbers: dict[str, int] = {}
         self._versions: dict[str, int] = {}
-        self._loads: dict[str, int] = {}
-        """Which load, of all that there were, brought each."""
+        self._requests: dict[str, Any] = {}
+        """What vLLM wants to see beside a prompt."""
         self._num_loads = 0
 
     def version(self, name: str) -> int | None:
@@ -77,18 +74,17 @@ class Adapters:
         """
         self._give_number(push.name)
         self._versions.pop(push.name, None)
-        old = self._path(push.name) if push.name in self._loads else None
         self._num_loads += 1
-        self._loads[push.name] = self._num_loads
-        self._write(push, self._path(push.name))
-        request = self._request(push.name, load_inplace=True)
-        try:
-            llm.llm_engine.add_lora(request)
-        except Exception as error:
-            raise WeightError(f"{push!r} could not be loaded: {error}") from error
+        shared_memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        with tempfile.TemporaryDirectory(prefix="raypo-adapter-", dir=shared_memory) as folder:
+            path = Path(folder) / f"{self._num_loads}"
+            self._write(push, path)
+            try:
+                llm.llm_engine.add_lora(self._request(push.name, path, load_inplace=True))
+            except Exception as error:
+                raise WeightError(f"{push!r} could not be loaded: {error}") from error
+        self._requests[push.name] = self._request(push.name, path)
         self._versions[push.name] = push.version
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
 
     def request(self, name: str) -> Any:
         """What vLLM wants to see beside a prompt.
@@ -101,14 +97,12 @@ class Adapters:
             raise ValueError(
                 f"adapter ({name}): this engine does not hold it, but {held}. Push it first."
             )
-        return self._request(name)
+        return self._requests[name]
 
     def drop(self, llm: Any, name: str) -> None:
         """Make room: forget a name; nothing happens where it is unknown."""
         self._versions.pop(name, None)
-        if name in self._loads:
-            shutil.rmtree(self._path(name), ignore_errors=True)
-            del self._loads[name]
+        self._requests.pop(name, None)
         number = self._numbers.pop(name, None)
         if number is not None:
             llm.llm_engine.remove_lora(number)
@@ -116,10 +110,6 @@ class Adapters:
     def forget_all(self) -> None:
         """New base weights came, and vLLM let go of all adapters."""
         self._versions.clear()
-
-    def close(self) -> None:
-        """Remove the files."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _give_number(self, name: str) -> None:
         if name in self._numbers:
@@ -132,14 +122,11 @@ class Adapters:
             )
         self._numbers[name] = min(free)
 
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{self._numbers[name]}-{self._loads[name]}"
-
-    def _request(self, name: str, **options: Any) -> Any:
+    def _request(self, name: str, path: Path, **options: Any) -> Any:
         from vllm.lora.request import LoRARequest
 
-        label = f"{name}@{self._loads[name]}"
-        return LoRARequest(label, self._numbers[name], str(self._path(name)), **options)
+        label = f"{name}@{self._num_loads}"
+        return LoRARequest(label, self._numbers[name], str(path), **options)
 
     def _write(self, push: AdapterPush, folder: Path) -> None:
         if zlib.crc32(push.data) != push.checksum:
@@ -147,7 +134,7 @@ class Adapters:
                 f"{push!r}: the bytes that arrived do not have the checksum that was sent. Push "
                 f"it again."
             )
-        folder.mkdir(exist_ok=True)
+        folder.mkdir()
         (folder / "adapter_config.json").write_text(json.dumps(dict(push.config)))
         file = folder / "adapter_model.safetensors"
         file.write_bytes(push.data)

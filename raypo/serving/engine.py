@@ -36,6 +36,14 @@ def _remember(engine: Engine | None) -> None:
     _in_this_process = weakref.ref(engine) if engine is not None else None
 
 
+def _refuse_a_second() -> None:
+    if (other := _in_this_process and _in_this_process()) is not None:
+        raise RuntimeError(
+            f"this process has {other!r} already, and vLLM allows one at a time. "
+            "Start the second in an actor of its own, or shut the first down."
+        )
+
+
 class Engine:
     """One vLLM engine inside this process: prompts in, responses with log-probs out.
 
@@ -86,11 +94,7 @@ class Engine:
         self._arriving: int | None = None
         self._asleep: set[str] = set()
         self._arrived: list[TensorSpec] = []
-        if (other := _in_this_process and _in_this_process()) is not None:
-            raise RuntimeError(
-                f"this process has {other!r} already, and vLLM allows one at a time. "
-                "Start the second in an actor of its own, or shut the first down."
-            )
+        _refuse_a_second()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -327,8 +331,6 @@ class Engine:
         with self._turn:
             self._version, self._broken = None, "it was shut down"
             self._llm.llm_engine.engine_core.shutdown()
-            if self._adapters:
-                self._adapters.close()
             _remember(None)
 
     def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:

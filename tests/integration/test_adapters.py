@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from raypo.config import EngineSection, LoraSection
 from raypo.models.lora import adapter_config, adapter_off, adapter_weights, add_adapter
+from raypo.serving.adapters import SHARED_MEMORY
 from raypo.serving.engine import Engine
 from raypo.serving.sampling import SamplingRequest
 from raypo.weights.adapter import AdapterPush
@@ -112,6 +113,7 @@ def test_a_new_version_takes_the_place_of_the_old_and_none_of_its_keys(
         answers = engine.generate(requests("a", LONG))
         assert gap(model, answers, LONG) < AGREES
         assert answers[0].weight_version == version
+        assert not list(SHARED_MEMORY.glob("raypo-adapter-*")), "an engine that is killed leaves it"
 
 
 def test_the_engine_is_full_at_max_adapters_until_one_is_dropped(

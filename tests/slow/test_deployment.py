@@ -294,6 +294,7 @@ def test_shutting_down_lets_requests_end_and_leaves_nothing(start: Start, tmp_pa
     handle = start(1)
     gate = tmp_path / "gate"
     under_way = handle.wait_for.remote(str(gate))
+    until(lambda: load(handle) == 1)
     threading.Timer(0.3, gate.touch).start()
     handle.shutdown()
     assert under_way.result() == "seen"
