@@ -180,21 +180,15 @@ def trained(
         update: What the update adds; gradients and buckets.
         host: What is off-loaded.
     """
-    share = -(-parameters // sharding.workers)
-    bucket = min(parameters, sharding.reduce_bucket)
-    accumulated = 4 if sharding.stage else itemsize
     held: Bytes = {"weights": (parameters + frozen) * itemsize}
     host: Bytes = {}
+    bucket = min(parameters, sharding.reduce_bucket)
     if sharding.stage == 0:
-        held["optimizer"] = 2 * MASTER * parameters
-        held["gradients"] = itemsize * parameters
-        update = {"buckets": bucket * itemsize}
-        if itemsize < MASTER:
-            held["optimizer"] += MASTER * parameters
-            update["buckets"] = MASTER * parameters
-        return held, update, host
+        kept, update = _trained_whole(parameters, bucket, itemsize)
+        return held | kept, update, host
+    share = -(-parameters // sharding.workers)
     optimizer = 3 * MASTER * share  # master weights and two moments
-    gradients = (parameters if sharding.stage == 1 else share) * accumulated
+    gradients = (parameters if sharding.stage == 1 else share) * MASTER
     # Stage 2: the reduced part of a backward pass and its copy, before they join the sum. Else
     # the flat gradient of the step and AdamW's two intermediates.
     copies = 2 if sharding.stage == 2 else 3
@@ -216,6 +210,15 @@ def trained(
     held["gradients"] = gradients
     held["buckets"] = bucket * (4 if sharding.stage == 1 else itemsize)
     return held, update, host
+
+
+def _trained_whole(parameters: int, bucket: int, itemsize: int) -> tuple[Bytes, Bytes]:
+    """Stage 0: what is kept beside the weights, and what the update adds."""
+    held = {"optimizer": 2 * MASTER * parameters, "gradients": itemsize * parameters}
+    if itemsize == MASTER:
+        return held, {"buckets": bucket * itemsize}
+    held["optimizer"] += MASTER * parameters
+    return held, {"buckets": MASTER * parameters}
 
 
 def kv_bytes_per_token(shape: ModelShape, *, itemsize: int) -> int:

@@ -49,14 +49,7 @@ def evaluate_policy(
         before_judging: Called when the engines have done their part.
         keep: Called with this worker's samples, their score that of `eval/score_mean`.
     """
-    temperature = section.temperature
-    sampling = replace(
-        sampling,
-        samples_per_prompt=section.samples_per_prompt,
-        temperature=sampling.temperature if temperature is None else temperature,
-        top_p=1.0 if temperature == 0.0 else sampling.top_p,
-        stream=EVALUATION_STREAM,
-    )
+    sampling = _of_evaluation(section, sampling)
     mine = prompts[workers.rank :: workers.count]
     draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
     rollouts = sample(draws, engine, tokenizer, sampling, push_again)
@@ -82,11 +75,21 @@ def evaluate_policy(
     tokens = sum(rollout.num_sampled for rollout in rollouts)
     means.add("eval/response_tokens_mean", tokens, len(rollouts))
     means.total("eval/failed", len(scores) - len(scored))
+    num_right = torch.tensor(scores).view(len(mine), section.samples_per_prompt).ge(1.0).sum(1)
+    num_samples = torch.full((len(mine),), section.samples_per_prompt)
     for k in section.pass_at:
-        passed = pass_at_k(
-            torch.tensor(scores).view(len(mine), section.samples_per_prompt).ge(1.0).sum(1),
-            torch.full((len(mine),), section.samples_per_prompt),
-            k=k,
-        )
+        passed = pass_at_k(num_right, num_samples, k=k)
         means.add(f"eval/pass_at_{k}", float(passed.double().sum()), len(mine))
     return means.reduce(workers)
+
+
+def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:
+    """How training samples, with what `eval` says otherwise."""
+    temperature = section.temperature
+    return replace(
+        sampling,
+        samples_per_prompt=section.samples_per_prompt,
+        temperature=sampling.temperature if temperature is None else temperature,
+        top_p=1.0 if temperature == 0.0 else sampling.top_p,
+        stream=EVALUATION_STREAM,
+    )

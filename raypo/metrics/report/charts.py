@@ -65,20 +65,24 @@ def line_chart(
         return None
     for number, (run, value) in enumerate((reference or {}).items()):
         if math.isfinite(value):
-            traces.append(
-                {
-                    "x": [min(steps), max(steps)],
-                    "y": [value, value],
-                    "name": f"{run} {reference_name}" if several else reference_name,
-                    "mode": "lines",
-                    "slot": number if several else "reference",
-                    "line": {"dash": "dash", "width": 1.5},
-                }
-            )
+            label = f"{run} {reference_name}" if several else reference_name
+            slot = number if several else "reference"
+            traces.append(_dashed(label, value, (min(steps), max(steps)), slot))
     layout: dict[str, Any] = _axes(x, y_title) | {"showlegend": len(traces) > 1}
     if log_y:
         layout["yaxis"]["type"] = "log"
     return Chart(title, {"data": traces, "layout": layout}, note=note, wide=wide)
+
+
+def _dashed(name: str, value: float, ends: tuple[float, float], slot: int | str) -> dict[str, Any]:
+    return {
+        "x": list(ends),
+        "y": [value, value],
+        "name": name,
+        "mode": "lines",
+        "slot": slot,
+        "line": {"dash": "dash", "width": 1.5},
+    }
 
 
 def scatter_chart(
