@@ -23,6 +23,8 @@ RAY_BYTES = 10**9
 """RAM of Ray's own processes on a node."""
 CPU_HEAP = 1.4
 """Resident bytes a byte of activations on CPU: glibc's heap keeps what is freed (measured)."""
+LEARNER = "learner worker"
+"""Name of that role."""
 ENGINE_SEQUENCES = 256
 """Sequences that vLLM samples at a time; each has a row of float32 logits, three times."""
 

@@ -9,10 +9,11 @@ from raypo.config import ConfigError, PPOConfig
 from raypo.config.placement import RoleKind
 from raypo.plan import estimate
 from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
-from raypo.plan.estimate import Device, Models, Role
+from raypo.plan.estimate import LEARNER, Device, Models, Role
 from raypo.plan.hardware import Node
 from raypo.plan.layout import left_of, place, place_bundles
 from raypo.plan.memory import Sharding
+from raypo.plan.turns import most_away, worst_turn
 
 USABLE = 0.95
 """Share of a device that is planned with: Ray kills workers above 95 % of a node's RAM, and torch's
@@ -55,7 +56,7 @@ def roles_of(
 ) -> list[Role]:
     """Each kind of process with its memory; replicas of one kind are alike."""
     roles = [
-        Role("learner worker", estimate.learner(config, models, sharding, device)),
+        Role(LEARNER, estimate.learner(config, models, sharding, device)),
         Role("engine", estimate.engine(config, models.policy, device, gpu_bytes)),
     ]
     if models.reference:
@@ -117,7 +118,7 @@ def roles_in(config: PPOConfig, bundle: int, device: Device, frozen: Sequence[st
     beside worker 0.
     """
     placement, size = config.placement, config.rollout.engine.tensor_parallel
-    roles = ["learner worker"]
+    roles = [LEARNER]
     if placement.group_of("engine") == "colocated" and bundle < size * num_engines(config, device):
         roles.append("engine")
     if bundle == 0:
@@ -137,24 +138,36 @@ def device_loads(
 ) -> list[DeviceLoad]:
     """Each GPU and each node's RAM at its worst phase."""
     by_name = {role.name: role for role in roles}
-    frozen = [name for name in by_name if name not in ("learner worker", "engine")]
+    frozen = [name for name in by_name if name not in (LEARNER, "engine")]
     loads: list[DeviceLoad] = []
     on_node: dict[int, list[Role]] = {}
-    gpus = GpuNumbers()
+    turns: dict[int, list[Role]] = {}
+    gpus, takes_turns = GpuNumbers(), _takes_turns(config, device)
     for bundle, node in zip(layout.bundles, layout.dedicated, strict=True):
         kinds = [by_name[guest.role] for guest in bundle.guests]
         on_node.setdefault(node, []).extend(kinds)
         for gpu in gpus.take(node, bundle.gpus):
-            loads.append(_gpu_load(nodes[node], gpu, kinds))
+            loads.append(_gpu_load(nodes[node], gpu, *_worst(kinds)))
     for bundle, node in enumerate(layout.workers):
         kinds = [by_name[name] for name in roles_in(config, bundle, device, frozen)]
         on_node.setdefault(node, []).extend(kinds)
+        turns.setdefault(node, []).extend(kinds if takes_turns else [])
         for gpu in gpus.take(node, 1 if device == "cuda" else 0):
-            loads.append(_gpu_load(nodes[node], gpu, kinds))
+            worst = worst_turn(kinds) if takes_turns else _worst(kinds)
+            loads.append(_gpu_load(nodes[node], gpu, *worst))
+    stored = _stored(config, by_name["engine"], device)
     for node, kinds in on_node.items():
-        needed, phase = _ram(config, kinds, device)
+        keeps = node == layout.workers[0] or any(role.name == "engine" for role in kinds)
+        needed, phase = _ram(kinds, turns.get(node, ()), device)
+        needed += stored if keeps else 0
         loads.append(DeviceLoad(f"{nodes[node].name} RAM", phase, needed, nodes[node].ram_bytes))
     return loads
+
+
+def _takes_turns(config: PPOConfig, device: Device) -> bool:
+    """Whether who does not work on a learner worker's GPU is moved to the host."""
+    is_colocated = config.placement.group_of("engine") == "colocated"
+    return device == "cuda" and is_colocated and config.rollout.engine.sleep
 
 
 class GpuNumbers:
@@ -170,8 +183,7 @@ class GpuNumbers:
         return range(first, first + count)
 
 
-def _gpu_load(node: Node, gpu: int, roles: Sequence[Role]) -> DeviceLoad:
-    needed, phase = _worst(roles)
+def _gpu_load(node: Node, gpu: int, needed: int, phase: str) -> DeviceLoad:
     return DeviceLoad(f"{node.name} GPU {gpu}", phase, needed, node.gpu_bytes)
 
 
@@ -186,16 +198,18 @@ def _worst(roles: Sequence[Role]) -> tuple[int, str]:
     return steady + added[worst], worst
 
 
-def _ram(config: PPOConfig, roles: list[Role], device: Device) -> tuple[int, str]:
-    """RAM of a node: Ray, the pushed weights in its object store, and what the processes hold."""
-    weights = (
-        next(role.memory.held["weights"] for role in roles if role.name == "engine")
-        if any(role.name == "engine" for role in roles)
-        else 0
-    )
-    base = estimate.RAY_BYTES + weights
+def _ram(roles: Sequence[Role], turns: Sequence[Role], device: Device) -> tuple[int, str]:
+    """RAM of a node: Ray, what the processes hold, and what leaves the GPUs by turns."""
     if device == "cpu":
         needed, phase = _worst(roles)
-        return base + needed, phase
+        return estimate.RAY_BYTES + needed, phase
     host = sum(estimate.HOST_RUNTIME + sum(role.memory.host.values()) for role in roles)
-    return base + host, "update"
+    away, phase = most_away(turns) if turns else (0, "update")
+    return estimate.RAY_BYTES + host + away, phase
+
+
+def _stored(config: PPOConfig, engine: Role, device: Device) -> int:
+    """The pushed weights in the object store of the nodes that send or load them."""
+    section = config.rollout.engine
+    by_object = section.transport == "object" or (section.transport == "auto" and device == "cpu")
+    return engine.memory.held["weights"] * section.tensor_parallel if by_object else 0
