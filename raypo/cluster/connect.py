@@ -110,11 +110,13 @@ def worker_environment() -> dict[str, str]:
 def untold_environment() -> dict[str, str]:
     """Of `worker_environment`, what processes that this one starts do not get from the job.
 
-    All of it where somebody else has called `ray.init`.
+    Where somebody else has called `ray.init`, all that he has not said himself.
     """
     if not ray.is_initialized() or _job() == _our_job:
         return {}
-    told = os.environ if ray.get_runtime_context().worker.mode == ray.WORKER_MODE else {}
+    context = ray.get_runtime_context()
+    is_worker = context.worker.mode == ray.WORKER_MODE
+    told = os.environ if is_worker else context.runtime_env.get("env_vars", {})
     return {name: value for name, value in worker_environment().items() if name not in told}
 
 

@@ -152,7 +152,8 @@ class DeploymentController:
         for slot, result in zip(slots, results, strict=True):
             if isinstance(result, RayActorError | Unhealthy):
                 slot.is_up = False
-                slot.suspected.set()
+                if slot.actor is not None:
+                    ray.kill(slot.actor)  # it may only have been out of reach; it has not made it
             elif isinstance(result, BaseException):
                 raise result
             else:

@@ -131,8 +131,7 @@ class DeploymentHandle:
         Raises:
             DeploymentError: none is left, and none will be.
         """
-        deadline = Deadline(None, self)
-        while True:
+        while True:  # a replacement has `placement.timeout_s`, and they are counted
             membership = self._membership(fresh=True)
             members = (*membership.serving, *membership.waiting)
             left = [member for member in members if member.name not in self._lost]
@@ -140,7 +139,7 @@ class DeploymentHandle:
                 return PinnedReplicas(self, left)
             if membership.failure:
                 raise DeploymentError(membership.failure)
-            self._wait_changed(membership, deadline)
+            self._wait_changed(membership, None)
 
     def establish(
         self, method: str, *args: Any, kept: bool = True, made_by: Iterable[str] | None = None
@@ -232,14 +231,15 @@ class DeploymentHandle:
                 self._cached_at = time.monotonic()
             return membership
 
-    def _wait_changed(self, membership: Membership, deadline: Deadline) -> None:
-        """Wait for another membership, for as long as the deadline allows."""
+    def _wait_changed(self, membership: Membership, deadline: Deadline | None) -> None:
+        """Wait for another membership, for as long as the deadline allows; None: for ever."""
         ref = self._controller().wait_changed.remote(membership.epoch)
         try:
-            ray.get(ref, timeout=deadline.left())
+            ray.get(ref, timeout=deadline and deadline.left())
         except RayActorError:
             raise self._gone() from None
         except GetTimeoutError:
+            assert deadline is not None
             raise deadline.passed(self.name) from None
 
     def _report(self, name: str, *, is_lost: bool = False) -> None:

@@ -315,7 +315,9 @@ def _check_metrics(sweep: SweepConfig, trial: PPOConfig, words: str) -> None:
                 f"metric ({metric}): the base evaluates nothing. Set eval.prompts in "
                 f"{sweep.base}, or choose a metric of the rollouts like rollout/score_mean."
             )
-        if metric.startswith("kl/") and not trial.ppo.needs_reference:
+        coef = sweep.domains.get("ppo.kl.coef")
+        is_end_of_range = coef is not None and coef.kind == "uniform"  # 0 itself is never drawn
+        if metric.startswith("kl/") and not trial.ppo.needs_reference and not is_end_of_range:
             raise ConfigError(
                 f"metric ({metric}): a trial with {words} has no reference, so there is no KL to "
                 f"it. Choose another metric, or a ppo.kl.coef above 0 for all trials."

@@ -50,6 +50,11 @@ class Goal:
         """Whether all constraints are kept."""
         return all(value <= 0.0 for value in self.excess(known))
 
+    def broken(self, known: Metrics) -> tuple[str, ...]:
+        """The constraints that are not kept."""
+        pairs = zip(self.constraints, self.excess(known), strict=True)
+        return tuple(text for text, excess in pairs if excess > 0.0)
+
     def value(self, known: Metrics) -> float:
         """The first metric as one finite number: infeasible below feasible, unknown last."""
         gain = self.gains(known)[0]

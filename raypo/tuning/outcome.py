@@ -33,7 +33,7 @@ class Outcome:
     front: tuple[TrialRecord, ...]
     """Trials that no other one beats in every metric; of one metric the best alone."""
     broken: tuple[str, ...]
-    """The constraints, if even the best trial breaks one."""
+    """Constraints that even the best trial breaks."""
     failed: tuple[TrialRecord, ...]
     records: tuple[TrialRecord, ...]
     wall_s: float
@@ -52,7 +52,7 @@ class Outcome:
             metrics = ", ".join(f"{k} {v:.4g}" for k, v in self._headline().items())
             lines.append(f"best: {self.best.name}, {point_text(self.best.point)}; {metrics}")
             if self.broken:
-                lines.append(f"no trial keeps the constraint: {', '.join(self.broken)}")
+                lines.append(f"no trial keeps all constraints; it breaks {', '.join(self.broken)}")
             if len(self.front) > 1:
                 names = ", ".join(record.name for record in self.front)
                 lines.append(f"Pareto front (*): {names}")
@@ -86,7 +86,7 @@ def write_outcome(
     """
     goal = Goal.of(sweep)
     ordered = sorted(records, key=lambda record: record.number)
-    known = [record.metrics for record in ordered]
+    known = [record.judged for record in ordered]
     front = goal.front(known)
     by_rank = sorted(zip(goal.ranks(known), ordered, strict=True), key=lambda pair: pair[0])
     best = best_of(ordered, goal)
@@ -97,7 +97,7 @@ def write_outcome(
         location=files.location,
         best=best,
         front=tuple(record for _, record in by_rank if ordered.index(record) in front),
-        broken=goal.constraints if best and not goal.is_feasible(best.metrics) else (),
+        broken=goal.broken(best.metrics) if best else (),
         failed=tuple(record for record in ordered if record.status == "failed"),
         records=tuple(ordered),
         wall_s=wall_s,
@@ -122,19 +122,19 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
         f"# Its base is {sweep.base}; relative paths start where the sweep was started.",
     ]
     if best.status == "stopped":
-        values["num_steps"] = _scored_step(sweep.metric[0], best.step, PPOConfig.parse(values))
-        head.append(
-            f"# It was stopped after step {best.step}; its score is of step {values['num_steps']}."
-        )
+        scored = _scored_step(sweep.metric[0], best.step, PPOConfig.parse(values))
+        values["num_steps"] = scored or best.step
+        which = f"of step {scored}" if scored else "from before the first update"
+        head.append(f"# It was stopped after step {best.step}; its score is {which}.")
     if sweep.scheduler.kind == "pbt":
         head.append("# These are its last values; before each copy it trained under others.")
     return "\n".join(head) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _scored_step(metric: str, last_step: int, config: PPOConfig) -> int:
-    """The step at which a metric was measured for the last time."""
+    """The step at which a metric was measured for the last time; 0: before the first update."""
     every = config.eval.every if metric.startswith("eval/") else 1
-    return max(1, last_step // every * every)
+    return last_step // every * every
 
 
 def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:

@@ -38,6 +38,11 @@ class TrialRecord:
     """The last line of what went wrong."""
 
     @property
+    def judged(self) -> dict[str, float]:
+        """What it is ranked by: nothing where it failed."""
+        return {} if self.status == "failed" else self.metrics
+
+    @property
     def has_ended(self) -> bool:
         """Whether nothing is left to do."""
         return self.status in ENDED
@@ -45,16 +50,16 @@ class TrialRecord:
 
 def best_of(records: Sequence[TrialRecord], goal: Goal) -> TrialRecord | None:
     """The trial that ranks first of those that have a score and did not fail."""
-    ranks = goal.ranks([record.metrics for record in records])
+    ranks = goal.ranks([record.judged for record in records])
     for _, record in sorted(zip(ranks, records, strict=True), key=lambda pair: pair[0]):
-        if record.status != "failed" and math.isfinite(goal.gains(record.metrics)[0]):
+        if math.isfinite(goal.gains(record.judged)[0]):
             return record
     return None
 
 
 def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any]]:
     """One row a trial, the best one first: rank, point, status, cost, last metrics."""
-    ranks = goal.ranks([record.metrics for record in records])
+    ranks = goal.ranks([record.judged for record in records])
     rows = [
         {
             "rank": rank,

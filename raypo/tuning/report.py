@@ -73,7 +73,7 @@ def load_sweep(files: RunFiles) -> SweepData:
     base = recorded.pop(BASE)
     config = SweepConfig.parse(recorded, origin=f"{files.location}/config.yaml")
     goal, found = Goal.of(config), read_trials(files)
-    ranks = goal.ranks([trial.metrics for trial in found])
+    ranks = goal.ranks([trial.judged for trial in found])
     trials = [trial for _, trial in sorted(zip(ranks, found, strict=True), key=lambda p: p[0])]
     storage = f"{files.location}/{TRIALS_FOLDER}"
     rows = {trial.name: RunFiles(storage, trial.name).metrics() for trial in trials}
@@ -130,8 +130,8 @@ def _result(section: Section, sweep: SweepData) -> None:
                 strong=True,
             )
         )
-        if not sweep.goal.is_feasible(best.metrics):
-            section.add(Words(f"No trial keeps {', '.join(sweep.goal.constraints)}."))
+        if broken := sweep.goal.broken(best.metrics):
+            section.add(Words(f"No trial keeps all constraints; this one breaks {broken[0]}."))
     count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
     total = sum(trial.device_s for trial in sweep.trials)
     saved = sum(_saved(trial, sweep) for trial in sweep.trials)

@@ -122,6 +122,8 @@ def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str
         scheduler.on_trial_add(controller, trial)
         last: Mapping[str, float] = {}
         for last in reports:
-            if scheduler.on_trial_result(controller, trial, dict(last)) == scheduler.STOP:
-                break
+            scheduler.on_trial_result(controller, trial, dict(last))
+            # The median rule would refuse to hear more of one that it stops; told in another
+            # order than it happened, it may stop one that went on.
+            getattr(scheduler, "_stopped_trials", set()).discard(trial)
         scheduler.on_trial_complete(controller, trial, dict(last))

@@ -96,7 +96,7 @@ class SweepView:
         """The trials, best first."""
         from rich.table import Table
 
-        ended = sum(record.has_ended for record in records)
+        ended = sum(record.has_ended or record.status == "failed" for record in records)
         table = Table(title=f"{ended} of {self._num_trials} trials ended", title_justify="left")
         keys = list(dict.fromkeys(key for record in records for key in record.point))
         extra = [text.split()[0] for text in self._goal.constraints]
@@ -105,8 +105,8 @@ class SweepView:
         metrics = [m for m in metrics if any(m in record.metrics for record in records)]
         for name in ("rank", "trial", "status", "step", *keys, *metrics, f"{self._device}-s"):
             table.add_column(name, justify="right" if name not in ("trial", "status") else "left")
-        ranks = self._goal.ranks([record.metrics for record in records])
-        front = self._goal.front([record.metrics for record in records])
+        ranks = self._goal.ranks([record.judged for record in records])
+        front = self._goal.front([record.judged for record in records])
         ranked = sorted(zip(ranks, range(len(records)), records, strict=True))[:MOST_ROWS]
         for rank, row, record in ranked:
             cells = [

@@ -140,6 +140,8 @@ def test_a_metric_that_the_base_never_measures_is_refused(base: Path):
     some = {"ppo.kl.coef": {"choice": [0.0, 0.1]}}
     message = refused(base, space=some, constraint="kl/ref_response_mean <= 10")
     assert "a trial with ppo.kl.coef=0.0 has no reference" in message
+    drawn = {"ppo.kl.coef": {"uniform": [0.0, 0.5]}}
+    sweep_of(base, space=drawn, constraint="kl/ref_response_mean <= 10").base_config()
     good = {"ppo.kl.coef": {"choice": [0.1, 1.0]}}
     sweep_of(
         base, overrides={"ppo.kl.coef": 0.0}, space=good, metric="kl/ref_response_mean", mode="min"
