@@ -116,7 +116,7 @@ def untold_environment() -> dict[str, str]:
         return {}
     context = ray.get_runtime_context()
     is_worker = context.worker.mode == ray.WORKER_MODE
-    told = os.environ if is_worker else context.runtime_env.get("env_vars", {})
+    told = os.environ if is_worker else context.runtime_env.get("env_vars") or {}
     return {name: value for name, value in worker_environment().items() if name not in told}
 
 

@@ -90,9 +90,8 @@ def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) ->
     for key in {key for row in rows for key in row if key.startswith("space/")}:
         kinds = {type(row.get(key)) for row in rows}
         if len(kinds) > 1:  # parquet's columns have one type
-            one_type = float if kinds == {int, float} else str
             for row in rows:
-                row[key] = one_type(row.get(key))
+                row[key] = float(row[key]) if kinds == {int, float} else str(row.get(key))
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), buffer)
     files.write(TRIALS, buffer.getvalue())
