@@ -210,8 +210,10 @@ def _ram(roles: Sequence[Role], turns: Sequence[Role], device: Device) -> tuple[
 
 def _stored(config: PPOConfig, engine: Role, device: Device) -> int:
     """The pushed weights in the object store of the nodes that send or load them."""
-    section = config.rollout.engine
-    by_object = section.transport == "object" or (section.transport == "auto" and device == "cpu")
-    lora = config.model.lora
-    by_object = by_object or bool(lora and lora.push == "adapter")  # the base, beside adapters
+    section, lora = config.rollout.engine, config.model.lora
+    by_object = (
+        section.transport == "object"
+        or (section.transport == "auto" and device == "cpu")
+        or (lora is not None and lora.push == "adapter")  # the base, beside adapters
+    )
     return engine.memory.held["weights"] * section.tensor_parallel if by_object else 0

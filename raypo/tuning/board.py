@@ -50,8 +50,7 @@ class Board(Callback):
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
         """A trial starts, or goes on after a pause."""
-        number = number_of(trial)
-        record = self.records.setdefault(number, TrialRecord(number, str(trial), {}))
+        record = self._record_of(trial)
         is_new = record.status not in ("running", "waiting") or not record.point
         record.point, record.status, record.error = dict(trial.config[POINT]), "running", ""
         self._keep()
@@ -84,10 +83,8 @@ class Board(Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
         """A trial failed; the others go on."""
-        number = number_of(trial)  # its process may not even have started
-        record = self.records.setdefault(
-            number, TrialRecord(number, str(trial), dict(trial.config[POINT]))
-        )
+        record = self._record_of(trial)  # its process may not even have started
+        record.point = dict(trial.config[POINT])
         self._add_time(trials)
         record.status = "interrupted" if self._is_stopping() else "failed"
         record.error = last_line(error_text(trial))
@@ -106,6 +103,10 @@ class Board(Callback):
         for record in self.records.values():
             if record.status == "running":
                 record.status = "interrupted"
+
+    def _record_of(self, trial: Trial) -> TrialRecord:
+        number = number_of(trial)
+        return self.records.setdefault(number, TrialRecord(number, str(trial), {}))
 
     def _add_time(self, trials: list[Trial]) -> None:
         now = time.monotonic()

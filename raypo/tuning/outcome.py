@@ -16,7 +16,7 @@ from raypo.metrics.summary import installed_versions
 from raypo.metrics.tensorboard import write_hparams
 from raypo.tuning.folder import TRIALS_FOLDER
 from raypo.tuning.goal import Goal
-from raypo.tuning.record import TRIALS, TrialRecord, best_of, write_trials
+from raypo.tuning.record import TRIALS, TrialRecord, best_of, ranked, write_trials
 from raypo.tuning.view import point_text
 
 BEST = "best.yaml"
@@ -86,9 +86,7 @@ def write_outcome(
     """
     goal = Goal.of(sweep)
     ordered = sorted(records, key=lambda record: record.number)
-    known = [record.judged for record in ordered]
-    front = goal.front(known)
-    by_rank = sorted(zip(goal.ranks(known), ordered, strict=True), key=lambda pair: pair[0])
+    front = goal.front([record.judged for record in ordered])
     best = best_of(ordered, goal)
     if best is None and status == "finished":
         status = "failed"
@@ -96,7 +94,7 @@ def write_outcome(
         status=status,
         location=files.location,
         best=best,
-        front=tuple(record for _, record in by_rank if ordered.index(record) in front),
+        front=tuple(r for r in ranked(ordered, goal) if ordered.index(r) in front),
         broken=goal.broken(best.metrics) if best else (),
         failed=tuple(record for record in ordered if record.status == "failed"),
         records=tuple(ordered),

@@ -48,13 +48,16 @@ class TrialRecord:
         return self.status in ENDED
 
 
+def ranked(records: Sequence[TrialRecord], goal: Goal) -> list[TrialRecord]:
+    """Best first."""
+    ranks = goal.ranks([record.judged for record in records])
+    return [record for _, record in sorted(zip(ranks, records, strict=True), key=lambda p: p[0])]
+
+
 def best_of(records: Sequence[TrialRecord], goal: Goal) -> TrialRecord | None:
     """The trial that ranks first of those that have a score and did not fail."""
-    ranks = goal.ranks([record.judged for record in records])
-    for _, record in sorted(zip(ranks, records, strict=True), key=lambda pair: pair[0]):
-        if math.isfinite(goal.gains(record.judged)[0]):
-            return record
-    return None
+    known = (r for r in ranked(records, goal) if math.isfinite(goal.gains(r.judged)[0]))
+    return next(known, None)
 
 
 def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from raypo.metrics.run_files import RunFiles
 from raypo.tuning.folder import BASE, TRIALS_FOLDER
 from raypo.tuning.gaming import REWARD_MODEL, SCORE, gaming_words
 from raypo.tuning.goal import Goal
-from raypo.tuning.record import TrialRecord, best_of, read_trials
+from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
 from raypo.tuning.view import point_text, value_text
 
 KL = "kl/ref_response_mean"
@@ -73,8 +73,7 @@ def load_sweep(files: RunFiles) -> SweepData:
     base = recorded.pop(BASE)
     config = SweepConfig.parse(recorded, origin=f"{files.location}/config.yaml")
     goal, found = Goal.of(config), read_trials(files)
-    ranks = goal.ranks([trial.judged for trial in found])
-    trials = [trial for _, trial in sorted(zip(ranks, found, strict=True), key=lambda p: p[0])]
+    trials = ranked(found, goal)
     storage = f"{files.location}/{TRIALS_FOLDER}"
     rows = {trial.name: RunFiles(storage, trial.name).metrics() for trial in trials}
     status = (files.summary() or {}).get("status", "unfinished")

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 HASH_THREADS = 2
-"""One reads the machine's memory no faster than half of its rate."""
+"""One alone does not read as fast as the memory gives."""
 
 
 class WeightError(RuntimeError):
