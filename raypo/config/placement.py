@@ -46,7 +46,8 @@ class FrozenSection(Config):
     backend: Literal["torch", "vllm"] = "torch"
     """torch: transformers on one device; vllm: also on several, and its memory is set aside."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """vllm: GPUs of one node that share a replica, in a dedicated bundle of their own."""
+    """vllm: GPUs of one node that share a replica: those of the first workers, whose bundles it
+    spans, or of one dedicated bundle. On CPU as many processes share it."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0.0, le=1.0)
     """vllm: of each of its GPUs, weights included."""
 

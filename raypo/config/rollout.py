@@ -15,11 +15,13 @@ class EngineSection(Config):
     count: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Engines; auto: one on CPU, one for each `tensor_parallel` workers on GPU."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs of one node that share an engine: of as many workers, or of one dedicated bundle."""
+    """GPUs of one node that share an engine: of as many workers, or of one dedicated bundle. On
+    CPU as many processes share it."""
     gpu_memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
     """Share of a GPU's memory that an engine may take."""
     kv_cache_gb: float | None = Field(default=None, gt=0.0)
-    """KV cache in GB; null: a fitting size on CPU, what `gpu_memory_fraction` leaves on GPU."""
+    """KV cache in GB of each device; null: a fitting size on CPU, what `gpu_memory_fraction`
+    leaves on GPU."""
     transport: Literal["auto", "object", "ipc", "nccl"] = "auto"
     """How new weights reach the engines. object: through Ray's object store, anywhere; ipc: CUDA
     IPC, for engines on the learner workers' GPUs; nccl: broadcast, for engines on GPUs of their

@@ -137,7 +137,7 @@ class PPOConfig(RecipeConfig):
         if num_workers % engine.tensor_parallel:
             raise ValueError(
                 f"rollout.engine.tensor_parallel ({engine.tensor_parallel}): must divide "
-                f"learner.num_workers ({num_workers}), whose GPUs a colocated engine takes. Set "
+                f"learner.num_workers ({num_workers}), whose devices a colocated engine takes. Set "
                 f"it to 1, or placement.mode to dedicated."
             )
         most = num_workers // engine.tensor_parallel
@@ -153,11 +153,6 @@ class PPOConfig(RecipeConfig):
     @model_validator(mode="after")
     def _tensor_parallel_engines_have_whole_gpus(self) -> Self:
         size, share = self.rollout.engine.tensor_parallel, self.placement.gpus.engine
-        if size > 1 and self.learner.use_gpu is False:
-            raise ValueError(
-                f"rollout.engine.tensor_parallel ({size}): needs GPUs, and learner.use_gpu is "
-                f"false. Set rollout.engine.tensor_parallel to 1."
-            )
         if size > 1 and share < 1.0:
             raise ValueError(
                 f"placement.gpus.engine ({share:g}): an engine on several GPUs "
@@ -166,16 +161,20 @@ class PPOConfig(RecipeConfig):
         return self
 
     @model_validator(mode="after")
-    def _frozen_models_on_several_gpus_have_their_own(self) -> Self:
+    def _frozen_models_on_several_devices_find_them(self) -> Self:
+        num_workers = self.learner.num_workers
         for role in ("reference", "reward"):
             frozen, share = getattr(self.placement.frozen, role), getattr(self.placement.gpus, role)
             key, size = f"placement.frozen.{role}.tensor_parallel", frozen.tensor_parallel
-            if size > 1 and self.placement.group_of(role) == "colocated":
+            is_dedicated = self.placement.group_of(role) == "dedicated"
+            if size > num_workers and not is_dedicated:
                 raise ValueError(
-                    f"{key} ({size}): a frozen model beside the learner has one device. Set "
-                    f"placement.mode to dedicated for it, or {key} to 1."
+                    f"{key} ({size}): a colocated replica lies on the devices of the first "
+                    f"{size} learner workers, and there are {num_workers} "
+                    f"(learner.num_workers). Set {key} to at most {num_workers}, or "
+                    f"placement.mode to dedicated for it."
                 )
-            if size > 1 and share < 1.0:
+            if size > 1 and share < 1.0 and is_dedicated:
                 raise ValueError(
                     f"placement.gpus.{role} ({share:g}): a replica on several GPUs "
                     f"({key} = {size}) takes whole ones. Set it to 1."

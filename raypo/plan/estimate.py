@@ -168,15 +168,16 @@ def _frozen_in_vllm(
     head: bool,
 ) -> Memory:
     """As an engine: it takes its fraction of a GPU, and what is left over is cache."""
-    itemsize = ITEMSIZE[config.model.dtype]
+    itemsize, size = ITEMSIZE[config.model.dtype], section.tensor_parallel
     parameters = shape.parameters if head else shape.backbone_parameters
     held: Bytes = {
-        "runtime": RUNTIME[device]["engine"],
-        "weights": parameters * itemsize // section.tensor_parallel,
+        "runtime": _vllm_runtime(device, size),
+        "weights": parameters * itemsize // size,
     }
     if device == "cpu":
-        length = max_model_len(config) + 1
-        held["KV cache"] = memory.default_cpu_kv_bytes(shape, length, itemsize=itemsize)
+        held["KV cache"] = memory.default_cpu_kv_bytes(
+            shape, max_model_len(config) + 1, itemsize=itemsize, tensor_parallel=size
+        )
     elif gpu_bytes:
         taken = int(section.gpu_memory_fraction * gpu_bytes)
         held["KV cache"] = max(0, taken - sum(held.values()))
@@ -184,13 +185,17 @@ def _frozen_in_vllm(
 
 
 def engine(config: PPOConfig, shape: ModelShape, device: Device, gpu_bytes: int | None) -> Memory:
-    """A vLLM engine; on a GPU it takes `gpu_memory_fraction` and makes the rest its KV cache."""
+    """A vLLM engine on one of its devices, or its process there.
+
+    On a GPU it takes `gpu_memory_fraction` and makes the rest its KV cache.
+    """
     itemsize = ITEMSIZE[config.model.dtype]
     section, length = config.rollout.engine, max_model_len(config)
+    size = section.tensor_parallel
     sampling = ENGINE_SEQUENCES * shape.vocabulary * 4 * 3
     held: Bytes = {
-        "runtime": RUNTIME[device]["engine"],
-        "weights": shape.parameters * itemsize // section.tensor_parallel,
+        "runtime": _vllm_runtime(device, size),
+        "weights": shape.parameters * itemsize // size,
         "sampling": sampling
         if device == "cuda"
         else min(config.responses_per_step, ENGINE_SEQUENCES) * shape.vocabulary * 12,
@@ -201,11 +206,20 @@ def engine(config: PPOConfig, shape: ModelShape, device: Device, gpu_bytes: int 
     if section.kv_cache_gb is not None:
         held["KV cache"] = int(section.kv_cache_gb * 1e9)
     elif device == "cpu":
-        held["KV cache"] = memory.default_cpu_kv_bytes(shape, length, itemsize=itemsize)
+        held["KV cache"] = memory.default_cpu_kv_bytes(
+            shape, length, itemsize=itemsize, tensor_parallel=size
+        )
     elif gpu_bytes:
         taken = int(section.gpu_memory_fraction * gpu_bytes)
         held["KV cache"] = max(0, taken - sum(held.values()))
     return Memory(held=held)
+
+
+def _vllm_runtime(device: Device, tensor_parallel: int) -> int:
+    """Of one of a replica's processes; on CPU it bears its part of the one that asks them."""
+    one = RUNTIME[device]["engine"]
+    asks = device == "cpu" and tensor_parallel > 1
+    return one + (one // tensor_parallel if asks else 0)
 
 
 def max_model_len(config: PPOConfig) -> int:

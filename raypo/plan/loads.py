@@ -114,16 +114,26 @@ def smallest_gpu(nodes: Sequence[Node], layout: Layout) -> int | None:
 def roles_in(config: PPOConfig, bundle: int, device: Device, frozen: Sequence[str]) -> list[str]:
     """Kinds of the processes of a worker's bundle.
 
-    An engine lies beside each of the first workers, or in as many as share it; frozen models lie
-    beside worker 0.
+    An engine lies beside each of the first workers, or in as many as share it; a frozen model
+    beside worker 0, or in as many from there on.
     """
-    placement, size = config.placement, config.rollout.engine.tensor_parallel
     roles = [LEARNER]
-    if placement.group_of("engine") == "colocated" and bundle < size * num_engines(config, device):
-        roles.append("engine")
-    if bundle == 0:
-        roles += [name for name in frozen if placement.group_of(kind_of(name)) == "colocated"]
+    for name in ("engine", *frozen):
+        replicas = num_engines(config, device) if name == "engine" else 1
+        is_colocated = config.placement.group_of(kind_of(name)) == "colocated"
+        if is_colocated and bundle < replicas * num_devices(config, name):
+            roles.append(name)
     return roles
+
+
+def num_devices(config: PPOConfig, role: str) -> int:
+    """GPUs of each replica of a role; on CPU processes."""
+    kind = kind_of(role)
+    if kind == "engine":
+        return config.rollout.engine.tensor_parallel
+    frozen = config.placement.frozen
+    section = frozen.reference if kind == "reference" else frozen.reward
+    return section.tensor_parallel
 
 
 def kind_of(role: str) -> RoleKind:
@@ -145,6 +155,8 @@ def device_loads(
     gpus, takes_turns = GpuNumbers(), _takes_turns(config, device)
     for bundle, node in zip(layout.bundles, layout.dedicated, strict=True):
         kinds = [by_name[guest.role] for guest in bundle.guests]
+        if device == "cpu":  # all of a replica's processes; of a GPU each has one
+            kinds = [kind for kind in kinds for _ in range(num_devices(config, kind.name))]
         on_node.setdefault(node, []).extend(kinds)
         for gpu in gpus.take(node, bundle.gpus):
             loads.append(_gpu_load(nodes[node], gpu, *_worst(kinds)))

@@ -221,20 +221,28 @@ def _trained_whole(parameters: int, bucket: int, itemsize: int) -> tuple[Bytes, 
     return held, {"buckets": MASTER * parameters}
 
 
-def kv_bytes_per_token(shape: ModelShape, *, itemsize: int) -> int:
+def kv_bytes_per_token(shape: ModelShape, *, itemsize: int, tensor_parallel: int = 1) -> int:
     """Keys and values of one token over all layers, as `raypo.serving.checkpoint` has it."""
-    return 2 * shape.layers * shape.key_value * itemsize
+    heads = max(1, shape.kv_heads // tensor_parallel)
+    return 2 * shape.layers * heads * shape.head_dim * itemsize
 
 
-def kv_bytes_of_one(shape: ModelShape, max_model_len: int, *, itemsize: int) -> int:
-    """Bytes of the cache that hold one sequence of full length, the smallest that vLLM takes."""
+def kv_bytes_of_one(
+    shape: ModelShape, max_model_len: int, *, itemsize: int, tensor_parallel: int = 1
+) -> int:
+    """Bytes of a device's cache that hold one sequence of full length: vLLM takes no less."""
     blocks = -(-max_model_len // CPU_BLOCK_TOKENS) + 1
-    return blocks * CPU_BLOCK_TOKENS * kv_bytes_per_token(shape, itemsize=itemsize)
+    per_token = kv_bytes_per_token(shape, itemsize=itemsize, tensor_parallel=tensor_parallel)
+    return blocks * CPU_BLOCK_TOKENS * per_token
 
 
-def default_cpu_kv_bytes(shape: ModelShape, max_model_len: int, *, itemsize: int) -> int:
-    """The cache of an engine on CPU where `rollout.engine.kv_cache_gb` is null."""
-    sequence = kv_bytes_of_one(shape, max_model_len, itemsize=itemsize)
+def default_cpu_kv_bytes(
+    shape: ModelShape, max_model_len: int, *, itemsize: int, tensor_parallel: int = 1
+) -> int:
+    """The cache of an engine's process on CPU where `rollout.engine.kv_cache_gb` is null."""
+    sequence = kv_bytes_of_one(
+        shape, max_model_len, itemsize=itemsize, tensor_parallel=tensor_parallel
+    )
     smallest, largest = CPU_KV_BYTES
     return max(sequence, smallest, min(largest, CPU_SEQUENCES * sequence))
 

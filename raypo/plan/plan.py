@@ -18,6 +18,7 @@ from raypo.plan.loads import (
     device_loads,
     device_of,
     lay_out,
+    num_devices,
     roles_in,
     roles_of,
     smallest_gpu,
@@ -123,7 +124,7 @@ def _bundles(
             roles=tuple(map(str, dedicated.guests)),
             devices=device_words(numbers),
         )
-    size = config.rollout.engine.tensor_parallel
+    size = num_devices(config, "engine")
     for bundle, node in enumerate(layout.workers):
         num_gpus = 1 if device == "cuda" else 0
         kinds = roles_in(config, bundle, device, frozen)

@@ -22,7 +22,8 @@ def impossible(
 ) -> Iterator[str]:
     """What no memory could heal, or what the engine alone cannot hold."""
     itemsize, length = ITEMSIZE[config.model.dtype], estimate.max_model_len(config)
-    one = memory.kv_bytes_of_one(models.policy, length, itemsize=itemsize)
+    size = config.rollout.engine.tensor_parallel
+    one = memory.kv_bytes_of_one(models.policy, length, itemsize=itemsize, tensor_parallel=size)
     held = estimate.engine(config, models.policy, device, gpu_bytes).held
     cache = held.get("KV cache")
     if cache is None or cache >= one:

@@ -24,6 +24,15 @@ class Role:
     cls: type
     kwargs: dict[str, Any]
     num_threads: int
+    num_devices: int = 1
+    """Of each replica: GPUs, on CPU processes."""
+
+    @property
+    def devices_key(self) -> str:
+        """The config key of `num_devices`."""
+        if self.name == "engine":
+            return "rollout.engine.tensor_parallel"
+        return f"placement.frozen.{self.name.partition('_')[0]}.tensor_parallel"
 
     def with_kwargs(self, changes: Mapping[str, Any]) -> Role:
         """The role, made with other arguments too."""
@@ -41,11 +50,12 @@ def roles_of(config: PPOConfig, engine_threads: int, frozen_threads: int) -> lis
 def settled(role: Role, config: PPOConfig | SFTConfig, run_name: str, logs_dir: str) -> Deployment:
     """The role as a deployment of a run, which has its name and its logs."""
     # An actor that reserves no CPU gets one thread from Ray; it takes turns with its worker.
-    threads = min(role.num_threads, os.cpu_count() or role.num_threads)
+    cores = min(role.num_threads, os.cpu_count() or role.num_threads)
+    threads = max(1, cores // role.num_devices)
     return Deployment(
         name=f"raypo:{run_name}:{role.name}",
         cls=role.cls,
-        kwargs={**role.kwargs, "num_threads": role.num_threads},
+        kwargs={**role.kwargs, "num_threads": max(1, role.num_threads // role.num_devices)},
         env={**untold_environment(), "OMP_NUM_THREADS": str(threads)},
         logs_dir=logs_dir,
         start_timeout_s=config.placement.timeout_s,
@@ -65,7 +75,7 @@ def engine_of(config: PPOConfig | SFTConfig, *, num_threads: int) -> Role:
         "seed": config.seed,
         "lora": lora if holds_adapter else None,
     }
-    return Role("engine", Engine, kwargs, num_threads)
+    return Role("engine", Engine, kwargs, num_threads, config.rollout.engine.tensor_parallel)
 
 
 def _longest(config: PPOConfig | SFTConfig) -> int:
@@ -78,7 +88,7 @@ def _reference(config: PPOConfig, num_threads: int) -> Role:
     kwargs = {"model": config.reference, "dtype": config.model.dtype}
     if section.backend == "vllm":
         kwargs |= {"section": section, "max_model_len": _longest(config)}
-        return Role("reference", VllmReference, kwargs, num_threads)
+        return Role("reference", VllmReference, kwargs, num_threads, section.tensor_parallel)
     kwargs |= {
         "temperature": config.rollout.temperature,
         "max_batch_tokens": config.learner.max_tokens_per_microbatch,
@@ -96,6 +106,7 @@ def _reward_model(config: PPOConfig, number: int, num_threads: int) -> Role:
     }
     if section.backend == "vllm":
         kwargs |= {"section": section, "max_model_len": _longest(config)}
-        return Role(f"reward_{number}", VllmRewardModel, kwargs, num_threads)
+        name = f"reward_{number}"
+        return Role(name, VllmRewardModel, kwargs, num_threads, section.tensor_parallel)
     kwargs |= {"max_batch_tokens": config.learner.max_tokens_per_microbatch}
     return Role(f"reward_{number}", RewardModel, kwargs, num_threads)

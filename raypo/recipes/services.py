@@ -23,7 +23,7 @@ from raypo.cluster.placement import PlacementError, own_bundle
 from raypo.cluster.reserve import nodes_of
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
-from raypo.recipes.roles import engine_of, roles_of, settled
+from raypo.recipes.roles import Role, engine_of, roles_of, settled
 from raypo.recipes.setup import Shared
 from raypo.recipes.sharing import of_shared
 
@@ -80,8 +80,8 @@ def start_deployments(
 ) -> Services:
     """Start in the workers' own placement group what the driver has not started; all call it.
 
-    Engine i lives beside worker i; reference and reward models beside worker 0. All start in the
-    background.
+    Engine i lives beside worker i, reference and reward models beside worker 0; what is tensor
+    parallel on the devices of several workers, from there on. All start in the background.
 
     Args:
         dedicated: What the driver has started, by role.
@@ -94,11 +94,13 @@ def start_deployments(
         frozen_threads=config.learner.cpus_per_worker,
     )
     colocated = [role for role in roles if role.name not in elsewhere]
-    started = _start([settled(r, config, run_name, logs_dir) for r in colocated], config, workers)
-    handles = {**elsewhere, **started}
+    count = _num_engines(config, workers)
+    places = places_beside(workers, colocated, num_engines=count)
+    deployments = [settled(role, config, run_name, logs_dir) for role in colocated]
+    handles = {**elsewhere, **_start(deployments, places, workers)}
     rewards = [role.name for role in roles if role.name.startswith("reward_")]
     return Services(
-        engine=handles["engine"].preferring(workers.rank % _num_engines(config, workers)),
+        engine=handles["engine"].preferring(workers.rank % count),
         reference=handles.get("reference"),
         reward_models=tuple(handles[name] for name in rewards),
         elsewhere=frozenset(elsewhere),
@@ -111,39 +113,52 @@ def start_engines(
 ) -> DeploymentHandle:
     """The engines alone, as `start_deployments` starts them."""
     role = engine_of(config, num_threads=_engine_threads(config, workers))
-    started = _start([settled(role, config, run_name, logs_dir)], config, workers)
-    return started["engine"].preferring(workers.rank % _num_engines(config, workers))
+    count = _num_engines(config, workers)
+    places = places_beside(workers, [role], num_engines=count)
+    started = _start([settled(role, config, run_name, logs_dir)], places, workers)
+    return started["engine"].preferring(workers.rank % count)
+
+
+def places_beside(
+    workers: Workers, roles: Sequence[Role], *, num_engines: int
+) -> dict[str, list[Place]]:
+    """By role, the place of each replica: the bundle of a worker, the devices of one or several.
+
+    All workers call it.
+
+    Raises:
+        PlacementError: workers that would share a replica lie on several nodes.
+    """
+    beside = workers.gather(_own_place(workers))
+    places: dict[str, list[Place]] = {}
+    for role in roles:
+        size = role.num_devices
+        count = num_engines if role.name == "engine" else 1
+        of_each = [beside[i * size : (i + 1) * size] for i in range(count)]
+        places[role.name] = [_shared(role, of_one) for of_one in of_each]
+    return places
 
 
 def _start(
-    deployments: Sequence[Deployment], config: PPOConfig | SFTConfig, workers: Workers
+    deployments: Sequence[Deployment], places: Mapping[str, list[Place]], workers: Workers
 ) -> dict[str, DeploymentHandle]:
-    """Each deployment beside the first workers: an engine beside as many as share it."""
-    beside = workers.gather(_own_place(workers))
+    """Rank 0 starts them for all."""
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
-        size = config.rollout.engine.tensor_parallel
-        count = _num_engines(config, workers)
-        for deployment in deployments:
-            if deployment.role == "engine":
-                places = [_shared(beside[i * size : (i + 1) * size]) for i in range(count)]
-            else:
-                places = beside[:1]
-            handles[deployment.role] = start_deployment(deployment, places)
+        handles = {each.role: start_deployment(each, places[each.role]) for each in deployments}
     return workers.broadcast(handles)
 
 
-def _shared(places: Sequence[Place]) -> Place:
-    """The first of some places, with the devices of all of them: a tensor-parallel engine."""
+def _shared(role: Role, places: Sequence[Place]) -> Place:
+    """The first of some places, with the devices of all of them."""
     if len(places) == 1:
         return places[0]
     nodes = {nodes_of(place.group)[place.bundle] for place in places if place.group}
     if len(nodes) > 1:
         raise PlacementError(
-            f"rollout.engine.tensor_parallel ({len(places)}): the learner workers that share an "
-            f"engine lie on {len(nodes)} nodes. Set placement.strategy to PACK and "
-            f"learner.num_workers so that each node holds a multiple of it, or placement.mode to "
-            f"dedicated."
+            f"{role.devices_key} ({role.num_devices}): the learner workers that share a replica "
+            f"lie on {len(nodes)} nodes. Set placement.strategy to PACK and learner.num_workers "
+            f"so that each node holds a multiple of it, or placement.mode to dedicated."
         )
     return replace(places[0], env=together([place.env for place in places]))
 

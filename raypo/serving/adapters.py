@@ -10,6 +10,7 @@ from typing import Any
 
 from raypo.config import LoraSection
 from raypo.serving.checkpoint import Checkpoint
+from raypo.serving.vllm_processes import VllmProcesses
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.manifest import WeightError, summary
 
@@ -66,7 +67,7 @@ class Adapters:
         """The version of a name; None where the engine holds none."""
         return self._versions.get(name)
 
-    def load(self, llm: Any, push: AdapterPush) -> None:
+    def load(self, processes: VllmProcesses, push: AdapterPush) -> None:
         """Put a push in the place of the name's earlier version.
 
         Raises:
@@ -80,7 +81,7 @@ class Adapters:
             path = Path(folder) / f"{self._num_loads}"
             self._write(push, path)
             try:
-                llm.llm_engine.add_lora(self._request(push.name, path, load_inplace=True))
+                processes.add_lora(self._request(push.name, path, load_inplace=True))
             except Exception as error:
                 raise WeightError(f"{push!r} could not be loaded: {error}") from error
         self._requests[push.name] = self._request(push.name, path)
@@ -99,13 +100,13 @@ class Adapters:
             )
         return self._requests[name]
 
-    def drop(self, llm: Any, name: str) -> None:
+    def drop(self, processes: VllmProcesses, name: str) -> None:
         """Make room: forget a name; nothing happens where it is unknown."""
         self._versions.pop(name, None)
         self._requests.pop(name, None)
         number = self._numbers.pop(name, None)
         if number is not None:
-            llm.llm_engine.remove_lora(number)
+            processes.remove_lora(number)
 
     def forget_all(self) -> None:
         """New base weights came, and vLLM let go of all adapters."""

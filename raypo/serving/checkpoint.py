@@ -60,10 +60,11 @@ class Checkpoint:
             )
 
 
-def kv_bytes_per_token(model: str, *, dtype: str) -> int:
-    """Bytes of keys and values that one token occupies in the cache, over all layers."""
+def kv_bytes_per_token(model: str, *, dtype: str, tensor_parallel: int = 1) -> int:
+    """Bytes of keys and values that one token takes of a device's cache, over all layers."""
     config: Any = AutoConfig.from_pretrained(model).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = max(1, heads // tensor_parallel)  # at least one on each device, as vLLM has it
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )

@@ -12,11 +12,11 @@ import torch
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, LoraSection
-from raypo.metrics.process_memory import peak_memory
 from raypo.models.loading import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.checkpoint import Checkpoint
 from raypo.serving.sampling import Completion, SamplingRequest, validate_request
+from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_requests import completion_of, sampling_params
 from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.adapter import AdapterPush
@@ -111,6 +111,7 @@ class Engine:
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
         with memory_advice("the engine", ENGINE_REMEDY):
             self._llm = start_llm(arguments)
+        self._processes = VllmProcesses(self._llm)
         self._max_model_len = max_model_len
         self._vocabulary_size: int = self._llm.llm_engine.model_config.get_vocab_size()
         self._turn = threading.Lock()
@@ -145,8 +146,9 @@ class Engine:
         return self._adapters.version(name) if self._adapters else None
 
     def peak_memory(self) -> dict[str, float]:
-        """The most memory that this process has held, in GB."""
-        return peak_memory()
+        """The most memory that its processes have held: RAM in all, of the fullest GPU; in GB."""
+        with self._turn:
+            return self._processes.peak_memory()
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """One response a request, in the order given.
@@ -271,7 +273,8 @@ class Engine:
         with self._turn:
             self._require_unbroken()
             if not self._asleep and self._can_sleep:
-                self._llm.sleep(level=2 if self._version is None else 1)
+                with self._processes.vllms_own_call():
+                    self._llm.sleep(level=2 if self._version is None else 1)
             self._asleep = {"weights", "kv_cache"}
 
     def wake_up(self, part: Literal["weights", "kv_cache"] | None = None) -> None:
@@ -285,7 +288,8 @@ class Engine:
             parts = self._asleep & ({part} if part else {"weights", "kv_cache"})
             for name in sorted(parts, reverse=True):  # weights first: they are there to stay
                 if self._can_sleep:
-                    self._llm.wake_up(tags=[name])
+                    with self._processes.vllms_own_call():
+                        self._llm.wake_up(tags=[name])
                 self._asleep -= {name}
             if "kv_cache" in parts and not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM did not let go of the prefix cache that it slept through.")
@@ -306,7 +310,7 @@ class Engine:
             self._require_unbroken()
             if self._version is None:
                 raise RuntimeError(f"the engine takes no adapter: {self._why_not}.")
-            self._require_adapters().load(self._llm, push)
+            self._require_adapters().load(self._processes, push)
             return zlib.crc32(push.data)
 
     def load_adapted(self, base: WeightPush, adapter: AdapterPush) -> int:
@@ -324,7 +328,7 @@ class Engine:
         """Make room for another adapter; nothing happens where there is none of that name."""
         with self._turn:
             self._require_unbroken()
-            self._require_adapters().drop(self._llm, name)
+            self._require_adapters().drop(self._processes, name)
 
     def shutdown(self) -> None:
         """Give memory and vLLM's globals back; only after this may the process start another."""
@@ -336,7 +340,7 @@ class Engine:
     def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
         """The answer of every vLLM worker."""
         try:
-            return self._llm.collective_rpc(method, args=arguments)
+            return self._processes.ask(method, *arguments)
         except WeightError:
             raise
         except Exception as error:
@@ -383,6 +387,7 @@ class Engine:
         return version if of_adapter is None else of_adapter
 
     def _require_unbroken(self) -> None:
+        self._broken = self._broken or self._processes.why_broken()
         if self._broken is not None:
             raise RuntimeError(self._broken_message())
 

@@ -16,7 +16,13 @@ from raypo.models.loading import load_tokenizer, same_vocabulary
 from raypo.serving.checkpoint import kv_bytes_per_token
 from raypo.serving.frozen import FrozenModel
 from raypo.serving.reward_model import sequence_ids
-from raypo.serving.vllm_settings import default_cpu_kv_bytes, parallel_arguments, start_llm
+from raypo.serving.vllm_processes import VllmProcesses
+from raypo.serving.vllm_settings import (
+    WORKER_EXTENSION,
+    default_cpu_kv_bytes,
+    parallel_arguments,
+    start_llm,
+)
 from raypo.types import Rollout
 
 
@@ -54,26 +60,45 @@ class VllmModel(FrozenModel):
             "max_model_len": max_model_len,
             "enable_prefix_caching": False,
             "disable_log_stats": True,
+            "worker_extension_cls": WORKER_EXTENSION,
         } | parallel_arguments(section.tensor_parallel)
         self._can_sleep = torch.cuda.is_available()
         if self._can_sleep:
             arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
             arguments["enable_sleep_mode"] = True
         else:
-            per_token = kv_bytes_per_token(model, dtype=dtype)
+            per_token = kv_bytes_per_token(
+                model, dtype=dtype, tensor_parallel=section.tensor_parallel
+            )
             arguments["enforce_eager"] = True
             arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
         self._llm = start_llm(arguments)
+        self._processes = VllmProcesses(self._llm)
+
+    def peak_memory(self) -> dict[str, float]:
+        """The most memory that its processes have held: RAM in all, of the fullest GPU; in GB."""
+        return self._processes.peak_memory()
+
+    def check_health(self) -> None:
+        """Raise if it can never answer again; its replica is then replaced.
+
+        Raises:
+            RuntimeError: one of its processes has ended, or they failed together.
+        """
+        if (reason := self._processes.why_broken()) is not None:
+            raise RuntimeError(f"{self!r} cannot go on: {reason}. Start another one.")
 
     def sleep(self) -> None:
         """Give the GPU's memory to others."""
         if self._can_sleep:
-            self._llm.sleep(level=1)
+            with self._processes.vllms_own_call():
+                self._llm.sleep(level=1)
 
     def wake_up(self) -> None:
         """Take it again."""
         if self._can_sleep:
-            self._llm.wake_up()
+            with self._processes.vllms_own_call():
+                self._llm.wake_up()
 
     def shutdown(self) -> None:
         """Give memory and vLLM's globals back."""
@@ -126,7 +151,8 @@ class VllmReference(VllmModel):
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
         )
         prompts = [self._prompt(ids) for ids in sequences]
-        outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        with self._processes.vllms_own_call():
+            outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         for row, ids, output in zip(rows, sequences, outputs, strict=True):
             length = len(rollouts[row].response_ids)
             told = zip(ids[-length:].tolist(), output.prompt_logprobs[-length:], strict=True)
@@ -182,7 +208,8 @@ class VllmRewardModel(VllmModel):
             return scores
         prompts = [self._prompt(sequences[row]) for row in rows]
         parameters = PoolingParams(use_activation=False)  # the score itself, no sigmoid of it
-        outputs = self._llm.encode(prompts, parameters, use_tqdm=False, pooling_task="classify")
+        with self._processes.vllms_own_call():
+            outputs = self._llm.encode(prompts, parameters, use_tqdm=False, pooling_task="classify")
         for row, output in zip(rows, outputs, strict=True):
             (scores[row],) = output.outputs.data.float().flatten().tolist()
         return scores

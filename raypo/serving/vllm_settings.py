@@ -108,13 +108,13 @@ def engine_arguments(
     if section.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
     elif device == "cpu":
-        per_token = kv_bytes_per_token(model, dtype=dtype)
+        per_token = kv_bytes_per_token(model, dtype=dtype, tensor_parallel=section.tensor_parallel)
         arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
     return arguments | section.extra
 
 
 def parallel_arguments(tensor_parallel: int) -> dict[str, Any]:
-    """One process for one device, and one more for each of several."""
+    """In this process on one device, in a process for each of several."""
     executor = "uni" if tensor_parallel == 1 else "mp"
     return {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": executor}
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from raypo.metrics.process_memory import peak_memory
+from raypo.serving.vllm_processes import Answer
 from raypo.weights.broadcast import BroadcastBucket, Group, Membership
 from raypo.weights.buckets import Bucket, Staged, unpack
 from raypo.weights.ipc import IpcBucket, device_uuid
 from raypo.weights.manifest import TensorSpec, WeightError, summary
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerExtension:
@@ -29,6 +34,20 @@ class WorkerExtension:
     """Parameters that vLLM says it has loaded in this push."""
     raypo_is_loading: bool
     raypo_group: Group | None
+
+    def raypo_answer(self, method: str, *arguments: Any) -> Answer:
+        """What one of the methods below returns, or why it failed (`VllmProcesses`)."""
+        try:
+            return Answer(getattr(self, method)(*arguments))
+        except WeightError as error:
+            return Answer(failure=error)
+        except Exception as error:  # of any class, maybe one that cannot be sent
+            logger.exception("%s failed", method)
+            return Answer(failure=RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def raypo_peak_memory(self) -> dict[str, float]:
+        """The most memory that this process has held, in GB."""
+        return peak_memory()
 
     def raypo_begin_push(self) -> int | None:
         """Make the model ready for new weights; the epoch of this worker's broadcast group."""

@@ -1,7 +1,7 @@
-"""One role in a process of its own, its memory measured: `python -m ... memory_probe '{...}'`.
+"""One role of a run in a process of its own, its memory measured: `... memory_probe ROLE CONFIG`.
 
-Prints a JSON object: resident bytes of this process as peaks by phase, less those of the process
-when it had imported everything and loaded nothing.
+CONFIG is a whole run config as JSON. Prints a JSON object: resident bytes of this process as peaks
+by phase, less those of the process when it had imported everything and loaded nothing.
 """
 
 from __future__ import annotations
@@ -10,16 +10,25 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.config import LearnerSection, ModelSection, PPOSection
+from raypo.config import PPOConfig
 from raypo.types import Experience, Rollout
+from raypo.weights.buckets import as_bytes, grouped, pack
+from raypo.weights.manifest import checksums
+from raypo.weights.transport import BUCKET_BYTES
+
+SMALL_BUCKET = 16 * 1024**2
+"""Of the engine's push: what lies in the object store is not the engine's."""
 
 
 def resident(what: str) -> int:
@@ -58,7 +67,7 @@ def experience(rows: int, prompt: int, response: int, vocabulary: int) -> Experi
     )
 
 
-def learner(task: dict[str, Any]) -> dict[str, int]:
+def learner(config: PPOConfig) -> dict[str, int]:
     import raypo.learner.engine as engine
     from raypo.learner.learner import Learner
 
@@ -69,73 +78,147 @@ def learner(task: dict[str, Any]) -> dict[str, int]:
     os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     baseline = resident("VmRSS")
-    forget_peak()
     built = Learner(
-        ModelSection(policy=task["model"], dtype=task["dtype"]),
-        PPOSection(advantage=task["advantage"]),
-        LearnerSection(
-            zero_stage=task["stage"],
-            policy_lr=1e-6,
-            critic_lr=1e-6,
-            max_tokens_per_microbatch=task["max_tokens"],
-            deepspeed=task["deepspeed"],
-        ),
+        config.model,
+        config.ppo,
+        config.learner,
         temperature=1.0,
-        max_new_tokens=task["response"],
+        max_new_tokens=config.rollout.max_new_tokens,
         seed=0,
         workers=Workers(),
     )
-    found = {"baseline": baseline, "start": resident("VmHWM") - baseline}
-    found["loaded"] = resident("VmRSS") - baseline
-    batch = experience(task["rows"], task["prompt"], task["response"], task["vocabulary"])
-    forget_peak()
-    evaluated = built.evaluate(batch)
-    found["evaluate"] = resident("VmHWM") - baseline
-    for name in ("first_update", "update"):
-        forget_peak()
-        built.update(evaluated, step=1)
-        found[name] = resident("VmHWM") - baseline
-    found["updated"] = resident("VmRSS") - baseline
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    batch = experience(config.responses_per_step, prompt, response, vocabulary_of(config))
+
+    def push() -> None:
+        for group in grouped(built.named_weights(), bucket_bytes=BUCKET_BYTES):
+            checksums([as_bytes(tensor) for _, tensor in group])
+
+    found: dict[str, int] = {}
+    evaluated, found["evaluate"] = peak_of(lambda: built.evaluate(batch), baseline)
+    _, found["first_update"] = peak_of(lambda: built.update(evaluated, step=1), baseline)
+    _, found["update"] = peak_of(lambda: built.update(evaluated, step=2), baseline)
+    _, found["push"] = peak_of(push, baseline)
     dist.destroy_process_group()
     return found
 
 
-def reference(task: dict[str, Any]) -> dict[str, int]:
-    from transformers.models.llama import modeling_llama  # noqa: F401
+def peak_of(work: Callable[[], Any], baseline: int) -> tuple[Any, int]:
+    forget_peak()
+    result = work()
+    return result, resident("VmHWM") - baseline
 
-    from raypo.serving.reference import ReferenceModel
 
+def vocabulary_of(config: PPOConfig) -> int:
+    return json.loads((Path(config.model.policy) / "config.json").read_text())["vocab_size"]
+
+
+def rollouts(config: PPOConfig) -> list[Rollout]:
     random = np.random.default_rng(0)
-    rollouts = [
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+
+    def ids(count: int) -> np.ndarray:
+        return random.integers(4, vocabulary_of(config), count, dtype=np.int32)
+
+    return [
         Rollout(
             prompt="",
             response="",
-            prompt_ids=random.integers(4, task["vocabulary"], task["prompt"], dtype=np.int32),
-            response_ids=random.integers(4, task["vocabulary"], task["response"], dtype=np.int32),
-            log_probs=np.zeros(task["response"], dtype=np.float32),
-            response_mask=np.ones(task["response"], dtype=bool),
+            prompt_ids=ids(prompt),
+            response_ids=ids(response),
+            log_probs=np.zeros(response, dtype=np.float32),
+            response_mask=np.ones(response, dtype=bool),
             label=None,
             prompt_index=number,
             sample_index=0,
             finish_reason="length",
             weight_version=0,
         )
-        for number in range(task["rows"])
+        for number in range(config.responses_per_step)
     ]
+
+
+def reference(config: PPOConfig) -> dict[str, int]:
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    from raypo.serving.reference import ReferenceModel
+
+    given = rollouts(config)
     baseline = resident("VmRSS")
-    forget_peak()
     built = ReferenceModel(
-        task["model"], dtype=task["dtype"], temperature=1.0, max_batch_tokens=task["max_tokens"]
+        config.model.policy,
+        dtype=config.model.dtype,
+        temperature=1.0,
+        max_batch_tokens=config.learner.max_tokens_per_microbatch,
     )
-    found = {"baseline": baseline, "loaded": resident("VmRSS") - baseline}
-    forget_peak()
-    built.log_probs(rollouts)
-    return found | {"forward": resident("VmHWM") - baseline}
+    return {"score": peak_of(lambda: built.log_probs(given), baseline)[1]}
 
 
-ROLES = {"learner": learner, "reference": reference}
+def reward_0(config: PPOConfig) -> dict[str, int]:
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    from raypo.serving.reward_model import RewardModel
+
+    assert config.model.reward is not None
+    given = rollouts(config)
+    baseline = resident("VmRSS")
+    built = RewardModel(
+        config.model.reward[0].path,
+        policy=config.model.policy,
+        dtype=config.model.dtype,
+        max_batch_tokens=config.learner.max_tokens_per_microbatch,
+    )
+    return {"score": peak_of(lambda: built.score(given), baseline)[1]}
+
+
+def engine(config: PPOConfig) -> dict[str, int]:
+    from raypo.serving.engine import Engine
+    from raypo.serving.sampling import SamplingRequest
+    from raypo.serving.vllm_settings import prepare_environment
+    from raypo.weights.manifest import Manifest
+    from raypo.weights.transport import PushStart
+
+    prepare_environment(eager=True)
+    import vllm  # noqa: F401
+
+    baseline = resident("VmRSS")
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    built = Engine(
+        config.model.policy,
+        section=config.rollout.engine,
+        dtype=config.model.dtype,
+        max_model_len=prompt + response,
+    )
+    requests = [
+        SamplingRequest(each.prompt_ids, response, 1.0, seed=number)
+        for number, each in enumerate(rollouts(config))
+    ]
+
+    def push(version: int) -> None:
+        built.begin_push(PushStart(version))
+        specs = []
+        for bucket in pack(random_weights(config), bucket_bytes=SMALL_BUCKET):
+            built.load_bucket(bucket)
+            specs += bucket.specs
+        built.finish_push(Manifest.of(version, specs))
+
+    found = {"start": resident("VmHWM") - baseline}
+    push(1)
+    _, found["generate"] = peak_of(lambda: built.generate(requests), baseline)
+    _, found["push"] = peak_of(lambda: push(2), baseline)
+    return found
+
+
+def random_weights(config: PPOConfig) -> Iterator[tuple[str, Tensor]]:
+    """Of the model's names and shapes; one at a time, so that none stays."""
+    with safe_open(Path(config.model.policy) / "model.safetensors", "pt") as file:
+        for name in sorted(file.keys()):
+            shape = file.get_slice(name).get_shape()
+            yield name, torch.randn(shape).to(getattr(torch, config.model.dtype)) * 0.02
+
+
+ROLES = {"learner": learner, "reference": reference, "reward_0": reward_0, "engine": engine}
 
 if __name__ == "__main__":
-    task = json.loads(sys.argv[1])
     torch.set_num_threads(2)
-    print(json.dumps(ROLES[task.pop("role")](task)))
+    print(json.dumps(ROLES[sys.argv[1]](PPOConfig.parse(json.loads(sys.argv[2])))))

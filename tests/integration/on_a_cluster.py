@@ -1,16 +1,19 @@
 """A Ray cluster of several nodes on this machine; run as a program, for it is a driver of its own.
 
-`placement`: which bundle, node and GPUs each replica was given, under each strategy; the GPUs are
-declared, not real. `ppo CONFIG`: a run with everything in a dedicated group, on three nodes; its
-engine and its learner worker are killed on the way. Both print JSON as their last line.
+`placement FOLDER`: which bundle, node and GPUs each replica of a dedicated group was given, under
+each strategy; `colocated FOLDER`: the same of replicas beside learner workers. The GPUs are
+declared, not real. `ppo TASK`: a run (`Task` as JSON) whose engine, and if asked whose learner
+workers, are killed on the way. All print JSON as their last line.
 """
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
+USERS_VARIABLES = {"NCCL_DEBUG": "INFO"}
+TOLD = ("NCCL_DEBUG", "NCCL_CUMEM_ENABLE", "TOKENIZERS_PARALLELISM")
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 
 
@@ -82,47 +87,176 @@ def placement() -> dict[str, Any]:
     return found
 
 
-def ppo(path: str) -> dict[str, Any]:
+def colocated() -> dict[str, Any]:
+    """Workers of one GPU; engines, one for two of them, and a reference on two GPUs each."""
+    made = cluster([{"num_cpus": 0}, *[{"num_cpus": 4, "num_gpus": 2}] * 3])
+    ray.init(address=made.address, namespace="raypo", log_to_driver=False)
+    return {"PACK": beside_workers(4, "PACK"), "SPREAD": beside_workers(2, "SPREAD")}
+
+
+def beside_workers(count: int, strategy: str) -> dict[str, Any] | str:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    result = TorchTrainer(
+        show_places,
+        train_loop_config={"strategy": strategy, "folder": sys.argv[2]},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=count, use_gpu=True, placement_strategy=strategy),
+        run_config=RunConfig(name=strategy, storage_path=f"{sys.argv[2]}/runs"),
+    ).fit()
+    return result.return_value
+
+
+def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
+    """The train loop: starts a plain class where the models of a run would be."""
+    from raypo.cluster.deployment import Deployment, start_deployment
+    from raypo.cluster.placement import PlacementError
+    from raypo.collectives import Workers
+    from raypo.config import PPOConfig
+    from raypo.recipes.roles import roles_of
+    from raypo.recipes.services import places_beside
+    from tests.integration.deployments import Doubler
+
+    workers = Workers.current()
+    num_engines = workers.count // 2
+    config = PPOConfig.parse(
+        {
+            "name": "run",
+            "model": {"policy": "p", "reward": "r"},
+            "data": {"prompts": "d.jsonl"},
+            "rollout": {"engine": {"count": num_engines, "tensor_parallel": 2}},
+            "learner": {"num_workers": workers.count},
+            "placement": {"frozen": {"reference": {"backend": "vllm", "tensor_parallel": 2}}},
+        }
+    )
+    context = ray.get_runtime_context()
+    mine = {"node": context.get_node_id(), "gpus": context.get_accelerator_ids()["GPU"]}
+    found: dict[str, Any] = {"workers": workers.gather(mine)}
+    roles = roles_of(config, engine_threads=1, frozen_threads=1)
+    try:
+        places = places_beside(workers, roles, num_engines=num_engines)
+    except PlacementError as error:
+        return str(error)
+    if workers.rank == 0:
+        for role, of_role in places.items():
+            name, kwargs = f"raypo:{task['strategy']}:{role}", {"folder": task["folder"]}
+            deployment = Deployment(name, Doubler, kwargs)
+            handle = start_deployment(deployment, of_role)
+            handle.wait(120)
+            replicas = handle.status().replicas
+            devices = [
+                answer.result() for answer in handle.environment.on_all("CUDA_VISIBLE_DEVICES")
+            ]
+            found[role] = [
+                {"node": replica.node_id, "bundle": replica.bundle, "gpus": shown.split(",")}
+                for replica, shown in zip(replicas, devices, strict=True)
+            ]
+            handle.shutdown()
+    workers.barrier()
+    return found
+
+
+@dataclass
+class Task:
+    """A run on a cluster, and what it loses."""
+
+    config: str
+    name: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    kill_workers: bool = False
+    is_users_ray: bool = False
+    """Whether `ray.init` was called before, with a variable of the user's."""
+
+
+def ppo(task: Task) -> dict[str, Any]:
     from ray.train import FailureConfig, RunConfig
 
     from raypo import PPOConfig, PPOTrainer
-    from raypo.cluster.handle import DeploymentHandle
     from tests.integration.task import kill_train_workers, read_metrics
-    from tests.integration.test_ppo_run import kill_at_work, wait_for_steps
+    from tests.integration.test_ppo_run import wait_for_steps
 
-    made = cluster([{"num_cpus": 1}] * 3)
-    folder = Path(path).parent / "runs" / "dedicated"
-    overrides = {"placement.mode": "dedicated", "cluster.address": made.address}
-    killed: list[int] = []
-    pids: list[int] = []
+    made = cluster(task.nodes)
+    folder = Path(task.config).parent / "runs" / task.name
+    roles = ("engine", "reference")
+    found: dict[str, Any] = {"processes": []}
 
     def kill() -> None:
         wait_for_steps(folder, 1)
-        killed.append(kill_at_work("raypo:dedicated:engine"))
+        found["nodes"] = {role: [r.node_id for r in replicas(task.name, role)] for role in roles}
+        found["environments"] = environments(task.name)
+        found["killed"] = kill_at_work(task.name)
+        if not task.kill_workers:
+            return
         wait_for_steps(folder, 3)
-        pids.extend(reference_pids())
+        found["processes"].append({role: pids(task.name, role) for role in roles})
         kill_train_workers()
         while len(read_metrics(folder)) > 2:  # its successor takes back what no checkpoint has
             time.sleep(0.02)
         wait_for_steps(folder, 3)
-        pids.extend(reference_pids())
+        found["processes"].append({role: pids(task.name, role) for role in roles})
 
-    def reference_pids() -> list[int]:
-        handle = DeploymentHandle("raypo:dedicated:reference", "raypo")
-        return [replica.pid for replica in handle.status().replicas]
-
+    if task.is_users_ray:
+        ray.init(
+            address=made.address,
+            namespace="raypo",
+            log_to_driver=False,
+            runtime_env={"env_vars": USERS_VARIABLES},
+        )
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    run_config = RunConfig(name="dedicated", failure_config=FailureConfig(max_failures=1))
-    trainer = PPOTrainer(PPOConfig.load(path, overrides), run_config=run_config)
-    result = trainer.fit()
+    config = PPOConfig.load(task.config, {**task.overrides, "cluster.address": made.address})
+    failures = FailureConfig(max_failures=int(task.kill_workers))
+    run_config = RunConfig(name=task.name, failure_config=failures)
+    result = PPOTrainer(config, run_config=run_config).fit()
     killer.join(timeout=10)
-    return {"return": result.return_value, "killed": len(killed), "reference_pids": pids}
+    return found | {"return": result.return_value}
 
+
+def environments(run: str) -> list[dict[str, str]]:
+    """What each learner worker, engine and frozen model of a run was started with."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            if "RayTrainWorker" in title or f"raypo:{run}:" in title:
+                environment = process.environ()
+                found.append({name: environment.get(name, "") for name in TOLD})
+    return found
+
+
+def replicas(run: str, role: str) -> Any:
+    from raypo.cluster.handle import DeploymentHandle
+
+    return DeploymentHandle(f"raypo:{run}:{role}", "raypo").status().replicas
+
+
+def pids(run: str, role: str) -> list[int]:
+    """Of all replicas, once all of them serve."""
+    while any(replica.state != "serving" for replica in replicas(run, role)):
+        time.sleep(0.05)
+    return [replica.pid for replica in replicas(run, role)]
+
+
+def kill_at_work(run: str) -> int:
+    """SIGKILL for the first engine that is seen to work on a request; its process id."""
+    engines = replicas(run, "engine")
+    actors = [ray.get_actor(engine.name, namespace="raypo") for engine in engines]
+    while True:
+        loads = ray.get([actor.load.remote() for actor in actors])
+        for engine, load in zip(engines, loads, strict=True):
+            if load:
+                os.kill(engine.pid, signal.SIGKILL)
+                return engine.pid
+
+
+PROGRAMS = {"placement": placement, "colocated": colocated}
 
 if __name__ == "__main__":
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"
-    answer = placement() if sys.argv[1] == "placement" else ppo(sys.argv[2])
+    what, given = sys.argv[1:]
+    answer = ppo(Task(**json.loads(given))) if what == "ppo" else PROGRAMS[what]()
     print(json.dumps(answer), flush=True)
     reset_ray_address()  # it would lead others to this cluster, which is gone in a moment
     for process in psutil.Process().children(recursive=True):

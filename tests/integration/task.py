@@ -62,6 +62,21 @@ def raypo(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+def on_a_cluster(what: str, given: str, *, timeout_s: float = 900.0) -> Any:
+    """What `tests.integration.on_a_cluster` prints; it is a driver of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.on_a_cluster", what, given],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def own_ray() -> str:
     """Address of this process's Ray; what Ray finds by itself may be a cluster that is gone."""
     import ray

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -14,7 +15,10 @@ import torch
 from raypo.cluster.actors import DeploymentError
 from raypo.cluster.deployment import Deployment, DeploymentHandle, Place, start_deployment
 from raypo.collectives import Workers
+from raypo.data.stream import Draw
+from raypo.rollout.collect import PushAgain, Sampling, sample
 from raypo.rollout.sync_weights import transfer
+from raypo.types import Prompt
 from raypo.weights.broadcast import BroadcastTransport
 from raypo.weights.transport import ObjectTransport, Transport
 from tests.integration.deployments import Receiver
@@ -23,6 +27,9 @@ from tests.slow.test_deployment import until
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 LIMIT_S = 20.0
+DRAWS = [Draw(i, Prompt("1+1=", np.array([3, 4], dtype=np.int32), i)) for i in range(3)]
+SAMPLING = Sampling(2, 1, temperature=1.0, top_p=1.0, stop_token_ids=(), seed=0)
+TOKENIZER = SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in rows])
 
 
 def transport_of(kind: str) -> Transport:
@@ -83,6 +90,26 @@ def test_a_push_outlives_a_replica(fleet: Fleet, kind: str):
     until(lambda: len(fleet.handle.pinned().names) == fleet.count)
     last = fleet.push(transport, 3)
     assert fleet.held() == [(3, last)] * fleet.count
+
+
+@pytest.mark.parametrize("kind", ["object", "gloo"])
+@pytest.mark.parametrize("fleet", [{"count": 1}, {"count": 2}], indirect=True, ids=["one", "two"])
+def test_a_rollout_outlives_a_replica(fleet: Fleet, kind: str):
+    """Survivors, or kept buckets, or where there is neither one more push for all workers."""
+    transport = transport_of(kind)
+    fleet.push(transport, 1)
+    pushes: list[int] = []
+
+    def push() -> None:
+        fleet.push(transport, 1)
+        pushes.append(1)
+
+    fleet.dies.touch()
+    rollouts = sample(DRAWS, fleet.handle, TOKENIZER, SAMPLING, PushAgain(push, Workers()))
+
+    assert not fleet.dies.exists(), "nobody died"
+    assert [rollout.weight_version for rollout in rollouts] == [1] * 6
+    assert len(pushes) == (1 if kind == "gloo" and fleet.count == 1 else 0)
 
 
 @pytest.mark.parametrize("fleet", [{"count": 1, "max_restarts": 0}], indirect=True)

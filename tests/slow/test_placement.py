@@ -1,35 +1,15 @@
-"""Which bundle, node and devices replicas are given, on a cluster of four nodes and 12 GPUs."""
+"""Which bundle, node and devices replicas are given, on clusters of several nodes and GPUs."""
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.integration.task import REPOSITORY
+from tests.integration.task import on_a_cluster
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("replicas")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.on_a_cluster", "placement", str(folder)],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return on_a_cluster("placement", str(tmp_path_factory.mktemp("replicas")))
 
 
 def test_each_replica_lies_in_its_bundle_and_sees_that_bundles_gpus(found: dict[str, Any]):
@@ -60,3 +40,31 @@ def test_what_is_not_free_in_time_names_the_bundle_that_waits(found: dict[str, A
     message = found["STRICT_PACK"]
     assert message.startswith("placement.timeout_s (5): bundle ")
     assert "placement.strategy STRICT_PACK, free are 12 CPU, 12 GPU" in message
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """On nodes of two GPUs; four workers packed, two spread."""
+    return on_a_cluster("colocated", str(tmp_path_factory.mktemp("beside")))
+
+
+def test_colocated_replicas_lie_beside_their_workers_and_see_their_gpus(beside: dict[str, Any]):
+    """Engine 0 spans the bundles of workers 0 and 1, engine 1 those of workers 2 and 3."""
+    packed = beside["PACK"]
+    workers, engines = packed["workers"], packed["engine"]
+    assert len({(worker["node"], *worker["gpus"]) for worker in workers}) == 4
+    for number, engine in enumerate(engines):
+        pair = workers[2 * number : 2 * number + 2]
+        assert [worker["node"] for worker in pair] == [engine["node"]] * 2
+        assert engine["gpus"] == [gpu for worker in pair for gpu in worker["gpus"]]
+    assert engines[0]["node"] != engines[1]["node"]
+    assert engines[0]["bundle"] != engines[1]["bundle"]
+    assert packed["reference"] == engines[:1]
+    assert packed["reward_0"] == [{**engines[0], "gpus": workers[0]["gpus"]}]
+
+
+def test_a_replica_does_not_span_nodes(beside: dict[str, Any]):
+    """Two workers, spread over two nodes, would share an engine."""
+    message = beside["SPREAD"]
+    assert message.startswith("rollout.engine.tensor_parallel (2): the learner workers that share")
+    assert "lie on 2 nodes. Set placement.strategy to PACK" in message

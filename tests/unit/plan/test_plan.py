@@ -162,3 +162,41 @@ def test_reward_models_lie_beside_the_first_worker(values: dict, tmp_path: Path)
     first, second = made.loads[0].needed, made.loads[1].needed
     weights = 3 * 2 * 1_235_814_400  # the reference and two reward models in bfloat16
     assert first - second >= weights
+
+
+def test_what_is_tensor_parallel_spans_the_workers_bundles(values: dict):
+    """Engines pair the workers up; a frozen model lies on the first ones that it needs."""
+    frozen = {"backend": "vllm", "tensor_parallel": 4, "gpu_memory_fraction": 0.2}
+    values["placement"] = {"frozen": {"reference": frozen}}
+    values["rollout"]["engine"] = {"tensor_parallel": 2}
+    made = plan(values, "8xGPU80G,128xCPU,1000G")
+    assert made.fits, made.problems
+    roles = [bundle.roles for bundle in made.bundles]
+    assert roles[0] == ("learner 0", "engine:0", "reference:0")
+    assert roles[1] == ("learner 1", "engine:0", "reference:0")
+    assert roles[2] == ("learner 2", "engine:1", "reference:0")
+    assert roles[4] == ("learner 4", "engine:2")
+    weights = {role.name: role.memory.held.get("weights") for role in made.roles}
+    assert weights["engine"] == 2 * weights["reference"]
+
+
+def test_on_cpu_each_of_its_processes_is_counted(values: dict):
+    """Colocated and dedicated alike: half of the weights twice, and runtimes of three processes."""
+    values["learner"]["num_workers"] = 2
+    needed = {}
+    for mode in ("colocated", "dedicated"):
+        for size in (1, 2):
+            values["placement"] = {"mode": mode}
+            values["rollout"]["engine"] = {"tensor_parallel": size, "count": 1, "kv_cache_gb": 1}
+            (load,) = plan(values, "16xCPU,512G").loads
+            needed[mode, size] = load.needed
+    runtime, cache, sampling = 1100 * 10**6, 10**9, 256 * 128_256 * 12
+    for mode in ("colocated", "dedicated"):
+        assert needed[mode, 2] - needed[mode, 1] == 2 * runtime + cache + sampling
+
+
+def test_one_sequence_is_cut_over_the_devices_of_an_engine(values: dict):
+    values["rollout"]["engine"] = {"kv_cache_gb": 0.05}
+    assert not plan(values, "8xGPU80G").fits
+    values["rollout"]["engine"]["tensor_parallel"] = 8
+    assert plan(values, "8xGPU80G").fits

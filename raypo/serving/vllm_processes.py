@@ -1,0 +1,76 @@
+"""The processes of one vLLM: this one, and on several devices one more for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from raypo.metrics.process_memory import peak_memory
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one worker to one call."""
+
+    value: Any = None
+    failure: Exception | None = None
+
+
+class VllmProcesses:
+    """Asks vLLM's workers, and knows when they can never be asked again.
+
+    vLLM (0.32) raises the first failure that it reads, and takes those of the other workers for
+    their answers to the next call. So the methods of `WorkerExtension` answer with their failures,
+    and after a failure of vLLM's own in several processes these cannot go on.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        """Of a `vllm.LLM` that has started."""
+        self._llm = llm
+        self._are_several = llm.llm_engine.vllm_config.parallel_config.world_size > 1
+        self._out_of_step: str | None = None
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """What a method of `WorkerExtension` returns in every worker, or the first failure."""
+        answers: list[Answer] = self._llm.collective_rpc("raypo_answer", args=(method, *arguments))
+        for answer in answers:
+            if answer.failure is not None:
+                raise answer.failure
+        return [answer.value for answer in answers]
+
+    @contextmanager
+    def vllms_own_call(self) -> Iterator[None]:
+        """Around a call that vLLM makes of its workers and that may fail."""
+        try:
+            yield
+        except Exception as error:
+            if self._are_several:
+                self._out_of_step = f"vLLM's processes are out of step after a failure ({error})"
+            raise
+
+    def add_lora(self, request: Any) -> None:
+        """Load an adapter of a folder in all of them."""
+        with self.vllms_own_call():
+            self._llm.llm_engine.add_lora(request)
+
+    def remove_lora(self, number: int) -> None:
+        """Forget an adapter in all of them."""
+        with self.vllms_own_call():
+            self._llm.llm_engine.remove_lora(number)
+
+    def why_broken(self) -> str | None:
+        """Why none of them can be asked again; None while all can."""
+        if getattr(self._llm.llm_engine.model_executor, "is_failed", False):
+            return "one of vLLM's processes has ended"
+        return self._out_of_step
+
+    def peak_memory(self) -> dict[str, float]:
+        """The most memory that they have held: RAM in all, of the fullest GPU; in GB."""
+        peaks = [peak_memory()]
+        if self._are_several:
+            peaks += self.ask("raypo_peak_memory")
+        memory = {"memory": sum((peak["memory"] for peak in peaks), 0.0)}
+        of_gpus = [peak["gpu_memory"] for peak in peaks if "gpu_memory" in peak]
+        return memory | ({"gpu_memory": max(of_gpus)} if of_gpus else {})
