@@ -22,7 +22,7 @@ CLUSTER_HELP = (
 
 @exit_status()
 def plan(
-    config: Annotated[Path, typer.Argument(help="A run config or a sweep file (YAML).")],
+    config: Annotated[Path, typer.Argument(help="A ppo run config or a sweep file (YAML).")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, like learner.zero_stage=3")
     ] = None,
@@ -30,13 +30,19 @@ def plan(
 ) -> None:
     """Check a config, print bundles, devices and predicted memory; status 2: it does not fit."""
     from raypo.checks import check_inputs
-    from raypo.config import PPOConfig
+    from raypo.config import ConfigError, PPOConfig
     from raypo.config.base import read_yaml
     from raypo.plan import make_plan
 
-    if "space" in read_yaml(config, ()):
+    values = read_yaml(config, ())
+    if "space" in values:
         _plan_sweep(config, overrides, cluster)
         return
+    if (recipe := values.get("recipe", "ppo")) != "ppo":
+        raise ConfigError(
+            f"{config}: recipe ({recipe}): raypo plan knows the memory of ppo runs and sweeps. "
+            f"Give it one of these."
+        )
     run = PPOConfig.load(config, overrides)
     nodes = _nodes(run, cluster)
     check_inputs(run, on_this_machine=False)

@@ -76,6 +76,12 @@ def connect(section: ClusterSection) -> bool:
         ray.init(
             namespace=section.namespace, log_to_driver=False, logging_level=logging.ERROR, **where
         )
+    except ConnectionError as error:  # `auto`, and nothing runs on this machine
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{source} ({address}): no cluster was found ({first_line}). Start one (ray start "
+            f"--head), give its host:port, or leave the address out for a local Ray."
+        ) from None
     except Exception as error:
         if "timed out during startup" not in str(error):  # Ray raises a bare Exception
             raise

@@ -58,6 +58,19 @@ def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
     return {variable: ",".join(ids), NOSET[variable]: "1"}
 
 
+def narrowed(ids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment of a process that a NOSET flag shows all devices, for those that are its own.
+
+    Args:
+        ids: What Ray has reserved for it; none: it takes turns on devices that it was told.
+    """
+    return {
+        variable: ",".join(ids)
+        for variable, flag in NOSET.items()
+        if ids and variable in environ and _is_set(environ, flag)
+    }
+
+
 def together(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Environment that shows a process the devices of several (`shown`), in that order."""
     first, *_ = environments

@@ -75,7 +75,7 @@ class DeploymentHandle:
     """
 
     def __init__(
-        self, name: str, namespace: str, *, prefer: int | None = None, owner: str = ""
+        self, name: str, namespace: str, *, prefer: tuple[int, ...] = (), owner: str = ""
     ) -> None:
         self.name = name
         self._namespace, self._prefer, self._owner = namespace, prefer, owner
@@ -98,9 +98,15 @@ class DeploymentHandle:
             raise AttributeError(name)
         return _Method(self, name)
 
-    def preferring(self, index: int) -> DeploymentHandle:
-        """A handle that asks this replica first, as long as it has room."""
-        return DeploymentHandle(self.name, self._namespace, prefer=index, owner=self._owner)
+    def preferring(self, *indexes: int) -> DeploymentHandle:
+        """A handle that asks these replicas first, as long as one of them has room."""
+        return DeploymentHandle(self.name, self._namespace, prefer=indexes, owner=self._owner)
+
+    def each_preferred(self) -> list[DeploymentHandle]:
+        """A handle for each replica that this one prefers: itself where it is one or none."""
+        if len(self._prefer) < 2:
+            return [self]
+        return [self.preferring(index) for index in self._prefer]
 
     def owned_by(self, owner: str) -> DeploymentHandle:
         """A handle that establishes calls for one of several owners; they do not replace others'.
@@ -257,9 +263,10 @@ class DeploymentHandle:
         members = [member for member in membership.serving if member.name not in avoid]
         if len(members) < 2:
             return members[0] if members else None
-        own = [member for member in members if member.index == self._prefer]
-        if own and _loads(own)[0] < membership.max_ongoing_requests:
-            return own[0]
+        own = [member for member in members if member.index in self._prefer]
+        for member, load in zip(own, _loads(own), strict=True) if own else ():
+            if load < membership.max_ongoing_requests:
+                return member
         pair = random.sample(members, 2)
         first, second = _loads(pair)
         return pair[0] if first <= second else pair[1]
@@ -289,5 +296,5 @@ def _load(ref: Any) -> float:
         return math.inf
 
 
-def _rebuild(name: str, namespace: str, prefer: int | None, owner: str) -> DeploymentHandle:
+def _rebuild(name: str, namespace: str, prefer: tuple[int, ...], owner: str) -> DeploymentHandle:
     return DeploymentHandle(name, namespace, prefer=prefer, owner=owner)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from raypo.cluster.actors import DeploymentError
+
 LEARNER_REMEDY = (
     "Lower learner.max_tokens_per_microbatch, raise learner.zero_stage or learner.num_workers, use "
     "model.dtype bfloat16, or lower rollout.engine.gpu_memory_fraction; `raypo plan` shows what "
@@ -15,6 +17,10 @@ LEARNER_REMEDY = (
 ENGINE_REMEDY = (
     "Lower rollout.engine.gpu_memory_fraction or set rollout.engine.kv_cache_gb, lower "
     "data.max_prompt_tokens or rollout.max_new_tokens; `raypo plan` shows who needs what."
+)
+FROZEN_REMEDY = (
+    "Lower learner.max_tokens_per_microbatch, set placement.mode to dedicated for it, or "
+    "placement.frozen.*.backend to vllm with tensor_parallel; `raypo plan` shows who needs what."
 )
 
 _SIGNS = (
@@ -40,7 +46,8 @@ def memory_advice(who: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError, ValueError) as error:
-        if isinstance(error, OutOfMemory) or not _is_about_memory(error):
+        # What a replica says of itself is explained already.
+        if isinstance(error, OutOfMemory | DeploymentError) or not _is_about_memory(error):
             raise
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no details"
         raise OutOfMemory(f"{who} ran out of memory: {first_line}. {remedy}") from error

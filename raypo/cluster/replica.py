@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from raypo.cluster.devices import narrowed
 from raypo.cluster.spec import Deployment, Refused, Request, Unhealthy
 from raypo.metrics.logs import log_to_file
 
@@ -26,6 +27,8 @@ class Replica:
 
     def __init__(self, deployment: Deployment, index: int) -> None:
         self._deployment = deployment
+        ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        os.environ.update(narrowed(ids))  # before anything looks for devices
         self._target: Any = None  # `repr` is asked even where it cannot be made
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
         self._target = self._pool.submit(_make, deployment, index).result()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import ray.util
-from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from raypo.cluster.handle import DeploymentHandle
 from raypo.cluster.placement import PlacementError, Resources, words
+
+WAIT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ def reserve(
     strategy: str,
     timeout_s: float,
     guests: Sequence[str],
+    what: str = "the dedicated group",
 ) -> PlacementGroup:
     """A placement group that is there when this returns; it ends with this process's job.
 
@@ -47,19 +50,45 @@ def reserve(
         strategy: Ray's placement strategy.
         timeout_s: Seconds to wait for what others hold.
         guests: Who lives in each bundle, for people.
+        what: The group, for people.
 
     Raises:
         PlacementError: it was not there in time, with the bundle that waits and what is free.
     """
     group = ray.util.placement_group([dict(each) for each in bundles], strategy, name=name)
-    ready: Any = group.ready()
+    deadline = time.monotonic() + timeout_s
     try:
-        ray.get(ready, timeout=timeout_s)
-    except GetTimeoutError:
-        message = _why_it_waits(bundles, guests, group, strategy, timeout_s)
+        while not group.wait(WAIT_S):  # in pieces, between which Ctrl-C is heard
+            if time.monotonic() > deadline:
+                raise PlacementError(
+                    _why_it_waits(bundles, guests, group, strategy, timeout_s, what)
+                )
+    except BaseException:
         remove_placement_group(group)
-        raise PlacementError(message) from None
+        raise
     return group
+
+
+def wait_for_room(
+    bundles: Sequence[Resources], *, name: str, strategy: str, timeout_s: float
+) -> None:
+    """Wait until the learner workers' group could be placed, which Ray Train then makes itself.
+
+    It would not say which bundle waits, for what, or who has it.
+
+    Raises:
+        PlacementError: it could not in time, with the bundle that waits and what is free.
+    """
+    guests = [f"learner worker {number}" for number in range(len(bundles))]
+    group = reserve(
+        bundles,
+        name=name,
+        strategy=strategy,
+        timeout_s=timeout_s,
+        guests=guests,
+        what="the learner workers' group",
+    )
+    remove_placement_group(group)
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:
@@ -74,6 +103,7 @@ def _why_it_waits(
     group: PlacementGroup,
     strategy: str,
     timeout_s: float,
+    what: str,
 ) -> str:
     free = ray.available_resources()
     left = {name: free.get(name, 0.0) for bundle in bundles for name in bundle}
@@ -85,7 +115,7 @@ def _why_it_waits(
         for name, amount in bundle.items():
             left[name] -= amount
     return (
-        f"placement.timeout_s ({timeout_s:g}): bundle {first} of the dedicated group "
+        f"placement.timeout_s ({timeout_s:g}): bundle {first} of {what} "
         f"({words(bundles[first])} for {guests[first]}) was not free in time; the group asks for "
         f"{len(bundles)} bundles under placement.strategy {strategy}, free are "
         f"{words({name: free.get(name, 0.0) for name in left})}. {_holders(group)}Wait until they "

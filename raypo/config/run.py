@@ -151,6 +151,30 @@ class PPOConfig(RecipeConfig):
         return self
 
     @model_validator(mode="after")
+    def _workers_that_share_a_replica_share_a_node(self) -> Self:
+        placement = self.placement
+        sizes = {
+            "rollout.engine.tensor_parallel": ("engine", self.rollout.engine.tensor_parallel),
+            "placement.frozen.reference.tensor_parallel": (
+                "reference",
+                placement.frozen.reference.tensor_parallel,
+            ),
+            "placement.frozen.reward.tensor_parallel": (
+                "reward",
+                placement.frozen.reward.tensor_parallel,
+            ),
+        }
+        for key, (role, size) in sizes.items():
+            is_colocated = placement.group_of(role) == "colocated"
+            if size > 1 and is_colocated and placement.strategy == "STRICT_SPREAD":
+                raise ValueError(
+                    f"placement.strategy (STRICT_SPREAD): every learner worker has a node of its "
+                    f"own, and {size} of them share a replica ({key}). Set placement.strategy to "
+                    f"PACK, or placement.mode to dedicated for it."
+                )
+        return self
+
+    @model_validator(mode="after")
     def _tensor_parallel_engines_have_whole_gpus(self) -> Self:
         size, share = self.rollout.engine.tensor_parallel, self.placement.gpus.engine
         if size > 1 and share < 1.0:

@@ -212,7 +212,24 @@ def engine(config: PPOConfig, shape: ModelShape, device: Device, gpu_bytes: int 
     elif gpu_bytes:
         taken = int(section.gpu_memory_fraction * gpu_bytes)
         held["KV cache"] = max(0, taken - sum(held.values()))
-    return Memory(held=held)
+    result = Memory(held=held)
+    if size > 1 and by_object(config, device):  # each process gets a copy of its own
+        received = {"received bucket": memory.push_bytes(shape, itemsize=itemsize)}
+        if device == "cpu":
+            result.phases["push"] = received
+        else:
+            result.host |= received
+    return result
+
+
+def by_object(config: PPOConfig, device: Device) -> bool:
+    """Whether whole weights go through the object store."""
+    section, lora = config.rollout.engine, config.model.lora
+    return (
+        section.transport == "object"
+        or (section.transport == "auto" and device == "cpu")
+        or (lora is not None and lora.push == "adapter")  # the base, beside adapters
+    )
 
 
 def _vllm_runtime(device: Device, tensor_parallel: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypo.config import ConfigError, PPOConfig
@@ -136,6 +136,29 @@ def num_devices(config: PPOConfig, role: str) -> int:
     return section.tensor_parallel
 
 
+def apart(config: PPOConfig, layout: Layout, device: Device) -> Iterator[str]:
+    """Of each role, learner workers that would share a replica and lie on several nodes."""
+    keys = {
+        "engine": "rollout.engine.tensor_parallel",
+        "reference": "placement.frozen.reference.tensor_parallel",
+        "reward": "placement.frozen.reward.tensor_parallel",
+    }
+    for role, key in keys.items():
+        if config.placement.group_of(kind_of(role)) == "dedicated":
+            continue
+        size = num_devices(config, role)
+        replicas = num_engines(config, device) if role == "engine" else 1
+        for first in range(0, replicas * size, size):
+            if len(set(layout.workers[first : first + size])) > 1:
+                yield (
+                    f"{key} ({size}): learner workers {first} to {first + size - 1} would share a "
+                    f"replica and lie on several nodes. Set placement.strategy to PACK and "
+                    f"learner.num_workers so that each node holds a multiple of {size}, or "
+                    f"placement.mode to dedicated."
+                )
+                break
+
+
 def kind_of(role: str) -> RoleKind:
     """The word of `placement.mode` for a role: reward for reward_0."""
     if role == "engine":
@@ -155,9 +178,8 @@ def device_loads(
     gpus, takes_turns = GpuNumbers(), _takes_turns(config, device)
     for bundle, node in zip(layout.bundles, layout.dedicated, strict=True):
         kinds = [by_name[guest.role] for guest in bundle.guests]
-        if device == "cpu":  # all of a replica's processes; of a GPU each has one
-            kinds = [kind for kind in kinds for _ in range(num_devices(config, kind.name))]
-        on_node.setdefault(node, []).extend(kinds)
+        processes = [kind for kind in kinds for _ in range(num_devices(config, kind.name))]
+        on_node.setdefault(node, []).extend(processes)
         for gpu in gpus.take(node, bundle.gpus):
             loads.append(_gpu_load(nodes[node], gpu, *_worst(kinds)))
     for bundle, node in enumerate(layout.workers):
@@ -222,10 +244,6 @@ def _ram(roles: Sequence[Role], turns: Sequence[Role], device: Device) -> tuple[
 
 def _stored(config: PPOConfig, engine: Role, device: Device) -> int:
     """The pushed weights in the object store of the nodes that send or load them."""
-    section, lora = config.rollout.engine, config.model.lora
-    by_object = (
-        section.transport == "object"
-        or (section.transport == "auto" and device == "cpu")
-        or (lora is not None and lora.push == "adapter")  # the base, beside adapters
-    )
-    return engine.memory.held["weights"] * section.tensor_parallel if by_object else 0
+    if not estimate.by_object(config, device):
+        return 0
+    return engine.memory.held["weights"] * config.rollout.engine.tensor_parallel

@@ -15,6 +15,7 @@ from raypo.plan.loads import (
     DeviceLoad,
     GpuNumbers,
     Layout,
+    apart,
     device_loads,
     device_of,
     lay_out,
@@ -178,6 +179,7 @@ def _problems(
     loads: list[DeviceLoad],
 ) -> list[str]:
     problems = list(impossible(config, models, device, smallest_gpu(nodes, layout)))
+    problems += apart(config, layout, device)
     full = [load for load in loads if not load.fits]
     if full:
         worst = max(full, key=lambda load: load.needed / (load.available or 1))

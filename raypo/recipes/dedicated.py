@@ -50,11 +50,22 @@ def start_dedicated(
             if role.name in places:
                 role = role.with_kwargs((more or {}).get(role.name, {}))
                 deployment = settled(role, config, run_name, logs_dir)
-                dedicated.handles[role.name] = start_deployment(deployment, places[role.name])
+                handle = start_deployment(deployment, places[role.name])
+                dedicated.handles[role.name] = handle
+                if is_shared_gpu(bundles, role.name):  # vLLM measures what is free there
+                    handle.wait(placement.timeout_s)
     except BaseException:
         dedicated.shutdown(graceful=False)
         raise
     return dedicated
+
+
+def is_shared_gpu(bundles: Sequence[DedicatedBundle], role: str) -> bool:
+    """Whether a replica of a role lies on a GPU with others, so that they must start in turn."""
+    return any(
+        bundle.gpus and len(bundle.guests) > 1 and role in {guest.role for guest in bundle.guests}
+        for bundle in bundles
+    )
 
 
 def places_in(group: PlacementGroup, bundles: Sequence[DedicatedBundle]) -> dict[str, list[Place]]:

@@ -328,7 +328,7 @@ class PPORun(Run[PPOConfig]):
             )
 
     def _memory(self, services: Services) -> dict[str, float]:
-        """`perf/memory_<role>_gb` of each role's largest process so far, `perf/gpu_memory_*` too.
+        """`perf/memory_<role>_gb` of each role's largest process or replica, and of its GPU.
 
         It stands after a push, so a step's figures lack what its own evaluation takes.
         """

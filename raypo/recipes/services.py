@@ -93,14 +93,15 @@ def start_deployments(
         engine_threads=_engine_threads(config, workers),
         frozen_threads=config.learner.cpus_per_worker,
     )
-    colocated = [role for role in roles if role.name not in elsewhere]
+    colocated = [beside_workers(role) for role in roles if role.name not in elsewhere]
     count = _num_engines(config, workers)
     places = places_beside(workers, colocated, num_engines=count)
     deployments = [settled(role, config, run_name, logs_dir) for role in colocated]
-    handles = {**elsewhere, **_start(deployments, places, workers)}
+    started = _start(deployments, places, workers, in_turn=torch.cuda.is_available())
+    handles = {**elsewhere, **started}
     rewards = [role.name for role in roles if role.name.startswith("reward_")]
     return Services(
-        engine=handles["engine"].preferring(workers.rank % count),
+        engine=handles["engine"].preferring(*own_engines(workers, count)),
         reference=handles.get("reference"),
         reward_models=tuple(handles[name] for name in rewards),
         elsewhere=frozenset(elsewhere),
@@ -116,7 +117,22 @@ def start_engines(
     count = _num_engines(config, workers)
     places = places_beside(workers, [role], num_engines=count)
     started = _start([settled(role, config, run_name, logs_dir)], places, workers)
-    return started["engine"].preferring(workers.rank % count)
+    return started["engine"].preferring(*own_engines(workers, count))
+
+
+def beside_workers(role: Role) -> Role:
+    """A role with the cores of all the workers that it lies beside; an engine has them already."""
+    if role.name == "engine":
+        return role
+    return replace(role, num_threads=role.num_threads * role.num_devices)
+
+
+def own_engines(workers: Workers, count: int) -> list[int]:
+    """Numbers of the engines that a worker asks: one, or where there are more than workers several.
+
+    Example: of five engines and two workers, worker 0 has 0, 2 and 4.
+    """
+    return list(range(workers.rank, count, workers.count)) or [workers.rank % count]
 
 
 def places_beside(
@@ -140,17 +156,34 @@ def places_beside(
 
 
 def _start(
-    deployments: Sequence[Deployment], places: Mapping[str, list[Place]], workers: Workers
+    deployments: Sequence[Deployment],
+    places: Mapping[str, list[Place]],
+    workers: Workers,
+    *,
+    in_turn: bool = False,
 ) -> dict[str, DeploymentHandle]:
-    """Rank 0 starts them for all."""
+    """Rank 0 starts them for all.
+
+    Args:
+        in_turn: They share GPUs: vLLM measures what is free there, while nobody else starts.
+    """
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
-        handles = {each.role: start_deployment(each, places[each.role]) for each in deployments}
+        for each in deployments:
+            handles[each.role] = start_deployment(each, places[each.role])
+            if in_turn:
+                handles[each.role].wait(each.start_timeout_s)
     return workers.broadcast(handles)
 
 
 def _shared(role: Role, places: Sequence[Place]) -> Place:
     """The first of some places, with the devices of all of them."""
+    if len(places) < role.num_devices:
+        raise PlacementError(
+            f"{role.devices_key} ({role.num_devices}): every colocated replica needs as many "
+            f"learner workers, and there are too few (learner.num_workers). Lower it or "
+            f"rollout.engine.count, or raise learner.num_workers."
+        )
     if len(places) == 1:
         return places[0]
     nodes = {nodes_of(place.group)[place.bundle] for place in places if place.group}
@@ -158,7 +191,7 @@ def _shared(role: Role, places: Sequence[Place]) -> Place:
         raise PlacementError(
             f"{role.devices_key} ({role.num_devices}): the learner workers that share a replica "
             f"lie on {len(nodes)} nodes. Set placement.strategy to PACK and learner.num_workers "
-            f"so that each node holds a multiple of it, or placement.mode to dedicated."
+            f"so that they share one, {role.devices_key} lower, or placement.mode to dedicated."
         )
     return replace(places[0], env=together([place.env for place in places]))
 

@@ -118,7 +118,7 @@ def _generate(
     requests: list[SamplingRequest], engine: Any, push_again: PushAgain | None
 ) -> list[Completion]:
     try:
-        completions, lost = engine.generate.remote(requests).result() if requests else [], None
+        completions, lost = _ask(requests, engine), None
     except NoReplicaLeft as error:
         if push_again is None:
             raise
@@ -126,7 +126,16 @@ def _generate(
     if push_again is None or not push_again.workers.sum(as_tensor(lost is not None)):
         return completions
     push_again.push()
-    return engine.generate.remote(requests).result() if lost else completions
+    return _ask(requests, engine) if lost else completions
+
+
+def _ask(requests: list[SamplingRequest], engine: Any) -> list[Completion]:
+    """All at once, each of this worker's engines an equal lot; the answers in the order given."""
+    engines = engine.each_preferred()
+    size = -(-len(requests) // len(engines))
+    lots = [requests[i * size : (i + 1) * size] for i in range(len(engines))]
+    pending = [one.generate.remote(lot) for one, lot in zip(engines, lots, strict=True) if lot]
+    return [completion for response in pending for completion in response.result()]
 
 
 def request_seed(sampling: Sampling, group_index: int, sample_index: int) -> int:

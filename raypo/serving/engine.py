@@ -146,7 +146,7 @@ class Engine:
         return self._adapters.version(name) if self._adapters else None
 
     def peak_memory(self) -> dict[str, float]:
-        """The most memory that its processes have held: RAM in all, of the fullest GPU; in GB."""
+        """The most memory that its processes have held, in GB (`VllmProcesses`)."""
         with self._turn:
             return self._processes.peak_memory()
 

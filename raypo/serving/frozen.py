@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from raypo.cluster.out_of_memory import FROZEN_REMEDY, memory_advice
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.loading import release_memory, short_name
+
+
+def frozen_memory_advice(name: str) -> AbstractContextManager[None]:
+    """`memory_advice` around what a frozen model does; `name` is its folder or hub id."""
+    return memory_advice(f"the frozen model {short_name(name)}", FROZEN_REMEDY)
 
 
 class FrozenModel:

@@ -9,7 +9,7 @@ from torch import Tensor
 from raypo.data.batching import batches_by_tokens
 from raypo.models.loading import load_causal_lm
 from raypo.models.token_log_probs import response_log_probs
-from raypo.serving.frozen import TorchModel
+from raypo.serving.frozen import TorchModel, frozen_memory_advice
 from raypo.types import Rollout
 
 
@@ -34,8 +34,11 @@ class ReferenceModel(TorchModel):
             max_batch_tokens: Most tokens, padding included, of one forward pass.
             num_threads: Threads of this process's tensor operations; None: as they are.
         """
-        network = load_causal_lm(model, dtype=dtype)
-        super().__init__(model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads)
+        with frozen_memory_advice(model):
+            network = load_causal_lm(model, dtype=dtype)
+            super().__init__(
+                model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads
+            )
         self._temperature = temperature
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
@@ -45,9 +48,9 @@ class ReferenceModel(TorchModel):
         lengths = [rollouts[row].num_tokens for row in rows]
         for batch in batches_by_tokens(lengths, self._max_batch_tokens):
             members = [rows[i] for i in batch]
-            for row, values in zip(
-                members, self._batch([rollouts[row] for row in members]), strict=True
-            ):
+            with frozen_memory_advice(self._name):
+                told = self._batch([rollouts[row] for row in members])
+            for row, values in zip(members, told, strict=True):
                 answers[row] = values
         return answers
 

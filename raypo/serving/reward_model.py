@@ -11,7 +11,7 @@ from torch import Tensor
 from raypo.data.batching import batches_by_tokens
 from raypo.models.loading import load_reward_model, load_tokenizer, same_vocabulary
 from raypo.models.scores import sequence_scores
-from raypo.serving.frozen import TorchModel
+from raypo.serving.frozen import TorchModel, frozen_memory_advice
 from raypo.types import Rollout
 
 
@@ -42,8 +42,11 @@ class RewardModel(TorchModel):
             max_batch_tokens: Most tokens, padding included, of one forward pass.
             num_threads: Threads of this process's tensor operations; None: as they are.
         """
-        network = load_reward_model(model, dtype=dtype)
-        super().__init__(model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads)
+        with frozen_memory_advice(model):
+            network = load_reward_model(model, dtype=dtype)
+            super().__init__(
+                model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads
+            )
         is_shared = policy is not None and same_vocabulary(model, policy)
         self._tokenizer = None if is_shared else load_tokenizer(model)
 
@@ -55,7 +58,8 @@ class RewardModel(TorchModel):
         lengths = [len(sequences[row]) for row in rows]
         for batch in batches_by_tokens(lengths, self._max_batch_tokens):
             members = [rows[i] for i in batch]
-            values = self._batch([sequences[row] for row in members])
+            with frozen_memory_advice(self._name):
+                values = self._batch([sequences[row] for row in members])
             for row, value in zip(members, values.tolist(), strict=True):
                 scores[row] = value
         return scores

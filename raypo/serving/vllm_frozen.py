@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from raypo.config import FrozenSection
 from raypo.models.loading import load_tokenizer, same_vocabulary
 from raypo.serving.checkpoint import kv_bytes_per_token
-from raypo.serving.frozen import FrozenModel
+from raypo.serving.frozen import FrozenModel, frozen_memory_advice
 from raypo.serving.reward_model import sequence_ids
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import (
@@ -72,11 +72,12 @@ class VllmModel(FrozenModel):
             )
             arguments["enforce_eager"] = True
             arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
-        self._llm = start_llm(arguments)
+        with frozen_memory_advice(model):
+            self._llm = start_llm(arguments)
         self._processes = VllmProcesses(self._llm)
 
     def peak_memory(self) -> dict[str, float]:
-        """The most memory that its processes have held: RAM in all, of the fullest GPU; in GB."""
+        """The most memory that its processes have held, in GB (`VllmProcesses`)."""
         return self._processes.peak_memory()
 
     def check_health(self) -> None:
@@ -86,7 +87,7 @@ class VllmModel(FrozenModel):
             RuntimeError: one of its processes has ended, or they failed together.
         """
         if (reason := self._processes.why_broken()) is not None:
-            raise RuntimeError(f"{self!r} cannot go on: {reason}. Start another one.")
+            raise RuntimeError(f"{self._name} cannot go on: {reason}. Start another one.")
 
     def sleep(self) -> None:
         """Give the GPU's memory to others."""
@@ -151,7 +152,7 @@ class VllmReference(VllmModel):
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
         )
         prompts = [self._prompt(ids) for ids in sequences]
-        with self._processes.vllms_own_call():
+        with frozen_memory_advice(self._name), self._processes.vllms_own_call():
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         for row, ids, output in zip(rows, sequences, outputs, strict=True):
             length = len(rollouts[row].response_ids)
@@ -208,7 +209,7 @@ class VllmRewardModel(VllmModel):
             return scores
         prompts = [self._prompt(sequences[row]) for row in rows]
         parameters = PoolingParams(use_activation=False)  # the score itself, no sigmoid of it
-        with self._processes.vllms_own_call():
+        with frozen_memory_advice(self._name), self._processes.vllms_own_call():
             outputs = self._llm.encode(prompts, parameters, use_tqdm=False, pooling_task="classify")
         for row, output in zip(rows, outputs, strict=True):
             (scores[row],) = output.outputs.data.float().flatten().tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,10 +32,15 @@ class VllmProcesses:
         self._llm = llm
         self._are_several = llm.llm_engine.vllm_config.parallel_config.world_size > 1
         self._out_of_step: str | None = None
+        if self._are_several:
+            self.ask("raypo_end_with", os.getpid())
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of `WorkerExtension` returns in every worker, or the first failure."""
-        answers: list[Answer] = self._llm.collective_rpc("raypo_answer", args=(method, *arguments))
+        """What a method of vLLM's worker returns in every worker, or the first failure."""
+        with self.vllms_own_call():
+            answers: list[Answer] = self._llm.collective_rpc(
+                "raypo_answer", args=(method, *arguments)
+            )
         for answer in answers:
             if answer.failure is not None:
                 raise answer.failure
@@ -45,20 +51,20 @@ class VllmProcesses:
         """Around a call that vLLM makes of its workers and that may fail."""
         try:
             yield
+        except ValueError:  # wrong input, which no worker has seen
+            raise
         except Exception as error:
-            if self._are_several:
-                self._out_of_step = f"vLLM's processes are out of step after a failure ({error})"
+            if self._are_several or self._llm.llm_engine.has_unfinished_requests():
+                self._out_of_step = f"vLLM is out of step after a failure ({error})"
             raise
 
     def add_lora(self, request: Any) -> None:
         """Load an adapter of a folder in all of them."""
-        with self.vllms_own_call():
-            self._llm.llm_engine.add_lora(request)
+        self.ask("add_lora", request)
 
     def remove_lora(self, number: int) -> None:
         """Forget an adapter in all of them."""
-        with self.vllms_own_call():
-            self._llm.llm_engine.remove_lora(number)
+        self.ask("remove_lora", number)
 
     def why_broken(self) -> str | None:
         """Why none of them can be asked again; None while all can."""
@@ -67,7 +73,11 @@ class VllmProcesses:
         return self._out_of_step
 
     def peak_memory(self) -> dict[str, float]:
-        """The most memory that they have held: RAM in all, of the fullest GPU; in GB."""
+        """The most memory that they have held, in GB: RAM of all, GPU memory of the fullest.
+
+        The RAM of several is an upper bound: their peaks need not come together, and what they
+        share is counted in each.
+        """
         peaks = [peak_memory()]
         if self._are_several:
             peaks += self.ask("raypo_peak_memory")

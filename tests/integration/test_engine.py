@@ -143,6 +143,24 @@ def test_a_fresh_engine_refuses_to_sample(pair: Pair) -> None:
         engine.generate(requests(1))
 
 
+def test_an_engine_that_sleeps_refuses_and_wakes_by_parts(served: Pair) -> None:
+    """On CPU no memory moves; what may be asked in which part of the sleep is the same."""
+    engine = served.engine
+    engine.sleep()
+    assert repr(engine).endswith("asleep)")
+    with pytest.raises(RuntimeError, match=r"it sleeps\. Call wake_up first"):
+        engine.generate(requests(1))
+
+    engine.wake_up("weights")
+    served.disturb()
+    engine.load_weights(served.push())
+    with pytest.raises(RuntimeError, match="it sleeps"):
+        engine.generate(requests(1))
+
+    engine.wake_up("kv_cache")
+    assert served.gap(engine.generate(requests(4))) < AGREES
+
+
 def test_engine_and_learner_agree_after_every_push(pair: Pair) -> None:
     torch.manual_seed(1)
     for _ in range(3):

@@ -27,7 +27,7 @@ from tests.slow.test_deployment import until
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 LIMIT_S = 20.0
-DRAWS = [Draw(i, Prompt("1+1=", np.array([3, 4], dtype=np.int32), i)) for i in range(3)]
+DRAWS = [Draw(i, Prompt(i, "1+1=", np.array([3, 4], dtype=np.int32))) for i in range(3)]
 SAMPLING = Sampling(2, 1, temperature=1.0, top_p=1.0, stop_token_ids=(), seed=0)
 TOKENIZER = SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in rows])
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration.on_a_cluster import USERS_VARIABLES, Task
 from tests.integration.task import numbers, on_a_cluster, read_metrics
+from tests.integration.test_vllm_frozen import tiny_reward_model
 
 ONE_NODE = [{"num_cpus": 6}]
 THREE_NODES = [{"num_cpus": 2}] * 3
@@ -77,3 +78,28 @@ def test_three_workers_and_two_engines_of_which_one_dies_account_for_every_promp
     assert account(task.parent / "runs" / name) == account(first.folder)
     expected = OURS | (USERS_VARIABLES if len(nodes) == 1 else {})
     assert told["environments"] == [expected] * NUM_PROCESSES
+
+
+def test_tensor_parallel_engine_and_reference_in_a_run_that_loses_the_engine(
+    first: SimpleNamespace, task: Path, tmp_path: Path
+):
+    """On two workers' bundles, in as many processes; the reward model in a group of its own."""
+    overrides = {
+        "cluster.namespace": "elsewhere",
+        "learner.num_workers": 2,
+        "model.reward": str(tiny_reward_model(tmp_path / "reward", task.parent / "policy")),
+        "rollout.engine.tensor_parallel": 2,
+        "placement.mode": {"reward": "dedicated"},
+        "placement.frozen.reference": {"backend": "vllm", "tensor_parallel": 2},
+    }
+    told = run(task, "tensor_parallel", [{"num_cpus": 4}], overrides=overrides)
+    assert told["return"] == FINISHED
+    assert told["namespace"] == "elsewhere"
+    assert told["processes_of_lost"] >= 2
+    assert told["orphans"] == 0
+    folder = task.parent / "runs" / "tensor_parallel"
+    assert account(folder) == account(first.folder)
+    (before, *_, after) = read_metrics(folder)
+    assert before["kl/ref_mean"] == pytest.approx(0.0, abs=1e-6)  # the policy is the reference
+    assert after["kl/ref_mean"] > 1e-3
+    assert after["mismatch/probe_gap_max"] < 1e-3

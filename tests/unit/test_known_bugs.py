@@ -71,6 +71,9 @@ class Engine:
     def __init__(self) -> None:
         self.generate = SimpleNamespace(remote=self._pending, on_all=lambda r: [self._pending(r)])
 
+    def each_preferred(self) -> list["Engine"]:
+        return [self]
+
     def _pending(self, requests: list[Any]) -> Any:
         return answer_of([completion() for _ in requests])
 

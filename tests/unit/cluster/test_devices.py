@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypo.cluster.devices import NOSET, check_choice, shown, together, users_choice
+from raypo.cluster.devices import NOSET, check_choice, narrowed, shown, together, users_choice
 from raypo.config import ConfigError
 
 KINDS = pytest.mark.parametrize(("variable", "flag"), NOSET.items())
@@ -38,3 +38,12 @@ def test_a_tensor_parallel_engine_is_shown_the_devices_of_all_its_workers(is_roc
     workers = [shown([device], is_rocm=is_rocm) for device in ("2", "0")]
     assert together(workers) == shown(["2", "0"], is_rocm=is_rocm)
     assert together([shown([]), shown([])]) == {}
+
+
+def test_a_dedicated_replica_sees_its_own_devices_where_ray_shows_all():
+    """The user has listed all of a node's devices for Ray Train's workers."""
+    for variable, flag in NOSET.items():
+        environ = {flag: "1", variable: "0,1,2,3"}
+        assert narrowed(["2"], environ) == {variable: "2"}
+        assert narrowed([], environ) == {}
+        assert narrowed(["2"], {variable: "2"}) == {}

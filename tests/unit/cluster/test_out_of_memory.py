@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from raypo.cluster.actors import DeploymentError
 from raypo.cluster.out_of_memory import (
     ENGINE_REMEDY,
     LEARNER_REMEDY,
@@ -38,7 +39,12 @@ def test_a_gpu_without_the_memory(error: Exception):
 
 
 def test_other_errors_and_what_was_explained_already_pass_through():
-    for error in (ValueError("a wrong shape"), OutOfMemory("the engine ran out of memory: ...")):
+    said = (
+        ValueError("a wrong shape"),
+        OutOfMemory("the engine ran out of memory: ..."),
+        DeploymentError("raypo:run:engine: OutOfMemory: the engine ran out of memory: ..."),
+    )
+    for error in said:
         with pytest.raises(type(error)) as caught, memory_advice("learner", LEARNER_REMEDY):
             raise error
         assert caught.value is error

@@ -1,12 +1,15 @@
 """What fits, what does not, and which key the plan says to change."""
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from raypo.config import ConfigError, PPOConfig
 from raypo.plan import Plan, make_plan, parse_cluster
+from raypo.plan.tables import gb, tables
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -200,3 +203,30 @@ def test_one_sequence_is_cut_over_the_devices_of_an_engine(values: dict):
     assert not plan(values, "8xGPU80G").fits
     values["rollout"]["engine"]["tensor_parallel"] = 8
     assert plan(values, "8xGPU80G").fits
+
+
+def test_workers_that_share_a_replica_and_lie_apart_are_found(values: dict):
+    """Six workers on nodes of three GPUs: the second engine would lie on both."""
+    values["learner"]["num_workers"] = 6
+    values["rollout"]["engine"] = {"tensor_parallel": 2}
+    assert plan(values, "6xGPU80G").fits
+    (problem,) = plan(values, "3xGPU80G,2").problems
+    assert problem.startswith("rollout.engine.tensor_parallel (2): learner workers 2 to 3 would")
+    values["placement"] = {"strategy": "STRICT_SPREAD"}
+    with pytest.raises(ConfigError, match=r"placement\.strategy \(STRICT_SPREAD\): .* own, and 2"):
+        plan(values, "3xGPU80G,2")
+
+
+def test_the_tables_say_what_the_plan_says(values: dict):
+    made = plan(values, "8xGPU80G,128xCPU,1000G")
+    console = Console(width=200, record=True, file=StringIO())
+    for table in tables(made):
+        console.print(table)
+    text = console.export_text()
+    for bundle in made.bundles:
+        assert f"{', '.join(bundle.roles)} " in text
+    for role in made.roles:
+        assert gb(role.memory.peak) in text
+        assert all(phase in text for phase in role.memory.phases)
+    assert text.count("<- this run") == 1
+    assert text.count("GPU 0") == 2  # its bundle, and its memory

@@ -14,8 +14,9 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
+from tenacity import AsyncRetrying, RetryCallState
 
-from raypo.rewards.remote import RemoteReward
+from raypo.rewards.remote import RemoteReward, _Retryable, _seconds
 from raypo.rewards.scoring import FailedScore, RewardError, score
 from raypo.rewards.server import make_app
 from raypo.rewards.wire import TOKEN_VARIABLE, WireError, from_answer, from_request, to_request
@@ -166,6 +167,25 @@ def test_a_server_that_fails_at_first_is_asked_again():
         _,
     ):
         assert scores_of(client(url, max_attempts=5)) == EXPECTED
+
+
+@pytest.mark.parametrize("header", [{}, {"Retry-After": "0.4"}], ids=["backoff", "as_it_says"])
+def test_the_next_attempt_waits(header: dict[str, str]):
+    """At least as long as the server says, within the longest wait; else a random growing time."""
+    error = _Retryable("busy")
+    error.retry_after_s = _seconds(header.get("Retry-After"))
+    reward = client("http://127.0.0.1:1/score", backoff_s=(0.1, 0.5))
+    waits: dict[int, list[float]] = {}
+    for attempt in (1, 8):
+        state = RetryCallState(AsyncRetrying(), None, (), {})
+        state.attempt_number = attempt
+        state.set_exception((_Retryable, error, None))
+        waits[attempt] = [reward._wait(state) for _ in range(200)]
+    if header:
+        assert min(waits[1] + waits[8]) >= 0.4
+    else:
+        assert 0.0 < max(waits[1]) <= 0.1 < max(waits[8])
+    assert max(waits[8]) <= 0.5
 
 
 def test_a_server_that_hangs_up_is_asked_again():

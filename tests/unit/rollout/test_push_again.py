@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 from raypo.cluster.actors import NoReplicaLeft
+from raypo.collectives import Workers
 from raypo.data.stream import Draw
+from raypo.recipes.services import own_engines
 from raypo.rollout.collect import PushAgain, Sampling, sample
 from raypo.serving.sampling import Completion
 from raypo.types import Prompt
 
-DRAW = Draw(0, Prompt("1+1=", np.array([3], dtype=np.int32), 0))
+DRAW = Draw(0, Prompt(0, "1+1=", np.array([3], dtype=np.int32)))
 SAMPLING = Sampling(1, 1, temperature=1.0, top_p=1.0, stop_token_ids=(), seed=0)
 TOKENIZER = SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in rows])
 
@@ -33,6 +36,9 @@ class Engine:
             raise NoReplicaLeft("nobody")
         row = np.zeros(1, dtype=np.float32)
         return [Completion(row.astype(np.int32), row, "length", self.pushes)]
+
+    def each_preferred(self) -> list[Engine]:
+        return [self]
 
     def push(self) -> None:
         self.pushes += 1
@@ -81,3 +87,35 @@ def test_who_has_no_prompts_joins_the_push():
 def test_without_other_workers_to_ask_the_loss_is_told():
     with pytest.raises(NoReplicaLeft):
         sample([DRAW], Engine(serves_from=1), TOKENIZER, SAMPLING)
+
+
+def test_several_engines_of_one_worker_get_an_equal_lot_each():
+    """The answers come in the order of the prompts."""
+    draws = [replace(DRAW, group_index=number) for number in range(5)]
+    asked: list[tuple[int, int]] = []
+
+    def one(number: int) -> Any:
+        def remote(requests: list[Any]) -> Any:
+            asked.append((number, len(requests)))
+            row = np.array([number], dtype=np.int32)
+            answer = Completion(row, row.astype(np.float32), "length", number)
+            return SimpleNamespace(result=lambda: [answer] * len(requests))
+
+        return SimpleNamespace(generate=SimpleNamespace(remote=remote))
+
+    engine = SimpleNamespace(each_preferred=lambda: [one(0), one(1), one(2)])
+    rollouts = sample(draws, engine, TOKENIZER, SAMPLING)
+    assert asked == [(0, 2), (1, 2), (2, 1)]
+    assert [rollout.weight_version for rollout in rollouts] == [0, 0, 1, 1, 2]
+    asked.clear()
+    assert len(sample(draws[:1], engine, TOKENIZER, SAMPLING)) == 1
+    assert asked == [(0, 1)]
+
+
+def test_each_engine_belongs_to_a_worker_and_each_worker_has_one():
+    def of(rank: int, workers: int, engines: int) -> list[int]:
+        return own_engines(Workers(rank, workers), engines)
+
+    assert [of(rank, 4, 2) for rank in range(4)] == [[0], [1], [0], [1]]
+    assert [of(rank, 2, 5) for rank in range(2)] == [[0, 2, 4], [1, 3]]
+    assert of(0, 1, 1) == [0]

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
+from packaging.requirements import Requirement
 
 from raypo.config import EngineSection
 from raypo.serving.vllm_settings import (
@@ -21,8 +23,14 @@ def test_supported_versions(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.22.1", "0.33.0", "1.0.0", "0.9.2"])
 def test_unsupported_versions_are_named(version: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"vLLM {version} is installed; .* 0\.23 to 0\.32"):
+    with pytest.raises(
+        RuntimeError, match=rf"vLLM {version} is installed; .* 0\.23 to 0\.32"
+    ) as caught:
         check_version(version)
+    gpu, cpu = (Requirement(text) for text in re.findall(r'"([^"]+)"', str(caught.value)))
+    assert version not in gpu.specifier
+    assert {"0.23.0", "0.32.9"} <= set(gpu.specifier.filter(["0.23.0", "0.32.9", "0.33.0"]))
+    assert "0.32.0" in cpu.specifier
 
 
 def arguments(folder: str, section: EngineSection, device: str = "cpu") -> dict:
