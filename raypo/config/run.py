@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from raypo.config.base import RunFile
-from raypo.config.placement import PlacementSection
+from raypo.config.placement import PlacementSection, RoleKind
 from raypo.config.ppo import PPOSection
 from raypo.config.rollout import RolloutSection
 from raypo.config.sections import (
@@ -152,27 +152,28 @@ class PPOConfig(RecipeConfig):
 
     @model_validator(mode="after")
     def _workers_that_share_a_replica_share_a_node(self) -> Self:
-        placement = self.placement
-        sizes = {
+        strategy = self.placement.strategy
+        for key, (role, size) in self.devices_of_replicas().items():
+            is_colocated = self.placement.group_of(role) == "colocated"
+            if size > 1 and is_colocated and strategy == "STRICT_SPREAD":
+                raise ValueError(
+                    f"placement.strategy ({strategy}): every learner worker has a node of its own, "
+                    f"and {size} of them share a replica ({key}). Set placement.strategy to PACK, "
+                    f"or placement.mode to dedicated for it."
+                )
+        return self
+
+    def devices_of_replicas(self) -> dict[str, tuple[RoleKind, int]]:
+        """Of each key that says so: the role, and the devices that share one replica of it."""
+        frozen = self.placement.frozen
+        return {
             "rollout.engine.tensor_parallel": ("engine", self.rollout.engine.tensor_parallel),
             "placement.frozen.reference.tensor_parallel": (
                 "reference",
-                placement.frozen.reference.tensor_parallel,
+                frozen.reference.tensor_parallel,
             ),
-            "placement.frozen.reward.tensor_parallel": (
-                "reward",
-                placement.frozen.reward.tensor_parallel,
-            ),
+            "placement.frozen.reward.tensor_parallel": ("reward", frozen.reward.tensor_parallel),
         }
-        for key, (role, size) in sizes.items():
-            is_colocated = placement.group_of(role) == "colocated"
-            if size > 1 and is_colocated and placement.strategy == "STRICT_SPREAD":
-                raise ValueError(
-                    f"placement.strategy (STRICT_SPREAD): every learner worker has a node of its "
-                    f"own, and {size} of them share a replica ({key}). Set placement.strategy to "
-                    f"PACK, or placement.mode to dedicated for it."
-                )
-        return self
 
     @model_validator(mode="after")
     def _tensor_parallel_engines_have_whole_gpus(self) -> Self:

@@ -128,25 +128,14 @@ def roles_in(config: PPOConfig, bundle: int, device: Device, frozen: Sequence[st
 
 def num_devices(config: PPOConfig, role: str) -> int:
     """GPUs of each replica of a role; on CPU processes."""
-    kind = kind_of(role)
-    if kind == "engine":
-        return config.rollout.engine.tensor_parallel
-    frozen = config.placement.frozen
-    section = frozen.reference if kind == "reference" else frozen.reward
-    return section.tensor_parallel
+    return dict(config.devices_of_replicas().values())[kind_of(role)]
 
 
 def apart(config: PPOConfig, layout: Layout, device: Device) -> Iterator[str]:
     """Of each role, learner workers that would share a replica and lie on several nodes."""
-    keys = {
-        "engine": "rollout.engine.tensor_parallel",
-        "reference": "placement.frozen.reference.tensor_parallel",
-        "reward": "placement.frozen.reward.tensor_parallel",
-    }
-    for role, key in keys.items():
-        if config.placement.group_of(kind_of(role)) == "dedicated":
+    for key, (role, size) in config.devices_of_replicas().items():
+        if config.placement.group_of(role) == "dedicated":
             continue
-        size = num_devices(config, role)
         replicas = num_engines(config, device) if role == "engine" else 1
         for first in range(0, replicas * size, size):
             if len(set(layout.workers[first : first + size])) > 1:

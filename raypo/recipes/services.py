@@ -171,7 +171,7 @@ def _start(
     if workers.rank == 0:
         for each in deployments:
             handles[each.role] = start_deployment(each, places[each.role])
-            if in_turn:
+            if in_turn and each.start_timeout_s is not None:
                 handles[each.role].wait(each.start_timeout_s)
     return workers.broadcast(handles)
 
