@@ -192,12 +192,13 @@ class PPOConfig(RecipeConfig):
             frozen, share = getattr(self.placement.frozen, role), getattr(self.placement.gpus, role)
             key, size = f"placement.frozen.{role}.tensor_parallel", frozen.tensor_parallel
             is_dedicated = self.placement.group_of(role) == "dedicated"
-            if size > num_workers and not is_dedicated:
+            replicas = 1 if frozen.num_replicas == "auto" else frozen.num_replicas
+            if replicas * size > num_workers and not is_dedicated:
                 raise ValueError(
-                    f"{key} ({size}): a colocated replica lies on the devices of the first "
-                    f"{size} learner workers, and there are {num_workers} "
-                    f"(learner.num_workers). Set {key} to at most {num_workers}, or "
-                    f"placement.mode to dedicated for it."
+                    f"{key} ({size}): each colocated replica lies on the devices of {size} "
+                    f"learner workers, and there are {num_workers} (learner.num_workers) for "
+                    f"{replicas} of them (placement.frozen.{role}.num_replicas). Set one of the "
+                    f"two lower, or placement.mode to dedicated for it."
                 )
             if size > 1 and share < 1.0 and is_dedicated:
                 raise ValueError(

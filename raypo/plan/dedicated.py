@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raypo.config import PPOConfig, SFTConfig
+from raypo.config import FrozenSection, PPOConfig, SFTConfig
 
 _ROUNDING = 1e-9
 
@@ -89,9 +89,17 @@ def _guests(config: PPOConfig | SFTConfig, *, use_gpu: bool) -> list[Guest]:
     frozen = placement.frozen
     if placement.group_of("reference") == "dedicated" and config.reference:
         share = placement.gpus.reference * frozen.reference.tensor_parallel if use_gpu else 0.0
-        guests.append(Guest("reference", 0, share))
+        guests += [Guest("reference", index, share) for index in range(_count(frozen.reference))]
     if placement.group_of("reward") == "dedicated":
         share = placement.gpus.reward * frozen.reward.tensor_parallel if use_gpu else 0.0
         count = len(config.model.reward or ())
-        guests += [Guest(f"reward_{number}", 0, share) for number in range(count)]
+        guests += [
+            Guest(f"reward_{number}", index, share)
+            for number in range(count)
+            for index in range(_count(frozen.reward))
+        ]
     return guests
+
+
+def _count(section: FrozenSection) -> int:
+    return 1 if section.num_replicas == "auto" else section.num_replicas

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from raypo.config import ConfigError
 from raypo.plan.dedicated import DedicatedBundle
@@ -36,6 +38,23 @@ def place(nodes: Sequence[Node], count: int, *, cpus: int, gpus: int, strategy: 
     if len(placed) < count:
         raise ConfigError(_refusal(nodes, rooms, count, len(placed), cpus, gpus, strategy))
     return sorted(placed)
+
+
+def first_workers(num_replicas: int | Literal["auto"], nodes: Sequence[object]) -> list[int]:
+    """Rank of the first worker that each colocated replica of a frozen model lies beside.
+
+    Args:
+        num_replicas: Spread evenly over the workers; auto: one on each of their nodes.
+        nodes: Of each worker, in the order of ranks.
+    """
+    if num_replicas == "auto":
+        return [rank for rank, node in enumerate(nodes) if node not in nodes[:rank]]
+    return [number * len(nodes) // num_replicas for number in range(num_replicas)]
+
+
+def nearest(first: Sequence[int], rank: int) -> int:
+    """Number of the replica that a worker asks: the last one that begins at or before it."""
+    return max(0, bisect_right(first, rank) - 1)
 
 
 def place_bundles(

@@ -11,7 +11,7 @@ from raypo.plan import estimate
 from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
 from raypo.plan.estimate import LEARNER, Device, Models, Role
 from raypo.plan.hardware import Node
-from raypo.plan.layout import left_of, place, place_bundles
+from raypo.plan.layout import first_workers, left_of, place, place_bundles
 from raypo.plan.memory import Sharding
 from raypo.plan.turns import most_away, worst_turn
 
@@ -111,19 +111,33 @@ def smallest_gpu(nodes: Sequence[Node], layout: Layout) -> int | None:
     return min((size for size in sizes if size), default=None)
 
 
-def roles_in(config: PPOConfig, bundle: int, device: Device, frozen: Sequence[str]) -> list[str]:
-    """Kinds of the processes of a worker's bundle.
+def roles_in(
+    config: PPOConfig, bundle: int, layout: Layout, device: Device, frozen: Sequence[str]
+) -> dict[str, int]:
+    """Kinds of the processes of a worker's bundle, with the number of the replica or worker.
 
     An engine lies beside each of the first workers, or in as many as share it; a frozen model
-    beside worker 0, or in as many from there on.
+    beside the first worker of each node, or in as many from there on.
     """
-    roles = [LEARNER]
+    roles = {LEARNER: bundle}
     for name in ("engine", *frozen):
-        replicas = num_engines(config, device) if name == "engine" else 1
-        is_colocated = config.placement.group_of(kind_of(name)) == "colocated"
-        if is_colocated and bundle < replicas * num_devices(config, name):
-            roles.append(name)
+        if config.placement.group_of(kind_of(name)) == "colocated":
+            size = num_devices(config, name)
+            for number, first in enumerate(_first_workers(config, name, layout, device)):
+                if first <= bundle < first + size:
+                    roles[name] = number
     return roles
+
+
+def _first_workers(config: PPOConfig, role: str, layout: Layout, device: Device) -> list[int]:
+    """Of each colocated replica of a role."""
+    kind = kind_of(role)
+    if kind == "engine":
+        size = num_devices(config, role)
+        return [number * size for number in range(num_engines(config, device))]
+    frozen = config.placement.frozen
+    section = frozen.reference if kind == "reference" else frozen.reward
+    return first_workers(section.num_replicas, layout.workers)
 
 
 def num_devices(config: PPOConfig, role: str) -> int:
@@ -136,8 +150,7 @@ def apart(config: PPOConfig, layout: Layout, device: Device) -> Iterator[str]:
     for key, (role, size) in config.devices_of_replicas().items():
         if config.placement.group_of(role) == "dedicated":
             continue
-        replicas = num_engines(config, device) if role == "engine" else 1
-        for first in range(0, replicas * size, size):
+        for first in _first_workers(config, role, layout, device):
             if len(set(layout.workers[first : first + size])) > 1:
                 yield (
                     f"{key} ({size}): learner workers {first} to {first + size - 1} would share a "
@@ -172,7 +185,7 @@ def device_loads(
         for gpu in gpus.take(node, bundle.gpus):
             loads.append(_gpu_load(nodes[node], gpu, *_worst(kinds)))
     for bundle, node in enumerate(layout.workers):
-        kinds = [by_name[name] for name in roles_in(config, bundle, device, frozen)]
+        kinds = [by_name[name] for name in roles_in(config, bundle, layout, device, frozen)]
         on_node.setdefault(node, []).extend(kinds)
         turns.setdefault(node, []).extend(kinds if takes_turns else [])
         for gpu in gpus.take(node, 1 if device == "cuda" else 0):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from raypo.config import PPOConfig
 from raypo.plan import memory
-from raypo.plan.estimate import Device, Models, Role
+from raypo.plan.estimate import LEARNER, Device, Models, Role
 from raypo.plan.hardware import GB, Node
 from raypo.plan.loads import (
     USABLE,
@@ -19,7 +19,6 @@ from raypo.plan.loads import (
     device_loads,
     device_of,
     lay_out,
-    num_devices,
     roles_in,
     roles_of,
     smallest_gpu,
@@ -125,17 +124,17 @@ def _bundles(
             roles=tuple(map(str, dedicated.guests)),
             devices=device_words(numbers),
         )
-    size = num_devices(config, "engine")
     for bundle, node in enumerate(layout.workers):
         num_gpus = 1 if device == "cuda" else 0
-        kinds = roles_in(config, bundle, device, frozen)
-        names = {"learner worker": f"learner {bundle}", "engine": f"engine:{bundle // size}"}
+        kinds = roles_in(config, bundle, layout, device, frozen)
+        names = {kind: f"{kind}:{number}" for kind, number in kinds.items()}
+        names[LEARNER] = f"learner {bundle}"
         yield Bundle(
             group="workers",
             index=bundle,
             node=nodes[node].name,
             resources=words(config.learner.cpus_per_worker, num_gpus),
-            roles=tuple(names.get(kind, f"{kind}:0") for kind in kinds),
+            roles=tuple(names.values()),
             devices=device_words(gpus.take(node, num_gpus)),
         )
 

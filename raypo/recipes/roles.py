@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from raypo.cluster.connect import untold_environment
 from raypo.cluster.deployment import Deployment
-from raypo.config import PolicyLoraSection, PPOConfig, SFTConfig
+from raypo.config import FrozenSection, PolicyLoraSection, PPOConfig, SFTConfig
 from raypo.serving.engine import Engine
 from raypo.serving.reference import ReferenceModel
 from raypo.serving.reward_model import RewardModel
@@ -26,6 +26,8 @@ class Role:
     num_threads: int
     num_devices: int = 1
     """Of each replica: GPUs, on CPU processes."""
+    num_replicas: int | Literal["auto"] = "auto"
+    """Of a frozen model; auto: one on each node."""
 
     @property
     def devices_key(self) -> str:
@@ -88,17 +90,17 @@ def _reference(config: PPOConfig, num_threads: int) -> Role:
     kwargs = {"model": config.reference, "dtype": config.model.dtype}
     if section.backend == "vllm":
         kwargs |= {"section": section, "max_model_len": _longest(config)}
-        return Role("reference", VllmReference, kwargs, num_threads, section.tensor_parallel)
+        return Role("reference", VllmReference, kwargs, num_threads, *_spread(section))
     kwargs |= {
         "temperature": config.rollout.temperature,
         "max_batch_tokens": config.learner.max_tokens_per_microbatch,
     }
-    return Role("reference", ReferenceModel, kwargs, num_threads)
+    return Role("reference", ReferenceModel, kwargs, num_threads, *_spread(section))
 
 
 def _reward_model(config: PPOConfig, number: int, num_threads: int) -> Role:
     assert config.model.reward is not None
-    section = config.placement.frozen.reward
+    section, name = config.placement.frozen.reward, f"reward_{number}"
     kwargs = {
         "model": config.model.reward[number].path,
         "policy": config.model.policy,
@@ -106,7 +108,11 @@ def _reward_model(config: PPOConfig, number: int, num_threads: int) -> Role:
     }
     if section.backend == "vllm":
         kwargs |= {"section": section, "max_model_len": _longest(config)}
-        name = f"reward_{number}"
-        return Role(name, VllmRewardModel, kwargs, num_threads, section.tensor_parallel)
+        return Role(name, VllmRewardModel, kwargs, num_threads, *_spread(section))
     kwargs |= {"max_batch_tokens": config.learner.max_tokens_per_microbatch}
-    return Role(f"reward_{number}", RewardModel, kwargs, num_threads)
+    return Role(name, RewardModel, kwargs, num_threads, *_spread(section))
+
+
+def _spread(section: FrozenSection) -> tuple[int, int | Literal["auto"]]:
+    """Devices of a replica, and replicas."""
+    return section.tensor_parallel, section.num_replicas

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 import ray.util
@@ -23,6 +24,7 @@ from raypo.cluster.placement import PlacementError, own_bundle
 from raypo.cluster.reserve import nodes_of
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
+from raypo.plan.layout import first_workers, nearest
 from raypo.recipes.roles import Role, engine_of, roles_of, settled
 from raypo.recipes.setup import Shared
 from raypo.recipes.sharing import of_shared
@@ -99,11 +101,17 @@ def start_deployments(
     deployments = [settled(role, config, run_name, logs_dir) for role in colocated]
     started = _start(deployments, places, workers, in_turn=torch.cuda.is_available())
     handles = {**elsewhere, **started}
+    nodes = workers.gather(ray.get_runtime_context().get_node_id())
+    near = {
+        role.name: handles[role.name].preferring(_nearest(role, nodes, workers, elsewhere))
+        for role in roles
+        if role.name != "engine"
+    }
     rewards = [role.name for role in roles if role.name.startswith("reward_")]
     return Services(
         engine=handles["engine"].preferring(*own_engines(workers, count)),
-        reference=handles.get("reference"),
-        reward_models=tuple(handles[name] for name in rewards),
+        reference=near.get("reference"),
+        reward_models=tuple(near[name] for name in rewards),
         elsewhere=frozenset(elsewhere),
         in_pool=shared is not None and shared.pool and "engine" in elsewhere,
     )
@@ -118,6 +126,15 @@ def start_engines(
     places = places_beside(workers, [role], num_engines=count)
     started = _start([settled(role, config, run_name, logs_dir)], places, workers)
     return started["engine"].preferring(*own_engines(workers, count))
+
+
+def _nearest(
+    role: Role, nodes: Sequence[str], workers: Workers, elsewhere: Mapping[str, Any]
+) -> int:
+    """Number of the replica of a frozen model that this worker asks first."""
+    if role.name in elsewhere and role.num_replicas == "auto":
+        return 0
+    return nearest(first_workers(role.num_replicas, nodes), workers.rank)
 
 
 def beside_workers(role: Role) -> Role:
@@ -146,12 +163,14 @@ def places_beside(
         PlacementError: workers that would share a replica lie on several nodes.
     """
     beside = workers.gather(_own_place(workers))
+    nodes = workers.gather(ray.get_runtime_context().get_node_id())
     places: dict[str, list[Place]] = {}
     for role in roles:
         size = role.num_devices
-        count = num_engines if role.name == "engine" else 1
-        of_each = [beside[i * size : (i + 1) * size] for i in range(count)]
-        places[role.name] = [_shared(role, of_one) for of_one in of_each]
+        first = [number * size for number in range(num_engines)]
+        if role.name != "engine":
+            first = first_workers(role.num_replicas, nodes)
+        places[role.name] = [_shared(role, beside[rank : rank + size]) for rank in first]
     return places
 
 

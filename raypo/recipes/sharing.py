@@ -16,7 +16,7 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.plan.dedicated import with_dedicated
 from raypo.recipes.dedicated import start_dedicated
-from raypo.recipes.roles import roles_of, settled
+from raypo.recipes.roles import Role, roles_of, settled
 from raypo.recipes.setup import Shared
 
 
@@ -61,7 +61,7 @@ def start_shared(
     handles = {
         role.name: start_deployment(
             settled(role.with_kwargs(more.get(role.name, {})), config, name, logs_dir),
-            [Place()] * (engines if role.name == "engine" else 1),
+            [Place()] * (engines if role.name == "engine" else _replicas(role)),
         )
         for role in roles_of(
             config,
@@ -71,6 +71,10 @@ def start_shared(
         if role.name in roles
     }
     return Dedicated(handles)
+
+
+def _replicas(role: Role) -> int:
+    return 1 if role.num_replicas == "auto" else role.num_replicas
 
 
 def of_shared(

@@ -22,8 +22,6 @@ THREE_WORKERS = {
     "rollout.engine.count": 2,
     "placement.strategy": "SPREAD",
 }
-NUM_PROCESSES = 3 + 2 + 1
-"""Learner workers, engines, the reference."""
 OURS = {"NCCL_DEBUG": "WARN", "NCCL_CUMEM_ENABLE": "0", "TOKENIZERS_PARALLELISM": "false"}
 FINISHED = {"status": "finished", "step": 4}
 
@@ -77,7 +75,9 @@ def test_three_workers_and_two_engines_of_which_one_dies_account_for_every_promp
     assert len(set(told["nodes"]["engine"])) == min(2, len(nodes))
     assert account(task.parent / "runs" / name) == account(first.folder)
     expected = OURS | (USERS_VARIABLES if len(nodes) == 1 else {})
-    assert told["environments"] == [expected] * NUM_PROCESSES
+    num_references = len(nodes) if mode == "colocated" else 1
+    assert len(set(told["nodes"]["reference"])) == num_references
+    assert told["environments"] == [expected] * (3 + 2 + num_references)
 
 
 def test_tensor_parallel_engine_and_reference_in_a_run_that_loses_the_engine(

@@ -152,7 +152,7 @@ def test_a_frozen_model_in_vllm_may_span_the_gpus_of_a_bundle():
         (
             "colocated",
             {"frozen": {"reward": {"backend": "vllm", "tensor_parallel": 2}}},
-            r"reward\.tensor_parallel \(2\): .* the first 2 learner workers, and there are 1 .* or "
+            r"reward\.tensor_parallel \(2\): .* of 2 learner workers, and there are 1 .* or "
             r"placement\.mode to dedicated",
         ),
         (

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from raypo.config import ConfigError, PPOConfig
 from raypo.plan import Plan, make_plan, parse_cluster
+from raypo.plan.layout import first_workers, nearest
 from raypo.plan.tables import gb, tables
 
 LLAMA_8B = {
@@ -230,3 +231,28 @@ def test_the_tables_say_what_the_plan_says(values: dict):
         assert all(phase in text for phase in role.memory.phases)
     assert text.count("<- this run") == 1
     assert text.count("GPU 0") == 2  # its bundle, and its memory
+
+
+def test_frozen_models_lie_on_each_node_or_as_often_as_is_asked(values: dict):
+    def where(cluster: str) -> list[int]:
+        bundles = plan(values, cluster).bundles
+        return [index for index, bundle in enumerate(bundles) if "reference" in str(bundle.roles)]
+
+    assert where("8xGPU80G") == [0]
+    assert where("4xGPU80G,2") == [0, 4]
+    values["placement"] = {"frozen": {"reference": {"num_replicas": 3}}}
+    assert where("8xGPU80G") == [0, 2, 5]
+    values["placement"]["mode"] = {"reference": "dedicated"}
+    bundles = plan(values, "8xGPU80G,2").bundles
+    guests = [role for bundle in bundles for role in bundle.roles if "reference" in role]
+    assert guests == ["reference:0", "reference:1", "reference:2"]
+    values["placement"] = {"frozen": {"reference": {"num_replicas": 9}}}
+    with pytest.raises(ConfigError, match=r"there are 8 .* for 9 of them \(placement\.frozen\.ref"):
+        plan(values, "8xGPU80G")
+
+
+def test_a_worker_asks_the_replica_that_begins_nearest_before_it():
+    assert first_workers("auto", ["a", "a", "b", "c", "c"]) == [0, 2, 3]
+    assert [nearest([0, 2, 3], rank) for rank in range(5)] == [0, 0, 1, 2, 2]
+    assert first_workers(2, list("aaaaa")) == [0, 2]
+    assert first_workers(1, list("ab")) == [0]
