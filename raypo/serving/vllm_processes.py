@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from raypo.metrics.process_memory import peak_memory
@@ -34,6 +36,7 @@ class VllmProcesses:
         self._out_of_step: str | None = None
         if self._are_several:
             self.ask("raypo_end_with", os.getpid())
+            _leave_no_shared_memory()
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """What a method of vLLM's worker returns in every worker, or the first failure."""
@@ -84,3 +87,15 @@ class VllmProcesses:
         memory = {"memory": sum((peak["memory"] for peak in peaks), 0.0)}
         of_gpus = [peak["gpu_memory"] for peak in peaks if "gpu_memory" in peak]
         return memory | ({"gpu_memory": max(of_gpus)} if of_gpus else {})
+
+
+def _leave_no_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
+    """Take the names of vLLM's message queues away, which all of its processes have open by now.
+
+    The memory then ends with the last of them; else it stays where they are killed.
+    """
+    if not maps.exists():
+        return
+    for name in set(re.findall(r"/dev/shm/psm_\w+$", maps.read_text(), re.MULTILINE)):
+        with suppress(FileNotFoundError):
+            os.unlink(name)

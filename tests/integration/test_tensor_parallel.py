@@ -82,6 +82,14 @@ def test_a_push_that_dies_half_way_leaves_an_engine_that_refuses(pair: Pair):
     assert pair.gap(engine.generate(requests(4)), PROMPTS) < AGREES
 
 
+def test_it_leaves_no_shared_memory_behind_however_it_ends(pair: Pair):
+    """What vLLM maps has no name any more: it goes with the processes."""
+    maps = Path("/proc/self/maps").read_text()
+    mapped = [line for line in maps.splitlines() if "/dev/shm/psm_" in line]
+    assert mapped
+    assert all(line.endswith("(deleted)") for line in mapped)
+
+
 def test_its_memory_is_that_of_all_its_processes(pair: Pair):
     alone = psutil.Process().memory_info().rss / 1e9
     assert pair.engine.peak_memory()["memory"] > alone + SIZE * 0.3

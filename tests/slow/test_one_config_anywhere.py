@@ -92,14 +92,16 @@ def test_tensor_parallel_engine_and_reference_in_a_run_that_loses_the_engine(
         "placement.mode": {"reward": "dedicated"},
         "placement.frozen.reference": {"backend": "vllm", "tensor_parallel": 2},
     }
+    before = set(Path("/dev/shm").glob("psm_*"))
     told = run(task, "tensor_parallel", [{"num_cpus": 4}], overrides=overrides)
+    assert set(Path("/dev/shm").glob("psm_*")) <= before
     assert told["return"] == FINISHED
     assert told["namespace"] == "elsewhere"
     assert told["processes_of_lost"] >= 2
     assert told["orphans"] == 0
     folder = task.parent / "runs" / "tensor_parallel"
     assert account(folder) == account(first.folder)
-    (before, *_, after) = read_metrics(folder)
-    assert before["kl/ref_mean"] == pytest.approx(0.0, abs=1e-6)  # the policy is the reference
+    (start, *_, after) = read_metrics(folder)
+    assert start["kl/ref_mean"] == pytest.approx(0.0, abs=1e-6)  # the policy is the reference
     assert after["kl/ref_mean"] > 1e-3
     assert after["mismatch/probe_gap_max"] < 1e-3
