@@ -16,7 +16,7 @@ RUNTIME = {
     "cuda": {"learner": 600 * 10**6, "engine": 600 * 10**6, "frozen": 600 * 10**6},
 }
 """Bytes of a process that holds no model yet: imports on CPU, the CUDA context and its libraries'
-workspaces on a GPU. Measured on CPU (tests/benchmarks); a usual number on GPUs."""
+workspaces on a GPU. Seen in runs of a tiny model on CPU; a usual number on GPUs."""
 HOST_RUNTIME = 2 * 10**9
 """RAM of a process that works on a GPU: imports and CUDA's libraries."""
 RAY_BYTES = 10**9
