@@ -116,8 +116,8 @@ def roles_in(
 ) -> dict[str, int]:
     """Kinds of the processes of a worker's bundle, with the number of the replica or worker.
 
-    An engine lies beside each of the first workers, or in as many as share it; a frozen model
-    beside the first worker of each node, or in as many from there on.
+    An engine lies beside each of the first workers, or of as many as share it; a frozen model
+    beside the first worker of each node, or of as many from there on.
     """
     roles = {LEARNER: bundle}
     for name in ("engine", *frozen):
@@ -151,10 +151,11 @@ def apart(config: PPOConfig, layout: Layout, device: Device) -> Iterator[str]:
         if config.placement.group_of(role) == "dedicated":
             continue
         for first in _first_workers(config, role, layout, device):
-            if len(set(layout.workers[first : first + size])) > 1:
+            theirs = layout.workers[first : first + size]
+            if len(theirs) < size or len(set(theirs)) > 1:
                 yield (
                     f"{key} ({size}): learner workers {first} to {first + size - 1} would share a "
-                    f"replica and lie on several nodes. Set placement.strategy to PACK and "
+                    f"replica and do not lie on one node. Set placement.strategy to PACK and "
                     f"learner.num_workers so that each node holds a multiple of {size}, or "
                     f"placement.mode to dedicated."
                 )

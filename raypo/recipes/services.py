@@ -82,8 +82,9 @@ def start_deployments(
 ) -> Services:
     """Start in the workers' own placement group what the driver has not started; all call it.
 
-    Engine i lives beside worker i, reference and reward models beside worker 0; what is tensor
-    parallel on the devices of several workers, from there on. All start in the background.
+    Engine i lives beside worker i, reference and reward models beside the first worker of each
+    node; what is tensor parallel on the devices of several workers, from there on. On CPUs all
+    start in the background.
 
     Args:
         dedicated: What the driver has started, by role.

@@ -59,8 +59,10 @@ def test_colocated_replicas_lie_beside_their_workers_and_see_their_gpus(beside: 
         assert engine["gpus"] == [gpu for worker in pair for gpu in worker["gpus"]]
     assert engines[0]["node"] != engines[1]["node"]
     assert engines[0]["bundle"] != engines[1]["bundle"]
-    assert packed["reference"] == engines[:1]
-    assert packed["reward_0"] == [{**engines[0], "gpus": workers[0]["gpus"]}]
+    assert packed["reference"] == engines  # one on each node, as large as an engine
+    assert packed["reward_0"] == [
+        {**engine, "gpus": workers[2 * number]["gpus"]} for number, engine in enumerate(engines)
+    ]
 
 
 def test_a_replica_does_not_span_nodes(beside: dict[str, Any]):
