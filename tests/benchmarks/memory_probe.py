@@ -1,7 +1,7 @@
 """One role of a run in a process of its own, its memory measured: `... memory_probe ROLE CONFIG`.
 
 CONFIG is a whole run config as JSON. Prints a JSON object: resident bytes of this process as peaks
-by phase, less those of the process when it had imported everything and loaded nothing.
+by phase, with all that a worker of Ray imports.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def experience(rows: int, prompt: int, response: int, vocabulary: int) -> Experi
 
 def learner(config: PPOConfig) -> dict[str, int]:
     import raypo.learner.engine as engine
+    import raypo.recipes.ppo  # noqa: F401
     from raypo.learner.learner import Learner
 
     engine._import_deepspeed()
@@ -77,7 +78,6 @@ def learner(config: PPOConfig) -> dict[str, int]:
         port = probe.getsockname()[1]
     os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    baseline = resident("VmRSS")
     built = Learner(
         config.model,
         config.ppo,
@@ -95,18 +95,18 @@ def learner(config: PPOConfig) -> dict[str, int]:
             checksums([as_bytes(tensor) for _, tensor in group])
 
     found: dict[str, int] = {}
-    evaluated, found["evaluate"] = peak_of(lambda: built.evaluate(batch), baseline)
-    _, found["first_update"] = peak_of(lambda: built.update(evaluated, step=1), baseline)
-    _, found["update"] = peak_of(lambda: built.update(evaluated, step=2), baseline)
-    _, found["push"] = peak_of(push, baseline)
+    evaluated, found["evaluate"] = peak_of(lambda: built.evaluate(batch))
+    _, found["first_update"] = peak_of(lambda: built.update(evaluated, step=1))
+    _, found["update"] = peak_of(lambda: built.update(evaluated, step=2))
+    _, found["push"] = peak_of(push)
     dist.destroy_process_group()
     return found
 
 
-def peak_of(work: Callable[[], Any], baseline: int) -> tuple[Any, int]:
+def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
     forget_peak()
     result = work()
-    return result, resident("VmHWM") - baseline
+    return result, resident("VmHWM")
 
 
 def vocabulary_of(config: PPOConfig) -> int:
@@ -144,14 +144,13 @@ def reference(config: PPOConfig) -> dict[str, int]:
     from raypo.serving.reference import ReferenceModel
 
     given = rollouts(config)
-    baseline = resident("VmRSS")
     built = ReferenceModel(
         config.model.policy,
         dtype=config.model.dtype,
         temperature=1.0,
         max_batch_tokens=config.learner.max_tokens_per_microbatch,
     )
-    return {"score": peak_of(lambda: built.log_probs(given), baseline)[1]}
+    return {"score": peak_of(lambda: built.log_probs(given))[1]}
 
 
 def reward_0(config: PPOConfig) -> dict[str, int]:
@@ -161,14 +160,13 @@ def reward_0(config: PPOConfig) -> dict[str, int]:
 
     assert config.model.reward is not None
     given = rollouts(config)
-    baseline = resident("VmRSS")
     built = RewardModel(
         config.model.reward[0].path,
         policy=config.model.policy,
         dtype=config.model.dtype,
         max_batch_tokens=config.learner.max_tokens_per_microbatch,
     )
-    return {"score": peak_of(lambda: built.score(given), baseline)[1]}
+    return {"score": peak_of(lambda: built.score(given))[1]}
 
 
 def engine(config: PPOConfig) -> dict[str, int]:
@@ -181,7 +179,6 @@ def engine(config: PPOConfig) -> dict[str, int]:
     prepare_environment(eager=True)
     import vllm  # noqa: F401
 
-    baseline = resident("VmRSS")
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     built = Engine(
         config.model.policy,
@@ -202,10 +199,10 @@ def engine(config: PPOConfig) -> dict[str, int]:
             specs += bucket.specs
         built.finish_push(Manifest.of(version, specs))
 
-    found = {"start": resident("VmHWM") - baseline}
+    found = {"start": resident("VmHWM")}
     push(1)
-    _, found["generate"] = peak_of(lambda: built.generate(requests), baseline)
-    _, found["push"] = peak_of(lambda: push(2), baseline)
+    _, found["generate"] = peak_of(lambda: built.generate(requests))
+    _, found["push"] = peak_of(lambda: push(2))
     return found
 
 
@@ -220,5 +217,7 @@ def random_weights(config: PPOConfig) -> Iterator[tuple[str, Tensor]]:
 ROLES = {"learner": learner, "reference": reference, "reward_0": reward_0, "engine": engine}
 
 if __name__ == "__main__":
+    import ray.train.torch  # noqa: F401
+
     torch.set_num_threads(2)
     print(json.dumps(ROLES[sys.argv[1]](PPOConfig.parse(json.loads(sys.argv[2])))))

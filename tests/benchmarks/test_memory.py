@@ -95,9 +95,7 @@ def compare(what: str, role: str, config: PPOConfig, worst: str) -> None:
     """Prints every phase; the worst one decides whether a run fits."""
     peaks, memory = measured(role, config), predicted(role, config)
     phases = [phase for phase in peaks if phase != "first_update"]  # an update like the next
-    needed = {
-        phase: memory.steady - memory.held["runtime"] + memory.added(phase) for phase in phases
-    }
+    needed = {phase: memory.steady + memory.added(phase) for phase in phases}
     for phase in phases:
         peak = peaks[phase]
         ratio = needed[phase] / peak
