@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
+from raypo.cluster.actors import DeploymentError
 from raypo.cluster.handle import DeploymentHandle
 from raypo.metrics.run_files import RunFiles
 from tests.integration.task import (
@@ -65,11 +67,24 @@ def wait_for_steps(folder: Path, count: int) -> None:
         time.sleep(0.02)
 
 
-def kill_at_work(deployment: str) -> int:
-    """SIGKILL for the only replica as soon as it works on a request; its process id."""
+def handle_is_there(handle: DeploymentHandle) -> None:
+    """Wait until its replicas have started."""
+    while True:
+        with suppress(DeploymentError):
+            return handle.wait(300)
+        time.sleep(0.2)
+
+
+def kill_at_work(deployment: str, folder: Path) -> int:
+    """SIGKILL for the only replica as soon as it works after the first step; its process id.
+
+    All is looked up before that step's end: the few steps that are left are short.
+    """
     handle = DeploymentHandle(deployment, "raypo")
+    handle_is_there(handle)
     (replica,) = handle.status().replicas
     actor = ray.get_actor(replica.name, namespace="raypo")
+    wait_for_steps(folder, 1)
     while ray.get(actor.load.remote()) == 0:
         time.sleep(0.002)
     os.kill(replica.pid, signal.SIGKILL)
@@ -199,8 +214,7 @@ def test_an_engine_and_a_worker_that_are_killed_come_back_to_the_same_numbers(
     killed: list[int] = []
 
     def kill() -> None:
-        wait_for_steps(folder, 1)
-        killed.append(kill_at_work("raypo:lost:engine"))
+        killed.append(kill_at_work("raypo:lost:engine", folder))
         wait_for_steps(folder, 3)
         kill_train_workers()
 
