@@ -77,6 +77,8 @@ if [ "$device" = cpu ]; then # a folder of CPU wheels must not reach the CUDA ro
         options+=(--torch-backend cpu)
     fi
 fi
-.venv/bin/uv pip install --python .venv/bin/python --constraint "$constraints" \
+# Compiled once and here: each of a run's many processes would do it for itself, at every start where
+# PYTHONDONTWRITEBYTECODE is set.
+.venv/bin/uv pip install --python .venv/bin/python --compile-bytecode --constraint "$constraints" \
     ${options[@]+"${options[@]}"} --editable ".[$device,dev]"
 echo "$wanted" >$stamp

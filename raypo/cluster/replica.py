@@ -27,8 +27,7 @@ class Replica:
 
     def __init__(self, deployment: Deployment, index: int) -> None:
         self._deployment = deployment
-        ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        os.environ.update(narrowed(ids))  # before anything looks for devices
+        _see_own_devices()
         self._target: Any = None  # `repr` is asked even where it cannot be made
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
         self._target = self._pool.submit(_make, deployment, index).result()
@@ -111,6 +110,13 @@ class Replica:
         done = [id for id, future in self._requests.items() if future.done()]
         for id in done[:-KEPT_ANSWERS]:
             del self._requests[id]
+
+
+def _see_own_devices() -> None:
+    """Hide those of other actors from this one, before anything looks for devices."""
+    if ray.is_initialized():  # to ask where it is not would start it
+        ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        os.environ.update(narrowed(ids))
 
 
 def _make(deployment: Deployment, index: int) -> Any:

@@ -41,9 +41,9 @@ def pair_on_several(folder: Path) -> Pair:
 
 
 def processes_of_vllm() -> list[psutil.Process]:
-    """Of this process's vLLM; they name themselves."""
+    """Of this process's vLLM; they name themselves, and so do Ray's beside them."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "Worker" in " ".join(child.cmdline())]
+    return [child for child in children if " ".join(child.cmdline()).startswith("VLLM::Worker")]
 
 
 def test_every_push_reaches_every_process(pair: Pair):
