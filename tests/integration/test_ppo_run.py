@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -59,6 +58,9 @@ COLUMNS = [
 """Of a rollout's row."""
 WORKING = ("generate", "score", "evaluate", "update")
 """Phases in which models compute."""
+LAST_STEP = 4
+STANDS_STILL_S = 3.0
+"""Longer than a step without the call that waits."""
 
 
 def wait_for_steps(folder: Path, count: int) -> None:
@@ -76,17 +78,17 @@ def handle_is_there(handle: DeploymentHandle) -> None:
 
 
 def kill_at_work(deployment: str, folder: Path) -> int:
-    """SIGKILL for the only replica as soon as it works after the first step; its process id.
+    """SIGKILL for the only replica in the middle of a call after the first step; its process id.
 
-    All is looked up before that step's end: the few steps that are left are short.
+    It stands still from that step's end on: the next call to it waits until it is killed.
     """
     handle = DeploymentHandle(deployment, "raypo")
     handle_is_there(handle)
     (replica,) = handle.status().replicas
-    actor = ray.get_actor(replica.name, namespace="raypo")
     wait_for_steps(folder, 1)
-    while ray.get(actor.load.remote()) == 0:
-        time.sleep(0.002)
+    os.kill(replica.pid, signal.SIGSTOP)
+    time.sleep(STANDS_STILL_S)
+    assert len(read_metrics(folder)) < LAST_STEP
     os.kill(replica.pid, signal.SIGKILL)
     return replica.pid
 
