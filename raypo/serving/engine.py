@@ -190,8 +190,7 @@ class Engine:
             self._arriving = start.version
             self._why_not = f"the push of version {start.version} failed half-way"
             self._arrived = []
-            epochs = self._ask_workers("raypo_begin_push")
-            return Ready(len(epochs), epochs[0] if len(set(epochs)) == 1 else None)
+            return Ready.together(self._ask_workers("raypo_begin_push"))
 
     def load_bucket(self, bucket: AnyBucket) -> None:
         """Take some of the tensors of the push that was begun.

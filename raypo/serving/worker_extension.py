@@ -18,6 +18,7 @@ from raypo.weights.broadcast import BroadcastBucket, Group, Membership
 from raypo.weights.buckets import Bucket, Staged, unpack
 from raypo.weights.ipc import IpcBucket, device_uuid
 from raypo.weights.manifest import TensorSpec, WeightError, summary
+from raypo.weights.transport import Ready
 
 PARENT_S = 1.0
 
@@ -67,8 +68,8 @@ class WorkerExtension:
         """The most memory that this process has held, in GB."""
         return peak_memory()
 
-    def raypo_begin_push(self) -> int | None:
-        """Make the model ready for new weights; the epoch of this worker's broadcast group."""
+    def raypo_begin_push(self) -> Ready:
+        """Make the model ready for new weights."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.raypo_leave_push()
@@ -76,7 +77,8 @@ class WorkerExtension:
             initialize_layerwise_reload(self.model_runner.get_model())
         self.raypo_is_loading, self.raypo_loaded = True, set()
         group = getattr(self, "raypo_group", None)
-        return group.membership.epoch if group else None
+        gpus = (device_uuid(self.device),) if self.device.type == "cuda" else ()
+        return Ready(1, group.membership.epoch if group else None, gpus)
 
     def raypo_load_bucket(
         self, bucket: Bucket | IpcBucket | BroadcastBucket, second_names: list[str]

@@ -16,6 +16,7 @@ from raypo.weights.transport import (
     BUCKET_BYTES,
     Conversation,
     NamedTensors,
+    Ready,
     WeightPush,
     all_or_none,
 )
@@ -80,16 +81,7 @@ class IpcBucket:
         """A copy of the bucket on a device: the sender's memory is free again afterwards.
 
         vLLM holds on to tensors until a layer is complete, so it cannot have the sender's own.
-
-        Raises:
-            WeightError: no learner worker has this GPU.
         """
-        if uuid not in self.handles:
-            raise WeightError(
-                f"the engine runs on GPU {uuid}, and no learner worker does (they have "
-                f"{', '.join(sorted(self.handles))}). IPC needs both on one device: set "
-                "rollout.engine.transport to object or nccl."
-            )
         shared = self.handles[uuid].open(device)
         own = shared.clone()
         torch.cuda.synchronize(device)
@@ -101,7 +93,8 @@ class IpcTransport:
     """CUDA IPC for engines beside the learner workers: one copy within the GPU.
 
     Every learner worker stages the same buckets on its own GPU, and each of an engine's workers
-    reads the one on its own.
+    reads the one on its own. A GPU without an engine hands out no handle: CUDA keeps what was
+    handed out until somebody has opened and closed it.
     """
 
     last_push: WeightPush | None = None
@@ -112,21 +105,27 @@ class IpcTransport:
     def push(
         self, named_tensors: NamedTensors, engines: Any, *, version: int, workers: Workers
     ) -> None:
-        """As `Transport.push`; no worker fills a bucket again before all engines have read it."""
-        conversation = Conversation(engines, version)
+        """As `Transport.push`; no worker fills a bucket again before all engines have read it.
+
+        Raises:
+            WeightError: also where an engine runs on a GPU that no learner worker has.
+        """
+        conversation, uuid = Conversation(engines, version), device_uuid(self._device)
+        ready: list[Ready] = []
         with all_or_none(workers):
             if workers.rank == 0:
-                conversation.begin()
-        uuid = device_uuid(self._device)
+                ready = conversation.begin()
+        readers, *_ = workers.gather({gpu for engine in ready for gpu in engine.gpus})
+        _require_shared(readers, set(workers.gather(uuid)))
         buckets = stage(named_tensors, bucket_bytes=self._bucket_bytes, device=self._device)
         while True:
             with all_or_none(workers):
                 staged = next(buckets, None)
                 torch.cuda.synchronize(self._device)
-                handle = None if staged is None else CudaHandle.of(staged.flat)
+                handle = CudaHandle.of(staged.flat) if staged and uuid in readers else None
             if staged is None:
                 break
-            handles = dict(workers.gather((uuid, handle)))
+            handles = {gpu: each for gpu, each in workers.gather((uuid, handle)) if each}
             with all_or_none(workers):
                 if workers.rank == 0:
                     conversation.offer(IpcBucket(handles, staged.entries), staged.specs)
@@ -136,6 +135,15 @@ class IpcTransport:
                 conversation.finish()
                 conversation.let_serve(None)
         torch.cuda.ipc_collect()
+
+
+def _require_shared(readers: set[str], writers: set[str]) -> None:
+    if missing := sorted(readers - writers):
+        raise WeightError(
+            f"engines run on GPU {', '.join(missing)}, and no learner worker does (they have "
+            f"{', '.join(sorted(writers))}). IPC needs both on one device: set "
+            "rollout.engine.transport to object or nccl."
+        )
 
 
 def device_uuid(device: torch.device) -> str:

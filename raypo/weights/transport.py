@@ -9,7 +9,7 @@ leaves engines that refuse to sample.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +43,18 @@ class Ready:
     """vLLM workers; more than one where it is tensor parallel."""
     epoch: int | None
     """Of the broadcast group that they are members of."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that they run on."""
+
+    @classmethod
+    def together(cls, workers: Sequence[Ready]) -> Ready:
+        """Of an engine, from what its vLLM workers say."""
+        epochs = {worker.epoch for worker in workers}
+        return cls(
+            len(workers),
+            epochs.pop() if len(epochs) == 1 else None,
+            tuple(gpu for worker in workers for gpu in worker.gpus),
+        )
 
 
 @dataclass(frozen=True)

@@ -77,21 +77,24 @@ class Together:
 
 
 class Engine:
-    """Two vLLM workers, each of which reads the bucket on its own GPU."""
+    """A vLLM worker on each of some GPUs, which reads the bucket there."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: tuple[str, ...] = GPUS) -> None:
+        self._gpus = gpus
+        self.handed_out: set[str] = set()
         self.held: dict[str, dict[str, Tensor]] = {}
         self.version: int | None = None
         self.num_buckets = 0
         self._specs: list[TensorSpec] = []
 
     def begin_push(self, start: PushStart) -> Ready:
-        self.held, self.version, self._specs = {gpu: {} for gpu in GPUS}, None, []
-        return Ready(len(GPUS), None)
+        self.held, self.version, self._specs = {gpu: {} for gpu in self._gpus}, None, []
+        return Ready(len(self._gpus), None, self._gpus)
 
     def load_bucket(self, bucket: IpcBucket) -> None:
         self.num_buckets += 1
-        for gpu in GPUS:
+        self.handed_out |= bucket.handles.keys()
+        for gpu in self._gpus:
             received = bucket.read(gpu, torch.device("cpu"))
             self.held[gpu] |= dict(unpack(received, verify=False))
         self._specs += received.specs
@@ -156,7 +159,24 @@ def test_a_worker_that_fails_while_it_stages_ends_the_push_on_every_worker():
     assert engine.version is None
 
 
+def test_a_gpu_without_an_engine_hands_out_no_handle():
+    engine = Engine(GPUS[1:])
+    assert push(engine, lambda rank: iter(WEIGHTS.items())) == [None, None]
+    assert engine.version == 3
+    assert engine.handed_out == {"GPU-1"}
+    assert engine.held["GPU-1"].keys() == WEIGHTS.keys()
+
+
+def test_engines_that_share_a_gpu_read_the_same_bucket():
+    engine = Engine((GPUS[0], GPUS[0]))
+    assert push(engine, lambda rank: iter(WEIGHTS.items())) == [None, None]
+    assert engine.handed_out == {"GPU-0"}
+
+
 def test_an_engine_on_a_gpu_without_a_learner_worker_is_told_what_to_set():
-    bucket = IpcBucket({"GPU-0": SharedAnyway(torch.zeros(4))}, ())  # type: ignore[dict-item]
-    with pytest.raises(WeightError, match=r"GPU-7, and no learner worker does .*to object or nccl"):
-        bucket.read("GPU-7", torch.device("cpu"))
+    engine = Engine((*GPUS, "GPU-7"))
+    for error in push(engine, lambda rank: iter(WEIGHTS.items())):
+        assert isinstance(error, WeightError)
+        assert "GPU-7, and no learner worker does (they have GPU-0, GPU-1)" in str(error)
+        assert "rollout.engine.transport to object or nccl" in str(error)
+    assert engine.num_buckets == 0
