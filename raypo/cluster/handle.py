@@ -75,10 +75,17 @@ class DeploymentHandle:
     """
 
     def __init__(
-        self, name: str, namespace: str, *, prefer: tuple[int, ...] = (), owner: str = ""
+        self,
+        name: str,
+        namespace: str,
+        *,
+        prefer: tuple[int, ...] = (),
+        owner: str = "",
+        waits_for_room: bool = False,
     ) -> None:
         self.name = name
         self._namespace, self._prefer, self._owner = namespace, prefer, owner
+        self._waits_for_room = waits_for_room
         self._found: ActorHandle | None = None
         self._cached: Membership | None = None
         self._cached_at = -math.inf
@@ -88,7 +95,7 @@ class DeploymentHandle:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self.name, self._namespace, self._prefer, self._owner)
+        return _rebuild, (self.name, self._namespace, self._options())
 
     def __repr__(self) -> str:
         return f"DeploymentHandle({self.name})"
@@ -100,7 +107,7 @@ class DeploymentHandle:
 
     def preferring(self, *indexes: int) -> DeploymentHandle:
         """A handle that asks these replicas first, as long as one of them has room."""
-        return DeploymentHandle(self.name, self._namespace, prefer=indexes, owner=self._owner)
+        return self._with(prefer=indexes)
 
     def each_preferred(self) -> list[DeploymentHandle]:
         """A handle for each replica that this one prefers: itself where it is one or none."""
@@ -108,12 +115,16 @@ class DeploymentHandle:
             return [self]
         return [self.preferring(index) for index in self._prefer]
 
+    def waiting_for_room(self) -> DeploymentHandle:
+        """A handle whose callers wait where all queues are full, and meet no `Backpressure`."""
+        return self._with(waits_for_room=True)
+
     def owned_by(self, owner: str) -> DeploymentHandle:
         """A handle that establishes calls for one of several owners; they do not replace others'.
 
         A replica that starts later makes the calls of all owners before it serves.
         """
-        return DeploymentHandle(self.name, self._namespace, prefer=self._prefer, owner=owner)
+        return self._with(owner=owner)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started.
@@ -196,6 +207,16 @@ class DeploymentHandle:
             ray.kill(self._controller())
         except DeploymentError:
             return  # it is gone already
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "prefer": self._prefer,
+            "owner": self._owner,
+            "waits_for_room": self._waits_for_room,
+        }
+
+    def _with(self, **changes: Any) -> DeploymentHandle:
+        return DeploymentHandle(self.name, self._namespace, **(self._options() | changes))
 
     def _controller(self) -> ActorHandle:
         if self._found is None:
@@ -296,5 +317,5 @@ def _load(ref: Any) -> float:
         return math.inf
 
 
-def _rebuild(name: str, namespace: str, prefer: tuple[int, ...], owner: str) -> DeploymentHandle:
-    return DeploymentHandle(name, namespace, prefer=prefer, owner=owner)
+def _rebuild(name: str, namespace: str, options: dict[str, Any]) -> DeploymentHandle:
+    return DeploymentHandle(name, namespace, **options)

@@ -41,7 +41,8 @@ class Response:
 
         Raises:
             NoReplicaLeft: nobody serves, and nobody will by himself.
-            Backpressure: the queues of all replicas are full.
+            Backpressure: the queues of all replicas are full (`DeploymentHandle.waiting_for_room`
+                says to wait instead).
             DeploymentError: there is no answer in time, or the deployment has ended.
             Exception: whatever the replica's method raised.
         """
@@ -94,17 +95,21 @@ class Response:
             serving = [each for each in membership.serving if each.name not in self._avoid]
             if membership.failure:
                 raise DeploymentError(membership.failure)
-            if serving:
+            if serving and self._handle._waits_for_room:
+                deadline.sleep(RETRY_S, self._handle.name)
+                self._refused.clear()
+            elif serving:
                 raise Backpressure(
                     f"{self._handle.name}: the queues of all {len(serving)} replicas are full "
                     f"(max_queued_requests). Send less at a time, or start more replicas."
                 )
-            if not membership.recovers:
+            elif not membership.recovers:
                 raise NoReplicaLeft(
                     f"{self._handle.name}: no replica is left that serves. Those that start wait "
                     f"to be told what all were told; push the weights again."
                 )
-            self._handle._wait_changed(membership, deadline)
+            else:
+                self._handle._wait_changed(membership, deadline)
 
     def _send(self, member: Member | None) -> None:
         self._member, self._ref = member, None
@@ -165,6 +170,17 @@ class Deadline:
     def left(self) -> float | None:
         """Seconds; None: for ever."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    def sleep(self, seconds: float, name: str) -> None:
+        """Wait a moment.
+
+        Raises:
+            DeploymentError: the time is over.
+        """
+        left = self.left()
+        if left is not None and left <= seconds:
+            raise self.passed(name)
+        time.sleep(seconds)
 
     def passed(self, name: str) -> DeploymentError:
         """The error to raise then."""

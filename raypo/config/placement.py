@@ -13,7 +13,7 @@ class DeploymentSection(Config):
     """How replicas of engines and frozen models are watched and asked; the words of Ray Serve."""
 
     max_queued_requests: int | None = Field(default=None, ge=0)
-    """Most requests that wait at a replica before it refuses more; null: no bound."""
+    """Most requests that wait at a replica; beyond, they wait at the callers; null: no bound."""
     request_timeout_s: float | None = Field(default=None, gt=0.0)
     """Seconds that a worker waits for an answer before the run stops; null: for ever."""
     health_check_period_s: float = Field(default=10.0, gt=0.0)

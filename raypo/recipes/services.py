@@ -101,7 +101,7 @@ def start_deployments(
     places = places_beside(workers, colocated, num_engines=count)
     deployments = [settled(role, config, run_name, logs_dir) for role in colocated]
     started = _start(deployments, places, workers, in_turn=torch.cuda.is_available())
-    handles = {**elsewhere, **started}
+    handles = {name: handle.waiting_for_room() for name, handle in {**elsewhere, **started}.items()}
     nodes = workers.gather(ray.get_runtime_context().get_node_id())
     near = {
         role.name: handles[role.name].preferring(_nearest(role, nodes, workers, elsewhere))
@@ -126,7 +126,7 @@ def start_engines(
     count = _num_engines(config, workers)
     places = places_beside(workers, [role], num_engines=count)
     started = _start([settled(role, config, run_name, logs_dir)], places, workers)
-    return started["engine"].preferring(*own_engines(workers, count))
+    return started["engine"].waiting_for_room().preferring(*own_engines(workers, count))
 
 
 def _nearest(

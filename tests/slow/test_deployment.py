@@ -149,8 +149,13 @@ def test_full_queues_refuse_with_the_key(start: Start, tmp_path: Path):
     with pytest.raises(Backpressure, match=r"queues of all 2 replicas are full \(max_queued_req"):
         refused.result()
     assert len(handle.pid.on_all()) == 2  # what all are asked does not stand in line
+
+    waiting = pickle.loads(pickle.dumps(handle.waiting_for_room().preferring(1)))
+    patient = waiting.wait_for.remote(str(gate))
+    with pytest.raises(DeploymentError, match="no answer in 1 s"):
+        patient.result(1.0)
     gate.touch()
-    assert [response.result() for response in under_way] == ["seen"] * 4
+    assert [response.result() for response in (*under_way, patient)] == ["seen"] * 5
 
 
 def test_a_call_that_takes_too_long_is_told(start: Start, tmp_path: Path):
