@@ -1,7 +1,7 @@
 """One role of a run in a process of its own, its memory measured: `... memory_probe ROLE CONFIG`.
 
-CONFIG is a whole run config as JSON. Prints a JSON object: resident bytes of this process as peaks
-by phase, with all that a worker of Ray imports.
+CONFIG is a whole run config as JSON. Prints a JSON object: resident bytes of this process, and of
+those that vLLM starts for several devices, as peaks by phase, with all that a Ray worker imports.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -28,19 +29,29 @@ from raypo.weights.manifest import checksums
 from raypo.weights.transport import BUCKET_BYTES
 
 SMALL_BUCKET = 16 * 1024**2
-"""Of the engine's push: what lies in the object store is not the engine's."""
+"""Of a push to one process: what lies in the object store is not the engine's."""
 
 
-def resident(what: str) -> int:
-    """VmRSS (now) or VmHWM (the peak since `forget_peak`), in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{what}:"):
+def peak() -> int:
+    """Resident bytes at the most since `forget_peak`, of each process and summed."""
+    return sum(high_water_mark(process.pid) for process in processes())
+
+
+def high_water_mark(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {what}.")
+    raise RuntimeError(f"/proc/{pid}/status has no VmHWM.")
+
+
+def processes() -> list[psutil.Process]:
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
 
 
 def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+    for process in processes():
+        Path(f"/proc/{process.pid}/clear_refs").write_text("5")
 
 
 def experience(rows: int, prompt: int, response: int, vocabulary: int) -> Experience:
@@ -106,7 +117,7 @@ def learner(config: PPOConfig) -> dict[str, int]:
 def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
     forget_peak()
     result = work()
-    return result, resident("VmHWM")
+    return result, peak()
 
 
 def vocabulary_of(config: PPOConfig) -> int:
@@ -191,15 +202,18 @@ def engine(config: PPOConfig) -> dict[str, int]:
         for number, each in enumerate(rollouts(config))
     ]
 
+    several = config.rollout.engine.tensor_parallel > 1
+    bucket_bytes = BUCKET_BYTES if several else SMALL_BUCKET
+
     def push(version: int) -> None:
         built.begin_push(PushStart(version))
         specs = []
-        for bucket in pack(random_weights(config), bucket_bytes=SMALL_BUCKET):
+        for bucket in pack(random_weights(config), bucket_bytes=bucket_bytes):
             built.load_bucket(bucket)
             specs += bucket.specs
         built.finish_push(Manifest.of(version, specs))
 
-    found = {"start": resident("VmHWM")}
+    found = {"start": peak()}
     push(1)
     _, found["generate"] = peak_of(lambda: built.generate(requests))
     _, found["push"] = peak_of(lambda: push(2))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from raypo.config import PPOConfig
 from raypo.plan.estimate import LEARNER, Models
-from raypo.plan.loads import roles_of
+from raypo.plan.loads import num_devices, roles_of
 from raypo.plan.memory import Sharding
 from tests.tiny import tiny_tokenizer
 
@@ -28,6 +28,7 @@ TOLERANCE = 0.15
 LORA = {"model": {"lora": {"rank": 16, "alpha": 32}}}
 BFLOAT16 = {"model": {"dtype": "bfloat16"}}
 CRITIC = {"ppo": {"advantage": "gae"}}
+THREE_PROCESSES = {"rollout": {"engine": {"tensor_parallel": 3}}}
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -92,10 +93,11 @@ def predicted(role: str, config: PPOConfig) -> Any:
 
 
 def compare(what: str, role: str, config: PPOConfig, worst: str) -> None:
-    """Prints every phase; the worst one decides whether a run fits."""
+    """Prints every phase, of all processes of a replica; the worst decides whether a run fits."""
     peaks, memory = measured(role, config), predicted(role, config)
     phases = [phase for phase in peaks if phase != "first_update"]  # an update like the next
-    needed = {phase: memory.steady + memory.added(phase) for phase in phases}
+    size = 1 if role == LEARNER else num_devices(config, role)
+    needed = {phase: size * (memory.steady + memory.added(phase)) for phase in phases}
     for phase in phases:
         peak = peaks[phase]
         ratio = needed[phase] / peak
@@ -125,7 +127,9 @@ def test_frozen_models(model: tuple[str, Path]):
         compare(f"{role}, {model[0]}", role, config, "score")
 
 
-@pytest.mark.parametrize("changes", [{}, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes", [{}, BFLOAT16, THREE_PROCESSES], ids=["float32", "bfloat16", "tensor parallel"]
+)
 def test_an_engine(model: tuple[str, Path], changes: dict[str, Any], request: Any):
     config = run_config(model[1], changes)
     compare(f"{request.node.name}", "engine", config, "push")
