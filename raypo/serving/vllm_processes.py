@@ -36,7 +36,8 @@ class VllmProcesses:
         self._out_of_step: str | None = None
         if self._are_several:
             self.ask("raypo_end_with", os.getpid())
-            _leave_no_shared_memory()
+            self.ask("raypo_leave_no_shared_memory")
+            leave_no_shared_memory()
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """What a method of vLLM's worker returns in every worker, or the first failure."""
@@ -89,13 +90,14 @@ class VllmProcesses:
         return memory | ({"gpu_memory": max(of_gpus)} if of_gpus else {})
 
 
-def _leave_no_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
-    """Take the names of vLLM's message queues away, which all of its processes have open by now.
+def leave_no_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
+    """Take away the names of what vLLM's processes share, once all of them have it open.
 
-    The memory then ends with the last of them; else it stays where they are killed.
+    Message queues, and on CPU what collectives are made in. The memory then ends with the last of
+    the processes; else it stays where they are killed.
     """
     if not maps.exists():
         return
-    for name in set(re.findall(r"/dev/shm/psm_\w+$", maps.read_text(), re.MULTILINE)):
+    for name in set(re.findall(r"/dev/shm/(?:psm|vllm_dist)_\S+$", maps.read_text(), re.MULTILINE)):
         with suppress(FileNotFoundError):
             os.unlink(name)

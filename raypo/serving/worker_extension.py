@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raypo.metrics.process_memory import peak_memory
-from raypo.serving.vllm_processes import Answer
+from raypo.serving.vllm_processes import Answer, leave_no_shared_memory
 from raypo.weights.broadcast import BroadcastBucket, Group, Membership
 from raypo.weights.buckets import Bucket, Staged, unpack
 from raypo.weights.ipc import IpcBucket, device_uuid
@@ -63,6 +63,10 @@ class WorkerExtension:
             os._exit(1)
 
         threading.Thread(target=watch, name="raypo-parent", daemon=True).start()
+
+    def raypo_leave_no_shared_memory(self) -> None:
+        """Take away the names of what this process shares with the other workers."""
+        leave_no_shared_memory()
 
     def raypo_peak_memory(self) -> dict[str, float]:
         """The most memory that this process has held, in GB."""

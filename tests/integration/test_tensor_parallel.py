@@ -84,10 +84,14 @@ def test_a_push_that_dies_half_way_leaves_an_engine_that_refuses(pair: Pair):
 
 def test_it_leaves_no_shared_memory_behind_however_it_ends(pair: Pair):
     """What vLLM maps has no name any more: it goes with the processes."""
-    maps = Path("/proc/self/maps").read_text()
-    mapped = [line for line in maps.splitlines() if "/dev/shm/psm_" in line]
-    assert mapped
-    assert all(line.endswith("(deleted)") for line in mapped)
+    processes = [psutil.Process(), *processes_of_vllm()]
+    maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in processes]
+    for shared in ("psm_", "vllm_dist_"):
+        mapped = [
+            line for each in maps for line in each.splitlines() if f"/dev/shm/{shared}" in line
+        ]
+        assert mapped, shared
+        assert all(line.endswith("(deleted)") for line in mapped), shared
 
 
 def test_its_memory_is_that_of_all_its_processes(pair: Pair):

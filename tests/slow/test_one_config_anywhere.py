@@ -80,6 +80,11 @@ def test_three_workers_and_two_engines_of_which_one_dies_account_for_every_promp
     assert told["environments"] == [expected] * (3 + 2 + num_references)
 
 
+def shared_by_vllm() -> set[Path]:
+    memory = Path("/dev/shm")
+    return {*memory.glob("psm_*"), *memory.glob("vllm_dist_*")}
+
+
 def test_tensor_parallel_engine_and_reference_in_a_run_that_loses_the_engine(
     first: SimpleNamespace, task: Path, tmp_path: Path
 ):
@@ -92,9 +97,9 @@ def test_tensor_parallel_engine_and_reference_in_a_run_that_loses_the_engine(
         "placement.mode": {"reward": "dedicated"},
         "placement.frozen.reference": {"backend": "vllm", "tensor_parallel": 2},
     }
-    before = set(Path("/dev/shm").glob("psm_*"))
+    before = shared_by_vllm()
     told = run(task, "tensor_parallel", [{"num_cpus": 4}], overrides=overrides)
-    assert set(Path("/dev/shm").glob("psm_*")) <= before
+    assert shared_by_vllm() <= before
     assert told["return"] == FINISHED
     assert told["namespace"] == "elsewhere"
     assert told["processes_of_lost"] >= 2
