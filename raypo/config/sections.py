@@ -256,7 +256,7 @@ class ClusterSection(Config):
     address: str | None = None
     """host:port; null: RAY_ADDRESS, else a local Ray with the dashboard on."""
     namespace: str = "raypo"
-    """Ray namespace of the actors."""
+    """Ray namespace of the actors; after a `ray.init` of your own, that of its call."""
 
 
 class WandbSection(Config):
