@@ -28,13 +28,13 @@ from ray.util.queue import Empty, Queue
 from raypo.metrics.run_files import RunFiles
 from raypo.tuning.goal import Goal, as_report, known_metrics
 
-POINTER, SEGMENT = "pointer.json", "segment.json"
+POINTER, SEGMENT, TAKEN = "pointer.json", "segment.json", "taken.json"
 COPIED = "copied"
 """Folder of a segment: the checkpoint that it began with."""
 POLL_S = 0.5
 """How often the run of a trial is looked at for its end."""
 KEPT_CHECKPOINTS = 3
-"""At least: a copy of the last one or two may begin while the trial has gone on."""
+"""At least: Tune may decide for the last but one of them while the trial goes on."""
 KEPT_SEGMENTS = 2
 """The last one's first checkpoint may still be on its way to another trial."""
 
@@ -72,17 +72,9 @@ class Segment:
 
 def next_segment(files: RunFiles, pointer: Any | None) -> Segment:
     """The segment to run: a new one where Tune hands out another trial's checkpoint."""
-    content = files.read(SEGMENT)
-    state = json.loads(content) if content else {"number": 0}
-    last = Segment(state["number"], files.location)
-    if pointer is None:
-        return last
-    with pointer.as_directory() as folder:
-        target = json.loads((Path(folder) / POINTER).read_text())
-    if target["trial"] == files.name:
-        return last
-    segment = Segment(last.number + 1, files.location, target["known"])
-    copy_checkpoint(target["checkpoint"], f"{segment.location}/{COPIED}")
+    segment = take_along(files, pointer) if pointer else None
+    if segment is None:
+        return _last_segment(files)
     files.write(SEGMENT, json.dumps({"number": segment.number}).encode())
     files.sync()
     if segment.number >= KEPT_SEGMENTS:
@@ -90,8 +82,42 @@ def next_segment(files: RunFiles, pointer: Any | None) -> Segment:
     return segment
 
 
+def take_along(files: RunFiles, pointer: Any) -> Segment | None:
+    """Copy another trial's checkpoint into the segment that a trial begins with it; once.
+
+    The driver does it when the scheduler decides: before the trial has started again, the other
+    one may have gone on and deleted the checkpoint.
+
+    Args:
+        files: Of the trial that begins again.
+
+    Returns:
+        The segment; None where the checkpoint is the trial's own.
+
+    Raises:
+        OSError: the checkpoint is gone.
+    """
+    with pointer.as_directory() as folder:
+        target = json.loads((Path(folder) / POINTER).read_text())
+    if target["trial"] == files.name:
+        return None
+    number = _last_segment(files).number + 1
+    segment = Segment(number, files.location, target["known"])
+    taken = {"number": number, "checkpoint": target["checkpoint"]}
+    if json.loads(files.read(TAKEN) or "null") != taken:
+        copy_checkpoint(target["checkpoint"], f"{segment.location}/{COPIED}")
+        files.write(TAKEN, json.dumps(taken).encode())
+        files.sync()
+    return segment
+
+
+def _last_segment(files: RunFiles) -> Segment:
+    state = json.loads(files.read(SEGMENT) or '{"number": 0}')
+    return Segment(state["number"], files.location)
+
+
 def copy_checkpoint(source: str, target: str) -> None:
-    """Of another trial, which may delete its own at any time; on one disk by hard links.
+    """Of another trial, which will delete its own some time; on one disk by hard links.
 
     Args:
         source: A local path or a URI, as the target is.
@@ -150,7 +176,7 @@ def run_with_pointers(
         known: Last known metrics of the trial.
         trial: Its name.
     """
-    queue = Queue(actor_options={"num_cpus": 0})
+    queue = Queue(maxsize=1, actor_options={"num_cpus": 0})  # a run waits until Tune knows its step
     failures: list[BaseException] = []
 
     def run() -> None:

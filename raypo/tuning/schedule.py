@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -19,13 +20,20 @@ from raypo.config.space import Domain
 from raypo.config.sweep import SweepConfig
 from raypo.metrics.run_files import RunFiles
 from raypo.tuning.goal import STEP, VALUE, Goal, as_report, known_metrics
+from raypo.tuning.population import take_along
 from raypo.tuning.search import POINT, as_tune
+
+logger = logging.getLogger(__name__)
 
 _JUDGED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
 
 
-def scheduler_of(sweep: SweepConfig, base: PPOConfig) -> TrialScheduler:
-    """The sweep's scheduler; it judges by `sweep/value`, in which infeasible is below feasible."""
+def scheduler_of(sweep: SweepConfig, base: PPOConfig, *, storage_path: str) -> TrialScheduler:
+    """The sweep's scheduler; it judges by `sweep/value`, in which infeasible is below feasible.
+
+    Args:
+        storage_path: Of the trials' runs.
+    """
     section = sweep.scheduler
     grace_steps = min(section.grace_steps or base.eval.every, base.num_steps)
     if section.kind == "asha":
@@ -45,6 +53,7 @@ def scheduler_of(sweep: SweepConfig, base: PPOConfig) -> TrialScheduler:
     if section.kind == "pbt":
         return Population(
             base.num_steps,
+            storage_path,
             perturbation_interval=sweep.perturb_every(base),
             hyperparam_mutations={POINT: {k: _mutation(d) for k, d in sweep.domains.items()}},
             quantile_fraction=section.quantile,
@@ -59,9 +68,9 @@ def scheduler_of(sweep: SweepConfig, base: PPOConfig) -> TrialScheduler:
 class Population(PopulationBasedTraining):
     """Ray Tune's, for trials that all run at the same time."""
 
-    def __init__(self, num_steps: int, **arguments: Any) -> None:
+    def __init__(self, num_steps: int, storage_path: str, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._num_steps = num_steps
+        self._num_steps, self._storage_path = num_steps, storage_path
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict) -> str:
         """A trial that has come to its end is left alone, and none makes way for another."""
@@ -69,6 +78,16 @@ class Population(PopulationBasedTraining):
             return self.CONTINUE
         decision = super().on_trial_result(tune_controller, trial, result)
         return self.CONTINUE if decision == self.PAUSE else decision
+
+    def _exploit(self, tune_controller: Any, trial: Any, trial_to_clone: Any) -> None:
+        """Take the checkpoint along now; where it is gone, the trial goes on as it is."""
+        pointer = self._trial_state[trial_to_clone].last_checkpoint
+        try:
+            take_along(RunFiles(self._storage_path, str(trial)), pointer)
+        except OSError as error:
+            logger.warning("%s is not copied into %s: %s", trial_to_clone, trial, error)
+            return
+        super()._exploit(tune_controller, trial, trial_to_clone)
 
 
 def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:

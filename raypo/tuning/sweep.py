@@ -168,7 +168,7 @@ class _Sweep:
             ray.kill(janitor)
 
     def _fit_trials(self, setup: TrialSetup) -> None:
-        scheduler = scheduler_of(self._sweep, self._base)
+        scheduler = scheduler_of(self._sweep, self._base, storage_path=setup.storage_path)
         if not setup.is_population:  # it looks at those alone that still run
             past = {
                 record.name: reports_of(

@@ -10,7 +10,13 @@ from ray.train import CheckpointConfig, RunConfig
 
 from raypo.config.space import Domain
 from raypo.metrics.run_files import RunFiles
-from raypo.tuning.population import POINTER, copy_checkpoint, next_segment, remove_folder
+from raypo.tuning.population import (
+    POINTER,
+    copy_checkpoint,
+    next_segment,
+    remove_folder,
+    take_along,
+)
 from raypo.tuning.schedule import inside
 
 
@@ -48,6 +54,33 @@ def test_the_copied_checkpoint_is_the_trials_own_and_old_segments_go(tmp_path: P
         assert Path(copied.location).is_relative_to(files.folder)
     names = {path.name for path in files.folder.iterdir() if path.is_dir()}
     assert names == {"segment_1", "segment_2"}
+
+
+def test_what_the_driver_took_along_is_there_though_the_other_trial_has_deleted_it(tmp_path: Path):
+    files = RunFiles(str(tmp_path), "p-00001")
+    chosen = pointer(tmp_path / "a", "p-00000")
+    taken = take_along(files, chosen)
+    shutil.rmtree(tmp_path / "a" / "checkpoint")
+    begun = next_segment(files, chosen)
+    assert begun == taken
+    assert begun.resume_from is not None
+    assert (Path(begun.resume_from) / "run.json").read_text() == "of p-00000"
+
+    again = pointer(tmp_path / "b", "p-00000")
+    (tmp_path / "b" / "checkpoint" / "run.json").write_text("later")
+    for _ in range(2):  # decided twice before the trial has started: the last one counts
+        take_along(files, again)
+    begun = next_segment(files, again)
+    assert begun.resume_from is not None
+    assert (Path(begun.resume_from) / "run.json").read_text() == "later"
+
+
+def test_a_checkpoint_that_is_gone_cannot_be_taken(tmp_path: Path):
+    gone = pointer(tmp_path / "a", "p-00000")
+    shutil.rmtree(tmp_path / "a" / "checkpoint")
+    with pytest.raises(OSError, match="checkpoint"):
+        take_along(RunFiles(str(tmp_path), "p-00001"), gone)
+    assert take_along(RunFiles(str(tmp_path), "p-00000"), gone) is None  # its own
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -15,7 +15,8 @@ def scheduler(kind: Any, **changes: Any) -> Any:
     written = {"name": "s", "base": "b", "space": space, "scheduler": kind}
     sweep = SweepConfig.parse(written | changes)
     values = {"name": "b", "model": {"policy": "p"}, "data": {"prompts": "d"}, "num_steps": 8}
-    return scheduler_of(sweep, PPOConfig.parse(values | {"eval": {"every": 2}}))
+    base = PPOConfig.parse(values | {"eval": {"every": 2}})
+    return scheduler_of(sweep, base, storage_path="runs")
 
 
 def test_a_population_leaves_alone_who_is_at_the_end_and_makes_nobody_wait():
