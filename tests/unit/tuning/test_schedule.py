@@ -3,10 +3,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from ray import tune
+
 from raypo.config import PPOConfig
 from raypo.config.sweep import SweepConfig
 from raypo.metrics.run_files import RunFiles
 from raypo.tuning.goal import VALUE, Goal
+from raypo.tuning.population import POINTER
 from raypo.tuning.schedule import PastTrial, reports_of, scheduler_of, tell_past
 
 
@@ -37,6 +41,20 @@ def test_a_population_leaves_alone_who_is_at_the_end_and_makes_nobody_wait():
     assert [state.last_train_time for state in states] == [4, 4]
 
 
+def test_a_trial_goes_on_as_it_is_where_the_checkpoint_to_copy_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    judge = scheduler({"kind": "pbt", "perturb_every": 2, "quantile": 0.5}, searcher="random")
+    worse, better = (RunningTrial(name) for name in ("worse", "better"))
+    for each in (worse, better):
+        judge.on_trial_add(SimpleNamespace(search_alg=None), each)
+    gone = {"trial": "better", "checkpoint": str(tmp_path / "gone"), "known": {}}
+    (tmp_path / POINTER).write_text(json.dumps(gone))
+    judge._trial_state[better].last_checkpoint = tune.Checkpoint.from_directory(str(tmp_path))
+    judge._exploit(SimpleNamespace(), worse, better)  # a controller that can pause nobody
+    assert "better is not copied into worse" in caplog.text
+
+
 class RunningTrial:
     """As much of a Tune trial as pbt looks at."""
 
@@ -46,6 +64,9 @@ class RunningTrial:
         self.trial_id, self.config = name, {"point": {"ppo.gamma": 0.9}}
         keeps_all = SimpleNamespace(checkpoint_config=SimpleNamespace(num_to_keep=None))
         self.run_metadata = SimpleNamespace(checkpoint_manager=keeps_all)
+
+    def __str__(self) -> str:
+        return self.trial_id
 
     def is_finished(self) -> bool:
         return False
