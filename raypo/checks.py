@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from raypo.config import (
 from raypo.data.prompts import peek
 from raypo.metrics.run_files import RunFiles
 from raypo.metrics.sinks import check_installed
+from raypo.plan.model_shape import ModelShape, from_config
 from raypo.rewards.loader import check_function
 
 
@@ -71,6 +73,7 @@ def _check_ppo(config: PPOConfig, *, has_reward_fn: bool) -> None:
             check_model(f"model.{key}", path)
     for entry in config.model.reward or ():
         check_model("model.reward", entry.path)
+    _check_shards(config)
     _check_data(config)
     if not has_reward_fn:
         if not _has_judge(config):
@@ -83,6 +86,33 @@ def _check_ppo(config: PPOConfig, *, has_reward_fn: bool) -> None:
             check_function(config.reward.function)
     if config.eval.function is not None:
         check_function(config.eval.function, key="eval.function")
+
+
+def _check_shards(config: PPOConfig) -> None:
+    """Models that vLLM cannot cut; those of a hub id are left to vLLM."""
+    model = config.model
+    paths = {
+        "engine": [("model.policy", model.policy)],
+        "reference": [("model.reference", config.reference)],
+        "reward": [("model.reward", entry.path) for entry in model.reward or ()],
+    }
+    for key, (role, size) in config.devices_of_replicas().items():
+        for name, path in paths[role] if size > 1 else ():
+            shape = _local_shape(path)
+            if shape and (rest := shape.does_not_divide(size)):
+                fits = max(n for n in range(1, size) if shape.does_not_divide(n) is None)
+                raise ConfigError(
+                    f"{key} ({size}): must divide the {rest} of {name} ({path}). Set it to {fits}."
+                )
+
+
+def _local_shape(path: str | None) -> ModelShape | None:
+    if path is None or not (Path(path) / "config.json").exists():
+        return None
+    try:
+        return from_config(json.loads((Path(path) / "config.json").read_text()))
+    except KeyError:  # no transformer that raypo knows; vLLM may
+        return None
 
 
 def _has_judge(config: PPOConfig) -> bool:

@@ -21,6 +21,8 @@ OTHER_NAMES = {
     "intermediate_size": ("n_inner", "ffn_dim"),
 }
 """What older architectures call the same numbers."""
+VOCABULARY_PAD = 64
+"""vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,19 @@ class ModelShape:
     def key_value(self) -> int:
         """Width of all key heads together; the values have as much."""
         return self.kv_heads * self.head_dim
+
+    def does_not_divide(self, size: int) -> str | None:
+        """What vLLM cannot cut into as many equal shards; None: it can."""
+        shared_heads = size > self.kv_heads and size % self.kv_heads == 0  # then they are repeated
+        cut = {
+            "attention heads": self.heads,
+            "key-value heads": size if shared_heads else self.kv_heads,
+            "columns of the MLP": self.intermediate,
+            f"rows of the vocabulary (padded to a multiple of {VOCABULARY_PAD})": (
+                -(-self.vocabulary // VOCABULARY_PAD) * VOCABULARY_PAD
+            ),
+        }
+        return next((f"{n} {what}" for what, n in cut.items() if n % size), None)
 
     def adapter_parameters(self, rank: int, targets: Sequence[str] | None = None) -> int:
         """Weights of a LoRA adapter: rank * (in + out) for each linear layer that has one.

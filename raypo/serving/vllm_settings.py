@@ -31,6 +31,10 @@ CPU_SEQUENCES = 32
 CPU_KV_BYTES = (1 << 29, 1 << 31)
 
 
+IN_ANOTHER_PROCESS = "in a background process"
+"""vLLM says so, and no more, where one of its workers could not start."""
+
+
 def prepare_environment(*, eager: bool) -> None:
     """Set what vLLM reads while it is imported; what the user set about logging stays."""
     os.environ.update(ENVIRONMENT)
@@ -42,7 +46,7 @@ def start_llm(arguments: dict[str, Any]) -> Any:
     """A `vllm.LLM` of a supported version; the first in a process imports vLLM, in 10 s.
 
     Raises:
-        RuntimeError: vLLM is missing or its version is not supported.
+        RuntimeError: vLLM is missing, its version is not supported, or one of its processes failed.
     """
     prepare_environment(eager=arguments.get("enforce_eager", False))
     with warnings.catch_warnings():
@@ -55,7 +59,15 @@ def start_llm(arguments: dict[str, Any]) -> Any:
                 "its cpu or gpu extra: pip install 'raypo[cpu]'."
             ) from error
         check_version(vllm.__version__)
-        return vllm.LLM(**arguments)
+        try:
+            return vllm.LLM(**arguments)
+        except Exception as error:
+            if IN_ANOTHER_PROCESS not in str(error):
+                raise
+            raise RuntimeError(
+                "one of vLLM's processes did not start. Why stands in the log of this replica in "
+                "the Ray dashboard (Actors), in lines that begin with (Worker_."
+            ) from error
 
 
 def check_version(version: str) -> None:

@@ -22,13 +22,16 @@ from raypo.plan.loads import num_devices, roles_of
 from raypo.plan.memory import Sharding
 from tests.tiny import tiny_tokenizer
 
-SHAPES = {"25M": {"vocab_size": 8192, "num_hidden_layers": 6}, "135M": {}}
+SHAPES = {"25M": {"vocab_size": 9216, "num_hidden_layers": 6}, "135M": {}}
 ROWS, PROMPT, RESPONSE, MICROBATCH = 8, 128, 128, 512
 TOLERANCE = 0.15
 LORA = {"model": {"lora": {"rank": 16, "alpha": 32}}}
 BFLOAT16 = {"model": {"dtype": "bfloat16"}}
 CRITIC = {"ppo": {"advantage": "gae"}}
-THREE_PROCESSES = {"rollout": {"engine": {"tensor_parallel": 3}}}
+THREE_PROCESSES = {
+    "rollout": {"engine": {"tensor_parallel": 3}},
+    "placement": {"mode": "dedicated"},
+}
 
 
 @pytest.fixture(scope="module", params=SHAPES)

@@ -74,6 +74,38 @@ def test_a_folder_that_is_no_model_is_named(values: dict, tmp_path: Path):
     assert "has no config.json" in refusal(values)
 
 
+@pytest.mark.parametrize(
+    ("size", "sizes", "said"),
+    [
+        (4, {"num_attention_heads": 6}, "must divide the 6 attention heads of model.policy"),
+        (4, {"num_key_value_heads": 6, "num_attention_heads": 12}, "6 key-value heads"),
+        (3, {"vocab_size": 1000, "num_attention_heads": 6}, "1024 rows of the vocabulary"),
+        (4, {"intermediate_size": 90}, "90 columns of the MLP"),
+        (4, {"num_key_value_heads": 2}, None),  # repeated on the devices that share them
+        (8, {"vocab_size": 1000}, None),
+    ],
+)
+def test_a_model_that_vllm_cannot_cut_is_refused(
+    values: dict, tmp_path: Path, size: int, sizes: dict, said: str | None
+):
+    shape = {
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "intermediate_size": 192,
+        "vocab_size": 1024,
+    }
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(shape | sizes))
+    values["rollout"] = {"engine": {"tensor_parallel": size}}
+    values["placement"] = {"mode": "dedicated"}
+    if said is None:
+        return check_inputs(PPOConfig.parse(values), on_this_machine=False)
+    text = refusal(values)
+    assert f"rollout.engine.tensor_parallel ({size}): must divide the" in text
+    assert said in text
+    assert text.endswith("Set it to 2.")
+
+
 def test_a_hub_id_is_left_to_the_hub_unless_it_is_offline(
     values: dict, monkeypatch: pytest.MonkeyPatch
 ):

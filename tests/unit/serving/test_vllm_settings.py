@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 
 from raypo.config import EngineSection
+from raypo.serving import vllm_settings
 from raypo.serving.vllm_settings import (
     check_version,
     default_cpu_kv_bytes,
     engine_arguments,
     prepare_environment,
+    start_llm,
 )
 from tests.tiny import tiny_policy
 
@@ -31,6 +35,24 @@ def test_unsupported_versions_are_named(version: str) -> None:
     assert version not in gpu.specifier
     assert {"0.23.0", "0.32.9"} <= set(gpu.specifier.filter(["0.23.0", "0.32.9", "0.33.0"]))
     assert "0.32.0" in cpu.specifier
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("WorkerProc initialization failed due to an exception in a background process. See stack "
+         "trace for root cause.", r"one of vLLM's processes did not start.*\(Worker_"),
+        ("no room for the KV cache", "^no room for the KV cache$"),
+    ],
+)  # fmt: skip
+def test_where_the_reason_of_another_process_stands_is_told(monkeypatch, said: str, told: str):
+    def fails() -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0", LLM=fails))
+    monkeypatch.setattr(vllm_settings, "prepare_environment", lambda **_: None)
+    with pytest.raises(RuntimeError, match=told):
+        start_llm({})
 
 
 def arguments(folder: str, section: EngineSection, device: str = "cpu") -> dict:
