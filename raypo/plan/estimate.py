@@ -18,6 +18,8 @@ RUNTIME = {
 """Bytes of a process that holds no model yet: imports on CPU, the CUDA context and its libraries'
 workspaces on a GPU. Measured on CPU (runs of a tiny model: a learner worker 0.71 GB, a reference
 0.56 GB; tests/benchmarks/test_memory.py); a usual number on GPUs."""
+SEVERAL_ON_CPU = {"worker": 900 * 10**6, "asks": 750 * 10**6}
+"""Of a vLLM in several processes: each of them, and the one beside that asks them. Measured."""
 HOST_RUNTIME = 2 * 10**9
 """RAM of a process that works on a GPU: imports and CUDA's libraries."""
 RAY_BYTES = 10**9
@@ -235,9 +237,9 @@ def by_object(config: PPOConfig, device: Device) -> bool:
 
 def _vllm_runtime(device: Device, tensor_parallel: int) -> int:
     """Of one of a replica's processes; on CPU it bears its part of the one that asks them."""
-    one = RUNTIME[device]["engine"]
-    asks = device == "cpu" and tensor_parallel > 1
-    return one + (one // tensor_parallel if asks else 0)
+    if device == "cuda" or tensor_parallel == 1:
+        return RUNTIME[device]["engine"]
+    return SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["asks"] // tensor_parallel
 
 
 def max_model_len(config: PPOConfig) -> int:

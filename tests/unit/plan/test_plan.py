@@ -194,9 +194,10 @@ def test_on_cpu_each_of_its_processes_is_counted(values: dict):
             values["rollout"]["engine"] = {"tensor_parallel": size, "count": 1, "kv_cache_gb": 1}
             (load,) = plan(values, "16xCPU,512G").loads
             needed[mode, size] = load.needed
-    runtime, cache, sampling = 1100 * 10**6, 10**9, 256 * 128_256 * 12
+    alone, worker, asks = (each * 10**6 for each in (1100, 900, 750))
+    cache, sampling = 10**9, 256 * 128_256 * 12
     for mode in ("colocated", "dedicated"):
-        assert needed[mode, 2] - needed[mode, 1] == 2 * runtime + cache + sampling
+        assert needed[mode, 2] - needed[mode, 1] == (2 * worker + asks - alone + cache + sampling)
 
 
 def test_one_sequence_is_cut_over_the_devices_of_an_engine(values: dict):
