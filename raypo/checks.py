@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from raypo.config import (
 from raypo.data.prompts import peek
 from raypo.metrics.run_files import RunFiles
 from raypo.metrics.sinks import check_installed
-from raypo.plan.model_shape import ModelShape, from_config
+from raypo.plan.model_shape import ModelShape
 from raypo.rewards.loader import check_function
 
 
@@ -110,8 +109,8 @@ def _local_shape(path: str | None) -> ModelShape | None:
     if path is None or not (Path(path) / "config.json").exists():
         return None
     try:
-        return from_config(json.loads((Path(path) / "config.json").read_text()))
-    except KeyError:  # no transformer that raypo knows; vLLM may
+        return ModelShape.read(path)
+    except ConfigError:  # no transformer that raypo knows; vLLM may
         return None
 
 

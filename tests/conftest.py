@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Unit tests first: they answer in a minute, and expect that no other test has started Ray.
+    # Unit tests first: they answer first, and expect that no other test has started Ray.
     items.sort(key=lambda item: TESTS / "unit" not in item.path.parents)
     for item in items:
         if TESTS not in item.path.parents:

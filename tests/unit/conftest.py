@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_ray() -> Iterator[None]:
-    """Ray starts itself where it is asked for much, and the next test would find it."""
+    """Ray starts by itself where it is asked about an actor; the next test would find it."""
     yield
     ray = sys.modules.get("ray")
     assert ray is None or not ray.is_initialized()
