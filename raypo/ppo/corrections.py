@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raypo.ppo.kl import MAX_LOG_RATIO, log_ratio
+from raypo.ppo.kl import MAX_LOG_RATIO, k3, log_ratio
 from raypo.ppo.masked import check_choice, check_same_shape, exact_sum
 
 CORRECTION_KINDS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
@@ -123,7 +123,6 @@ def mismatch_statistics(
         difference = log_ratio(old_log_probs, rollout_log_probs, mask)
         unknown = difference.isnan()
         difference = torch.where(unknown, 0.0, difference)
-        clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         zero = torch.zeros((), dtype=torch.float64, device=difference.device)
         if clipped is not None:
             check_same_shape(clipped=clipped, mask=mask)
@@ -131,7 +130,7 @@ def mismatch_statistics(
             "tokens": mask.sum().double(),
             "abs_difference": exact_sum(difference.abs()),
             "abs_difference_max": difference.abs().amax().double() if mask.numel() else zero,
-            "kl": exact_sum(torch.expm1(clamped) - clamped),
+            "kl": exact_sum(k3(-difference)),
             "clipped": zero if clipped is None else (clipped & mask).sum().double(),
             "unknown": unknown.sum().double(),
         }

@@ -18,7 +18,7 @@ KL_LOSS_KINDS = ("k2", "k3", "k3_st")
 MAX_RELATIVE_ERROR = 0.2
 """How far off its target the adaptive controller takes a KL to be, at most."""
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this many nats on either side before exp."""
+"""Nats to which a log-ratio is clamped before exp, on the sides where exp would overflow."""
 MIN_LOG_PROB = -1e5
 """Stands in for log 0, so that the difference of two log-probs is always a number."""
 
@@ -54,7 +54,7 @@ def kl_estimate(
 
     k1 = l is unbiased and may be negative; k2 = l^2 / 2 is biased with low variance;
     k3 = exp(-l) - 1 + l is unbiased and never negative; l = log_probs - ref_log_probs.
-    In k3, l is first clamped to +-`MAX_LOG_RATIO`.
+    In k3, l is first clamped to -`MAX_LOG_RATIO` from below.
 
     Returns:
         kl: [B, T] in nats, 0 where masked.
@@ -70,8 +70,21 @@ def kl_estimate(
         return ratio
     if kind == "k2":
         return 0.5 * ratio.square()
-    ratio = ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(-ratio) + ratio
+    return k3(ratio)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(-l) - 1 + l of log-ratios l, which are clamped from below, where exp(-l) is large.
+
+    Above, where a policy has drifted far from its reference, nothing is clamped: the slope stays 1.
+
+    Returns:
+        k3: its shape, in nats, never negative.
+
+    Paper: Schulman 2020, "Approximating KL Divergence" (blog).
+    """
+    clamped = log_ratio.clamp(min=-MAX_LOG_RATIO)
+    return torch.expm1(-clamped) + clamped
 
 
 def kl_loss_terms(
@@ -120,8 +133,9 @@ def kl_statistics(
 
     Returns:
         stats: detached float64 scalars: `kl` (nats), `tokens`, `responses` (with a sampled token),
-            `clamped` (tokens with a log-ratio outside +-`MAX_LOG_RATIO`). `kl / tokens` is in nats
-            a token, `kl / responses` in nats a response: the one that `KLController` takes.
+            `clamped` (tokens with a log-ratio below -`MAX_LOG_RATIO`, where k3 is held).
+            `kl / tokens` is in nats a token, `kl / responses` in nats a response: the one that
+            `KLController` takes.
 
     Raises:
         ValueError: `kind` is unknown or the shapes differ.
@@ -132,7 +146,7 @@ def kl_statistics(
             "kl": exact_sum(kl_estimate(log_probs, ref_log_probs, kind=kind, mask=mask)),
             "tokens": mask.sum().double(),
             "responses": mask.any(1).sum().double(),
-            "clamped": (ratio.abs() > MAX_LOG_RATIO).sum().double(),
+            "clamped": (ratio < -MAX_LOG_RATIO).sum().double(),
         }
 
 

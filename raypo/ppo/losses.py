@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raypo.ppo.kl import MAX_LOG_RATIO, log_ratio
+from raypo.ppo.kl import MAX_LOG_RATIO, k3, log_ratio
 from raypo.ppo.masked import (
     check_choice,
     check_same_shape,
@@ -160,15 +160,14 @@ def policy_loss(
 
 @torch.no_grad()
 def _policy_stats(chosen: TokenLoss, change: Tensor, mask: Tensor) -> Stats:
-    clamped = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "tokens": mask.sum().double(),
         "responses": mask.any(1).sum().double(),
         "ratio": masked_sum(chosen.ratio, mask),
         "clipped": (chosen.clipped & mask).sum().double(),
         "dual_clipped": (chosen.dual_clipped & mask).sum().double(),
-        "clamped": (clamped != change).sum().double(),
-        "approx_kl": exact_sum(torch.expm1(clamped) - clamped),
+        "clamped": (change.abs() > MAX_LOG_RATIO).sum().double(),
+        "approx_kl": exact_sum(k3(-change)),
     }
 
 

@@ -153,6 +153,15 @@ def test_unknown_log_probs_are_counted_and_spoil_nothing():
     assert stats["abs_difference_max"].item() == 0.5
 
 
+def test_the_mismatch_of_a_token_that_the_learner_all_but_rules_out_is_not_clamped():
+    one = torch.ones(1, 1, dtype=torch.bool)
+
+    stats = mismatch_statistics(torch.tensor([[-41.0]]).double(), -torch.ones(1, 1).double(), one)
+
+    # k3 at l = rollout - old = 40: 40 - 1 + exp(-40)
+    assert stats["kl"].item() == pytest.approx(39.0)
+
+
 def test_mismatch_by_lag_splits_the_tokens_and_keeps_their_sum():
     lag = torch.tensor([0, 7])
 

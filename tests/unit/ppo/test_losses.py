@@ -231,6 +231,13 @@ def test_extreme_log_ratios_have_finite_loss_and_gradient(kind, advantage, pair)
     assert stats["clamped"].item() == float(pair[0] != pair[1])
 
 
+def test_the_kl_of_an_update_counts_a_token_that_fell_out_of_reach_in_full():
+    stats = one_token(-40.0, 1.0)[2]
+
+    assert stats["approx_kl"] == pytest.approx(39.0)  # k3 at l = old - new = 40
+    assert stats["clamped"] == 1.0  # the ratio's clamp
+
+
 def test_a_diverged_policy_is_not_hidden():
     log_probs = torch.tensor([[NAN]], requires_grad=True)
 
