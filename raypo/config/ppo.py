@@ -31,7 +31,9 @@ class KLSection(Config):
     coef: float = Field(default=0.01, ge=0.0)
     """Weight of the penalty in score per nat, at the start; 0: no reference model is started."""
     estimator: Literal["k1", "k2", "k3", "k3_st"] = "k1"
-    """Per-token estimator (Schulman 2020); k3_st: k3's value, k2's gradient (arXiv:2510.01555)."""
+    """Per-token estimator (Schulman 2020): k1 in the reward; in the loss k2, k3 (as GRPO published
+    it, with the gradient of the reverse KL) or k3_st (k3's value, k2's gradient; arXiv:2510.01555).
+    """
     placement: Literal["reward", "loss"] = "reward"
     """reward: a penalty in the token rewards. loss: a term of the policy's loss, with gradient."""
     controller: Literal["fixed", "adaptive"] = "fixed"
@@ -48,10 +50,11 @@ class KLSection(Config):
                 "ppo.kl.estimator (k1): cannot be a loss term, its gradient is 0 in expectation. "
                 "Set ppo.kl.estimator to k2 or k3, or ppo.kl.placement to reward."
             )
-        if self.estimator == "k3_st" and self.placement == "reward":
+        if self.estimator != "k1" and self.placement == "reward":
             raise ValueError(
-                "ppo.kl.estimator (k3_st): differs from k3 in its gradient alone, and a reward "
-                "has none. Set ppo.kl.estimator to k3, or ppo.kl.placement to loss."
+                f"ppo.kl.estimator ({self.estimator}): cannot be a penalty in the reward, where "
+                "only k1 has the KL's gradient. "
+                "Set ppo.kl.estimator to k1, or ppo.kl.placement to loss."
             )
         return self
 

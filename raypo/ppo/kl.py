@@ -54,7 +54,8 @@ def kl_estimate(
 
     k1 = l is unbiased and may be negative; k2 = l^2 / 2 is biased with low variance;
     k3 = exp(-l) - 1 + l is unbiased and never negative; l = log_probs - ref_log_probs.
-    In k3, l is first clamped to -`MAX_LOG_RATIO` from below.
+    In k3, l is first clamped to -`MAX_LOG_RATIO` from below. These are values: a penalty to train
+    on is `kl_reward_terms` or `kl_loss_terms`, where not every kind has the right gradient.
 
     Returns:
         kl: [B, T] in nats, 0 where masked.
@@ -87,6 +88,37 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(-clamped) + clamped
 
 
+def kl_reward_terms(
+    log_probs: Tensor,  # [B, T], of the policy that sampled
+    ref_log_probs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    kind: str,
+) -> Tensor:
+    """Per-token KL to subtract from the reward, for `token_rewards` or `penalized_scores`.
+
+    Only k1 has the gradient of KL(policy || reference) there: the expectation of l * grad log p is
+    the gradient of the KL of the whole response, earlier tokens leading to later states included.
+    k3 in its place gives grad KL(policy || reference) - grad KL(reference || policy), which may
+    push away from the reference, and k2 is biased too.
+
+    Returns:
+        kl: [B, T] in nats, 0 where masked, detached.
+
+    Raises:
+        ValueError: `kind` is not k1, or the shapes differ.
+
+    Paper: Liu et al. 2025, arXiv:2510.01555.
+    """
+    check_choice("kind", kind, KL_KINDS)
+    if kind != "k1":
+        raise ValueError(
+            f"kind ({kind!r}) cannot be a penalty in the reward: only k1 has the KL's gradient "
+            "there. Use 'k1', or place the penalty in the loss."
+        )
+    return kl_estimate(log_probs.detach(), ref_log_probs, kind=kind, mask=mask)
+
+
 def kl_loss_terms(
     log_probs: Tensor,  # [B, T], with gradient
     ref_log_probs: Tensor,  # [B, T]
@@ -96,8 +128,10 @@ def kl_loss_terms(
 ) -> Tensor:
     """Per-token KL terms to aggregate and add to the loss; only `log_probs` gets a gradient.
 
-    k2 has the gradient of KL(policy || reference), k3 is the estimator that GRPO published with the
-    gradient that it happens to have, k3_st has k3's value and k2's gradient.
+    In expectation, k2 and k3_st have the gradient of KL(policy || reference) of the next token in
+    each state that a response went through; k3, as GRPO published it, that of the reverse
+    KL(reference || policy). k3_st has k3's value. How a token leads to later states is in none of
+    them: only a penalty in the reward gives credit for that.
 
     Returns:
         kl: [B, T] in nats, 0 where masked.

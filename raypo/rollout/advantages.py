@@ -165,7 +165,7 @@ def _kl_to_reference(
     figures = means.reduce(workers)
     if ppo.kl.placement == "loss":
         return None, figures
-    return kl.kl_estimate(*pair, kind=ppo.kl.estimator, mask=mask), figures
+    return kl.kl_reward_terms(*pair, mask, kind=ppo.kl.estimator), figures
 
 
 def _score_figures(scores: Tensor, experience: Experience, workers: Workers) -> dict[str, float]:

@@ -58,7 +58,19 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "ppo.kl.estimator (k1): cannot be a loss term, its gradient is 0 in expectation. "
             "Set ppo.kl.estimator to k2 or k3, or ppo.kl.placement to reward.",
         ),
-        ({"ppo__kl__estimator": "k3_st"}, "ppo.kl.estimator (k3_st): differs from k3"),
+        *(
+            (
+                keys,
+                f"ppo.kl.estimator ({kind}): cannot be a penalty in the reward, where only k1 "
+                "has the KL's gradient. Set ppo.kl.estimator to k1, or ppo.kl.placement to loss.",
+            )
+            for kind, keys in (
+                ("k2", {"ppo__kl__estimator": "k2"}),
+                ("k3", {"ppo__kl__estimator": "k3"}),
+                ("k3_st", {"ppo__kl__estimator": "k3_st"}),
+                ("k3", {"ppo__preset": "grpo", "ppo__kl__placement": "reward"}),
+            )
+        ),
         (ADAPTIVE, "ppo.kl.target (null): ppo.kl.controller: adaptive needs it."),
         ({**ADAPTIVE, "ppo__kl__target": 1.0}, "ppo.kl.horizon (null): "),
         ({**ADAPTIVE, "ppo__kl__target": 0.0}, "ppo.kl.target (0.0): must be greater than 0."),

@@ -24,6 +24,7 @@ class Case(NamedTuple):
 ADAPTIVE = {"kl.controller": "adaptive", "kl.target": 0.1, "kl.horizon": 100.0}
 GRPO = {"advantage": "grpo"}
 FILTER = {**GRPO, "filter.enabled": True}
+K2_LOSS = {"kl.estimator": "k2", "kl.placement": "loss"}
 MIS = {"correction.kind": "mis"}
 LENGTH = "rollout/samples_trained"
 CASES = {
@@ -43,10 +44,9 @@ CASES = {
     "critic_warmup_steps": Case({}, {"critic_warmup_steps": 1}, "policy", stays="critic"),
     "entropy_coef": Case({}, {"entropy_coef": 0.5}, "policy", stays="critic"),
     "kl.coef": Case({}, {"kl.coef": 0.5}, "advantages"),
-    "kl.estimator": Case({}, {"kl.estimator": "k2"}, "advantages"),
-    "kl.placement": Case(
-        {"kl.estimator": "k2"}, {"kl.estimator": "k2", "kl.placement": "loss"}, "ppo/kl_loss"
-    ),
+    "kl.estimator": Case(K2_LOSS, {**K2_LOSS, "kl.estimator": "k3"}, "ppo/kl_loss"),
+    # No estimator fits both places: k1's loss has no gradient, and no other is right in the reward.
+    "kl.placement": Case({}, K2_LOSS, "ppo/kl_loss"),
     "kl.controller": Case({}, ADAPTIVE, "next_coef", stays="policy"),
     "kl.target": Case(ADAPTIVE, {**ADAPTIVE, "kl.target": 50.0}, "next_coef"),
     "kl.horizon": Case(ADAPTIVE, {**ADAPTIVE, "kl.horizon": 200.0}, "next_coef"),

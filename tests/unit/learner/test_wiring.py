@@ -25,7 +25,7 @@ ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo
 LOSSES = ("ppo", "gspo", "cispo", "sapo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 CORRECTIONS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
-KL_TERMS = (("k1", "reward"), ("k2", "loss"), ("k3", "loss"), ("k3_st", "loss"), ("k3", "reward"))
+KL_TERMS = (("k1", "reward"), ("k2", "loss"), ("k3", "loss"), ("k3_st", "loss"), ("k1", "reward"))
 
 
 def combinations() -> Iterator[PPOSection]:
