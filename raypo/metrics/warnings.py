@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypo.config.ppo import GROUP_ADVANTAGES
+
 Row = Mapping[str, Any]
 """The metrics of one step, with the key `step`."""
 
@@ -22,8 +24,6 @@ MAX_MISMATCH_KL = 0.01
 MAX_ZERO_VARIANCE = 0.6
 MAX_TRUNCATED = 0.5
 MAX_PHASE_SHARE = 0.75
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
-"""`ppo.advantage` that learns nothing from a group whose samples all score the same."""
 
 _PHASE_REMEDIES = {
     "time/generate_s": "Give the engines more (rollout.engine.count, "

@@ -47,6 +47,8 @@ def reduced_step(workers: Workers) -> list[torch.Tensor]:
             mine.mask,
             kind=kind,
             gamma=1.0,
+            kl=mine.old_values.square(),
+            kl_coef=0.1,
             values=mine.old_values,
             group_index=torch.arange(workers.rank, ROWS, workers.count) // 3,
             workers=workers,
