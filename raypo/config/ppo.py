@@ -169,7 +169,8 @@ class PPOSection(Config):
     advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = "gae"
     """Estimator (MATH.md section 3); gae alone has a critic (arXiv:1506.02438)."""
     policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
-    """Surrogate: arXiv:1707.06347, arXiv:2507.18071, arXiv:2506.13585, arXiv:2511.20347."""
+    """Surrogate: arXiv:1707.06347, arXiv:2507.18071 (with an advantage for each token, section
+    4.3), arXiv:2506.13585, arXiv:2511.20347."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How the policy's token losses become one number (MATH.md section 4); the critic's loss is
     always a mean over tokens."""
