@@ -82,26 +82,52 @@ class KLSection(Config):
 
 
 class CorrectionSection(Config):
-    """Weights for tokens that the engine sampled with other probabilities than the learner's."""
+    """Weights for tokens that the engine sampled with other probabilities than the learner's.
+
+    A ratio is the learner's probability before the update over the engine's. Tokens that are
+    dropped get weight 0 and stay in the loss's denominator.
+    """
 
     kind: Literal["none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis"] = "none"
-    """Which weights (MATH.md section 5): truncated by token, response or geometric mean; masked."""
-    low: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Ratio below which icepop and mis drop a token or response; null: 0.5."""
-    high: float | None = Field(default=None, ge=1.0)
-    """Largest ratio of all kinds; null: 2, icepop 5."""
+    """tis, sequence_tis, geometric_tis: the ratio of the token, the product over the response or
+    their geometric mean, cut to `cap`. icepop: the ratio of the token, dropped outside the mask.
+    mis: as tis, and a response is dropped whose ratio is outside the mask."""
+    cap: float | None = Field(default=None, ge=1.0)
+    """Largest weight of tis, sequence_tis, geometric_tis and mis; null: 2, geometric_tis 1.001."""
+    mask_low: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Smallest ratio that icepop keeps of a token, mis of a response; null: icepop 0.5
+    (arXiv:2510.18855), mis 0.999 by the geometric mean and 0.5 by the product."""
+    mask_high: float | None = Field(default=None, ge=1.0)
+    """Largest ratio that icepop and mis keep; null: icepop 5, mis 1.001 by the geometric mean and 2
+    by the product."""
+    mask_ratio: Literal["geometric", "product"] = "geometric"
+    """What mis judges a response by: the geometric mean of its tokens' ratios, whose bounds near 1
+    suit responses of thousands of tokens (short ones want wider ones), or their product."""
+    token_veto: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """With any kind, none included: a response is dropped that has a token of a ratio below this,
+    like 1e-4; null: no veto."""
 
     @model_validator(mode="after")
-    def _bounds_are_used(self) -> Self:
-        unused = "low" if self.kind not in ("icepop", "mis") else None
-        unused = "high" if self.kind == "none" and self.high is not None else unused
-        if unused and getattr(self, unused) is not None:
-            users = "icepop and mis" if unused == "low" else "every other kind"
-            raise ValueError(
-                f"ppo.correction.{unused} ({getattr(self, unused):g}): is used by {users}, not by "
-                f"ppo.correction.kind: {self.kind}. Set it to null, or choose such a kind."
-            )
+    def _what_is_set_can_act(self) -> Self:
+        users = {
+            "cap": ("tis", "sequence_tis", "geometric_tis", "mis"),
+            "mask_low": ("icepop", "mis"),
+            "mask_high": ("icepop", "mis"),
+            "mask_ratio": ("mis",),
+        }
+        for key, kinds in users.items():
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and self.kind not in kinds:
+                raise ValueError(
+                    f"ppo.correction.{key} ({value}): is used by {', '.join(kinds)}, not by "
+                    f"ppo.correction.kind: {self.kind}. Remove it, or choose such a kind."
+                )
         return self
+
+    @property
+    def acts(self) -> bool:
+        """Whether any token may get a weight other than 1."""
+        return self.kind != "none" or self.token_veto is not None
 
 
 class ShapingSection(Config):

@@ -111,7 +111,14 @@ def with_corrections(
     pair = experience.old_log_probs, experience.rollout_log_probs
     mask = experience.response_mask
     weights, clipped = corrections.bounded_weights(
-        *pair, mask, kind=section.kind, low=section.low, high=section.high
+        *pair,
+        mask,
+        kind=section.kind,
+        low=section.mask_low,
+        high=section.mask_high,
+        cap=section.cap,
+        mask_ratio=section.mask_ratio,
+        token_veto=section.token_veto,
     )
     means = WeightedMeans()
     stats = corrections.mismatch_statistics(*pair, mask, clipped=clipped)
@@ -119,6 +126,7 @@ def with_corrections(
     means.maximum("mismatch/log_prob_gap_max", stats["abs_difference_max"])
     means.total("mismatch/unknown_tokens", stats["unknown"])
     means.add("mismatch/weight_mean", masked.masked_sum(weights, mask), stats["tokens"])
+    means.add("mismatch/dropped_fraction", (mask & (weights == 0.0)).sum(), stats["tokens"])
     lag = version - experience.weight_version  # [B]
     means.add("rollout/staleness_mean", lag.sum(), len(lag))
     if len(lag):
@@ -129,7 +137,7 @@ def with_corrections(
         by_lag = corrections.mismatch_by_lag(*pair, mask, lag, max_lag=max_lag, clipped=clipped)
         for number, lagging in enumerate(by_lag):
             _add_mismatch(means, lagging, suffix=f"_lag_{number}")
-    if section.kind != "none":
+    if section.acts:
         experience = experience.with_(weights=weights)
     return experience, means.reduce(workers)
 
