@@ -35,7 +35,8 @@ class KLSection(Config):
     it, with the gradient of the reverse KL) or k3_st (k3's value, k2's gradient; arXiv:2510.01555).
     """
     placement: Literal["reward", "loss"] = "reward"
-    """reward: a penalty in the token rewards. loss: a term of the policy's loss, with gradient."""
+    """reward: a penalty in the token rewards, or in the score of the response where
+    ppo.advantage compares the samples of a prompt. loss: a term of the policy's loss."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: steers the coefficient to `target` (arXiv:1909.08593, section 2.2)."""
     target: float | None = Field(default=None, gt=0.0)
