@@ -95,10 +95,10 @@ class CorrectionSection(Config):
     mis: as tis, and a response is dropped whose ratio is outside the mask."""
     cap: float | None = Field(default=None, ge=1.0)
     """Largest weight of tis, sequence_tis, geometric_tis and mis; null: 2, geometric_tis 1.001."""
-    mask_low: float | None = Field(default=None, ge=0.0, le=1.0)
+    low: float | None = Field(default=None, ge=0.0, le=1.0)
     """Smallest ratio that icepop keeps of a token, mis of a response; null: icepop 0.5
     (arXiv:2510.18855), mis 0.999 by the geometric mean and 0.5 by the product."""
-    mask_high: float | None = Field(default=None, ge=1.0)
+    high: float | None = Field(default=None, ge=1.0)
     """Largest ratio that icepop and mis keep; null: icepop 5, mis 1.001 by the geometric mean and 2
     by the product."""
     mask_ratio: Literal["geometric", "product"] = "geometric"
@@ -112,16 +112,18 @@ class CorrectionSection(Config):
     def _what_is_set_can_act(self) -> Self:
         users = {
             "cap": ("tis", "sequence_tis", "geometric_tis", "mis"),
-            "mask_low": ("icepop", "mis"),
-            "mask_high": ("icepop", "mis"),
+            "low": ("icepop", "mis"),
+            "high": ("icepop", "mis"),
             "mask_ratio": ("mis",),
         }
         for key, kinds in users.items():
             value = getattr(self, key)
             if value != type(self).model_fields[key].default and self.kind not in kinds:
+                swap = key == "high" and self.kind in users["cap"]
+                remedy = "Set ppo.correction.cap instead" if swap else "Remove it"
                 raise ValueError(
                     f"ppo.correction.{key} ({value}): is used by {', '.join(kinds)}, not by "
-                    f"ppo.correction.kind: {self.kind}. Remove it, or choose such a kind."
+                    f"ppo.correction.kind: {self.kind}. {remedy}, or choose such a kind."
                 )
         return self
 

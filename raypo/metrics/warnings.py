@@ -187,7 +187,7 @@ def _correction_drops(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     if shares and min(shares) > MAX_DROPPED:
         return (
             f"{shares[-1]:.0%} of the tokens are dropped by ppo.correction and teach nothing.",
-            "Widen ppo.correction.mask_low and ppo.correction.mask_high (short responses drift "
+            "Widen ppo.correction.low and ppo.correction.high (short responses drift "
             "further from a geometric mean of 1 than long ones), or set ppo.correction.kind: tis.",
         )
     return None

@@ -103,13 +103,14 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "distribution. Set rollout.top_p to 1, or ppo.correction.token_veto to null.",
         ),
         (
-            {"ppo__correction__kind": "tis", "ppo__correction__mask_low": 0.5},
-            "ppo.correction.mask_low (0.5): is used by icepop, mis, not by "
+            {"ppo__correction__kind": "tis", "ppo__correction__low": 0.5},
+            "ppo.correction.low (0.5): is used by icepop, mis, not by "
             "ppo.correction.kind: tis. Remove it, or choose such a kind.",
         ),
         (
-            {"ppo__correction__kind": "sequence_tis", "ppo__correction__mask_high": 2.0},
-            "ppo.correction.mask_high (2.0): is used by icepop, mis, not by",
+            {"ppo__correction__kind": "sequence_tis", "ppo__correction__high": 2.0},
+            "ppo.correction.high (2.0): is used by icepop, mis, not by ppo.correction.kind: "
+            "sequence_tis. Set ppo.correction.cap instead, or choose such a kind.",
         ),
         (
             {"ppo__correction__kind": "icepop", "ppo__correction__cap": 2.0},

@@ -25,7 +25,7 @@ ADAPTIVE = {"kl.controller": "adaptive", "kl.target": 0.1, "kl.horizon": 100.0}
 GRPO = {"advantage": "grpo"}
 FILTER = {**GRPO, "filter.enabled": True}
 K2_LOSS = {"kl.estimator": "k2", "kl.placement": "loss"}
-MIS = {"correction.kind": "mis", "correction.mask_low": 0.5, "correction.mask_high": 2.0}
+MIS = {"correction.kind": "mis", "correction.low": 0.5, "correction.high": 2.0}
 DROPPED = "mismatch/dropped_fraction"
 LENGTH = "rollout/samples_trained"
 CASES = {
@@ -71,8 +71,8 @@ CASES = {
     "filter.max_refills": Case(FILTER, {**FILTER, "filter.max_refills": 0}, LENGTH),
     "correction.kind": Case({}, {"correction.kind": "tis"}, "policy", stays="critic"),
     "correction.cap": Case(MIS, {**MIS, "correction.cap": 1.01}, "mismatch/weight_mean"),
-    "correction.mask_low": Case(MIS, {**MIS, "correction.mask_low": 0.99}, DROPPED),
-    "correction.mask_high": Case(MIS, {**MIS, "correction.mask_high": 1.01}, DROPPED),
+    "correction.low": Case(MIS, {**MIS, "correction.low": 0.99}, DROPPED),
+    "correction.high": Case(MIS, {**MIS, "correction.high": 1.01}, DROPPED),
     "correction.mask_ratio": Case(MIS, {**MIS, "correction.mask_ratio": "product"}, DROPPED),
     "correction.token_veto": Case({}, {"correction.token_veto": 0.8}, DROPPED),
 }

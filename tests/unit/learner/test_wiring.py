@@ -25,7 +25,7 @@ ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo
 LOSSES = ("ppo", "gspo", "cispo", "sapo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 CORRECTIONS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
-MASKS = {"mis": {"mask_low": 0.8, "mask_high": 1.2}}  # the tiny responses drift far
+MASKS = {"mis": {"low": 0.8, "high": 1.2}}  # the tiny responses drift far
 KL_TERMS = (("k1", "reward"), ("k2", "loss"), ("k3", "loss"), ("k3_st", "loss"), ("k1", "reward"))
 
 
