@@ -110,7 +110,6 @@ def kl_reward_terms(
 
     Paper: Liu et al. 2025, arXiv:2510.01555.
     """
-    check_choice("kind", kind, KL_KINDS)
     if kind != "k1":
         raise ValueError(
             f"kind ({kind!r}) cannot be a penalty in the reward: only k1 has the KL's gradient "
