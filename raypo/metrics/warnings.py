@@ -224,8 +224,8 @@ def _entropy_collapses(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
         return None
     if entropy[0] > 0 and max(entropy[-PATIENCE:]) < 0.1 * entropy[0]:
         return (
-            f"entropy fell from {entropy[0]:.2f} to {entropy[-1]:.3f} nats per token: the samples of "
-            "a prompt are nearly the same.",
+            f"entropy fell from {entropy[0]:.2f} to {entropy[-1]:.3f} nats per token: the samples "
+            "of a prompt are nearly the same.",
             "Raise ppo.kl.coef or ppo.entropy_coef, or ppo.clip_high above ppo.clip_low.",
         )
     return None

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from raypo.config import PPOConfig
 from raypo.config.sweep import SweepConfig, with_values
 from raypo.metrics.report.verdict import duration
 from raypo.metrics.run_files import RunFiles
@@ -120,19 +119,13 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
         f"# Its base is {sweep.base}; relative paths start where the sweep was started.",
     ]
     if best.status == "stopped":
-        scored = _scored_step(sweep.metric[0], best.step, PPOConfig.parse(values))
+        scored = best.scored_step
         values["num_steps"] = scored or best.step
         which = f"of step {scored}" if scored else "from before the first update"
         head.append(f"# It was stopped after step {best.step}; its score is {which}.")
     if sweep.scheduler.kind == "pbt":
         head.append("# These are its last values; before each copy it trained under others.")
     return "\n".join(head) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _scored_step(metric: str, last_step: int, config: PPOConfig) -> int:
-    """The step at which a metric was measured for the last time; 0: before the first update."""
-    every = config.eval.every if metric.startswith("eval/") else 1
-    return last_step // every * every
 
 
 def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:

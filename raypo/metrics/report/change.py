@@ -156,26 +156,31 @@ def held_out_scores(files: RunFiles, step: int) -> dict[Hashable, float]:
 
 
 def lead_words(
-    scores: Mapping[str, Mapping[Hashable, float]], steps: Mapping[str, int] | None = None
+    scores: Mapping[str, Mapping[Hashable, float]],
+    *,
+    label: str = "held-out score",
+    steps: Mapping[str, int] | None = None,
 ) -> str:
-    """Whether the best of several is better than the second, on the prompts that both answered.
+    """Whether the best of several is better than the second, by the prompts that both answered.
 
     Args:
-        scores: By name, the scores by prompt.
+        scores: Of two or more, by name, the scores of the same prompts.
+        label: What the scores are called.
         steps: By name, when they were measured; None: it is told elsewhere.
     """
-    means = {name: statistics.fmean(each.values()) for name, each in scores.items() if each}
+    means = {name: statistics.fmean(each.values()) for name, each in scores.items()}
     best, second = sorted(means, key=lambda name: -means[name])[:2]
     lead = paired_change(scores[second], scores[best])
+    assert lead is not None, f"{best} and {second} have no prompt in common"
     when = {name: f" at step {steps[name]}" if steps else "" for name in (best, second)}
-    numbers = f"{means[best]:.3f}{when[best]} against {means[second]:.3f}{when[second]}"
-    if lead is None:
-        return f"{best} has the highest score and {second} the next, {numbers}, of other prompts."
-    words = f"held-out score {numbers} ({lead.words.replace('the change', 'the difference')})"
+    of_best, of_second = (f"{means[name]:.3f}{when[name]}" for name in (best, second))
+    interval = lead.words.replace("of the change", "of the difference")
     if lead.direction == 1:
-        return f"{best} is best, clearly above {second}: {words}."
-    how = "is not clearly better than" if lead.margin is not None else "has too few prompts to tell"
-    return f"{best} has the highest score but {how} {second}: {words}."
+        return f"{best} is best: {label} {of_best}, next {second} with {of_second} ({interval})."
+    return (
+        f"Which is best cannot be told: {best} has the highest {label}, {of_best}, but the "
+        f"difference to {second} with {of_second} may be chance ({interval})."
+    )
 
 
 def change_over_steps(
@@ -202,7 +207,7 @@ def change_over_steps(
         count = max(MIN_STEPS, len(seen) // 4)
         ends = [[row[name] for row in part] for part in (seen[:count], seen[-count:])]
         start, end = ((statistics.fmean(e), statistics.variance(e), float(count)) for e in ends)
-        return unpaired_change(start, end, f"mean of the first {count} steps and of the last")
+        return unpaired_change(start, end, f"means of the first and of the last {count} steps")
     samples = [_of_a_step(row, samples_per_prompt) for row in (seen[0], seen[-1])]
     steps = f"step {seen[0]['step']} against step {seen[-1]['step']}"
     if name == "rollout/score_mean" and samples[0] and samples[1]:

@@ -190,7 +190,7 @@ def _comparison(runs: Mapping[str, RunData]) -> str:
     if len({str(_judges(run.config)) for run in runs.values()}) > 1:
         return "Which of them is best is not said: their held-out scores have different judges."
     scores = {name: held_out_scores(run.files, last[name]) for name, run in runs.items()}
-    if len({frozenset(each) for each in scores.values()}) > 1:
+    if len({frozenset(each) for each in scores.values()}) > 1 or not all(scores.values()):
         return "Which of them is best is not said: their held-out prompts are not the same."
     return lead_words(scores, steps=last)
 
