@@ -232,4 +232,4 @@ def _of_a_step(
 
 def decimals(margin: float) -> int:
     """Digits after the point that show two of the margin's own, at least two."""
-    return 2 if margin <= 0 else min(max(2, 1 - math.floor(math.log10(margin))), 8)
+    return 2 if margin < 1e-9 else min(max(2, 1 - math.floor(math.log10(margin))), 5)
