@@ -44,7 +44,7 @@ class Change:
     def words(self) -> str:
         """The interval and what was compared: `95 % interval of the change +0.30 to +0.41; ...`."""
         if self.margin is None:
-            return self.basis
+            return f"{self.basis}: too few for an interval"
         if self.num_changed == 0:
             return f"no single one changed; {self.basis}"
         gain = self.after - self.before

@@ -41,7 +41,7 @@ from raypo.metrics.warnings import findings
 
 _TILES = (
     ("eval/score_mean", "held-out score"),
-    ("rollout/score_mean", "score trained on"),
+    ("rollout/score_mean", "training score"),
     ("eval/accuracy", "held-out accuracy"),
     ("eval/loss", "held-out loss"),
     ("train/loss", "training loss"),

@@ -15,7 +15,7 @@ HEADLINES: tuple[tuple[str, str, int], ...] = (
     ("eval/score_mean", "held-out score", 1),
     ("eval/accuracy", "held-out accuracy", 1),
     ("eval/loss", "held-out loss", -1),
-    ("rollout/score_mean", "score trained on", 1),
+    ("rollout/score_mean", "training score", 1),
     ("train/accuracy", "training accuracy", 1),
     ("train/loss", "training loss", -1),
 )
@@ -138,7 +138,7 @@ def _learning(
         return _of_pairs(rows, config, held_out, trained)
     others, got_worse = _held_out_as_measured(rows)
     if held_out is not None:
-        others = [f"The {_held_out_text(rows, *held_out)}: too few prompts for an interval."]
+        others = [f"The {_held_out_text(rows, *held_out)}."]
     if trained is None:
         where = f"The {label} was {rows[-1].get(name, math.nan):.3f} in its only step, so whether"
         return " ".join(
@@ -179,7 +179,7 @@ def _of_pairs(
     direction, text = held_out[2].direction, _held_out_text(rows, *held_out)
     if trained is None or trained.direction in (None, direction):
         return _with_verdict(direction, text)
-    training = f"score trained on {_moved(trained.before, trained.after)} ({trained.words})"
+    training = f"training score {_moved(trained.before, trained.after)} ({trained.words})"
     if direction == -1 and trained.direction == 1:
         is_gamed = judge_of_held_out(config) is not None
         how = "It games its reward" if is_gamed else "It fits its training prompts and no others"
@@ -197,7 +197,7 @@ def _held_out_text(rows: Sequence[Row], first: int, last: int, change: Change) -
     known = [row for row in rows if math.isfinite(row.get("eval/score_mean", math.nan))]
     best = max(known, key=lambda row: row["eval/score_mean"], default=None)
     if best and best["eval/score_mean"] - change.after > (change.margin or 0.0):
-        text += f", its best was {best['eval/score_mean']:.3f} at step {best['step']}"
+        text += f"; its best was {best['eval/score_mean']:.3f} at step {best['step']}"
     return text
 
 

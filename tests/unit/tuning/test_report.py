@@ -60,7 +60,8 @@ def answer(
     for step, score in scores.items():
         rows = [rollout(step, group, 0) for group in range(20)]
         for row in rows:
-            tremble = 0.1 * (-1) ** (row["group_index"] // (1 + (3 * step + trial.number) % 7))
+            place = row["group_index"] * (1, 3, 7, 9, 11, 13, 17)[(3 * step + trial.number) % 7]
+            tremble = 0.1 if place % 20 < 10 else -0.1
             row |= {"score": score + tremble, "scores_by_source": {"model": judge[step] + tremble}}
         run.write_rollouts(step, rows, held_out=True)
 
@@ -105,8 +106,8 @@ def test_a_trial_that_was_stopped_while_it_gamed_is_named(folder: RunFiles):
         answer(folder, each, scores, judge)
     _, sections = page_of(folder, [*GAMED[1:], stopped])
     why = words(sections["Why the best one won"])
-    assert "ppo.kl.coef=0.003 games the reward model: in s-00003 its score went from" in why
-    assert "while the held-out score fell from 0.4" in why
+    assert "ppo.kl.coef=0.003 games the reward model: in s-00003 its score went from 1 to 3" in why
+    assert "while the held-out score fell from 0.480 to 0.350" in why
     assert "by step 10 (95 % interval of the change -0." in why
 
 

@@ -25,10 +25,10 @@ def titles(html: str) -> set[str]:
 
 def test_the_page_says_in_words_how_the_run_went(run: Path):
     html = page_text(run)
-    assert "The run finished: 12 steps in 2 min 47 s. It learned. The score trained on rose" in html
+    assert "The run finished: 12 steps in 2 min 47 s. It learned. The training score rose" in html
     assert (
-        "The held-out score rose from 0.000 to 0.750 (3 prompts better, 0 worse, of 4): too few "
-        "prompts for an interval." in html
+        "The held-out score rose from 0.000 to 0.750 (3 prompts better, 0 worse, of 4: too few "
+        "for an interval)." in html
     )
     assert "Starting and ending took 2 min 23 s, the steps 24 s. " in html
     assert "Most of the time of its steps went into update 50% and generate 30%." in html
