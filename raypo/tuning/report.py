@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from raypo.metrics.report import (
     parallel_chart,
     spans_decades,
 )
-from raypo.metrics.report.change import held_out_scores, lead_words
+from raypo.metrics.report.change import held_out_scores
 from raypo.metrics.report.page import number
 from raypo.metrics.report.verdict import duration
 from raypo.metrics.run_files import RunFiles
@@ -37,16 +36,11 @@ from raypo.tuning.gaming import (
     held_out_changes,
 )
 from raypo.tuning.goal import Goal
+from raypo.tuning.lead import WORDS, who_is_best
 from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
 from raypo.tuning.view import point_text, status_words, value_text
 
 KL = "kl/ref_response_mean"
-WORDS = {
-    SCORE: "held-out score",
-    REWARD_MODEL: "reward model's score, held out",
-    KL: "KL to the reference, nats per response",
-    "rollout/score_mean": "training score",
-}
 MAX_LABEL = 40
 """Characters of a legend."""
 
@@ -145,7 +139,13 @@ def _result(section: Section, sweep: SweepData) -> None:
     if best is None:
         section.add(Words("No trial has a score yet.", strong=True))
     else:
-        section.add(Words(_who_is_best(sweep, best), strong=True))
+        metric = sweep.goal.metrics[0]
+        start = next(
+            (r[0] for r in map(_with_start, sweep.rows.values()) if r and metric in r[0]), {}
+        )
+        was = f" It was {number(start[metric])} before the first update." if start else ""
+        words = who_is_best(sweep.trials, sweep.goal, lambda trial: sweep.held_out[trial.name])
+        section.add(Words(f"{words}{was}", strong=True))
         if broken := sweep.goal.broken(best.metrics):
             section.add(Words(f"No trial keeps all constraints; this one breaks {broken[0]}."))
     count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
@@ -163,37 +163,6 @@ def _result(section: Section, sweep: SweepData) -> None:
             ]
         )
     )
-
-
-def _who_is_best(sweep: SweepData, best: TrialRecord) -> str:
-    """The first trial, and whether it is better than the next one by more than chance."""
-    metric = sweep.goal.metrics[0]
-    label = WORDS.get(metric, metric)
-    start = next((r[0] for r in map(_with_start, sweep.rows.values()) if r and metric in r[0]), {})
-    was = f" It was {number(start[metric])} before the first update." if start else ""
-    score = f"{label} {number(best.metrics[metric])} at step {best.scored_step}"
-    if len(sweep.goal.metrics) > 1:
-        front = sweep.goal.front([trial.judged for trial in sweep.trials])
-        first = f"{point_text(best.point)} is first by {label}: {score}"
-        others = f"; no trial beats any of the {len(front)} on the Pareto front in every metric"
-        return f"{first}{others if len(front) > 1 else ''}.{was}"
-    peers = [
-        trial
-        for trial in sweep.trials
-        if trial.scored_step == best.scored_step
-        and math.isfinite(trial.judged.get(metric, math.nan))
-        and sweep.goal.is_feasible(trial.metrics) == sweep.goal.is_feasible(best.metrics)
-    ]
-    if len(peers) < 2:
-        alone = "no other trial has such a score" if len(sweep.trials) > 1 else "the only trial"
-        return f"{point_text(best.point)} came furthest: {score}; {alone}.{was}"
-    labels, prompts = _labels(sweep), [frozenset(sweep.held_out[trial.name]) for trial in peers[:2]]
-    if metric == SCORE and prompts[0] and prompts[0] == prompts[1]:
-        scores = {labels[trial.name]: sweep.held_out[trial.name] for trial in peers[:2]}
-        return f"{lead_words(scores, label=label)} Both are of step {best.scored_step}.{was}"
-    second = f"{point_text(peers[1].point)} with {number(peers[1].metrics[metric])}"
-    unknown = "how much of the difference is chance is not known"
-    return f"{point_text(best.point)} is first: {score}. Next is {second}; {unknown}.{was}"
 
 
 def _why(section: Section, sweep: SweepData) -> None:

@@ -54,14 +54,17 @@ class Change:
 
 
 def paired_change(
-    before: Mapping[Hashable, float], after: Mapping[Hashable, float], *, unit: str = "prompts"
+    before: Mapping[Hashable, float], after: Mapping[Hashable, float]
 ) -> Change | None:
-    """The change over what both have, by Student's t of the differences; None where they share
-    nothing.
+    """The change of the mean over the prompts that both have, by Student's t of the differences.
+
+    Paper: Student 1908.
 
     Args:
-        before: A value of each unit, such as the mean score of each prompt's samples.
-        unit: What the units are called.
+        before: By prompt, the mean score of its samples.
+
+    Returns:
+        None where they share no prompt.
     """
     shared = [key for key in before if key in after]
     if not shared:
@@ -76,7 +79,7 @@ def paired_change(
         statistics.fmean(before[key] for key in shared),
         statistics.fmean(after[key] for key in shared),
         margin,
-        f"{up} {unit} better, {down} worse, of {count}",
+        f"{up} prompts better, {down} worse, of {count}",
         num_changed=up + down,
     )
 
@@ -85,6 +88,8 @@ def unpaired_change(
     before: tuple[float, float, float], after: tuple[float, float, float], basis: str
 ) -> Change:
     """The change between two independent samples, by Welch's t.
+
+    Paper: Welch 1947.
 
     Args:
         before: Mean, sample variance and number of units.

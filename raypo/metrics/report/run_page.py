@@ -164,7 +164,9 @@ def _headline(section: Section, runs: Sequence[RunData]) -> None:
         wall_s, held_out = run.summary.get("wall_s"), held_out_change(run.files)
         sentences = headline(run.rows, run.status, wall_s, run.config, held_out)
         prefix = f"{name}: " if len(runs) > 1 else ""
-        section.add(Words(prefix + " ".join(sentences), strong=True))
+        section.add(Words(prefix + " ".join(sentences[:2]), strong=True))
+        if sentences[2:]:
+            section.add(Words(" ".join(sentences[2:])))
     if len(runs) > 1:
         section.add(Words(_comparison(_by_name(runs)), strong=True))
     if len(runs) == 1:
