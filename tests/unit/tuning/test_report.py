@@ -55,8 +55,9 @@ def answer(
     """
     run = RunFiles(f"{files.location}/trials", trial.name)
     run.write_config({"name": trial.name, "model": {"reward": [{"path": "judge", "weight": 1.0}]}})
+    start = {"eval/initial_score_mean": scores[0], "eval/initial_reward_model_mean": judge[0]}
     for step in range(1, max(scores) + 1):
-        run.append_metrics(step, {"time/step_s": 1.0})
+        run.append_metrics(step, {"time/step_s": 1.0} | (start if step == 1 else {}))
     for step, score in scores.items():
         rows = [rollout(step, group, 0) for group in range(20)]
         for row in rows:
@@ -112,8 +113,8 @@ def test_a_trial_that_was_stopped_while_it_gamed_is_named(folder: RunFiles):
 
 
 def test_a_held_out_score_that_fell_by_chance_is_no_gaming(folder: RunFiles):
-    unlucky = trial(3, 0.003, 0.46, 3.0, 4.0)
-    answer(folder, unlucky, {0: 0.48, 40: 0.46}, {0: 1.0, 40: 3.0})
+    unlucky = trial(3, 0.003, 0.45, 3.0, 4.0)
+    answer(folder, unlucky, {0: 0.48, 40: 0.45}, {0: 1.0, 40: 3.0})
     _, sections = page_of(folder, [*GAMED, unlucky])
     assert "game" not in words(sections["Why the best one won"])
 
