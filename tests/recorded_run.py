@@ -5,7 +5,7 @@ Some are made up (`write_run`), others are what real runs of the quickstart meas
 `raypo sweep sweeps/kl_coef.yaml`:
 
     python -m tests.recorded_run runs/quickstart-sft runs/quickstart-reward-model runs/quickstart \\
-        runs/kl_coef/trials/kl_coef-00000 runs/kl_coef/trials/kl_coef-00007
+        runs/kl_coef/trials/kl_coef-00005 runs/kl_coef/trials/kl_coef-00007
 """
 
 import json
@@ -219,7 +219,8 @@ def record(locations: Sequence[str]) -> None:
             },
         }
     lines = (f'"{name}": {json.dumps(run)}' for name, run in runs.items())
-    RECORDED.write_text("{" + ",\n".join(lines) + "}\n")
+    text = "{" + ",\n".join(lines) + "}\n"
+    RECORDED.write_text(text.replace(f"{Path.cwd()}/", ""))
 
 
 def _scores(rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:

@@ -96,7 +96,7 @@ def load_sweep(files: RunFiles) -> SweepData:
 
 
 def sweep_page(sweep: SweepData) -> Page:
-    """The page: result, why the best won, trials, score against KL, curves, cost."""
+    """The page: result, what the values did, trials, score against KL, curves, cost."""
     written = time.strftime("%Y-%m-%d %H:%M")
     page = Page(
         title=sweep.config.name,
@@ -104,7 +104,7 @@ def sweep_page(sweep: SweepData) -> Page:
         badge=sweep.status,
     )
     _result(page.section("Result"), sweep)
-    _why(page.section("Why the best one won", _WHY_NOTE), sweep)
+    _why(page.section("What the values did", _WHY_NOTE), sweep)
     _trials(page.section("Trials", _TRIALS_NOTE), sweep)
     _front(page.section("Score against KL", _FRONT_NOTE), sweep)
     curves, labels = page.section("Learning curves"), _labels(sweep)
@@ -208,7 +208,9 @@ def _trials(section: Section, sweep: SweepData) -> None:
     names = dict.fromkeys([*sweep.goal.metrics, *bounds, SCORE, REWARD_MODEL, KL])
     shown = [name for name in names if any(name in trial.metrics for trial in sweep.trials)]
     headings = ["rank", "trial", "status", "steps", "score at step", *keys]
-    headings += [*(WORDS.get(name, name) for name in shown), "device-seconds", "error"]
+    headings += [*(WORDS.get(name, name) for name in shown), "device-seconds"]
+    has_errors = any(trial.error for trial in sweep.trials)
+    headings += ["error"] if has_errors else []
     section.add(
         Table(
             headings,
@@ -222,7 +224,7 @@ def _trials(section: Section, sweep: SweepData) -> None:
                     *(value_text(trial.point.get(key, "")) for key in keys),
                     *(trial.metrics.get(name) for name in shown),
                     round(trial.device_s),
-                    trial.error,
+                    *([trial.error] if has_errors else []),
                 ]
                 for rank, trial in enumerate(sweep.trials, start=1)
             ],

@@ -87,10 +87,10 @@ def test_the_page_names_the_reward_models_favourite_where_it_is_another(
     assert "ppo.kl.coef=0.1 is best: held-out score 0.820, next ppo.kl.coef=3 with 0.5" in result
     assert "(95 % interval of the difference +0.2" in result
     assert "20 prompts better, 0 worse, of 20). Both are of step 40." in result
-    why = words(sections["Why the best one won"])
+    why = words(sections["What the values did"])
     assert "The reward model likes ppo.kl.coef=0.001 best (5, against 4 at" in why
     assert "but the held-out score there is only 0.29 instead of 0.82." in why
-    charts = {b.title: b.figure for b in sections["Why the best one won"] if isinstance(b, Chart)}
+    charts = {b.title: b.figure for b in sections["What the values did"] if isinstance(b, Chart)}
     judged = charts["held-out score by ppo.kl.coef"]
     assert judged["data"][0]["x"] == [0.001, 0.1, 3.0]
     assert judged["data"][0]["y"] == [0.29, 0.82, 0.5]
@@ -106,7 +106,7 @@ def test_a_trial_that_was_stopped_while_it_gamed_is_named(folder: RunFiles):
         scores, judge = {0: 0.48, each.step: each.metrics[SCORE]}, {0: 1.0, each.step: 3.0}
         answer(folder, each, scores, judge)
     _, sections = page_of(folder, [*GAMED[1:], stopped])
-    why = words(sections["Why the best one won"])
+    why = words(sections["What the values did"])
     assert "ppo.kl.coef=0.003 games the reward model: in s-00003 its score went from 1 to 3" in why
     assert "while the held-out score fell from 0.480 to 0.350" in why
     assert "by step 10 (95 % interval of the change -0." in why
@@ -116,7 +116,7 @@ def test_a_held_out_score_that_fell_by_chance_is_no_gaming(folder: RunFiles):
     unlucky = trial(3, 0.003, 0.45, 3.0, 4.0)
     answer(folder, unlucky, {0: 0.48, 40: 0.45}, {0: 1.0, 40: 3.0})
     _, sections = page_of(folder, [*GAMED, unlucky])
-    assert "game" not in words(sections["Why the best one won"])
+    assert "game" not in words(sections["What the values did"])
 
 
 def test_a_lead_that_may_be_chance_makes_nobody_the_best(folder: RunFiles):
@@ -134,7 +134,7 @@ def test_a_favourite_that_may_be_as_good_is_not_held_against_the_reward_model(fo
     for each in close:
         answer(folder, each, {0: 0.4, 40: each.metrics[SCORE]}, {0: 1.0, 40: each.metrics[JUDGE]})
     _, sections = page_of(folder, close)
-    why = words(sections["Why the best one won"])
+    why = words(sections["What the values did"])
     assert "that its held-out score is 0.8 instead of 0.81 may be chance" in why
 
 
@@ -153,7 +153,7 @@ def test_a_trial_that_was_stopped_early_is_not_the_best(folder: RunFiles):
 def test_judges_that_agree_are_no_gaming(folder: RunFiles):
     agreeing = [trial(0, 0.001, 0.3, 1.0, 2.0), trial(1, 0.1, 0.8, 2.0, 3.0)]
     _, sections = page_of(folder, agreeing)
-    assert "put the same trial first" in words(sections["Why the best one won"])
+    assert "put the same trial first" in words(sections["What the values did"])
 
 
 def test_the_front_holds_what_no_trial_beats_in_score_and_kl(folder: RunFiles):

@@ -9,6 +9,7 @@ from raypo.metrics.run_files import RunFiles
 from tests.recorded_run import write_recorded
 
 PPO, SFT, REWARD_MODEL = "quickstart", "quickstart-sft", "quickstart-reward-model"
+HELD, GAMED = "kl_coef-00005", "kl_coef-00007"
 
 
 def said(*folders: Path) -> str:
@@ -45,6 +46,17 @@ def test_backwards_it_got_worse(tmp_path: Path):
     assert "-0.400 to -0.317; 12 prompts better, 204 worse, of 256)" in words
 
 
+def test_a_run_that_is_held_to_its_reference_shows_no_clear_change(tmp_path: Path):
+    """A trial of the KL sweep with a coefficient of 3: what it trains on rose all the same."""
+    words = said(write_recorded(tmp_path, HELD))
+    assert (
+        "No clear change. The held-out score rose from 0.478 to 0.498 by step 10 (95 % interval "
+        "of the change -0.004 to +0.045; 63 prompts better, 38 worse, of 256). The training score "
+        "rose from -0.174 to 0.229 (95 % interval of the change +0.25 to +0.55; means of the first "
+        "and of the last 5 steps)." in words
+    )
+
+
 def test_from_step_30_on_there_was_no_clear_change(tmp_path: Path):
     folder = write_recorded(tmp_path, PPO, steps=range(31, 41), held_out={0: 30, 10: 40})
     words = said(folder)
@@ -53,11 +65,16 @@ def test_from_step_30_on_there_was_no_clear_change(tmp_path: Path):
 
 
 def test_a_held_out_score_that_falls_while_training_rises_is_gaming(tmp_path: Path):
-    """The judges are two: the reward model trains, the verifier judges."""
-    folder = write_recorded(tmp_path, PPO, held_out={0: 40, 40: 0})
-    words = said(folder)
-    assert "It games its reward: the held-out score fell from 0.836 to 0.478 (95 %" in words
-    assert "while the training score rose from" in words
+    """A trial of the KL sweep with a coefficient of 0.001: a hasty reward model trains, the
+    verifier judges.
+    """
+    words = said(write_recorded(tmp_path, GAMED))
+    assert (
+        "It games its reward: the held-out score fell from 0.478 to 0.266 (95 % interval of the "
+        "change -0.253 to -0.171; 34 prompts better, 143 worse, of 256), while the training score "
+        "rose from -0.058 to 0.604 (95 % interval of the change +0.36 to +0.97; means of the first "
+        "and of the last 5 steps)." in words
+    )
     same: dict[str, Any] = {"reward": {"function": "some.py:exact"}, "eval": {}, "model": {}}
     overfit = said(write_recorded(tmp_path / "same", PPO, held_out={0: 40, 40: 0}, **same))
     assert "It fits its training prompts and no others: the held-out score fell" in overfit
