@@ -136,7 +136,9 @@ def _held_out_falls(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     start = _values(rows[:1], "eval/initial_score_mean") or held_out[:1]
     best = max([*start, *held_out])
     gained, lost = best - start[0], best - max(held_out[-2:])
-    spread = rows[-1].get("rollout/score_std", 0.0)
+    spread = rows[-1].get("rollout/score_std", 0.0)  # the held-out judge's may be another
+    if 0.0 <= held_out[-1] <= best <= 1.0:  # what scores between 0 and 1 spread at most
+        spread = min(spread, math.sqrt(held_out[-1] * (1.0 - held_out[-1])))
     is_at_its_best = trained and max(trained) - trained[-1] <= 0.05 * (max(trained) - min(trained))
     if gained > 0 and lost > max(0.3 * gained, MIN_FALL * spread) and is_at_its_best:
         return (
@@ -173,7 +175,8 @@ def _truncated(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     if shares and min(shares) > MAX_TRUNCATED:
         return (
             f"{shares[-1]:.0%} of the responses are cut off at rollout.max_new_tokens.",
-            "Raise rollout.max_new_tokens, or check that the policy learned to end its answers.",
+            "Where answers should end by themselves, raise rollout.max_new_tokens, or check that "
+            "the policy learned to end them.",
         )
     return None
 

@@ -84,6 +84,15 @@ def test_a_held_out_score_that_only_trembles_is_no_fall():
     assert findings(each) == []
 
 
+def test_the_spread_of_another_judge_does_not_hide_a_fall():
+    """A reward model whose scores spread by 2.7 trains, a verifier of 0 or 1 judges."""
+    gamed = rows(20, **{"rollout/score_std": 2.7})
+    for row in gamed:
+        if "eval/score_mean" in row and row["step"] > 8:
+            row["eval/score_mean"] = 0.3
+    assert [finding.rule for finding in findings(gamed)] == ["held_out_falls"]
+
+
 def test_scores_below_zero_can_be_at_their_best_too():
     falling = rows(20)
     for row in falling:
