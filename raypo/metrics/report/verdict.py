@@ -140,10 +140,11 @@ def _learning(
     if held_out is not None:
         others = [f"The {_held_out_text(rows, *held_out)}."]
     if trained is None:
-        where = f"The {label} was {rows[-1].get(name, math.nan):.3f} in its only step, so whether"
-        return " ".join(
-            [f"{where} it learned cannot be told.", *others] if len(rows) == 1 else others
-        )
+        only = rows[-1].get(name, math.nan)
+        if len(rows) == 1 and math.isfinite(only):
+            unknown = "so whether it learned cannot be told"
+            others.insert(0, f"The {label} was {only:.3f} in its only step, {unknown}.")
+        return " ".join(others)
     direction = None if trained.direction is None else sign * trained.direction
     text = f"{label} {_moved(trained.before, trained.after)} ({trained.words})"
     words = _with_verdict(direction, text)
@@ -155,7 +156,7 @@ def _learning(
 def _held_out_as_measured(rows: Sequence[Row]) -> tuple[list[str], bool]:
     """What was measured on held-out examples, without an interval; whether it got worse there.
 
-    Their loss is no sample: it is of the same examples each time, to the last digit.
+    Their loss is no sample: it is of the same examples each time.
     """
     words, worse = [], set()
     for name, label, sign in HEADLINES:
