@@ -1,6 +1,5 @@
 """Which weights a critic starts from, and on what scale its first values are."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
