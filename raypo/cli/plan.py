@@ -30,20 +30,20 @@ def plan(
 ) -> None:
     """Check a config, print bundles, devices and predicted memory; status 2: it does not fit."""
     from raypo.checks import check_inputs
-    from raypo.config import ConfigError, PPOConfig
+    from raypo.config import ConfigError, PPOConfig, parse_run_config
     from raypo.config.base import read_yaml
     from raypo.plan import make_plan
 
-    values = read_yaml(config, ())
+    values = read_yaml(config, overrides or ())
     if "space" in values:
         _plan_sweep(config, overrides, cluster)
         return
-    if (recipe := values.get("recipe", "ppo")) != "ppo":
+    run = parse_run_config(values, origin=str(config))
+    if not isinstance(run, PPOConfig):
         raise ConfigError(
-            f"{config}: recipe ({recipe}): raypo plan knows the memory of ppo runs and sweeps. "
+            f"{config}: recipe ({run.recipe}): raypo plan knows the memory of ppo runs and sweeps. "
             f"Give it one of these."
         )
-    run = PPOConfig.load(config, overrides)
     nodes = _nodes(run, cluster)
     check_inputs(run, on_this_machine=False)
     made = make_plan(run, nodes)

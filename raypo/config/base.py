@@ -15,6 +15,10 @@ from yaml import YAMLError
 from raypo.config.paths import absolute_paths
 
 
+RECORDED_BASE = "base_config"
+"""Key of the resolved base in the config.yaml of a sweep's folder."""
+
+
 class ConfigError(ValueError):
     """The input is wrong: a key, a value, a file or a combination. The text says what to change."""
 
@@ -83,13 +87,26 @@ class RunFile(Config):
 
 
 def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-    """Plain nested values of a YAML file, overridden by `key=value` texts or a flat mapping."""
+    """Plain nested values of a YAML file, overridden by `key=value` texts or a flat mapping.
+
+    The folder of a run or sweep stands for its config.yaml, with the `storage_path` that the folder
+    lies in now.
+    """
+    folder = path if path.is_dir() else None
+    if folder and not (path := folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"{folder}: is a folder, and no run's, for it has no config.yaml. Give a run config "
+            f"(YAML) or the folder of a run, <storage_path>/<name>."
+        )
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file. Give the path of a run config (YAML).")
     try:
         tree = OmegaConf.load(path)
         if not OmegaConf.is_dict(tree):
             raise ConfigError(f"{path}: a run config is a mapping of keys, this is a list or text.")
+        if folder:
+            tree.storage_path = str(folder.absolute().parent)
+            tree.pop(RECORDED_BASE, None)
         if isinstance(overrides, Mapping):
             for key, value in overrides.items():
                 OmegaConf.update(tree, key, value, merge=True, force_add=True)
@@ -122,6 +139,31 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
         for section in _sections_of(field.annotation):
             keys += known_keys(section, f"{prefix}{name}.")
     return keys
+
+
+def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
+    """`Did you mean ppo.kl.coef?` where a known key is near, else `Remove it.`
+
+    Near is a key of the same section that is spelt alike or has all words of the wrong one
+    (learner.lr: learner.policy_lr), else one that ends alike in another section (ppo.kl_coef:
+    ppo.kl.coef). Likeness of whole dotted keys would say that everything in a section is near.
+    """
+    section, _, name = key.rpartition(".")
+    own = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    words = set(name.split("_"))
+    near = (
+        [own[like] for like in difflib.get_close_matches(name, own, n=1, cutoff=0.75)]
+        or [k for longer, k in own.items() if words <= set(longer.split("_"))]
+        or [k for k in known if name in _endings(k)]
+        or [k for k in known if difflib.get_close_matches(name, [k.rpartition(".")[2]], 1, 0.85)]
+    )
+    return f"Did you mean {' or '.join(near[:2])}?" if near else "Remove it."
+
+
+def _endings(key: str) -> list[str]:
+    """`ppo.kl.coef` as coef, kl_coef and ppo_kl_coef."""
+    parts = key.split(".")
+    return ["_".join(parts[first:]) for first in range(len(parts))]
 
 
 def _sections_of(annotation: Any) -> list[type[BaseModel]]:
@@ -171,12 +213,7 @@ def _key_of(model: type[BaseModel], detail: Any) -> str:
 def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
     """A mistake that has a sentence of its own."""
     if detail["type"] == "extra_forbidden":
-        known = known_keys(model)
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
-            k for k in known if k.split(".")[-1] == key.split(".")[-1]
-        ]
-        hint = f"Did you mean {near[0]}?" if near else "Remove it."
-        return f"{key}: there is no such key. {hint}"
+        return f"{key}: there is no such key. {remedy_for_unknown(key, known_keys(model))}"
     if detail["type"] == "missing":
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
     message = detail["msg"].removeprefix("Value error, ")

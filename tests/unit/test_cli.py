@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import raypo.cli
+from raypo.config import RECIPES, PPOConfig
+from raypo.metrics.run_files import RunFiles
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers")
 
@@ -46,6 +48,44 @@ def test_a_missing_model_is_status_2(
 ):
     assert exit_status(monkeypatch, "train", config) == 2
     assert "model.policy (none/such/folder)" in capsys.readouterr().err
+
+
+def test_plan_lists_the_recipes_where_an_override_names_none_of_them(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert exit_status(monkeypatch, "plan", config, "recipe=dppo") == 2
+    told = capsys.readouterr().err
+    assert f"recipe ('dppo'): must be {', '.join(RECIPES)}. Did you mean ppo?" in told
+
+
+def test_plan_of_another_recipe_by_an_override_says_what_it_knows(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert exit_status(monkeypatch, "plan", config, "recipe=sft") == 2
+    assert "recipe (sft): raypo plan knows the memory of ppo runs" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_finished_run_is_taken_for_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "reward.py").write_text("def score(rollouts):\n    return []\n")
+    (tmp_path / "config.json").write_text("{}")
+    run = PPOConfig.parse(
+        {
+            "name": "mine",
+            "num_steps": 2,
+            "model": {"policy": str(tmp_path)},
+            "data": {"prompts": str(tmp_path / "prompts.jsonl")},
+            "reward": {"function": f"{tmp_path}/reward.py:score"},
+        }
+    )
+    files = RunFiles(str(tmp_path / "runs"), "mine")
+    files.write_config(run.model_dump(mode="json"))
+    files.append_metrics(2, {"train/loss": 0.1})
+    files.write_summary({"status": "finished"})
+    assert exit_status(monkeypatch, "train", tmp_path / "runs" / "mine") == 0
+    assert f"mine is finished, files in {files.location}" in capsys.readouterr().out
 
 
 def test_an_unknown_command_is_status_2(monkeypatch: pytest.MonkeyPatch):

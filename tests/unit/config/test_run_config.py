@@ -10,7 +10,9 @@ from raypo.config import (
     ConfigError,
     PPOConfig,
     flatten,
+    load_run_config,
 )
+from raypo.config.base import remedy_for_unknown
 
 MINIMAL = {
     "name": "quick",
@@ -56,6 +58,10 @@ def file(tmp_path):
         ("rollout__engine__counts", "rollout.engine.count"),
         ("coef", "ppo.kl.coef"),
         ("num_step", "num_steps"),
+        ("ppo__kl_coef", "ppo.kl.coef"),
+        ("learner__temperature", "rollout.temperature or eval.temperature"),
+        ("temprature", "rollout.temperature or eval.temperature"),
+        ("learner__lr", "learner.policy_lr or learner.critic_lr"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key, nearest):
@@ -65,8 +71,45 @@ def test_an_unknown_key_names_the_nearest(key, nearest):
     )
 
 
-def test_an_unknown_key_without_a_near_one_is_to_be_removed():
-    assert refused(zzz=1) == "run.yaml: zzz: there is no such key. Remove it."
+@pytest.mark.parametrize(
+    "key", ["zzz", "learner__use_fsdp", "rollout__top_words", "ppo__kl__warm", "data__shuffle"]
+)
+def test_an_unknown_key_without_a_near_one_is_to_be_removed(key):
+    dotted = key.replace("__", ".")
+    assert refused(**{key: 1}) == f"run.yaml: {dotted}: there is no such key. Remove it."
+
+
+def test_what_a_key_begins_with_makes_no_other_key_of_its_section_near():
+    known = ["learner", "learner.use_gpu", "learner.num_workers", "ppo.critic_warmup_steps"]
+    assert remedy_for_unknown("learner.warmup_steps", known) == "Remove it."
+    of_sft = [*known, "learner.lr_warmup_steps"]
+    assert remedy_for_unknown("learner.warmup_steps", of_sft) == (
+        "Did you mean learner.lr_warmup_steps?"
+    )
+
+
+def test_the_folder_of_a_run_stands_for_its_config_wherever_the_folder_lies_now(tmp_path):
+    run = tmp_path / "moved" / "quick"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(TEXT + "storage_path: elsewhere\n")
+    config = load_run_config(run, ["num_steps=7"])
+    assert (config.storage_path, config.num_steps) == (str(tmp_path / "moved"), 7)
+
+
+def test_a_folder_that_is_no_runs_is_refused(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_run_config(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}: is a folder, and no run's, for it has no config.yaml. Give a run config "
+        "(YAML) or the folder of a run, <storage_path>/<name>."
+    )
+
+
+def test_a_sweep_is_not_taken_for_a_run(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text("name: s\nbase: ppo.yaml\nspace: {ppo.kl.coef: [0, 1]}\n")
+    with pytest.raises(ConfigError, match=r"this is a sweep, no run\. Start it by raypo sweep "):
+        load_run_config(file)
 
 
 def test_a_required_key():
