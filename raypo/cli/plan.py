@@ -45,7 +45,7 @@ def plan(
             f"Give it one of these."
         )
     nodes = _nodes(run, cluster)
-    check_inputs(run, on_this_machine=False)
+    notes = check_inputs(run, on_this_machine=False)
     made = make_plan(run, nodes)
 
     from rich.console import Console
@@ -56,7 +56,7 @@ def plan(
     for table in tables(made):
         console.print(table)
         console.print()
-    for note in made.notes:
+    for note in [*made.notes, *notes]:
         console.print(f"Note: {note}.", highlight=False)
     if made.fits:
         console.print(f"{run.name} fits.", style="green")
@@ -74,7 +74,7 @@ def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) ->
 
     sweep = SweepConfig.load(file, overrides)
     base = sweep.base_config()
-    check_inputs(base, on_this_machine=False)
+    notes = check_inputs(base, on_this_machine=False)
     if cluster is None:
         from raypo.tuning.cluster import find_nodes
 
@@ -88,6 +88,8 @@ def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) ->
         use_gpu = auto if base.learner.use_gpu == "auto" else base.learner.use_gpu
     for line in describe(sweep, base, plan_sweep(sweep, base, nodes, use_gpu=use_gpu)):
         typer.echo(line)
+    for note in notes:
+        typer.echo(f"Note: {note}.")
 
 
 def _nodes(run: PPOConfig, cluster: str | None) -> list[Node]:

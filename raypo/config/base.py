@@ -5,15 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args, get_origin
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError
 from yaml import YAMLError
 
 from raypo.config.paths import absolute_paths
-
 
 RECORDED_BASE = "base_config"
 """Key of the resolved base in the config.yaml of a sweep's folder."""
@@ -102,17 +101,15 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
         raise ConfigError(f"{path}: there is no such file. Give the path of a run config (YAML).")
     try:
         tree = OmegaConf.load(path)
-        if not OmegaConf.is_dict(tree):
+        if not isinstance(tree, DictConfig):
             raise ConfigError(f"{path}: a run config is a mapping of keys, this is a list or text.")
         if folder:
             tree.storage_path = str(folder.absolute().parent)
             tree.pop(RECORDED_BASE, None)
-        if isinstance(overrides, Mapping):
-            for key, value in overrides.items():
-                OmegaConf.update(tree, key, value, merge=True, force_add=True)
-        else:
-            _refuse_malformed(overrides)
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
+        for key, value in _given(overrides).items():
+            into = OmegaConf.select(tree, key)
+            is_section = isinstance(value, Mapping) and OmegaConf.is_dict(into)
+            OmegaConf.update(tree, key, value, merge=is_section, force_add=True)
         values = OmegaConf.to_container(tree, resolve=True)
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
@@ -166,21 +163,37 @@ def _endings(key: str) -> list[str]:
     return ["_".join(parts[first:]) for first in range(len(parts))]
 
 
-def _sections_of(annotation: Any) -> list[type[BaseModel]]:
-    candidates = [annotation, *getattr(annotation, "__args__", ())]
-    return [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel]]:
+    """The sections that a field may hold; with `items` also those in its list."""
+    if get_origin(annotation) is None:
+        is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        return [annotation] if is_section else []
+    if get_origin(annotation) is tuple and not items:
+        return []
+    return [s for each in get_args(annotation) for s in _sections_of(each, items=items)]
 
 
-def _refuse_malformed(overrides: Sequence[str]) -> None:
+def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Mapping[str, Any]:
+    """Overrides by dotted key; values of texts are YAML."""
+    if isinstance(overrides, Mapping):
+        return overrides
+    given: dict[str, Any] = {}
     for text in overrides:
-        if "=" not in text or not text.split("=", 1)[0].strip():
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
             raise ConfigError(f"{text!r} is no override. Write key=value, like ppo.kl.coef=0.02.")
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+        assert isinstance(read, dict)
+        given[key.strip()] = read["value"]
+    return given
 
 
 def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
     """One line a mistake; what the members of a union say of one value is one mistake."""
     by_key: dict[str, list[Any]] = {}
     for detail in details:
+        if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
+            continue  # only what is left without the wrong entries, which are told, is too short
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():
@@ -200,11 +213,12 @@ def _key_of(model: type[BaseModel], detail: Any) -> str:
     """The dotted key of a mistake, without the names that pydantic gives members of a union."""
     parts: list[str] = []
     sections: list[type[BaseModel]] = [model]
-    for part in detail["loc"]:
+    is_unknown = detail["type"] == "extra_forbidden"
+    for place, part in enumerate(detail["loc"], start=1):
         fields = {name: f for section in sections for name, f in section.model_fields.items()}
         if part in fields:
-            sections = _sections_of(fields[part].annotation)
-        elif not isinstance(part, int) and detail["type"] != "extra_forbidden":
+            sections = _sections_of(fields[part].annotation, items=True)
+        elif not isinstance(part, int) and not (is_unknown and place == len(detail["loc"])):
             continue
         parts.append(str(part))
     return ".".join(parts)

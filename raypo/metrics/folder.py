@@ -7,9 +7,12 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from raypo.config import ConfigError
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
 
 TEMPORARY = ".partial-"
 """Names of files that are being written start so; they are never synced."""
@@ -105,7 +108,7 @@ class RemoteFolder:
     """A temporary local folder whose changed files are copied to a URI at each sync."""
 
     def __init__(self, storage_path: str, name: str) -> None:
-        self._file_system, root = _file_system(storage_path)
+        self._file_system, root = open_storage(storage_path, key="storage_path")
         self._root = f"{root.rstrip('/')}/{name}"
         self.location = f"{storage_path.rstrip('/')}/{name}"
         self.path = Path(tempfile.mkdtemp(prefix="raypo-run-"))
@@ -190,16 +193,21 @@ class RemoteFolder:
             return None
 
 
-def _file_system(storage_path: str) -> tuple[Any, str]:
+def open_storage(uri: str, *, key: str) -> tuple[FileSystem, str]:
+    """The file system of a URI and the path in it; `key` names the URI in messages.
+
+    Raises:
+        ConfigError: pyarrow does not know the scheme, or cannot open it.
+    """
     import pyarrow as pa
     from pyarrow.fs import FileSystem
 
     try:
-        return FileSystem.from_uri(storage_path)
-    except (pa.ArrowException, OSError) as error:
+        return FileSystem.from_uri(uri)
+    except (pa.ArrowException, OSError, ImportError) as error:
         raise ConfigError(
-            f"storage_path ({storage_path}): this storage cannot be opened: {error}. "
-            "Give a folder, or a URI that pyarrow opens (s3://, gs://, abfs://, hdfs://)."
+            f"{key} ({uri}): this storage cannot be opened: {error}. "
+            "Give a local path, or a URI that pyarrow opens (s3://, gs://, abfs://, hdfs://)."
         ) from error
 
 
