@@ -21,6 +21,7 @@ from raypo.metrics.run_files import RunFiles
 from raypo.metrics.sinks import check_installed
 from raypo.plan.model_shape import ModelShape
 from raypo.rewards.loader import check_function
+from raypo.serving.vllm_arguments import check_extra
 
 
 def check_inputs(
@@ -40,6 +41,8 @@ def check_inputs(
     """
     check_installed(config.logging)
     notes: list[str] = []
+    if isinstance(config, PPOConfig | SFTConfig):
+        check_extra(config.rollout.engine)
     if isinstance(config, PPOConfig):
         notes = _check_ppo(config, has_reward_fn=has_reward_fn)
     elif isinstance(config, SFTConfig):
@@ -63,6 +66,7 @@ def check_evaluation(model: str, config: PPOConfig | SFTConfig) -> None:
         ConfigError: the model, a prompt file or the judge is not there.
     """
     check_model("MODEL", model)
+    check_extra(config.rollout.engine)
     data = config.data
     if config.eval.prompts:
         peek(config.eval.prompts, data.prompt_key, data.label_key, key="eval.prompts")

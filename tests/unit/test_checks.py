@@ -185,3 +185,8 @@ def test_prompts_that_repeat_within_a_step_are_a_note_with_both_numbers(
     values["rollout"] = {"prompts_per_step": 2000, "samples_per_prompt": 4}
     prompts.write_text(row * 1500)  # more than are looked at before a run
     assert notes() == []
+
+
+def test_an_engine_argument_that_vllm_does_not_have_is_refused_before_anything_starts(values: dict):
+    values["rollout"] = {"engine": {"extra": {"top_k": 20}}}
+    assert "rollout.engine.extra.top_k (20): the installed vLLM has no such" in refusal(values)
