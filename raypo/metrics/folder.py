@@ -38,6 +38,10 @@ class Folder(Protocol):
         """Names of files and folders directly below a folder, sorted."""
         ...
 
+    def written_at(self, name: str) -> float | None:
+        """When a file was last written, in seconds since 1970; None where there is none."""
+        ...
+
     def delete(self, name: str) -> None:
         """Remove one file, wherever it is."""
         ...
@@ -91,6 +95,11 @@ class LocalFolder:
         folder = self.path / below
         return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
+    def written_at(self, name: str) -> float | None:
+        """When a file was last written, in seconds since 1970; None where there is none."""
+        path = self.path / name
+        return path.stat().st_mtime if path.exists() else None
+
     def delete(self, name: str) -> None:
         """Remove one file."""
         (self.path / name).unlink(missing_ok=True)
@@ -139,6 +148,11 @@ class RemoteFolder:
         selector = FileSelector(self._remote(below), allow_not_found=True)
         remote = {info.base_name for info in self._file_system.get_file_info(selector)}
         return sorted(remote | set(LocalFolder(self.path).names(below)))
+
+    def written_at(self, name: str) -> float | None:
+        """When a file came to the URI, in seconds since 1970; None where there is none."""
+        written = self._file_system.get_file_info(self._remote(name)).mtime
+        return None if written is None else written.timestamp()
 
     def delete(self, name: str) -> None:
         """Remove one file from the stage and from the URI."""
