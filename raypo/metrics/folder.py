@@ -228,7 +228,7 @@ def open_storage(uri: str, *, key: str) -> tuple[FileSystem, str]:
 def _read(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

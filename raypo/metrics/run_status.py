@@ -19,7 +19,7 @@ RECENT_STEPS = 10
 """Steps that the seconds of a step are the median of."""
 _HEADS = ("run", "recipe", "status", "step", "score", "last", "a step", "left")
 _MOST = {"recipe": 8}
-_LEAST_NAME = 12
+_LEAST_NAME = 10
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run_status(files: RunFiles, now: float) -> RunStatus | None:
     is_silent = age_s is not None and age_s > max(PATIENCE_S, PATIENCE_STEPS * (step_s or 0.0))
     done = int(rows[-1]["step"]) if rows else 0
     # A run that was resumed and killed has the summary of its attempt before that one.
-    ended = summary["status"] if summary.get("steps", -1) >= done else None
+    ended = summary["status"] if summary and summary.get("steps", done) >= done else None
     status = status_of(files, ended, is_silent=is_silent)
     location = shown_location(files.location)
     return RunStatus(
@@ -125,7 +125,8 @@ def table(runs: Sequence[RunStatus], width: int) -> list[str]:
     columns = zip(_HEADS, *map(_cells, runs), strict=True)
     rows = list(zip(*[column for column in columns if any(column[1:])], strict=True))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[0] = max(min(widths[0], width - sum(widths[1:]) - 2 * len(widths[1:])), _LEAST_NAME)
+    left = width - sum(widths[1:]) - 2 * len(widths[1:])
+    widths[0] = min(widths[0], max(left, _LEAST_NAME))
     return [
         "  ".join(
             _cut(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True)
@@ -182,9 +183,7 @@ def _notes(status: str, done: int, silent_s: float | None) -> tuple[str, ...]:
     if status == "dead":
         return ("No process writes into it any more and it has no end: it was killed.",)
     if status == "running" and silent_s is not None:
-        return (
-            f"Its process lives and has written nothing for {duration(silent_s)}; see the log.",
-        )
+        return (f"It lives, and has written nothing for {duration(silent_s)}: see the log.",)
     if status == "running" and not done:
         return ("It is starting: no step has ended yet.",)
     return ()
@@ -206,7 +205,7 @@ def _cut(text: str, size: int) -> str:
 
 
 def _short_time(seconds: float | None) -> str:
-    """Like 0.5 s, 45 s, 12 min, 3.1 h, 2.0 d."""
+    """Like 0.5 s, 45 s, 12 min, 3.1 h, 2 d."""
     if seconds is None:
         return ""
     if seconds < 9.95:
@@ -215,7 +214,7 @@ def _short_time(seconds: float | None) -> str:
         if seconds < 99.5:
             return f"{seconds:.0f} {unit}"
         seconds /= size
-    return f"{seconds:.1f} h" if seconds < 48.0 else f"{seconds / 24.0:.1f} d"
+    return f"{seconds:.1f} h" if seconds < 48.0 else f"{seconds / 24.0:.0f} d"
 
 
 def no_run(location: str) -> ConfigError:

@@ -10,6 +10,7 @@ import pytest
 import raypo.cli
 from raypo.config import RECIPES, PPOConfig
 from raypo.metrics.run_files import RunFiles
+from tests.recorded_run import write_run
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers")
 
@@ -158,6 +159,32 @@ def test_what_is_wrong_and_what_fits_is_told_without_importing_anything_heavy(
     assert "memory (node 0 RAM): needs" in no_memory[2]
     assert no_gpu[0] == 2
     assert "run fits." not in no_gpu[1]
+
+
+def test_status_reads_runs_below_a_folder_or_one_of_them_without_anything_heavy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(raypo.__file__).parents[1]))
+    for name in ("first", "second"):
+        write_run(tmp_path / "runs", name, steps=2, with_rollouts=False)
+    (tmp_path / "runs" / "notes.txt").write_text("no run")
+    both, one, by_uri, none, empty = run_light(
+        ["status"],
+        ["status", "runs/first"],
+        ["status", (tmp_path / "runs" / "first").as_uri()],
+        ["status", "elsewhere"],
+        ["status", "runs/first/policy"],
+    )
+    assert both[0] == 0, both[2]
+    head, *lines = both[1].splitlines()
+    assert head.split() == ["run", "recipe", "status", "step", "score", "last", "a", "step"]
+    assert sorted(line.split()[0] for line in lines) == ["first", "second"]
+    assert one[1].startswith("first: ppo, finished, step 2 of 12\n")
+    assert "  go on      raypo report runs/first\n" in one[1]
+    assert by_uri[1].startswith("first: ppo, finished, step 2 of 12\n")
+    assert (none[0], empty[0]) == (2, 2)
+    assert none[2].startswith("raypo: RUN (elsewhere): no run is there, nor a folder of runs.")
 
 
 def test_export_copies_the_merged_model_or_the_adapter(
