@@ -36,7 +36,8 @@ def sweep(
 
     config = SweepConfig.load(file, overrides)
     base = config.base_config()
-    check_inputs(base)
+    for note in check_inputs(base):
+        typer.echo(f"Note: {note}.")
     if dry_run:
         _print_plan(config, base)
         return
