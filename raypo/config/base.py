@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin
 
@@ -106,8 +106,8 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
         if folder:
             tree.storage_path = str(folder.absolute().parent)
             tree.pop(RECORDED_BASE, None)
-        for key, value in _given(overrides).items():
-            into = OmegaConf.select(tree, key)
+        for key, value in _given(overrides):
+            into = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
             is_section = isinstance(value, Mapping) and OmegaConf.is_dict(into)
             OmegaConf.update(tree, key, value, merge=is_section, force_add=True)
         values = OmegaConf.to_container(tree, resolve=True)
@@ -173,19 +173,18 @@ def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel
     return [s for each in get_args(annotation) for s in _sections_of(each, items=items)]
 
 
-def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Mapping[str, Any]:
-    """Overrides by dotted key; values of texts are YAML."""
+def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of overrides; the values of texts are YAML."""
     if isinstance(overrides, Mapping):
-        return overrides
-    given: dict[str, Any] = {}
+        yield from overrides.items()
+        return
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"{text!r} is no override. Write key=value, like ppo.kl.coef=0.02.")
         read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
         assert isinstance(read, dict)
-        given[key.strip()] = read["value"]
-    return given
+        yield key.strip(), read["value"]
 
 
 def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:

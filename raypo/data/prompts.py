@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 PEEK_ROWS = 1000
 """Rows of each file that `peek` looks at."""
 
-_LOOKS_LIKE_CHAT = re.compile(r"""\s*\[?\s*\{\s*["'](role|content)["']\s*:""")
+_LOOKS_LIKE_CHAT = re.compile(
+    r"""\s*\[\s*\{\s*["'](role["']\s*:|content["']\s*:.*["']role["']\s*:)""", re.DOTALL
+)
+"""JSON or Python's own writing of a list of messages, whole or not."""
 
 CHUNK = 1024
 """Rows that a tokenizer gets at once."""

@@ -404,3 +404,11 @@ def test_an_override_replaces_a_value_of_another_kind(file):
     lora = PPOConfig.load(file, ["model.lora=null", "model.lora.rank=3"]).model.lora
     assert lora is not None
     assert lora.rank == 3
+
+
+def test_overrides_of_one_section_add_up_and_the_last_of_a_key_wins(file):
+    config = PPOConfig.load(
+        file, ["ppo.kl={coef: 0.3}", "ppo.kl={estimator: k2, placement: loss}", "ppo.kl.coef=0.4"]
+    )
+    kl = config.ppo.kl
+    assert (kl.coef, kl.estimator, kl.placement) == (0.4, "k2", "loss")

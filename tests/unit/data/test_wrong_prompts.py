@@ -164,7 +164,7 @@ def test_peek_looks_at_the_first_rows_only_and_loading_at_all(tmp_path, tokenize
     [
         str([{"role": "user", "content": "hi"}]),  # what pandas writes of a list
         '[{"role": "user"}]',
-        '{"role": "user", "content": "hi"}',
+        str([{"content": "hi", "role": "user"}]),
         '[{"content": "hi", "role": "us',
     ],
 )
@@ -180,6 +180,13 @@ def test_a_text_that_looks_like_chat_messages_and_is_none(tmp_path, check, endin
         "list of objects with role and content. Write it as json.dumps does, or lists of messages "
         "into a jsonl or parquet file."
     )
+
+
+@pytest.mark.parametrize(
+    "text", ['{"role": "user", "content": "hi"}', '[{"content": 1}]', "[1]", "[{role: x}]", "[ {"]
+)
+def test_other_json_is_a_prompt_like_any_other_text(tmp_path, check, text):
+    check(write(tmp_path / "a.jsonl", [{"prompt": text}]))
 
 
 # Hugging Face data sets
