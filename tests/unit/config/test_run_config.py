@@ -123,6 +123,77 @@ def test_a_required_key():
     ]
 
 
+# Data sets with a configuration and a split
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.prompts={path: openai/gsm8k, config: main, split: test}",
+        "data.prompts=[{path: openai/gsm8k, config: main, split: test}]",
+    ],
+)
+def test_a_data_set_takes_a_configuration_and_a_split_and_survives_the_round_trip(file, override):
+    config = PPOConfig.load(file, [override])
+    entry = DataSetEntry(path="openai/gsm8k", config="main", split="test")
+    assert config.data.prompts == (entry,)
+    assert PPOConfig.parse(config.model_dump(mode="json")) == config
+    assert config.with_absolute_paths() == config
+
+
+def test_a_local_data_set_is_a_path_like_any_other(tmp_path):
+    (tmp_path / "set").mkdir()
+    config = PPOConfig.parse(with_keys(data__prompts=["b.jsonl", {"path": "set"}]))
+    assert config.with_absolute_paths(tmp_path).data.prompts == (
+        "b.jsonl",
+        DataSetEntry(path=str(tmp_path / "set")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"path": "a/b", "splitt": "x"}, "splitt: there is no such key. Remove it."),
+        (
+            {"split": "x"},
+            "path: this key is required. Set it in the file or as data.prompts.0.path=VALUE.",
+        ),
+        (
+            {"path": "s3://b/a.csv"},
+            "path ('s3://b/a.csv'): configuration and split are a Hugging Face data set's, and "
+            "this names a file. Write the file alone: prompts: s3://b/a.csv.",
+        ),
+        (
+            {"path": "a/b", "split": 3},
+            "split (3): must be a valid string. Set data.prompts.0.split to an allowed value.",
+        ),
+    ],
+)
+def test_a_wrong_data_set_is_one_mistake_with_its_key(entry, told):
+    assert refused(data__prompts=entry) == f"run.yaml: data.prompts.0.{told}"
+
+
+def test_an_override_replaces_a_value_of_another_kind(file):
+    """A list in the file by a section, a section by null, null by a key below it."""
+    config = PPOConfig.load(
+        file,
+        ["data.prompts=[a.jsonl]", "data.prompts={path: a/b}", "model.lora={}", "model.lora=null"],
+    )
+    assert config.data.prompts == (DataSetEntry(path="a/b"),)
+    assert config.model.lora is None
+    lora = PPOConfig.load(file, ["model.lora=null", "model.lora.rank=3"]).model.lora
+    assert lora is not None
+    assert lora.rank == 3
+
+
+def test_overrides_of_one_section_add_up_and_the_last_of_a_key_wins(file):
+    config = PPOConfig.load(
+        file, ["ppo.kl={coef: 0.3}", "ppo.kl={estimator: k2, placement: loss}", "ppo.kl.coef=0.4"]
+    )
+    kl = config.ppo.kl
+    assert (kl.coef, kl.estimator, kl.placement) == (0.4, "k2", "loss")
+
+
 # Wrong values
 
 
@@ -341,74 +412,3 @@ def test_a_critic_is_kept_only_where_there_is_one():
         "run.yaml: learner.save_critic (true): ppo.advantage: reinforce has no critic. "
         "Set learner.save_critic to false, or ppo.advantage to gae."
     )
-
-
-# Data sets with a configuration and a split
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "data.prompts={path: openai/gsm8k, config: main, split: test}",
-        "data.prompts=[{path: openai/gsm8k, config: main, split: test}]",
-    ],
-)
-def test_a_data_set_takes_a_configuration_and_a_split_and_survives_the_round_trip(file, override):
-    config = PPOConfig.load(file, [override])
-    entry = DataSetEntry(path="openai/gsm8k", config="main", split="test")
-    assert config.data.prompts == (entry,)
-    assert PPOConfig.parse(config.model_dump(mode="json")) == config
-    assert config.with_absolute_paths() == config
-
-
-def test_a_local_data_set_is_a_path_like_any_other(tmp_path):
-    (tmp_path / "set").mkdir()
-    config = PPOConfig.parse(with_keys(data__prompts=["b.jsonl", {"path": "set"}]))
-    assert config.with_absolute_paths(tmp_path).data.prompts == (
-        "b.jsonl",
-        DataSetEntry(path=str(tmp_path / "set")),
-    )
-
-
-@pytest.mark.parametrize(
-    ("entry", "told"),
-    [
-        ({"path": "a/b", "splitt": "x"}, "splitt: there is no such key. Remove it."),
-        (
-            {"split": "x"},
-            "path: this key is required. Set it in the file or as data.prompts.0.path=VALUE.",
-        ),
-        (
-            {"path": "s3://b/a.csv"},
-            "path ('s3://b/a.csv'): configuration and split are a Hugging Face data set's, and "
-            "this names a file. Write the file alone: prompts: s3://b/a.csv.",
-        ),
-        (
-            {"path": "a/b", "split": 3},
-            "split (3): must be a valid string. Set data.prompts.0.split to an allowed value.",
-        ),
-    ],
-)
-def test_a_wrong_data_set_is_one_mistake_with_its_key(entry, told):
-    assert refused(data__prompts=entry) == f"run.yaml: data.prompts.0.{told}"
-
-
-def test_an_override_replaces_a_value_of_another_kind(file):
-    """A list in the file by a section, a section by null, null by a key below it."""
-    config = PPOConfig.load(
-        file,
-        ["data.prompts=[a.jsonl]", "data.prompts={path: a/b}", "model.lora={}", "model.lora=null"],
-    )
-    assert config.data.prompts == (DataSetEntry(path="a/b"),)
-    assert config.model.lora is None
-    lora = PPOConfig.load(file, ["model.lora=null", "model.lora.rank=3"]).model.lora
-    assert lora is not None
-    assert lora.rank == 3
-
-
-def test_overrides_of_one_section_add_up_and_the_last_of_a_key_wins(file):
-    config = PPOConfig.load(
-        file, ["ppo.kl={coef: 0.3}", "ppo.kl={estimator: k2, placement: loss}", "ppo.kl.coef=0.4"]
-    )
-    kl = config.ppo.kl
-    assert (kl.coef, kl.estimator, kl.placement) == (0.4, "k2", "loss")
