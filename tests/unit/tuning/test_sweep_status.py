@@ -28,7 +28,7 @@ def files(tmp_path: Path) -> RunFiles:
     sweep = SweepConfig.parse(values | {"num_samples": 4})
     files = RunFiles(str(tmp_path), "s")
     files.write_config(recorded_config(sweep, sweep.base_config()))
-    trials = [trial(0, "finished", 0.7), trial(1, "stopped", 0.3), trial(2, "running", 0.8)]
+    trials = [trial(0, "finished", 0.8), trial(1, "stopped", 0.3), trial(2, "running", 0.7)]
     write_trials(files, trials, Goal((SCORE,), (1.0,)))
     return files
 
@@ -46,7 +46,7 @@ def test_a_sweep_counts_trials_and_names_the_best(files: RunFiles):
         f"  files      {files.location}",
         f"  go on      raypo sweep {files.location}",
         f"  Its trials: 1 finished, 1 running, 1 stopped; raypo status {files.location}/trials",
-        "  The best so far is s-00002.",
+        "  The best so far is s-00000.",
     ]
 
 
