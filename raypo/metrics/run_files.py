@@ -217,6 +217,14 @@ class RunFiles:
         """The content of a file; None where there is none."""
         return self._folder.read(name)
 
+    def written_at(self, name: str) -> float | None:
+        """When a file was last written, in seconds since 1970; None where there is none."""
+        return self._folder.written_at(name)
+
+    def names(self) -> list[str]:
+        """Names of the files and folders in it, sorted; none where it is not there."""
+        return self._folder.names()
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`; what is not finite is written as null."""
         text = json.dumps(_finite(summary), indent=2) + "\n"

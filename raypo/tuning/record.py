@@ -119,7 +119,7 @@ def read_trials(files: RunFiles) -> list[TrialRecord]:
             metrics=json.loads(row["metrics"]),
             **{name: row[name] for name in _PLAIN},
         )
-        for row in pq.read_table(io.BytesIO(content)).to_pylist()
+        for row in pq.ParquetFile(io.BytesIO(content)).read().to_pylist()
     ]
     return sorted(records, key=lambda record: record.number)
 
