@@ -4,6 +4,7 @@ Every command is run as it stands, by the integration tier unless it is listed h
 by the slow tier; `NOT_RUN` by no test, each for a reason. Both are lists of how commands begin.
 """
 
+import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -14,15 +15,16 @@ REPOSITORY = Path(__file__).parents[1]
 LANGUAGES = ("bash", "python", "yaml", "json", "text")
 SERVERS = ("raypo serve-reward", "raypo monitor")
 """Commands that run until Ctrl-C; those after them in their block find them running."""
+DEMO = ("make demo",)
+"""The slow tier runs them on the examples as they are."""
 SLOW = (
-    "make demo",
-    "python -m examples.quickstart.demo",
     "python examples/",
     "raypo sweep",
     "raypo train examples/",
     "raypo train runs/",
 )
 NOT_RUN = {
+    "python -m examples.quickstart.demo": "a slow test runs its pipeline with three seeds",
     "make test": "it is what runs this",
     "make check": "it is part of what runs this",
     "make fix": "it changes the sources",
@@ -41,7 +43,7 @@ NOT_RUN = {
     "tensorboard": "it runs until Ctrl-C, and is not part of raypo",
     "python -m pytest": "it is what runs this",
 }
-Tier = Literal["integration", "slow", "not run"]
+Tier = Literal["integration", "slow", "demo", "not run"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Command:
     def tier(self) -> Tier:
         """Where it is run; the longest beginning that is listed decides."""
         tiers: dict[str, Tier] = {begin: "slow" for begin in SLOW}
+        tiers |= {begin: "demo" for begin in DEMO}
         tiers |= {begin: "not run" for begin in NOT_RUN}
         found = [begin for begin in tiers if self.text.startswith(begin)]
         if self.text.startswith("raypo monitor --dashboard"):
@@ -126,6 +129,18 @@ def split_commands(text: str) -> list[str]:
     return [re.sub(r"\s{2,}", " ", line).strip() for line in lines if line.strip()]
 
 
+def expected_output(block: Block) -> object:
+    """What the last command of a block prints: the json block that follows; None without one."""
+    every = blocks_of(REPOSITORY / block.page)
+    after = [each for each in every if each.line > block.line][:1]
+    return printed(after[0].text) if after and after[0].language == "json" else None
+
+
+def printed(text: str) -> object:
+    """JSON, however it is laid out."""
+    return json.loads(text)
+
+
 def prose(page: Path) -> str:
     """A page without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -141,3 +156,34 @@ def copy_examples(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
+
+
+def small_copy(folder: Path) -> Path:
+    """The examples with small untrained models and two small steps; files that pages name, too."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from examples.quickstart.make_data import make_data, write_jsonl
+
+    copy_examples(folder)
+    for file in (folder / "examples").rglob("*.yaml"):
+        text = file.read_text()
+        for key, number in (("num_steps", 2), ("prompts_per_step", 16), ("minibatch_size", 16)):
+            text = re.sub(rf"{key}: \d+", f"{key}: {number}", text)
+        file.write_text(text)
+    data, runs = folder / "examples/quickstart/data", folder / "runs"
+    make_data(data)
+    held_out = (data / "eval.jsonl").read_text().splitlines(keepends=True)
+    (data / "eval.jsonl").write_text("".join(held_out[:8]))
+    shutil.copytree(data / "base", runs / "quickstart-sft/policy")
+    reward_model = AutoModelForSequenceClassification.from_pretrained(data / "base", num_labels=1)
+    for name in ("quickstart-reward-model", "quickstart-hasty-reward-model"):
+        reward_model.save_pretrained(runs / name / "reward_model")
+        AutoTokenizer.from_pretrained(data / "base").save_pretrained(runs / name / "reward_model")
+    pair = {"prompt": "5031=", "chosen": "0135", "rejected": "0153"}
+    for name in ("pairs", "eval_pairs"):
+        write_jsonl(data / f"{name}.jsonl", [pair] * 256)
+    for block in blocks():
+        if block.file is not None:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text)
+    return folder

@@ -15,6 +15,7 @@ from raypo.config.base import known_keys, read_yaml
 from raypo.config.sweep import SweepConfig
 from scripts.config_reference import PAGE, page
 from tests.documentation import (
+    DEMO,
     LANGUAGES,
     NOT_RUN,
     REPOSITORY,
@@ -49,7 +50,7 @@ def test_every_block_is_of_a_language_that_a_test_knows():
 
 def test_every_beginning_on_the_lists_stands_before_a_command():
     texts = [command.text for command in commands()]
-    for begin in (*SLOW, *NOT_RUN):
+    for begin in (*DEMO, *SLOW, *NOT_RUN):
         assert any(text.startswith(begin) for text in texts), f"{begin}: remove it from the list"
 
 
