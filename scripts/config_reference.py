@@ -7,6 +7,7 @@ their fields, so the page says what the program does. A unit test compares the t
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import re
@@ -25,7 +26,7 @@ from raypo.config.sweep import SweepConfig
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration
 
-<!-- Written by `make docs` from the classes in raypo/config. Edit their docstrings, not this page. -->
+<!-- Written by `make docs` from the classes in raypo/config: edit their docstrings instead. -->
 
 A run is one YAML file. `raypo train run.yaml key=value ...` overrides any key by its dotted name;
 overrides win over the file, and what Python passes to a trainer wins over both. A key that does not
@@ -96,7 +97,8 @@ def _table(path: str, section: type[BaseModel]) -> str:
     for name, field in section.model_fields.items():
         if _is_value(field):
             key = f"{path}.{name}" if path else name
-            default = "*required*" if field.is_required() else f"`{_yaml(field.get_default(call_default_factory=True))}`"
+            usual = field.get_default(call_default_factory=True)
+            default = "*required*" if field.is_required() else f"`{_yaml(usual)}`"
             values = _values(field.annotation, field.metadata)
             lines.append(f"| `{key}` | {values} | {default} | {told.get(name, '')} |")
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
@@ -116,6 +118,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     return next((each for each in found if each is not None), None)
 
 
+@functools.cache
 def _docstrings(section: type[BaseModel]) -> dict[str, str]:
     """Field -> the docstring below it, of the class and of those that it inherits from."""
     told: dict[str, str] = {}
@@ -177,8 +180,6 @@ def _values(annotation: Any, metadata: list[Any]) -> str:
 
 def _yaml(value: Any) -> str:
     """A value as it is written in a run file."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump()
     if isinstance(value, str):
         return value
     if isinstance(value, float):

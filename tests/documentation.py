@@ -19,8 +19,10 @@ DEMO = ("make demo",)
 """The slow tier runs them on the examples as they are."""
 SLOW = (
     "python examples/",
+    "raypo report runs/kl_coef",
     "raypo sweep",
     "raypo train examples/",
+    "raypo train first.yaml name=",
     "raypo train runs/",
 )
 NOT_RUN = {
@@ -40,7 +42,6 @@ NOT_RUN = {
     "ray start": "it would leave a Ray on the machine that runs this",
     "ray stop": "it would end the Ray of others",
     "RAY_ADDRESS=": "it needs a cluster; slow tests join one",
-    "tensorboard": "it runs until Ctrl-C, and is not part of raypo",
     "python -m pytest": "it is what runs this",
 }
 Tier = Literal["integration", "slow", "demo", "not run"]

@@ -6,6 +6,7 @@ commands is that of the pages. What a run needs most of its time for is run by t
 
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> Path:
     storage = {"storage_path": str(folder / "runs")}
     config = PPOConfig.load(folder / "examples/quickstart/ppo.yaml", overrides=storage)
     PPOTrainer(config.with_absolute_paths(folder)).fit()
+    # Of the second example as well, for the pages that compare runs.
+    shutil.copytree(folder / "runs/quickstart", folder / "runs/verifiable-reward")
     return folder
 
 
