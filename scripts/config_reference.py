@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import json
 import re
 import textwrap
@@ -127,11 +128,11 @@ def _docstrings(section: type[BaseModel]) -> dict[str, str]:
             continue
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
         assert isinstance(tree, ast.ClassDef)
-        for field, text in zip(tree.body, tree.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                value = text.value if isinstance(text, ast.Expr) else None
-                is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
-                told[field.target.id] = _one_line(value.value) if is_text else ""
+        told |= dict.fromkeys(each.__annotations__, "")  # one without a text hides an inherited one
+        for pair in itertools.pairwise(tree.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    told[name] = _one_line(text)
     return told
 
 

@@ -57,9 +57,7 @@ def test_every_beginning_on_the_lists_stands_before_a_command():
 
 
 def test_commands_are_split_at_lines_and_lose_their_comments():
-    text = (
-        "raypo plan a.yaml --cluster 8xGPU80G,2 \\\n    seed=3   # two nodes\n# nothing\nmake x\n"
-    )
+    text = "raypo plan a.yaml --cluster 8xGPU80G \\\n    seed=3   # two nodes\n# nothing\nmake x\n"
     assert split_commands(text) == ["raypo plan a.yaml --cluster 8xGPU80G seed=3", "make x"]
 
 
