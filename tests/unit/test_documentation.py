@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
+from typer.core import TyperGroup
 
+import raypo.cli
 from raypo import Rollout
 from raypo.config import PPOConfig, RewardModelConfig, SFTConfig, parse_run_config
 from raypo.config.base import known_keys, read_yaml
@@ -107,6 +110,17 @@ def test_keys_that_a_page_names_exist(path: Path):
             continue
         if not match[1].endswith((".py", ".yaml", ".sh", ".md", ".json", ".jsonl")):
             assert match[1] in known, f"{path.name}: there is no key {match[1]}"
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_raypo_commands_that_a_page_names_in_passing_exist(path: Path):
+    program = typer.main.get_command(raypo.cli.app)
+    assert isinstance(program, TyperGroup)
+    for command, rest in re.findall(r"`raypo ([a-z-]+)([^`]*)`", prose(path)):
+        assert command in program.commands, f"{path.name}: raypo {command}"
+        options = {name for each in program.commands[command].params for name in each.opts}
+        for option in re.findall(r"--[a-z-]+", rest):
+            assert option in options, f"{path.name}: raypo {command}{rest}"
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
