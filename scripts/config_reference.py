@@ -128,7 +128,6 @@ def _docstrings(section: type[BaseModel]) -> dict[str, str]:
             continue
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
         assert isinstance(tree, ast.ClassDef)
-        told |= dict.fromkeys(each.__annotations__, "")  # one without a text hides an inherited one
         for pair in itertools.pairwise(tree.body):
             match pair:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
