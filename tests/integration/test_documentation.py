@@ -96,6 +96,7 @@ def running(servers: list[Command], copy: Path, port: int) -> Iterator[None]:
 def run_block(block: Block, tier: str, copy: Path, port: int) -> None:
     """The commands of a block that are of a tier, in order."""
     own = [each for each in commands() if each.block == block and each.tier == tier]
+    assert own, f"{block.where} has changed since the tests were collected"
     output = ""
     with running([each for each in own if each.is_server], copy, port):
         for command in own:
