@@ -112,6 +112,12 @@ def test_keys_that_a_page_names_exist(path: Path):
             assert match[1] in known, f"{path.name}: there is no key {match[1]}"
 
 
+def test_what_make_is_asked_for_is_in_the_makefile():
+    makefile = (REPOSITORY / "Makefile").read_text()
+    made = {text for command in commands() for text in re.findall(r"^make (\w+)", command.text)}
+    assert made <= set(re.findall(r"^(\w+):", makefile, flags=re.MULTILINE))
+
+
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
 def test_raypo_commands_that_a_page_names_in_passing_exist(path: Path):
     program = typer.main.get_command(raypo.cli.app)
