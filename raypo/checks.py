@@ -125,8 +125,13 @@ def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> Non
             peek(paths, data.prompt_key, data.label_key, key=key, response_keys=response_keys)
 
 
-def check_run_folder(config: RecipeConfig, files: RunFiles) -> None:
+def check_run_folder(
+    config: RecipeConfig, files: RunFiles, *, start_over: str = "--fresh"
+) -> None:
     """Refuse to go on in a folder that belongs to another config.
+
+    Args:
+        start_over: The option or argument that starts over, in the caller's language.
 
     Raises:
         ConfigError: with every key that differs.
@@ -140,7 +145,8 @@ def check_run_folder(config: RecipeConfig, files: RunFiles) -> None:
         lines = "\n  ".join(changes)
         raise ConfigError(
             f"name ({config.name}): {files.location} holds a run of another config:\n  {lines}\n"
-            f"Change these keys back to go on, choose another name, or start over with --fresh."
+            f"Change these keys back to go on, choose another name, or start over with "
+            f"{start_over}."
         )
 
 
