@@ -220,7 +220,9 @@ def test_an_import_that_fails_keeps_its_error(tmp_path):
     load_function(f"{path}:score")  # nothing half imported is left
 
 
-@pytest.mark.parametrize(("text", "what"), [("score = 3", "of type int"), ("class score: ...", "a class")])
+@pytest.mark.parametrize(
+    ("text", "what"), [("score = 3", "of type int"), ("class score: ...", "a class")]
+)
 def test_what_is_no_function(tmp_path, text, what):
     path = write(tmp_path / "rewards.py", text)
     assert refused(load_function, f"{path}:score") == (
