@@ -125,9 +125,7 @@ def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> Non
             peek(paths, data.prompt_key, data.label_key, key=key, response_keys=response_keys)
 
 
-def check_run_folder(
-    config: RecipeConfig, files: RunFiles, *, start_over: str = "--fresh"
-) -> None:
+def check_run_folder(config: RecipeConfig, files: RunFiles, *, start_over: str = "--fresh") -> None:
     """Refuse to go on in a folder that belongs to another config.
 
     Args:

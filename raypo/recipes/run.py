@@ -267,12 +267,13 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     """Everything that a worker needs before a model is loaded; wrong data ends the run here."""
     config, runtime = open_setup(setup)
     workers = Workers.current()
+    tell = Teller(runtime.monitor if workers.rank == 0 else None)
+    tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
     log_to_file(log_path(files, workers))
     torch.set_num_threads(config.learner.cpus_per_worker)
     if runtime.janitor is not None and workers.rank == 0:
         runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
-    tell = Teller(runtime.monitor if workers.rank == 0 else None)
     run = kind.prepare(config, runtime, workers, files, tell)
     run.resume_from = runtime.resume_from
     try:

@@ -14,8 +14,10 @@ import pandas as pd
 import ray
 import ray.train
 from ray.actor import ActorHandle
-from ray.train import Result, RunConfig, ScalingConfig
+from ray.exceptions import ActorDiedError
+from ray.train import ControllerError, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from ray.util.placement_group import remove_placement_group
 
 from raypo.checks import check_inputs, check_run_folder, is_finished
 from raypo.cluster.connect import (
@@ -36,6 +38,7 @@ from raypo.metrics.summary import installed_versions, summarize
 from raypo.plan.dedicated import dedicated_bundles
 from raypo.recipes.setup import RUNTIME_KEY, Runtime
 from raypo.rewards.scoring import RewardFunction
+from raypo.trainer.failures import advice, failures_left, is_lost_controller
 from raypo.trainer.settings import (
     check_arguments,
     read_config,
@@ -116,7 +119,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
         Raises:
             ConfigError: the run folder belongs to another config, or the cluster is too small.
-            ray.train.TrainingFailedError: a worker or Ray Train itself failed.
+            ray.train.TrainingFailedError: a worker or Ray Train itself failed, once more than
+                `max_failures` allows.
             KeyboardInterrupt: a second Ctrl-C or SIGTERM.
         """
         with self._files.lock():
@@ -218,7 +222,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
         def fit() -> None:
             try:
-                outcome.append(TorchTrainer.fit(self))
+                outcome.append(self._fit_under_controllers(monitor))
             except BaseException as error:  # handed to the caller below
                 outcome.append(error)
 
@@ -235,6 +239,38 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         if isinstance(result, BaseException):
             raise result
         return result
+
+    def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
+        """As TorchTrainer.fit; where its controller is lost, another one takes its place.
+
+        Ray counts lost workers in the controller; nobody but the driver can count its own end.
+        """
+        self._allow_failures(self.config.max_failures)
+        while True:
+            try:
+                return TorchTrainer.fit(self)
+            except ActorDiedError as error:
+                if not is_lost_controller(error):
+                    raise
+                attempts, group = ray.get(monitor.end_attempt.remote())
+                left = failures_left(self.config.max_failures, attempts)
+                if group is None or left is None:
+                    failure = ControllerError(error)
+                    failure.add_note(advice(self.config.max_failures))
+                    raise failure from None
+            # The workers and what they started ended with it; their placement group is left.
+            remove_placement_group(group)
+            monitor.tell.remote(
+                "message",
+                "Ray Train's controller was lost; the run goes on from its last checkpoint.",
+            )
+            self._wait_for_room()
+            self._allow_failures(left)
+
+    def _allow_failures(self, count: int) -> None:
+        given = self.run_config.failure_config or FailureConfig()
+        allowed = dataclasses.replace(given, max_failures=count)
+        self.run_config = dataclasses.replace(self.run_config, failure_config=allowed)
 
     def _is_unwanted(self) -> bool:
         """Whether somebody else than the user wants the run to end after its step."""

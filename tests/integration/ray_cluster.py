@@ -120,8 +120,9 @@ def _environment(host: Host) -> dict[str, str]:
 
 def _wait_for(dashboard: str, host: Host) -> None:
     check = (
-        "import sys, urllib.request; "
-        "urllib.request.urlopen(sys.argv[1] + '/api/version', timeout=5).read()"
+        "import sys, urllib.error, urllib.request\n"
+        "try: urllib.request.urlopen(sys.argv[1] + '/api/version', timeout=5).read()\n"
+        "except urllib.error.HTTPError as error: assert error.code == 401"  # it wants the token
     )
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
