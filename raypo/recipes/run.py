@@ -176,8 +176,8 @@ class Run(Generic[AnyConfig]):
         """Hand the step to Ray Train, the files and the console.
 
         Args:
-            to_ray: Whether Ray Train hears of it; each time costs its controller's poll, half a
-                second. A checkpoint always goes there.
+            to_ray: Whether Ray Train hears of it; each time waits until its controller has polled
+                the time before. A checkpoint always goes there.
         """
         metrics = self._initial | metrics
         self._initial = {}

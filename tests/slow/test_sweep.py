@@ -161,10 +161,12 @@ metric: rollout/score_mean
             time.sleep(0.02)
         kill_train_workers()
 
-    before = alive()
+    before, known = alive(), set(actors())
     threading.Thread(target=kill, daemon=True).start()
     outcome = run_sweep(sweep, sweep.base_config(), files)
     wait_until_nothing_is_left(before)
+    started = Counter(kind for actor, kind in actors().items() if actor not in known)
+    assert started["RayTrainWorker"] == 2
     assert [record.status for record in outcome.records] == ["finished"]
     assert numbers(read_metrics(trial)) == numbers(
         read_metrics(three.folder / "trials" / "three-00000")
