@@ -253,13 +253,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 if not is_lost_controller(error):
                     raise
                 attempts, group = ray.get(monitor.end_attempt.remote())
+                if group is not None:  # all else that the workers had ends with them
+                    remove_placement_group(group)
                 left = failures_left(self.config.max_failures, attempts)
                 if group is None or left is None:
                     failure = ControllerError(error)
                     failure.add_note(advice(self.config.max_failures))
                     raise failure from None
-            # The workers and what they started ended with it; their placement group is left.
-            remove_placement_group(group)
             monitor.tell.remote(
                 "message",
                 "Ray Train's controller was lost; the run goes on from its last checkpoint.",
