@@ -1,22 +1,13 @@
 """A Ray that somebody has started with `ray start`: it asks for a token, and `auto` finds it."""
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.integration.ray_cluster import (
-    Host,
-    StartedCluster,
-    free_port,
-    short_folder,
-    started_cluster,
-)
+from tests.integration.ray_cluster import Host, StartedCluster, started_cluster
 from tests.integration.task import REPOSITORY
 
 DRIVER = """
@@ -116,55 +107,3 @@ def test_the_script_that_submits_a_run_brings_the_token(cluster: StartedCluster)
         check=False,
     )
     assert "/nowhere.yaml: there is no such file" in done.stdout, done.stdout + done.stderr
-
-
-STAND_INS = {
-    "scontrol": "echo here",
-    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    "hostname": "echo 127.0.0.1",
-}
-"""Of Slurm's programs: what they are told to run on a node runs here."""
-
-
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_the_slurm_script_starts_a_ray_with_a_token_or_says_what_is_missing(
-    tmp_path: Path, nodes: int
-):
-    """Two nodes join: of two it comes as far as the run's own first words, of three it waits."""
-    programs = tmp_path / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
-    for name, text in STAND_INS.items():
-        (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (programs / name).chmod(0o755)
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    with short_folder() as folder, (tmp_path / "log").open("w+") as log:
-        script = subprocess.Popen(
-            [str(REPOSITORY / "examples/cluster/slurm.sh"), "/nowhere.yaml"],
-            cwd=tmp_path,
-            env={
-                **own,
-                "HOME": str(tmp_path),
-                "PYTHONPATH": str(REPOSITORY),
-                "RAY_TMPDIR": folder,
-                "RAY_PORT": str(free_port()),
-                "RAYPO_WAIT_S": "20",
-                "SLURM_JOB_NODELIST": "here",
-                "SLURM_JOB_NUM_NODES": str(nodes),
-            },
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            status = script.wait(timeout=200)
-        finally:
-            with suppress(ProcessLookupError):  # Slurm does it; `ray start --block` obeys
-                os.killpg(script.pid, signal.SIGTERM)
-        log.seek(0)
-        said = log.read()
-    assert (tmp_path / ".ray" / "auth_token").is_file(), said
-    if nodes == 2:
-        assert (status, "raypo: /nowhere.yaml: there is no such file" in said) == (2, True), said
-    else:
-        assert (status, "2 of 3 nodes have joined" in said) == (1, True), said
