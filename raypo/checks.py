@@ -139,8 +139,11 @@ def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> int
     return num_rows
 
 
-def check_run_folder(config: RecipeConfig, files: RunFiles) -> None:
+def check_run_folder(config: RecipeConfig, files: RunFiles, *, start_over: str = "--fresh") -> None:
     """Refuse to go on in a folder that belongs to another config.
+
+    Args:
+        start_over: The option or argument that starts over, in the caller's language.
 
     Raises:
         ConfigError: with every key that differs.
@@ -154,7 +157,8 @@ def check_run_folder(config: RecipeConfig, files: RunFiles) -> None:
         lines = "\n  ".join(changes)
         raise ConfigError(
             f"name ({config.name}): {files.location} holds a run of another config:\n  {lines}\n"
-            f"Change these keys back to go on, choose another name, or start over with --fresh."
+            f"Change these keys back to go on, choose another name, or start over with "
+            f"{start_over}."
         )
 
 

@@ -14,20 +14,43 @@ set -euo pipefail
 
 PORT=${RAY_PORT:-6379}
 source .venv/bin/activate
+
+# All nodes and the run use one token: other users of the machines must not reach this Ray.
+export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+if [ "$RAY_AUTH_MODE" = token ] && [ -z "${RAY_AUTH_TOKEN:-}" ]; then
+  RAY_AUTH_TOKEN=$(ray get-auth-token --generate)
+  export RAY_AUTH_TOKEN
+fi
+
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
+
+# What a command said last is shown if it does not succeed in ten minutes.
+wait_for() {
+  local said deadline=$((SECONDS + ${RAYPO_WAIT_S:-600}))
+  until said=$("$@" 2>&1); do
+    if [ "$SECONDS" -gt "$deadline" ]; then
+      echo "The Ray cluster is not complete. The last look at it said:" >&2
+      echo "$said" >&2
+      exit 1
+    fi
+    sleep 2
+  done
+}
 
 # srun ends what it has started when this script ends, so nothing is left on the nodes.
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
   ray start --head --block --node-ip-address="$address" --port="$PORT" --disable-usage-stats &
-until ray status --address="$address:$PORT" > /dev/null 2>&1; do sleep 2; done
+wait_for ray status --address="$address:$PORT"
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
   srun --overlap --nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks=$((SLURM_JOB_NUM_NODES - 1)) \
     --exclude="$head" ray start --block --address="$address:$PORT" --disable-usage-stats &
 fi
-count_nodes='import ray; ray.init("auto"); print(sum(n["Alive"] for n in ray.nodes()))'
-until [ "$(RAY_ADDRESS="$address:$PORT" python -W ignore -c "$count_nodes" 2> /dev/null)" = "$SLURM_JOB_NUM_NODES" ]; do
-  sleep 2
-done
+all_nodes='
+import sys, ray
+ray.init(sys.argv[1], log_to_driver=False)
+count = sum(node["Alive"] for node in ray.nodes())
+sys.exit(0 if count == int(sys.argv[2]) else f"{count} of {sys.argv[2]} nodes have joined")'
+wait_for python -W ignore -c "$all_nodes" "$address:$PORT" "$SLURM_JOB_NUM_NODES"
 
 RAY_ADDRESS="$address:$PORT" raypo train "$@"

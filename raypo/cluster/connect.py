@@ -8,12 +8,16 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import ray
+from ray._common.utils import get_ray_address_file
+from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]
 
 from raypo.cluster.devices import check_choice, users_choice
 from raypo.config import ClusterSection, ConfigError
+from raypo.metrics.console import Console
 
 PROBE_TIMEOUT_S = 5.0
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -35,8 +39,9 @@ _LOCAL_DEFAULTS = {
 _DRIVER_DEFAULTS = {
     # Runs and their workers under /api/train/v2/runs/v1 of Ray's dashboard.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
-    # A report waits for the controller's next poll; the default of 2 s is a whole small step.
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # A report waits until the controller has polled the one before: of steps that are shorter than
+    # the interval each takes as long as it. Ray's default is 2 s; a poll costs about a millisecond.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
 }
 
 
@@ -51,11 +56,13 @@ class ClusterError(RuntimeError):
 def connect(section: ClusterSection) -> bool:
     """Be connected to Ray: as already is, else by address, else to a local one started here.
 
+    Where this machine runs a Ray that `ray start` began, a line says which one was taken.
+
     Returns:
         Whether this call connected, so that the caller is the one to disconnect.
 
     Raises:
-        ConfigError: nothing listens at the address.
+        ConfigError: no Ray answers at the address, or not with the token that is known here.
         ClusterError: a local Ray did not start in time.
     """
     global _our_job
@@ -63,10 +70,18 @@ def connect(section: ClusterSection) -> bool:
         _set_defaults(_DRIVER_DEFAULTS)
         return False
     address, source = cluster_address(section)
+    running, is_auto = _started_here(), address == "auto"
+    if is_auto and running:  # else Ray itself looks for one; a file that is stale would hang it
+        address, source = running, f"{source}=auto"
     if address:
         _probe(address, source)
         where = {"address": address, "runtime_env": {"env_vars": _beside_the_job(os.environ)}}
     else:
+        if running and _refusal(running) is None:
+            Console().message(
+                f"raypo: starting a Ray of its own beside the one that runs on this machine "
+                f"({running}); cluster.address=auto takes that one"
+            )
         # Processes of a local Ray inherit ours; a runtime_env would cost each of them a second.
         os.environ.update(worker_environment())
         _set_defaults(_LOCAL_DEFAULTS)
@@ -95,6 +110,12 @@ def connect(section: ClusterSection) -> bool:
     except ConfigError:
         ray.shutdown()
         raise
+    if is_auto:
+        Console().message(
+            f"raypo: on the Ray that runs on this machine "
+            f"({ray.get_runtime_context().gcs_address}); without {source.removesuffix('=auto')} "
+            f"one of its own is started"
+        )
     _our_job = _job()
     return True
 
@@ -104,6 +125,14 @@ def cluster_address(section: ClusterSection) -> tuple[str | None, str]:
     if section.address:
         return section.address, "cluster.address"
     return os.environ.get("RAY_ADDRESS") or None, "RAY_ADDRESS"
+
+
+def _started_here() -> str | None:
+    """Address of the Ray that `ray start` last began on this machine; it may have ended since."""
+    try:
+        return Path(get_ray_address_file(None)).read_text().strip() or None
+    except OSError:
+        return None
 
 
 def worker_environment() -> dict[str, str]:
@@ -154,8 +183,10 @@ def dashboard_token() -> str | None:
 
     Ray itself looks in the same three places, in this order.
     """
-    if os.environ.get("RAY_AUTH_MODE") != "token":
-        return None
+    return _token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
+
+
+def _token() -> str | None:
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -181,10 +212,70 @@ def _probe(address: str, source: str) -> None:
             f"{source} ({address}): an address is host:port. Correct it, or "
             f"leave it out for a local Ray."
         )
-    try:
-        socket.create_connection((parsed.hostname, parsed.port), PROBE_TIMEOUT_S).close()
-    except OSError as error:
+    if error := _refusal(address):
         raise ConfigError(
             f"{source} ({address}): nothing listens there ({error}). Start the cluster "
             f"(ray start --head), correct the address, or leave it out for a local Ray."
-        ) from None
+        )
+    _authenticate(address, source)
+
+
+def _refusal(address: str) -> OSError | None:
+    """Why host:port cannot be reached; None: somebody listens there."""
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _authenticate(address: str, source: str) -> None:
+    """Go into Ray's token mode where the cluster asks for a token, as `ray start` does by itself.
+
+    Ray does so for `auto` alone; with a host and port it would try without a token, for 20 s.
+    """
+    if os.environ.get("RAY_USE_TLS", "0") != "0" or "RAY_ENABLE_K8S_TOKEN_AUTH" in os.environ:
+        return  # it takes Ray itself to ask
+    if _answer(address, source, token=None):
+        return
+    token, mode = _token(), os.environ.get("RAY_AUTH_MODE")
+    if token is None:
+        raise ConfigError(
+            f"{source} ({address}): this Ray asks for a token, and none is here. Set "
+            f"RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node."
+        )
+    if not _answer(address, source, token=token):
+        raise ConfigError(
+            f"{source} ({address}): this Ray asks for another token than the one that is here "
+            f"(RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token). Set "
+            f"RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node."
+        )
+    if mode not in (None, "token"):
+        raise ConfigError(
+            f"RAY_AUTH_MODE ({mode}): the Ray at {address} asks for a token. Set it to token."
+        )
+    os.environ["RAY_AUTH_MODE"] = "token"
+    RayConfig.initialize("")  # it has read the variable when it was imported
+
+
+def _answer(address: str, source: str, *, token: str | None) -> bool:
+    """Whether the head of a Ray lets in who has this token; asked without Ray, which retries."""
+    import grpc
+
+    told = [("authorization", f"Bearer {token}")] if token else []
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        cluster_id: Any = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            cluster_id(b"", timeout=PROBE_TIMEOUT_S, metadata=told)
+        except grpc.RpcError as error:
+            code = error.code()
+            if code == grpc.StatusCode.UNAUTHENTICATED:
+                return False
+            if code != grpc.StatusCode.DEADLINE_EXCEEDED:  # it may be busy
+                raise ConfigError(
+                    f"{source} ({address}): what listens there is not the head of a Ray "
+                    f"({code.name}). Give the address that `ray start --head` printed, port 6379 "
+                    f"unless it was told another."
+                ) from None
+    return True

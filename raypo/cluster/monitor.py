@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
 
 from raypo.cluster.actors import start_named
 
@@ -17,6 +18,8 @@ class Monitor:
     def __init__(self) -> None:
         self._events: list[tuple[str, Any]] = []
         self._stop = False
+        self._attempts = 0
+        self._group: PlacementGroup | None = None
         self._driver: list[dict[str, float]] = []
 
     def tell(self, kind: str, content: Any) -> None:
@@ -44,6 +47,15 @@ class Monitor:
         """Whether the driver wants the run to stop."""
         return self._stop
 
+    def begin_attempt(self, group: PlacementGroup | None) -> None:
+        """Learner workers have begun, in this placement group."""
+        self._attempts, self._group = self._attempts + 1, group
+
+    def end_attempt(self) -> tuple[int, PlacementGroup | None]:
+        """How many attempts there were, and the group of the last; None: it was not begun."""
+        group, self._group = self._group, None
+        return self._attempts, group
+
     def __repr__(self) -> str:
         return "Monitor(stopping)" if self._stop else "Monitor(running)"
 
@@ -58,6 +70,11 @@ class Teller:
 
     def __init__(self, monitor: ActorHandle | None) -> None:
         self._monitor = monitor
+
+    def begin_attempt(self, group: PlacementGroup | None) -> None:
+        """The learner workers are there, in this placement group."""
+        if self._monitor is not None:
+            self._monitor.begin_attempt.remote(group)
 
     def phase(self, text: str) -> None:
         """What is going on now."""

@@ -27,6 +27,7 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "learner.max_skipped_updates",
     "learner.save_critic",
     "logging",
+    "max_failures",
     "placement",
     "storage_path",
 )
@@ -46,6 +47,10 @@ class RecipeConfig(RunFile):
     """Of sampling, data order, dealing and new weights."""
     num_steps: int = Field(default=40, ge=1)
     """ppo: one rollout batch and its updates; sft, reward_model: one optimizer step."""
+    max_failures: int = Field(default=0, ge=-1)
+    """How often a run whose learner worker or Ray Train controller is lost goes on from its last
+    checkpoint by itself, as Ray's `FailureConfig(max_failures)` counts; -1: every time. In a sweep
+    each trial has as many."""
     checkpoint: CheckpointSection = CheckpointSection()
     placement: PlacementSection = PlacementSection()
     cluster: ClusterSection = ClusterSection()

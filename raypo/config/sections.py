@@ -318,7 +318,8 @@ class ClusterSection(Config):
     """Which Ray cluster."""
 
     address: str | None = None
-    """host:port; null: RAY_ADDRESS, else a local Ray with the dashboard on."""
+    """host:port, or auto: the Ray that runs on this machine; null: RAY_ADDRESS, else a local Ray
+    with the dashboard on that ends with the command."""
     namespace: str = "raypo"
     """Ray namespace of the actors; after a `ray.init` of your own, that of its call."""
 

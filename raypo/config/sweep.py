@@ -33,6 +33,7 @@ SET_BY_THE_SWEEP = (
     "cluster",
     "logging",
     "checkpoint.keep",
+    "max_failures",
     "placement",
     "num_steps",
     "learner.num_workers",

@@ -69,7 +69,7 @@ def load_worker_state(
         raise ValueError(
             f"{directory}: was saved with {json.dumps(first['layout'])}, this run has "
             f"{json.dumps(layout)}. Resume with the same learner.num_workers and "
-            f"learner.zero_stage, or start over with --fresh."
+            f"learner.zero_stage, or start over (--fresh; in Python fresh=True)."
         )
     state = torch.load(directory / f"learner_{workers.rank}.pt", weights_only=True)
     torch.set_rng_state(state["torch"])

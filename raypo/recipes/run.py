@@ -176,8 +176,8 @@ class Run(Generic[AnyConfig]):
         """Hand the step to Ray Train, the files and the console.
 
         Args:
-            to_ray: Whether Ray Train hears of it; each time costs its controller's poll, half a
-                second. A checkpoint always goes there.
+            to_ray: Whether Ray Train hears of it; each time waits until its controller has polled
+                the time before. A checkpoint always goes there.
         """
         metrics = self._initial | metrics
         self._initial = {}
@@ -267,12 +267,13 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     """Everything that a worker needs before a model is loaded; wrong data ends the run here."""
     config, runtime = open_setup(setup)
     workers = Workers.current()
+    tell = Teller(runtime.monitor if workers.rank == 0 else None)
+    tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
     log_to_file(log_path(files, workers))
     torch.set_num_threads(config.learner.cpus_per_worker)
     if runtime.janitor is not None and workers.rank == 0:
         runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
-    tell = Teller(runtime.monitor if workers.rank == 0 else None)
     run = kind.prepare(config, runtime, workers, files, tell)
     run.resume_from = runtime.resume_from
     try:

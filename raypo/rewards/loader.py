@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -70,13 +71,35 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
     function = getattr(module, name, None)
     if function is None:
         raise _no_such_name(name, [n for n in vars(module) if n[0] != "_"], spec, place, key)
+    check_callable(function, name=spec, key=key)
+    return function
+
+
+def check_callable(function: Any, *, name: str, key: str = "reward.function") -> None:
+    """Check that a loaded function can be called with the list of rollouts alone.
+
+    Args:
+        function: A function, or an object with `__call__`.
+        name: What it is called, for messages.
+        key: The config key or argument that it comes from, for messages.
+
+    Raises:
+        ConfigError: it is a class, cannot be called, or asks for other arguments.
+    """
     if isinstance(function, type) or not callable(function):
-        what = "a class" if isinstance(function, type) else type(function).__name__
+        what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
         raise ConfigError(
-            f"{key} ({spec}): {name} is {what}, not a function. Give a function, or an object "
+            f"{key} ({name}): it is {what}, not a function. Give a function, or an object "
             "with __call__, that takes a list of rollouts."
         )
-    return function
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # compiled, and it does not say
+        return
+    try:
+        signature.bind([])
+    except TypeError:
+        raise _wrong_call(f"it has the parameters {signature}", name, key) from None
 
 
 def _parts(spec: str, key: str) -> tuple[str, str]:
@@ -159,8 +182,8 @@ def _top_level(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 def _check_parameters(node: ast.stmt, spec: str, key: str) -> None:
     if isinstance(node, ast.ClassDef):
-        problem = "it is a class"
-    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise _wrong_call("it is a class", spec, key)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         given = node.args
         positional = len(given.posonlyargs) + len(given.args)
         required = positional - len(given.defaults)
@@ -169,11 +192,12 @@ def _check_parameters(node: ast.stmt, spec: str, key: str) -> None:
         ]
         if (positional or given.vararg) and required <= 1 and not required_by_name:
             return
-        problem = f"it has the parameters ({ast.unparse(given)})"
-    else:
-        return
-    raise ConfigError(
-        f"{key} ({spec}): it is called with one argument, the list of rollouts, and {problem}. "
+        raise _wrong_call(f"it has the parameters ({ast.unparse(given)})", spec, key)
+
+
+def _wrong_call(problem: str, name: str, key: str) -> ConfigError:
+    return ConfigError(
+        f"{key} ({name}): it is called with one argument, the list of rollouts, and {problem}. "
         "Give a function like def score(rollouts): ..."
     )
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.train import RunConfig, ScalingConfig
-
 from raypo.config import PPOConfig, RecipeConfig, RewardModelConfig, SFTConfig
-from raypo.rewards.scoring import RewardFunction
 from raypo.trainer.base import RecipeTrainer
 
 __all__ = ["PPOTrainer", "RecipeTrainer", "RewardModelTrainer", "SFTTrainer", "trainer_for"]
@@ -36,49 +33,28 @@ def _reward_model(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 class PPOTrainer(RecipeTrainer[PPOConfig]):
-    """PPO on a language model: `PPOTrainer(PPOConfig.load("ppo.yaml")).fit()`.
-
-    A `ray.train.torch.TorchTrainer` with the same arguments and the same Result. What Python
-    passes wins over the config, and the resolved config records it.
-    """
+    """PPO on a language model: `PPOTrainer("ppo.yaml").fit()`."""
 
     loop = _ppo
-
-    def __init__(
-        self,
-        config: PPOConfig,
-        *,
-        reward_fn: RewardFunction | None = None,
-        scaling_config: ScalingConfig | None = None,
-        run_config: RunConfig | None = None,
-        **torch_trainer_arguments: Any,
-    ) -> None:
-        """As `RecipeTrainer`; `reward_fn` wins over `reward.function`."""
-        super().__init__(
-            config,
-            reward_fn=reward_fn,
-            scaling_config=scaling_config,
-            run_config=run_config,
-            **torch_trainer_arguments,
-        )
+    config_class = PPOConfig
 
 
 class SFTTrainer(RecipeTrainer[SFTConfig]):
-    """Supervised fine-tuning: `SFTTrainer(SFTConfig.load("sft.yaml")).fit()`."""
+    """Supervised fine-tuning: `SFTTrainer("sft.yaml").fit()`."""
 
     loop = _sft
+    config_class = SFTConfig
 
 
 class RewardModelTrainer(RecipeTrainer[RewardModelConfig]):
-    """A reward model from pairs: `RewardModelTrainer(RewardModelConfig.load(...)).fit()`."""
+    """A reward model from pairs: `RewardModelTrainer("reward_model.yaml").fit()`."""
 
     loop = _reward_model
+    config_class = RewardModelConfig
 
 
 _TRAINERS: dict[type[RecipeConfig], type[RecipeTrainer[Any]]] = {
-    PPOConfig: PPOTrainer,
-    SFTConfig: SFTTrainer,
-    RewardModelConfig: RewardModelTrainer,
+    trainer.config_class: trainer for trainer in (PPOTrainer, SFTTrainer, RewardModelTrainer)
 }
 
 

@@ -7,14 +7,17 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import pandas as pd
 import ray
 import ray.train
 from ray.actor import ActorHandle
-from ray.train import Result, RunConfig, ScalingConfig
+from ray.exceptions import ActorDiedError
+from ray.train import ControllerError, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from ray.util.placement_group import remove_placement_group
 
 from raypo.checks import check_inputs, check_run_folder, is_finished
 from raypo.cluster.connect import (
@@ -35,7 +38,14 @@ from raypo.metrics.summary import installed_versions, recount, summarize
 from raypo.plan.dedicated import dedicated_bundles
 from raypo.recipes.setup import RUNTIME_KEY, Runtime
 from raypo.rewards.scoring import RewardFunction
-from raypo.trainer.settings import resolve, run_config_of, scaling_of
+from raypo.trainer.failures import advice, failures_left, is_lost_controller
+from raypo.trainer.settings import (
+    check_arguments,
+    read_config,
+    resolve,
+    run_config_of,
+    scaling_of,
+)
 from raypo.trainer.watch import show_events, stop_on_signal
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
@@ -51,35 +61,47 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     loop: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
     """The recipe's train loop, the same on every worker."""
+    config_class: ClassVar[type[RecipeConfig]]
+    """The recipe's config."""
 
     def __init__(
         self,
-        config: AnyConfig,
+        config: AnyConfig | str | Path,
         *,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         reward_fn: RewardFunction | None = None,
+        fresh: bool = False,
         **torch_trainer_arguments: Any,
     ) -> None:
         """Check the input and resolve the config; starts nothing.
 
         Args:
-            config: The whole run file.
+            config: The whole run file, or its path.
             scaling_config: Its `num_workers`, `use_gpu` and CPUs of `resources_per_worker` win
                 over the `learner` section, its strategy over `placement.strategy`. Ray's default
                 is `use_gpu=False`: pass True for GPUs, or leave the argument out.
-            run_config: Its `name` and `storage_path` win over the config's.
-            reward_fn: Of PPO: (list[Rollout]) -> list[float]; wins over `reward.function`.
-            torch_trainer_arguments: Any other argument of TorchTrainer.
+            run_config: Its `name`, `storage_path`, `failure_config` (`max_failures`) and
+                `checkpoint_config` (`num_to_keep`: `checkpoint.keep`) win over the config's. What
+                equals Ray's default says nothing.
+            reward_fn: Of PPO: (list[Rollout]) -> list[float], a function or an object with
+                `__call__`; wins over `reward.function`.
+            fresh: Whether `fit` starts over; it removes the run that is there.
+            torch_trainer_arguments: `torch_config`. TorchTrainer's others could not act and are
+                refused.
 
         Raises:
-            ConfigError: a file, a key or a combination is wrong.
+            ConfigError: a file, a key, an argument or a combination is wrong.
         """
-        self.config = resolve(config, scaling_config, run_config, reward_fn)
+        kind: Any = type(self).config_class
+        check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
+        self.config: AnyConfig = resolve(
+            read_config(config, kind), scaling_config, run_config, reward_fn
+        )
         check_inputs(self.config, has_reward_fn=reward_fn is not None)
         self._files = RunFiles(storage_path(self.config), self.config.name)
         self._reward_fn = reward_fn
-        self._failure: BaseException | None = None
+        self._fresh = fresh
         super().__init__(
             type(self).loop,
             train_loop_config=self.config.model_dump(),
@@ -97,14 +119,18 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
         Raises:
             ConfigError: the run folder belongs to another config, or the cluster is too small.
-            ray.train.TrainingFailedError: a worker or Ray Train itself failed.
+            ray.train.TrainingFailedError: a worker or Ray Train itself failed, once more than
+                `max_failures` allows.
             KeyboardInterrupt: a second Ctrl-C or SIGTERM.
         """
         with self._files.lock():
+            if self._fresh:
+                self._files.remove()
             self._check_folder()
             if is_finished(self._files):
                 Console().message(
-                    f"raypo: {self.config.name} is finished, files in {self._files.location}"
+                    f"raypo: {self.config.name} is finished, files in {self._files.location}; "
+                    "fresh=True starts over."
                 )
                 return self._with_every_step(Result.from_path(self._run_path()))
             connected_here = connect(self.config.cluster)
@@ -119,10 +145,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """Ray Train's own, without those whose process this run does not need.
 
         Each such process imports ray.train, which is seconds of start-up on a small machine. One
-        hands out Ray Data sets. One removes the workers' placement group where the controller
-        dies and the cluster lives on: a Ray that was started here ends with this process.
+        hands out Ray Data sets, which no recipe reads. One removes the workers' placement group
+        where driver and controller die and the cluster lives on: a Ray that was started here ends
+        with this process.
         """
-        unused = set() if self.datasets else {"DatasetsCallback"}
+        unused = {"DatasetsCallback"}
         if cluster_address(self.config.cluster)[0] is None:
             unused.add("PlacementGroupCleanerCallback")
         callbacks = super()._create_default_callbacks()
@@ -174,7 +201,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self.run_config.worker_runtime_env = given
 
     def _check_folder(self) -> None:
-        check_run_folder(self.config, self._files)
+        check_run_folder(self.config, self._files, start_over="fresh=True")
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
         """Ray's run config."""
@@ -197,7 +224,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
         def fit() -> None:
             try:
-                outcome.append(TorchTrainer.fit(self))
+                outcome.append(self._fit_under_controllers(monitor))
             except BaseException as error:  # handed to the caller below
                 outcome.append(error)
 
@@ -214,6 +241,38 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         if isinstance(result, BaseException):
             raise result
         return result
+
+    def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
+        """As TorchTrainer.fit; where its controller is lost, another one takes its place.
+
+        Ray counts lost workers in the controller; nobody but the driver can count its own end.
+        """
+        self._allow_failures(self.config.max_failures)
+        while True:
+            try:
+                return TorchTrainer.fit(self)
+            except ActorDiedError as error:
+                if not is_lost_controller(error):
+                    raise
+                attempts, group = ray.get(monitor.end_attempt.remote())
+                if group is not None:  # all else that the workers had ends with them
+                    remove_placement_group(group)
+                left = failures_left(self.config.max_failures, attempts)
+                if group is None or left is None:
+                    failure = ControllerError(error)
+                    failure.add_note(advice(self.config.max_failures))
+                    raise failure from None
+            monitor.tell.remote(
+                "message",
+                "Ray Train's controller was lost; the run goes on from its last checkpoint.",
+            )
+            self._wait_for_room()
+            self._allow_failures(left)
+
+    def _allow_failures(self, count: int) -> None:
+        given = self.run_config.failure_config or FailureConfig()
+        allowed = dataclasses.replace(given, max_failures=count)
+        self.run_config = dataclasses.replace(self.run_config, failure_config=allowed)
 
     def _is_unwanted(self) -> bool:
         """Whether somebody else than the user wants the run to end after its step."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from raypo.cluster.connect import cluster_address, connect
-from raypo.config import RecipeConfig
+from raypo.config import ConfigError, PPOConfig, RecipeConfig
 from raypo.config.paths import storage_path
+from raypo.rewards.loader import check_callable
 from raypo.rewards.scoring import RewardFunction
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
@@ -20,6 +23,73 @@ CONTROLLER_FAILURE_LIMIT = 2
 
 RAY_RUN_NAME = "ray_train_run-"
 """How the names begin that RunConfig makes up."""
+
+_REFUSED = {
+    "train_loop_per_worker": "the recipe is the loop. For a loop of your own use Ray's "
+    "TorchTrainer; raypo.train_loop_per_worker runs under it.",
+    "train_loop_config": "the first argument is the config of the loop. Change that one.",
+    "datasets": "no loop of raypo reads Ray Data. Prompts and examples come from data.prompts, "
+    "held-out ones from eval.prompts.",
+    "dataset_config": "no loop of raypo reads Ray Data. How prompts are drawn stands under data "
+    "and rollout.",
+    "validation_config": "no loop of raypo asks Ray Train for a validation. Held-out prompts are "
+    "judged by eval.prompts, eval.function and eval.every.",
+    "metadata": "Ray Train has no place for it. Keep it beside the run folder.",
+    "resume_from_checkpoint": "a run goes on by itself from the last checkpoint in its folder. "
+    "Give the storage_path and name of the run.",
+}
+"""Arguments of TorchTrainer that would do nothing."""
+
+
+def read_config(config: object, kind: type[AnyConfig]) -> AnyConfig:
+    """The config that a trainer was given, or that of the run file whose path it was given.
+
+    Raises:
+        ConfigError: it is neither, or the config of another recipe.
+    """
+    if isinstance(config, str | Path):
+        return kind.load(config)
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"config ({type(config).__name__}): must be a {kind.__name__} or the path of a run "
+            f"file. Give {kind.__name__}.load(path) or {kind.__name__}.parse(values)."
+        )
+    return config
+
+
+def check_arguments(
+    kind: type[RecipeConfig],
+    scaling: ScalingConfig | None,
+    run: RunConfig | None,
+    reward_fn: RewardFunction | None,
+    torch_trainer_arguments: Mapping[str, Any],
+) -> None:
+    """Refuse what could not act; what TorchTrainer does not know it refuses itself.
+
+    Raises:
+        ConfigError: the first argument that could not.
+    """
+    for name, value in torch_trainer_arguments.items():
+        if name in _REFUSED and value is not None:
+            raise ConfigError(f"{name} ({type(value).__name__}): {_REFUSED[name]}")
+    if scaling is not None and scaling.use_tpu:
+        raise ConfigError(
+            "ScalingConfig.use_tpu (True): raypo runs on CPUs and GPUs. Leave it out."
+        )
+    if run is not None and run.storage_filesystem is not None:
+        raise ConfigError(
+            f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): metrics and "
+            "models of a run would go elsewhere than its checkpoints. Give storage_path as a URI, "
+            "like s3://bucket/folder?endpoint_override=host."
+        )
+    if reward_fn is None:
+        return
+    if kind is not PPOConfig:
+        raise ConfigError(
+            f"reward_fn ({_function_name(reward_fn)}): only PPO trains on rewards. Leave it out; "
+            f"eval.function of an SFTConfig judges answers to held-out prompts."
+        )
+    check_callable(reward_fn, name=_function_name(reward_fn), key="reward_fn")
 
 
 def resolve(
@@ -44,11 +114,19 @@ def resolve(
             values["name"] = run.name
         if run.storage_path != RunConfig().storage_path:
             values["storage_path"] = run.storage_path
+        if run.failure_config not in (None, FailureConfig()):
+            values["max_failures"] = run.failure_config.max_failures
+        if run.checkpoint_config is not None and run.checkpoint_config.num_to_keep is not None:
+            values["checkpoint"]["keep"] = run.checkpoint_config.num_to_keep
     if reward_fn is not None:
-        module = getattr(reward_fn, "__module__", "__main__")
-        name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
-        values["reward"]["function"] = f"{module}:{name}"
+        values["reward"]["function"] = _function_name(reward_fn)
     return type(config).parse(values, origin="trainer")
+
+
+def _function_name(function: RewardFunction) -> str:
+    module = getattr(function, "__module__", "__main__")
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{module}:{name}"
 
 
 def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
@@ -77,12 +155,18 @@ def _cluster_has_gpus(config: RecipeConfig) -> bool:
 def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
     """Ray's run config of the resolved config; what else the given one says stays."""
     run = given or RunConfig()
-    changes: dict[str, Any] = {"name": config.name, "storage_path": storage_path(config)}
-    if given is None or given.checkpoint_config in (None, CheckpointConfig()):
-        changes["checkpoint_config"] = CheckpointConfig(num_to_keep=config.checkpoint.keep)
     failure = run.failure_config or FailureConfig()
-    if failure.controller_failure_limit < 0:
-        changes["failure_config"] = dataclasses.replace(
-            failure, controller_failure_limit=CONTROLLER_FAILURE_LIMIT
-        )
-    return dataclasses.replace(run, **changes)
+    limit = failure.controller_failure_limit
+    return dataclasses.replace(
+        run,
+        name=config.name,
+        storage_path=storage_path(config),
+        checkpoint_config=dataclasses.replace(
+            run.checkpoint_config or CheckpointConfig(), num_to_keep=config.checkpoint.keep
+        ),
+        failure_config=dataclasses.replace(
+            failure,
+            max_failures=config.max_failures,
+            controller_failure_limit=CONTROLLER_FAILURE_LIMIT if limit < 0 else limit,
+        ),
+    )

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,8 @@ from pathlib import Path
 from tests.integration.task import REPOSITORY
 
 START_S = 120.0
+WITHOUT_TOKEN = {"RAY_AUTH_MODE": "disabled"}
+"""Of a cluster on loopback, or in a namespace that nobody else reaches."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def started_cluster(hosts: Sequence[Host]) -> Iterator[StartedCluster]:
-    """One node a host, each with one CPU and an object store of its own."""
+def started_cluster(hosts: Sequence[Host], *, home: Path | None = None) -> Iterator[StartedCluster]:
+    """One node a host, each with one CPU and an object store of its own.
+
+    Args:
+        home: Home folder of the user who starts it; Ray asks for the token that lies there. None:
+            it asks for none.
+    """
     head, *others = hosts
     port, dashboard_port = free_port(), free_port()
     address, dashboard = f"{head.ip}:{port}", f"http://{head.ip}:{dashboard_port}"
@@ -55,14 +62,15 @@ def started_cluster(hosts: Sequence[Host]) -> Iterator[StartedCluster]:
     ]
     with ExitStack() as nodes:
         folder = Path(nodes.enter_context(short_folder()))
-        nodes.enter_context(
-            _node(head, [*head_arguments, f"--temp-dir={folder}"], folder / "head.log")
-        )
+        # Ray keeps the address of what was started last below this folder.
+        own = {"RAY_TMPDIR": str(folder)} | ({"HOME": str(home)} if home else WITHOUT_TOKEN)
+        arguments = [*head_arguments, f"--temp-dir={folder}/ray"]
+        nodes.enter_context(_node(head, arguments, folder / "head.log", own))
         _wait_for(dashboard, head)
         for number, host in enumerate(others):
             log = folder / f"node_{number}.log"
-            nodes.enter_context(_node(host, [f"--address={address}"], log))
-        yield StartedCluster(address, dashboard, _environment(head))
+            nodes.enter_context(_node(host, [f"--address={address}"], log, own))
+        yield StartedCluster(address, dashboard, _environment(head) | own)
 
 
 def short_folder() -> tempfile.TemporaryDirectory[str]:
@@ -71,7 +79,7 @@ def short_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @contextmanager
-def _node(host: Host, arguments: list[str], log: Path) -> Iterator[None]:
+def _node(host: Host, arguments: list[str], log: Path, own: Mapping[str, str]) -> Iterator[None]:
     command = [
         *(*host.prefix, str(Path(sys.executable).with_name("ray")), "start", "--block"),
         *arguments,
@@ -86,7 +94,7 @@ def _node(host: Host, arguments: list[str], log: Path) -> Iterator[None]:
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(host),
+            env=_environment(host) | own,
             start_new_session=True,
         )
     try:
@@ -106,15 +114,15 @@ def _environment(host: Host) -> dict[str, str]:
         "PATH": os.pathsep.join(paths),
         "PYTHONPATH": str(REPOSITORY),
         "GLOO_SOCKET_IFNAME": host.interface,
-        "RAY_AUTH_MODE": "disabled",  # loopback, or a namespace that nobody else reaches
         "CI": "1",
     }
 
 
 def _wait_for(dashboard: str, host: Host) -> None:
     check = (
-        "import sys, urllib.request; "
-        "urllib.request.urlopen(sys.argv[1] + '/api/version', timeout=5).read()"
+        "import sys, urllib.error, urllib.request\n"
+        "try: urllib.request.urlopen(sys.argv[1] + '/api/version', timeout=5).read()\n"
+        "except urllib.error.HTTPError as error: assert error.code == 401"  # it wants the token
     )
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:

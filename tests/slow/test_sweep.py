@@ -15,7 +15,14 @@ from raypo import PPOConfig, PPOTrainer
 from raypo.config.paths import storage_path
 from raypo.config.sweep import SweepConfig
 from raypo.metrics.run_files import RunFiles
-from tests.integration.task import numbers, own_ray, raypo, read_metrics, write_task
+from tests.integration.task import (
+    kill_train_workers,
+    numbers,
+    own_ray,
+    raypo,
+    read_metrics,
+    write_task,
+)
 from tests.integration.test_command import TIMEOUT_S, wait_for_steps
 
 RAYS_OWN = ("TrainStateActor", "_AutoscalingCoordinatorActor")
@@ -129,6 +136,42 @@ def test_the_page_of_a_sweep_says_who_won(three: SimpleNamespace):
     assert "three-00001" in html
     assert "is first: training score" in html
     assert "no other trial has such a score of that step" in html
+
+
+def test_a_trial_that_loses_its_worker_goes_on_where_the_base_allows_it(
+    three: SimpleNamespace, task: Path, local_ray: None
+):
+    from raypo.tuning.sweep import run_sweep
+
+    path = write_sweep(
+        task,
+        "lost",
+        f"""
+space: {{reward.function: {{grid: [{DIGITS}]}}}}
+overrides: {{eval.function: {DIGITS}, max_failures: 1}}
+searcher: grid
+metric: rollout/score_mean
+""",
+    )
+    sweep = SweepConfig.load(path)
+    files = RunFiles(storage_path(sweep), sweep.name)
+    trial = files.folder / "trials" / "lost-00000"
+
+    def kill() -> None:
+        while len(read_metrics(trial)) < 3:
+            time.sleep(0.02)
+        kill_train_workers()
+
+    before, known = alive(), set(actors())
+    threading.Thread(target=kill, daemon=True).start()
+    outcome = run_sweep(sweep, sweep.base_config(), files)
+    wait_until_nothing_is_left(before)
+    started = Counter(kind for actor, kind in actors().items() if actor not in known)
+    assert started["RayTrainWorker"] == 2
+    assert [record.status for record in outcome.records] == ["finished"]
+    assert numbers(read_metrics(trial)) == numbers(
+        read_metrics(three.folder / "trials" / "three-00000")
+    )
 
 
 def test_ctrl_c_leaves_nothing_behind(task: Path, local_ray: None):

@@ -1,7 +1,9 @@
 """The files in examples/cluster are what their programs read; `submit.sh` is run by a slow test."""
 
+import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,74 @@ def test_the_manifest_is_a_ray_job_that_trains():
         containers = group["template"]["spec"]["containers"]
         assert all(container["image"] for container in containers)
     assert all(group["replicas"] >= 1 for group in cluster["workerGroupSpecs"])
+
+
+STAND_INS = {
+    "scontrol": "echo here",
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "hostname": "echo 127.0.0.1",
+    "sleep": "exit 0",
+    "raypo": 'echo "raypo $*, address $RAY_ADDRESS"',
+    "python": 'echo "1 of 2 nodes have joined" >&2; exit ${MISSING:-0}',
+    "ray": 'case "$1" in get-auth-token) echo generated; exit;; status) exit;; esac\n'
+    'echo "ray $1 ${2%%=*}: $RAY_AUTH_MODE $RAY_AUTH_TOKEN"',
+}
+"""Of the programs that the scripts start: each says what it was told."""
+
+
+def run_script(folder: Path, name: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
+    for program, text in STAND_INS.items():
+        (programs / program).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / program).chmod(0o755)
+    return subprocess.run(
+        [str(FOLDER / name), "ppo.yaml"],
+        cwd=folder,
+        env={"HOME": str(folder), "PATH": f"{programs}:{os.environ['PATH']}", **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+SLURM = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_NUM_NODES": "2", "RAYPO_WAIT_S": "0"}
+
+
+def test_all_nodes_of_a_slurm_job_and_the_run_have_one_token(tmp_path: Path):
+    done = run_script(tmp_path, "slurm.sh", SLURM)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "ray start --block: token generated",
+        "ray start --head: token generated",
+        "raypo train ppo.yaml, address 127.0.0.1:6379",
+    ]
+
+
+def test_a_token_or_mode_of_the_users_reaches_the_nodes_of_a_slurm_job(tmp_path: Path):
+    done = run_script(tmp_path / "token", "slurm.sh", SLURM | {"RAY_AUTH_TOKEN": "mine"})
+    assert "ray start --head: token mine" in done.stdout
+    done = run_script(tmp_path / "mode", "slurm.sh", SLURM | {"RAY_AUTH_MODE": "disabled"})
+    assert "ray start --head: disabled \n" in done.stdout
+
+
+def test_nodes_that_do_not_join_a_slurm_job_end_it_with_what_was_said_last(tmp_path: Path):
+    done = run_script(tmp_path, "slurm.sh", SLURM | {"MISSING": "1"})
+    assert done.returncode == 1
+    assert done.stderr == (
+        "The Ray cluster is not complete. The last look at it said:\n1 of 2 nodes have joined\n"
+    )
+    assert "raypo train" not in done.stdout
+
+
+def test_a_submitted_run_brings_the_token_that_is_there(tmp_path: Path):
+    without = run_script(tmp_path / "without", "submit.sh", {})
+    assert without.stdout == "ray job submit:  \n"
+    given = run_script(tmp_path / "given", "submit.sh", {"RAY_AUTH_TOKEN": "mine"})
+    assert given.stdout == "ray job submit: token mine\n"
+    token = tmp_path / "kept" / ".ray" / "auth_token"
+    token.parent.mkdir(parents=True)
+    token.write_text("kept")
+    assert run_script(tmp_path / "kept", "submit.sh", {}).stdout == "ray job submit: token \n"

@@ -1,10 +1,27 @@
 """What Python passes to PPOTrainer wins over the file; what Ray makes up does not."""
 
+import json
+import re
+import socket
 from pathlib import Path
+from typing import Any
 
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+import pyarrow.fs
+import pytest
+import yaml
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    DataConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+)
 
-from raypo.config import PPOConfig
+from raypo.config import ConfigError, PPOConfig, SFTConfig
+from raypo.metrics.run_files import RunFiles
+from raypo.trainer import PPOTrainer, SFTTrainer
 from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of
 
 
@@ -39,9 +56,181 @@ def test_name_storage_workers_and_function_from_python_win():
 
 
 def test_a_start_that_can_never_succeed_is_not_tried_for_ever(tmp_path: Path):
-    run = run_config_of(config(), RunConfig(failure_config=FailureConfig(max_failures=5)))
+    given = RunConfig(failure_config=FailureConfig(max_failures=5))
+    run = run_config_of(resolve(config(), None, given), given)
     assert run.failure_config is not None
     assert run.failure_config.max_failures == 5
     assert run.failure_config.controller_failure_limit == CONTROLLER_FAILURE_LIMIT
     assert run.checkpoint_config is not None
     assert run.checkpoint_config.num_to_keep == 2
+
+
+@pytest.fixture
+def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A run file whose input is all there."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    rows = [{"prompt": "1+1=", "response": "2"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "name": "run",
+        "storage_path": str(tmp_path / "runs"),
+        "model": {"policy": str(tmp_path / "policy")},
+        "data": {"prompts": str(tmp_path / "prompts.jsonl")},
+        "learner": {"use_gpu": False},
+    }
+
+
+def judge(rollouts: list[Any]) -> list[float]:
+    return [0.0 for _ in rollouts]
+
+
+class Judge:
+    def __call__(self, rollouts: list[Any]) -> list[float]:
+        return judge(rollouts)
+
+
+class AskedWithTwo:
+    def __call__(self, prompt: str, response: str) -> float:
+        return 0.0
+
+
+def refusal(values: dict[str, Any], **arguments: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        PPOTrainer(PPOConfig.parse(values), **arguments)
+    return str(caught.value)
+
+
+def test_failures_of_the_file_count_and_those_of_python_win():
+    file = config().model_copy(update={"max_failures": 3})
+    assert resolve(file, None, RunConfig(name="other")).max_failures == 3
+    python = RunConfig(failure_config=FailureConfig(max_failures=-1))
+    resolved = resolve(file, None, python)
+    assert resolved.max_failures == -1
+    for given in (None, RunConfig(), python):
+        ray_config = run_config_of(resolved, given).failure_config
+        assert ray_config is not None
+        assert ray_config.max_failures == -1
+
+
+def test_the_number_of_checkpoints_from_python_is_recorded_and_kept():
+    given = RunConfig(
+        checkpoint_config=CheckpointConfig(
+            num_to_keep=1, checkpoint_score_attribute="eval/score_mean"
+        )
+    )
+    resolved = resolve(config(), None, given)
+    assert resolved.checkpoint.keep == 1
+    assert run_config_of(resolved, given).checkpoint_config == given.checkpoint_config
+
+
+@pytest.mark.parametrize(
+    ("reward_fn", "said"),
+    [
+        (lambda prompt, response: 0.0, "and it has the parameters (prompt, response)"),
+        (AskedWithTwo(), "and it has the parameters (prompt: str, response: str)"),
+        ([judge], "it is of type list, not a function"),
+        (Judge, "it is a class, not a function"),
+        ("reward.py:score", "it is of type str, not a function"),
+    ],
+)
+def test_a_reward_fn_that_cannot_be_called_with_rollouts_is_refused_at_once(
+    values: dict[str, Any], reward_fn: Any, said: str
+):
+    text = refusal(values, reward_fn=reward_fn)
+    assert text.startswith("reward_fn (")
+    assert said in text
+    assert "Give a function" in text
+
+
+@pytest.mark.parametrize("reward_fn", [judge, Judge(), lambda rollouts, scale=1.0: []])
+def test_functions_and_callable_objects_are_taken_and_recorded(
+    values: dict[str, Any], reward_fn: Any
+):
+    recorded = PPOTrainer(PPOConfig.parse(values), reward_fn=reward_fn).config.reward.function
+    assert recorded is not None
+    assert recorded.startswith(f"{__name__}:")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_trainer_takes_the_path_of_a_run_file(values: dict[str, Any], tmp_path: Path, kind: type):
+    path = tmp_path / "ppo.yaml"
+    path.write_text(yaml.safe_dump(values))
+    assert (
+        PPOTrainer(kind(path), reward_fn=judge).config
+        == PPOTrainer(PPOConfig.load(path), reward_fn=judge).config
+    )
+
+
+def test_what_is_no_config_of_the_recipe_is_refused(values: dict[str, Any], tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config \(dict\): must be a PPOConfig or the path"):
+        PPOTrainer(values)  # type: ignore[arg-type]
+    sft = SFTConfig.parse({**values, "recipe": "sft"})
+    with pytest.raises(ConfigError, match=r"config \(SFTConfig\): must be a PPOConfig"):
+        PPOTrainer(sft)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"reward_fn \(.*judge\): only PPO trains on rewards"):
+        SFTTrainer(sft, reward_fn=judge)
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump({**values, "recipe": "sft"}))
+    with pytest.raises(ConfigError, match="recipe"):
+        PPOTrainer(path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "remedy"),
+    [
+        ("datasets", {"train": [1]}, "data.prompts"),
+        ("dataset_config", DataConfig(), "data"),
+        ("validation_config", ValidationConfig(fn=lambda checkpoint, **kwargs: {}), "eval.prompts"),
+        ("metadata", {"a": 1}, "run folder"),
+        ("resume_from_checkpoint", Checkpoint("/tmp"), "storage_path"),
+        ("train_loop_per_worker", judge, "TorchTrainer"),
+        ("train_loop_config", {"lr": 1.0}, "first argument"),
+    ],
+)
+def test_arguments_of_torch_trainer_that_could_not_act_are_refused(
+    values: dict[str, Any], argument: str, value: Any, remedy: str
+):
+    text = refusal(values, reward_fn=judge, **{argument: value})
+    assert text.startswith(f"{argument} ({type(value).__name__}): ")
+    assert remedy in text
+
+
+def test_devices_and_file_systems_that_raypo_does_not_reach_are_refused(values: dict[str, Any]):
+    tpus = ScalingConfig(num_workers=1, use_tpu=True)
+    assert "ScalingConfig.use_tpu (True)" in refusal(values, reward_fn=judge, scaling_config=tpus)
+    own = RunConfig(storage_filesystem=pyarrow.fs.LocalFileSystem())
+    assert re.match(
+        r"RunConfig.storage_filesystem \(LocalFileSystem\): .* Give storage_path as a URI",
+        refusal(values, reward_fn=judge, run_config=own),
+    )
+
+
+def run_before(values: dict[str, Any], *, num_steps: int) -> RunFiles:
+    """A run of this config that made one step."""
+    earlier = PPOTrainer(PPOConfig.parse({**values, "num_steps": num_steps}), reward_fn=judge)
+    files = RunFiles(values["storage_path"], values["name"])
+    files.write_config(earlier.config.model_dump(mode="json"))
+    files.append_metrics(1, {"rollout/score_mean": 0.0})
+    return files
+
+
+def test_python_is_told_how_python_starts_over(values: dict[str, Any]):
+    run_before(values, num_steps=7)
+    with pytest.raises(ConfigError, match=r"or start over with fresh=True\.$"):
+        PPOTrainer(PPOConfig.parse(values), reward_fn=judge).fit()
+
+
+def test_fresh_removes_the_run_that_is_there_before_anything_starts(values: dict[str, Any]):
+    """Nothing listens at the address, so this is as far as it comes."""
+    files = run_before(values, num_steps=7)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    elsewhere = PPOConfig.parse({**values, "cluster": {"address": address}})
+    with pytest.raises(ConfigError, match="holds a run of another config"):
+        PPOTrainer(elsewhere, reward_fn=judge).fit()
+    with pytest.raises(ConfigError, match="nothing listens there"):
+        PPOTrainer(elsewhere, reward_fn=judge, fresh=True).fit()
+    assert files.metrics() == []

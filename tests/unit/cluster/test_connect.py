@@ -3,9 +3,14 @@
 import json
 import os
 import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
+import grpc
 import pytest
 
 from raypo.cluster import connect as module
@@ -152,3 +157,142 @@ def test_the_token_is_looked_for_where_ray_looks(tmp_path: Path, monkeypatch: py
     assert dashboard_token() == "from the variable"
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert dashboard_token() is None
+
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture
+def asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterSection]:
+    """A server that answers as the head of a Ray in token mode does; no token lies here."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+        if ("authorization", f"Bearer {TOKEN}") not in context.invocation_metadata():
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+        return b""
+
+    method = grpc.unary_unary_rpc_method_handler(answer)
+    handler = grpc.method_handlers_generic_handler(
+        "ray.rpc.NodeInfoGcsService", {"GetClusterId": method}
+    )
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setattr(module.ray, "init", _reached)
+    yield ClusterSection(address=f"127.0.0.1:{port}")
+    server.stop(None)
+    monkeypatch.undo()
+    module.RayConfig.initialize("")
+
+
+class Reached(Exception):
+    """Ray itself was asked to connect or to start."""
+
+
+def _reached(**arguments: object) -> None:
+    raise Reached(arguments["address"])
+
+
+def test_a_cluster_that_asks_for_a_token_gets_the_one_that_is_here(
+    asks_for_a_token: ClusterSection, tmp_path: Path
+):
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(TOKEN)
+    with pytest.raises(Reached, match=str(asks_for_a_token.address)):
+        connect(asks_for_a_token)
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "asks for a token, and none is here. Set RAY_AUTH_TOKEN to what `ray get-auth-token`"),
+        ({"RAY_AUTH_TOKEN": "other"}, "asks for another token than the one that is here"),
+        (
+            {"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"},
+            r"RAY_AUTH_MODE \(disabled\): .* Set it to token",
+        ),
+    ],
+)
+def test_a_token_that_does_not_fit_is_told_before_ray_is_asked(
+    asks_for_a_token: ClusterSection,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    said: str,
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        connect(asks_for_a_token)
+
+
+def test_a_port_where_something_else_listens_is_told():
+    def hang_up(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Thread(target=hang_up, args=(listener,), daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="what listens there is not the head of a Ray"):
+            connect(ClusterSection(address=address))
+
+
+@pytest.fixture
+def started_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What `ray start` leaves on a machine: a file with an address, where a port is open."""
+    own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    monkeypatch.setattr(os, "environ", own | {"RAY_TMPDIR": str(tmp_path)})
+    monkeypatch.setattr(module.ray, "init", _reached)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        yield address
+
+
+def test_a_ray_of_ones_own_says_that_another_one_runs_here(
+    started_address: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(Reached, match="local"):
+        connect(ClusterSection())
+    assert capsys.readouterr().out == (
+        "raypo: starting a Ray of its own beside the one that runs on this machine "
+        f"({started_address}); cluster.address=auto takes that one\n"
+    )
+
+
+def test_auto_is_refused_at_once_where_the_started_ray_has_ended(
+    free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ray would try the address of the stale file for minutes."""
+    own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    monkeypatch.setattr(os, "environ", own | {"RAY_TMPDIR": str(tmp_path)})
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{free_port}")
+    with pytest.raises(ConfigError) as caught:
+        connect(ClusterSection(address="auto"))
+    assert str(caught.value).startswith(
+        f"cluster.address=auto (127.0.0.1:{free_port}): nothing listens there"
+    )
+    monkeypatch.setattr(module.ray, "init", _reached)
+    with pytest.raises(Reached, match="local"):  # and without it, it is nothing to speak of
+        connect(ClusterSection())
+
+
+@pytest.mark.parametrize("users", [None, "2"])
+def test_ray_trains_controller_polls_often_enough_for_steps_of_a_tenth_of_a_second(
+    started_address: str, users: str | None
+):
+    """A step's report waits until the controller has polled the report before."""
+    os.environ.pop("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", None)
+    if users:
+        os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = users
+    with pytest.raises(Reached):
+        connect(ClusterSection())
+    assert float(os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"]) <= float(users or 0.1)

@@ -412,3 +412,11 @@ def test_a_critic_is_kept_only_where_there_is_one():
         "run.yaml: learner.save_critic (true): ppo.advantage: reinforce has no critic. "
         "Set learner.save_critic to false, or ppo.advantage to gae."
     )
+
+
+def test_failures_are_counted_as_ray_counts_them_and_may_change_when_a_run_goes_on():
+    assert PPOConfig.parse(with_keys()).max_failures == 0
+    unlimited = PPOConfig.parse(with_keys(max_failures=-1))
+    earlier = PPOConfig.parse(with_keys())
+    assert unlimited.differences(earlier, ignore=NUMBERS_DO_NOT_DEPEND_ON) == []
+    assert "max_failures (-2): must be greater than or equal to -1" in refused(max_failures=-2)

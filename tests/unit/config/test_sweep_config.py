@@ -86,7 +86,7 @@ def test_a_key_that_the_run_config_has_not_is_refused_with_the_nearest(base: Pat
 
 def test_a_section_and_what_the_sweep_sets_itself_are_refused(base: Path):
     assert "is a section" in refused(base, space={"ppo.kl": {"choice": [1]}})
-    for key in ("name", "storage_path", "cluster.namespace"):
+    for key in ("name", "storage_path", "cluster.namespace", "max_failures"):
         assert "is the same for all trials" in refused(base, space={key: {"choice": ["a"]}})
 
 

@@ -222,11 +222,13 @@ def test_an_import_that_fails_keeps_its_error(tmp_path):
     load_function(f"{path}:score")  # nothing half imported is left
 
 
-@pytest.mark.parametrize(("text", "what"), [("score = 3", "int"), ("class score: ...", "a class")])
+@pytest.mark.parametrize(
+    ("text", "what"), [("score = 3", "of type int"), ("class score: ...", "a class")]
+)
 def test_what_is_no_function(tmp_path, text, what):
     path = write(tmp_path / "rewards.py", text)
     assert refused(load_function, f"{path}:score") == (
-        f"reward.function ({path}:score): score is {what}, not a function. Give a function, or an "
+        f"reward.function ({path}:score): it is {what}, not a function. Give a function, or an "
         "object with __call__, that takes a list of rollouts."
     )
 

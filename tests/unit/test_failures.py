@@ -1,0 +1,49 @@
+"""Whether a run that has lost Ray Train's controller goes on by itself."""
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+from raypo.cluster.monitor import Monitor
+from raypo.trainer.failures import advice, failures_left, is_lost_controller
+
+
+@pytest.mark.parametrize(
+    ("max_failures", "failures", "left"),
+    [
+        (0, 1, None),  # none is allowed
+        (1, 1, 0),  # the one that is allowed
+        (1, 2, None),
+        (3, 2, 1),  # a lost worker, then the controller
+        (-1, 1, -1),
+        (-1, 1000, -1),
+    ],
+)
+def test_a_lost_controller_counts_with_the_lost_workers(
+    max_failures: int, failures: int, left: int | None
+):
+    assert failures_left(max_failures, failures) == left
+
+
+def test_only_a_controller_whose_process_ended_has_a_successor():
+    died = ActorDiedError()
+    assert is_lost_controller(died)
+    of_a_task = RayTaskError("run", "traceback", died).as_instanceof_cause()
+    assert isinstance(of_a_task, ActorDiedError)
+    assert not is_lost_controller(of_a_task)  # its own code met another dead actor
+    in_its_start = ActorDiedError(RayTaskError("__init__", "traceback", ValueError("no snapshot")))
+    assert not is_lost_controller(in_its_start)
+    assert not is_lost_controller(ActorUnavailableError("it may live", None))
+    assert not is_lost_controller(KeyboardInterrupt())
+
+
+def test_the_driver_learns_how_many_attempts_there_were_and_what_the_last_one_held():
+    monitor, first, second = Monitor(), object(), object()
+    assert monitor.end_attempt() == (0, None)
+    monitor.begin_attempt(first)  # type: ignore[arg-type]
+    monitor.begin_attempt(second)  # type: ignore[arg-type]  # Ray Train restarted the workers
+    assert monitor.end_attempt() == (2, second)
+    assert monitor.end_attempt() == (2, None)  # the next controller ended before its workers began
+
+
+def test_the_advice_names_the_key():
+    assert advice(0).startswith("max_failures (0): the process of Ray Train's controller ended")
