@@ -17,7 +17,7 @@ def evaluated(to: Path, *arguments: str | Path) -> dict[str, Any]:
     command = raypo("eval", *arguments, "--to", to)
     out, error = command.communicate(timeout=TIMEOUT_S)
     assert command.returncode == 0, error
-    assert "score_mean" in out
+    assert "source" in out
     return json.loads(to.read_text())
 
 

@@ -1,13 +1,14 @@
 import math
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from raypo.calls import Here
 from raypo.config import ModelSection, RewardSection
 from raypo.rollout.judges import Judges
 from raypo.types import Rollout
+from tests.stand_ins import RewardModel
 
 
 def rollouts(*labels: float) -> list[Rollout]:
@@ -18,11 +19,8 @@ def rollouts(*labels: float) -> list[Rollout]:
     ]
 
 
-def model(factor: float):
-    def remote(given):
-        return SimpleNamespace(result=lambda: [factor * r.label for r in given])
-
-    return SimpleNamespace(score=SimpleNamespace(remote=remote))
+def model(factor: float) -> RewardModel:
+    return RewardModel(Here(lambda given: [factor * r.label for r in given]))
 
 
 def judges(**changes) -> Judges:
@@ -51,7 +49,7 @@ def test_one_model_alone_is_called_model():
     judge = judges(
         function=None,
         models=(model(1.0),),
-        model=ModelSection(policy="p", reward="a"),
+        model=ModelSection.model_validate({"policy": "p", "reward": "a"}),
         reward=RewardSection(),
     )
     assert judge.scores_by_source(rollouts(4.0, 5.0)) == [{"model": 4.0}, {"model": 5.0}]
@@ -62,7 +60,7 @@ def test_a_source_that_failed_makes_the_score_nan():
 
 
 def test_nothing_to_judge_asks_nobody():
-    broken = SimpleNamespace(score=SimpleNamespace(remote=lambda given: pytest.fail("asked")))
+    broken = RewardModel(Here(lambda given: pytest.fail("asked")))
     assert judges(models=(broken, broken)).scores_by_source([]) == []
 
 
