@@ -6,6 +6,7 @@ import pytest
 
 from raypo.calls import Here
 from raypo.config import ModelSection, RewardSection
+from raypo.rewards.scoring import FailedScore
 from raypo.rollout.judges import Judges
 from raypo.types import Rollout
 from tests.stand_ins import RewardModel
@@ -82,4 +83,6 @@ def test_servers_are_asked_while_the_function_works_and_add_by_their_weight():
     assert judge.total(first) == 1.0 + 0.5 * 4.0
     assert judge.model_total(first) == 0.0
     assert math.isnan(judge.total(second))
-    assert second["url"].reason == "no answer in 1 s"
+    failed = second["url"]
+    assert isinstance(failed, FailedScore)
+    assert failed.reason == "no answer in 1 s"
