@@ -2,7 +2,7 @@
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs fix clean
+.PHONY: help setup demo lint test check docs fix clean
 
 help: ## What can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
@@ -13,14 +13,16 @@ setup: ## .venv with raypo and the pinned packages (instant when it is there)
 demo: setup ## SFT, a reward model and PPO on a tiny model that is made on the spot; CPU, minutes
 	python -m examples.quickstart.demo
 
-test: setup ## Unit and integration tests, what CI runs
-	python -m pytest -m "unit or integration"
-
-check: setup ## Lint, format, types, floors, unit tests; two minutes on two slow cores
+lint: setup ## Lint, format, types, floors; a minute on two slow cores
 	ruff check
 	ruff format --check
 	pyright
 	lint-imports
+
+test: setup ## Unit and integration tests
+	python -m pytest -m "unit or integration"
+
+check: lint ## What is to be seen within minutes: lint and unit tests
 	python -m pytest -m unit
 
 docs: setup ## Write docs/configuration.md from the config classes

@@ -2,6 +2,7 @@
 
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -55,7 +56,7 @@ def tiny_policy(
         head_dim: 32 or 64, or vLLM on CPU refuses the model.
     """
     tiny_tokenizer(folder)
-    tokens = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos"))}
+    tokens: dict[str, Any] = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos"))}
     config = LlamaConfig(
         vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
         hidden_size=hidden,

@@ -6,47 +6,59 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
 from raypo.cluster.actors import DeploymentError, is_alive
 from raypo.cluster.handle import DeploymentHandle
+from raypo.cluster.spec import DeploymentStatus
 
 LOOK_EVERY_S = 0.5
 """How often one that waits looks whether a holder has died."""
 
 
+class Lendable(Protocol):
+    """What lending asks of a deployment."""
+
+    def status(self) -> DeploymentStatus:
+        """Its state."""
+        ...
+
+
+Handle = TypeVar("Handle", bound=Lendable)
+
+
 @dataclass(frozen=True)
-class Loan:
+class Loan(Generic[Handle]):
     """A seat at a deployment, for one run."""
 
     number: int
-    handle: DeploymentHandle
+    handle: Handle
     before: str | None
     """Another run that had the seat before; None: nobody."""
 
 
 @dataclass(eq=False)
-class _Seat:
-    handle: DeploymentHandle
+class _Seat(Generic[Handle]):
+    handle: Handle
     holders: list[ActorHandle] = field(default_factory=list)
     run: str | None = None
 
 
-class Lender:
+class Lender(Generic[Handle]):
     """Seats at deployments, each of which one run at a time holds. A zero-CPU actor.
 
     A seat is free when every worker that held it is dead: so no push and no request of the run
     before can still be on its way.
     """
 
-    def __init__(self, handles: Sequence[DeploymentHandle]) -> None:
+    def __init__(self, handles: Sequence[Handle]) -> None:
         self._seats = [_Seat(handle) for handle in handles]
         self._lock = threading.Lock()
 
-    def lend(self, run: str, holder: ActorHandle, timeout_s: float) -> Loan | None:
+    def lend(self, run: str, holder: ActorHandle, timeout_s: float) -> Loan[Handle] | None:
         """A seat that nobody holds; None where none is free in time, or all have failed."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -59,7 +71,7 @@ class Lender:
                 return None
             time.sleep(LOOK_EVERY_S)
 
-    def _give(self, free: Sequence[_Seat], run: str, holder: ActorHandle) -> Loan:
+    def _give(self, free: Sequence[_Seat[Handle]], run: str, holder: ActorHandle) -> Loan[Handle]:
         """A run that begins again finds its seat, or leaves nothing behind in the one it had."""
         seat = next((seat for seat in free if seat.run == run), free[0])
         before = seat.run
@@ -77,7 +89,7 @@ class Lender:
         return f"Lender({len(self._seats)} seats)"
 
 
-def is_usable(handle: DeploymentHandle) -> bool:
+def is_usable(handle: Lendable) -> bool:
     """Whether a deployment is there and will be."""
     try:
         return handle.status().state != "failed"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
+from raypo.calls import Here
 from raypo.collectives import Workers
 from raypo.config import ConfigError, PPOConfig, SFTConfig
 from raypo.data.prompts import load_prompts
@@ -17,6 +17,7 @@ from raypo.rewards.loader import load_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.serving.engine import Engine
+from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.weights.buckets import pack
 from raypo.weights.transport import BUCKET_BYTES, LocalTransport
 
@@ -90,9 +91,20 @@ def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
     return whole
 
 
+@dataclass(frozen=True)
+class LocalEngine:
+    """One engine of this process, asked as a deployment of engines is."""
+
+    generate: Here[[list[SamplingRequest]], list[Completion]]
+
+    def each_preferred(self) -> list[LocalEngine]:
+        """Itself: there is no other one."""
+        return [self]
+
+
 @contextmanager
-def _engine_of(model: str, config: PPOConfig | SFTConfig) -> Iterator[Any]:
-    """An engine with the model's weights, called as a deployment's handle is."""
+def _engine_of(model: str, config: PPOConfig | SFTConfig) -> Iterator[LocalEngine]:
+    """An engine with the model's weights."""
     engine = Engine(
         model,
         section=config.rollout.engine,
@@ -107,14 +119,6 @@ def _engine_of(model: str, config: PPOConfig | SFTConfig) -> Iterator[Any]:
             buckets = pack(((n, p.detach()) for n, p in named), bucket_bytes=BUCKET_BYTES)
             engine.load_weights(LocalTransport().send(buckets, version=0))
         del weights
-        yield SimpleNamespace(generate=SimpleNamespace(remote=_called(engine)))
+        yield LocalEngine(Here(engine.generate))
     finally:
         engine.shutdown()
-
-
-def _called(engine: Engine) -> Callable[..., Any]:
-    def remote(requests: Any) -> Any:
-        completions = engine.generate(requests)
-        return SimpleNamespace(result=lambda: completions)
-
-    return remote

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
+from raypo.calls import Answer, MethodOfAll
 from raypo.collectives import Workers
 
 
@@ -76,6 +77,50 @@ class OffloadingLearner(Protocol):
         ...
 
 
+class Sleeper(Protocol):
+    """Replicas of a frozen model that are up now."""
+
+    @property
+    def sleep(self) -> MethodOfAll[[], None]:
+        """Give up the device's memory."""
+        ...
+
+    @property
+    def wake_up(self) -> MethodOfAll[[], None]:
+        """Take it back."""
+        ...
+
+
+class SleepingEngine(Protocol):
+    """Engines that are up now; they wake up part by part."""
+
+    @property
+    def sleep(self) -> MethodOfAll[[], None]:
+        """Give up the device's memory."""
+        ...
+
+    @property
+    def wake_up(self) -> MethodOfAll[[Literal["weights", "kv_cache"]], None]:
+        """Take a part of it back."""
+        ...
+
+
+class FrozenModels(Protocol):
+    """What the phases ask of a deployment of a frozen model."""
+
+    def pinned(self) -> Sleeper:
+        """The replicas that are up now, those too that do not serve yet."""
+        ...
+
+
+class Engines(Protocol):
+    """What the phases ask of a deployment of engines."""
+
+    def pinned(self) -> SleepingEngine:
+        """The replicas that are up now, those too that do not serve yet."""
+        ...
+
+
 @dataclass
 class Phases:
     """The phase that all workers are in. Where nothing is off-loaded only the order is checked."""
@@ -83,10 +128,9 @@ class Phases:
     workers: Workers
     offloads: bool
     """Learner, engines and frozen models share GPUs."""
-    engines: Any
-    """A deployment handle."""
-    frozen: Sequence[Any] = ()
-    """Deployment handles of reward and reference models."""
+    engines: Engines
+    frozen: Sequence[FrozenModels] = ()
+    """Reward and reference models."""
     learner: OffloadingLearner | None = None
     """Known from its start on."""
     now: Phase = Phase.START
@@ -136,29 +180,24 @@ class Phases:
             self.learner.reload()
 
     def _sleep_engines(self) -> None:
-        self._ask([self.engines], "sleep")
+        self._ask(lambda: self.engines.pinned().sleep.on_all())
 
     def _wake_weights(self) -> None:
-        self._ask([self.engines], "wake_up", "weights")
+        self._ask(lambda: self.engines.pinned().wake_up.on_all("weights"))
 
     def _wake_kv_cache(self) -> None:
-        self._ask([self.engines], "wake_up", "kv_cache")
+        self._ask(lambda: self.engines.pinned().wake_up.on_all("kv_cache"))
 
     def _sleep_frozen(self) -> None:
-        self._ask(self.frozen, "sleep")
+        self._ask(lambda: [one for each in self.frozen for one in each.pinned().sleep.on_all()])
 
     def _wake_frozen(self) -> None:
-        self._ask(self.frozen, "wake_up")
+        self._ask(lambda: [one for each in self.frozen for one in each.pinned().wake_up.on_all()])
 
-    def _ask(self, handles: Sequence[Any], method: str, *arguments: Any) -> None:
-        """Rank 0 asks all replicas for all workers, those too that do not serve yet."""
+    def _ask(self, all_replicas: Callable[[], Sequence[Answer[None]]]) -> None:
+        """Rank 0 asks for all workers."""
         if self.workers.rank == 0:
-            answers = [
-                answer
-                for handle in handles
-                for answer in getattr(handle.pinned(), method).on_all(*arguments)
-            ]
-            for answer in answers:
+            for answer in all_replicas():
                 answer.result()
 
 

@@ -25,6 +25,12 @@ from raypo.cluster.reserve import nodes_of
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
 from raypo.plan.layout import first_workers, nearest
+from raypo.recipes.handles import (
+    EngineHandle,
+    FrozenHandle,
+    ReferenceHandle,
+    RewardModelHandle,
+)
 from raypo.recipes.roles import Role, engine_of, roles_of, settled
 from raypo.recipes.setup import Shared
 from raypo.recipes.sharing import of_shared
@@ -34,9 +40,9 @@ from raypo.recipes.sharing import of_shared
 class Services:
     """Handles to what samples and judges."""
 
-    engine: DeploymentHandle
-    reference: DeploymentHandle | None
-    reward_models: tuple[DeploymentHandle, ...] = ()
+    engine: EngineHandle
+    reference: ReferenceHandle | None
+    reward_models: tuple[RewardModelHandle, ...] = ()
     """One deployment a model, in the order of `model.reward`."""
     elsewhere: frozenset[str] = frozenset()
     """Roles that do not live beside these workers: engine, reference, reward_0, ..."""
@@ -44,16 +50,16 @@ class Services:
     """Whether the engines are several runs', which push adapters only."""
 
     @property
-    def frozen(self) -> list[tuple[str, DeploymentHandle]]:
+    def frozen(self) -> list[tuple[str, FrozenHandle]]:
         """Reference and reward models that there are, by role."""
-        named = [("reference", self.reference)]
+        named: list[tuple[str, FrozenHandle | None]] = [("reference", self.reference)]
         named += [(f"reward_{number}", each) for number, each in enumerate(self.reward_models)]
         return [(role, handle) for role, handle in named if handle is not None]
 
     def peak_memory(self) -> dict[str, list[dict[str, float]]]:
         """By role, what `raypo.metrics.process_memory` says in each replica that answers."""
-        roles = [("engine", self.engine), *self.frozen]
-        asked = {role: each.peak_memory.on_all() for role, each in roles}
+        asked = {"engine": self.engine.peak_memory.on_all()}
+        asked |= {role: each.peak_memory.on_all() for role, each in self.frozen}
         peaks: dict[str, list[dict[str, float]]] = {role: [] for role in asked}
         for role, answers in asked.items():
             for answer in answers:
@@ -67,8 +73,8 @@ class Services:
         Raises:
             DeploymentError: one failed to start, with its error, or took too long.
         """
-        for _, handle in [("engine", self.engine), *self.frozen]:
-            handle.wait(timeout_s)
+        for each in [self.engine, *(handle for _, handle in self.frozen)]:
+            each.wait(timeout_s)
 
 
 def start_deployments(
@@ -110,9 +116,9 @@ def start_deployments(
     }
     rewards = [role.name for role in roles if role.name.startswith("reward_")]
     return Services(
-        engine=handles["engine"].preferring(*own_engines(workers, count)),
-        reference=near.get("reference"),
-        reward_models=tuple(near[name] for name in rewards),
+        engine=EngineHandle(handles["engine"].preferring(*own_engines(workers, count))),
+        reference=ReferenceHandle(near["reference"]) if "reference" in near else None,
+        reward_models=tuple(RewardModelHandle(near[name]) for name in rewards),
         elsewhere=frozenset(elsewhere),
         in_pool=shared is not None and shared.pool and "engine" in elsewhere,
     )
@@ -120,13 +126,14 @@ def start_deployments(
 
 def start_engines(
     config: SFTConfig, run_name: str, workers: Workers, *, logs_dir: str
-) -> DeploymentHandle:
+) -> EngineHandle:
     """The engines alone, as `start_deployments` starts them."""
     role = engine_of(config, num_threads=_engine_threads(config, workers))
     count = _num_engines(config, workers)
     places = places_beside(workers, [role], num_engines=count)
     started = _start([settled(role, config, run_name, logs_dir)], places, workers)
-    return started["engine"].waiting_for_room().preferring(*own_engines(workers, count))
+    engines = started["engine"].waiting_for_room()
+    return EngineHandle(engines.preferring(*own_engines(workers, count)))
 
 
 def _nearest(

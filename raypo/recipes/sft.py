@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from raypo.cluster.deployment import DeploymentHandle
 from raypo.cluster.monitor import Teller
 from raypo.collectives import Workers
 from raypo.config import SFTConfig
@@ -19,6 +18,7 @@ from raypo.metrics.run_files import RunFiles
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from raypo.models.lora import add_adapter
 from raypo.recipes.examples_run import ExamplesRun, tell_skipped
+from raypo.recipes.handles import EngineHandle
 from raypo.recipes.run import open_run
 from raypo.recipes.services import start_engines
 from raypo.recipes.setup import Runtime
@@ -116,7 +116,7 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
         model = load_causal_lm(section.policy, dtype=section.dtype)
         return ResponseTask(add_adapter(model, section.lora))
 
-    def start_engine(self) -> DeploymentHandle | None:
+    def start_engine(self) -> EngineHandle | None:
         """The engines that answer held-out prompts; None where nobody judges the answers."""
         if not (self.held_out_prompts and self.eval_function):
             return None
@@ -126,7 +126,7 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
         )
 
     def evaluate_before_first_update(
-        self, learner: SupervisedLearner[Example], engine: DeploymentHandle | None
+        self, learner: SupervisedLearner[Example], engine: EngineHandle | None
     ) -> None:
         """What the run starts from; it stands in the first step's metrics."""
         if engine is not None:
@@ -138,7 +138,7 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
     def evaluate(
         self,
         learner: SupervisedLearner[Example],
-        engine: DeploymentHandle | None,
+        engine: EngineHandle | None,
         *,
         version: int,
     ) -> dict[str, float]:

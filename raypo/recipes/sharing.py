@@ -100,7 +100,7 @@ def borrow(
     """Engines for all workers of this run until the last of them is dead; None: none are free."""
     lender: Any = shared.lender
     this_worker = ray.get_runtime_context().current_actor
-    loan: Loan | None = None
+    loan: Loan[DeploymentHandle] | None = None
     if workers.rank == 0:
         loan = ray.get(lender.lend.remote(run_name, this_worker, timeout_s))
         if loan is not None and not shared.pool:

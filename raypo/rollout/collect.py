@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
+from raypo.calls import Method
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
@@ -18,6 +19,37 @@ from raypo.rollout.first_answers import Recall
 from raypo.rollout.judges import Judges
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.types import Rollout, ScoredRollout
+
+
+class Sampler(Protocol):
+    """What sampling asks of engines."""
+
+    @property
+    def generate(self) -> Method[[list[SamplingRequest]], list[Completion]]:
+        """One response a request, in the order given."""
+        ...
+
+    def each_preferred(self) -> Sequence[Sampler]:
+        """This worker's engines, one by one; itself where it has but one."""
+        ...
+
+
+class Reference(Protocol):
+    """What a step asks of the reference model."""
+
+    @property
+    def log_probs(self) -> Method[[list[Rollout]], list[np.ndarray]]:
+        """float32 [T] of each response's tokens, nats."""
+        ...
+
+
+class Decoder(Protocol):
+    """What sampling asks of a tokenizer."""
+
+    def batch_decode(self, ids: list[np.ndarray], /, *, skip_special_tokens: bool) -> list[str]:
+        """The text of each row of ids."""
+        ...
+
 
 _SEED_WORD = 4
 """First of the numbers that seed a request; prompt stream, dealing and learner have 1 to 3."""
@@ -68,14 +100,14 @@ class Sampling:
 class PushAgain:
     """What all workers do together when no engine is left that holds the weights."""
 
-    push: Callable[[], Any]
+    push: Callable[[], object]
     workers: Workers
 
 
 def sample(
     draws: Sequence[Draw],
-    engine: Any,
-    tokenizer: Any,
+    engine: Sampler,
+    tokenizer: Decoder,
     sampling: Sampling,
     push_again: PushAgain | None = None,
 ) -> list[Rollout]:
@@ -115,7 +147,7 @@ def sample(
 
 
 def _generate(
-    requests: list[SamplingRequest], engine: Any, push_again: PushAgain | None
+    requests: list[SamplingRequest], engine: Sampler, push_again: PushAgain | None
 ) -> list[Completion]:
     try:
         completions, lost = _ask(requests, engine), None
@@ -129,7 +161,7 @@ def _generate(
     return _ask(requests, engine) if lost else completions
 
 
-def _ask(requests: list[SamplingRequest], engine: Any) -> list[Completion]:
+def _ask(requests: list[SamplingRequest], engine: Sampler) -> list[Completion]:
     """All at once, each of this worker's engines an equal lot; the answers in the order given."""
     engines = engine.each_preferred()
     size = -(-len(requests) // len(engines))
@@ -163,7 +195,9 @@ def _rollout(draw: Draw, sample_index: int, completion: Completion, text: str) -
     )
 
 
-def judge(rollouts: list[Rollout], judges: Judges, reference: Any | None) -> list[ScoredRollout]:
+def judge(
+    rollouts: list[Rollout], judges: Judges, reference: Reference | None
+) -> list[ScoredRollout]:
     """The rollouts with their scores and reference log-probs; all judges work at the same time."""
     pending = reference.log_probs.remote(rollouts) if reference and rollouts else None
     scores = judges.scores_by_source(rollouts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.sampling import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
-from raypo.rollout.collect import PushAgain, Sampling, sample
+from raypo.rollout.collect import Decoder, PushAgain, Sampler, Sampling, sample
 from raypo.rollout.judges import Judges
 from raypo.types import Prompt, ScoredRollout
 
@@ -25,8 +24,8 @@ EVALUATION_STREAM = 1
 
 def evaluate_policy(
     prompts: Sequence[Prompt],
-    engine: Any,
-    tokenizer: Any,
+    engine: Sampler,
+    tokenizer: Decoder,
     function: RewardFunction | None,
     *,
     section: EvalSection,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
+from raypo.calls import Method
 from raypo.config import ModelSection, RewardSection
 from raypo.rewards.scoring import RewardFunction, score
 from raypo.types import Rollout
@@ -14,13 +15,22 @@ from raypo.types import Rollout
 FUNCTION, URL = "function", "url"
 
 
+class RewardModel(Protocol):
+    """What judging asks of a reward model."""
+
+    @property
+    def score(self) -> Method[[list[Rollout]], list[float]]:
+        """One score a rollout, in the order given."""
+        ...
+
+
 @dataclass(frozen=True)
 class Judges:
     """The sources of a score, and what each counts for."""
 
     function: RewardFunction | None
-    models: tuple[Any, ...]
-    """Handle of each reward model's deployment, in the order of `model.reward`."""
+    models: tuple[RewardModel, ...]
+    """In the order of `model.reward`."""
     weights: dict[str, float]
     """Source -> weight: `function`, `url`, and `model` or `model_0`, `model_1`, ..."""
     servers: RewardFunction | None = None
@@ -30,7 +40,7 @@ class Judges:
     def of(
         cls,
         function: RewardFunction | None,
-        models: tuple[Any, ...],
+        models: tuple[RewardModel, ...],
         *,
         reward: RewardSection,
         model: ModelSection,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.rollout.sync_weights import Probe, push_weights, try_probe
+from raypo.rollout.sync_weights import Probe, SyncedEngines, push_weights, try_probe
 from raypo.types import Experience
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.manifest import WeightError
@@ -51,7 +51,7 @@ class _Base:
 
 def push_base(
     learner: AdaptedLearner,
-    engine: Any,
+    engine: SyncedEngines,
     *,
     version: int,
     transport: Transport,
@@ -77,7 +77,7 @@ def push_base(
 
 def push_adapter(
     learner: AdaptedLearner,
-    engine: Any,
+    engine: SyncedEngines,
     *,
     name: str,
     version: int,
@@ -102,8 +102,8 @@ def push_adapter(
     """
     push = learner.adapter_push(name, version)
     if push is not None:
-        call = ("load_adapted", base, push) if base else ("load_adapter", push)
-        for arrived in engine.establish(*call).values():
+        method, *args = ("load_adapted", base, push) if base else ("load_adapter", push)
+        for arrived in engine.establish(method, *args).values():
             if arrived != push.checksum:
                 raise WeightError(f"{push!r}: what an engine received is not what was sent.")
     workers.barrier()

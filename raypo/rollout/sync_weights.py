@@ -9,19 +9,20 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from raypo.calls import MethodOfEach
 from raypo.cluster.actors import ReplicaLost
 from raypo.collectives import Workers
 from raypo.rollout.dealing import Deal, to_experience
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.types import Experience, Rollout, ScoredRollout
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import Transport
+from raypo.weights.transport import PushedEngines, Transport
 
 PROBE_TOKENS = 8
 RETRY_S = 0.2
@@ -44,6 +45,19 @@ class PushedLearner(ProbedLearner, Protocol):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights under their checkpoint names; all workers iterate together."""
         ...
+
+
+class ProbedEngines(Protocol):
+    """What a probe asks of engines."""
+
+    @property
+    def generate(self) -> MethodOfEach[[list[SamplingRequest]], list[Completion]]:
+        """One response a request, in the order given."""
+        ...
+
+
+class SyncedEngines(PushedEngines, ProbedEngines, Protocol):
+    """What a push that is tried with a probe asks of engines."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +90,7 @@ class Probe:
 
 def push_weights(
     learner: PushedLearner,
-    engine: Any,
+    engine: SyncedEngines,
     *,
     version: int,
     transport: Transport,
@@ -102,7 +116,12 @@ def push_weights(
 
 
 def transfer(
-    learner: PushedLearner, engine: Any, *, version: int, transport: Transport, workers: Workers
+    learner: PushedLearner,
+    engine: PushedEngines,
+    *,
+    version: int,
+    transport: Transport,
+    workers: Workers,
 ) -> None:
     """Push, and again where an engine was lost on the way, to those that are left.
 
@@ -120,7 +139,7 @@ def transfer(
 
 
 def try_probe(
-    learner: ProbedLearner, engine: Any, probe: Probe, version: int, workers: Workers
+    learner: ProbedLearner, engine: ProbedEngines, probe: Probe, version: int, workers: Workers
 ) -> dict[str, float]:
     """`mismatch/probe_gap_max` and `mismatch/probe_gap_mean` of all engines, nats a token.
 
@@ -150,7 +169,7 @@ def try_probe(
     return figures
 
 
-def _ask_all(engine: Any, requests: list[SamplingRequest]) -> list[Completion]:
+def _ask_all(engine: ProbedEngines, requests: list[SamplingRequest]) -> list[Completion]:
     """Every engine's answers; one that is lost just now is left out, and loads what they hold."""
     answers: list[Completion] = []
     for response in engine.generate.on_all(requests):

@@ -21,6 +21,7 @@ from raypo.weights.transport import (
     BUCKET_BYTES,
     Conversation,
     NamedTensors,
+    PushedEngines,
     WeightPush,
     all_or_none,
     drained,
@@ -170,7 +171,7 @@ class BroadcastTransport:
         self._epoch = 0
 
     def push(
-        self, named_tensors: NamedTensors, engines: Any, *, version: int, workers: Workers
+        self, named_tensors: NamedTensors, engines: PushedEngines, *, version: int, workers: Workers
     ) -> None:
         """As `Transport.push`."""
         with all_or_none(workers), drained(named_tensors) as tensors:
@@ -181,7 +182,7 @@ class BroadcastTransport:
                     self._leave()
                     raise
 
-    def _send(self, tensors: NamedTensors, engines: Any, version: int) -> None:
+    def _send(self, tensors: NamedTensors, engines: PushedEngines, version: int) -> None:
         conversation = Conversation(engines, version)
         with conversation.engines_reasons_first():
             group = self._group_with(conversation)

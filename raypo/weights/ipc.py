@@ -16,6 +16,7 @@ from raypo.weights.transport import (
     BUCKET_BYTES,
     Conversation,
     NamedTensors,
+    PushedEngines,
     Ready,
     WeightPush,
     all_or_none,
@@ -103,7 +104,7 @@ class IpcTransport:
         self._device, self._bucket_bytes = device, bucket_bytes
 
     def push(
-        self, named_tensors: NamedTensors, engines: Any, *, version: int, workers: Workers
+        self, named_tensors: NamedTensors, engines: PushedEngines, *, version: int, workers: Workers
     ) -> None:
         """As `Transport.push`; no worker fills a bucket again before all engines have read it.
 

@@ -9,23 +9,30 @@ leaves engines that refuse to sample.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import Tensor
 
+from raypo.calls import AnswerOfOne, MethodOfAll
 from raypo.collectives import Workers
 from raypo.weights.buckets import Bucket, Specs, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
+
+if TYPE_CHECKING:
+    from raypo.weights.broadcast import BroadcastBucket, Membership
+    from raypo.weights.ipc import IpcBucket
 
 BUCKET_BYTES = 256 * 1024**2
 REASON_S, POLL_S = 3.0, 0.05
 """How long an engine's end may take to be known, after others have noticed it."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+OfferedBucket: TypeAlias = "StoredBucket | IpcBucket | BroadcastBucket"
+"""What the transports hand to engines."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,53 @@ class WeightPush:
         return f"WeightPush(v{self.version}, {len(self.manifest.tensors)} tensors)"
 
 
+class Receivers(Protocol):
+    """The engines of one push, which are asked one thing after the other."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the replicas."""
+        ...
+
+    @property
+    def begin_push(self) -> MethodOfAll[[PushStart], Ready]:
+        """Let go of the weights."""
+        ...
+
+    @property
+    def join_group(self) -> MethodOfAll[[Membership], None]:
+        """Become a member of a broadcast group."""
+        ...
+
+    @property
+    def load_bucket(self) -> MethodOfAll[[OfferedBucket], None]:
+        """Take over the tensors of a bucket."""
+        ...
+
+    @property
+    def finish_push(self) -> MethodOfAll[[Manifest], Manifest]:
+        """Say what has arrived."""
+        ...
+
+
+class PushedEngines(Protocol):
+    """What a push asks of a deployment of engines."""
+
+    def forget(self) -> None:
+        """Let go of what a replacement of a lost engine would load."""
+        ...
+
+    def pinned(self) -> Receivers:
+        """The engines that are up now."""
+        ...
+
+    def establish(
+        self, method: str, *args: object, kept: bool = True, made_by: Iterable[str] | None = None
+    ) -> Mapping[str, object]:
+        """Have every engine make a call, and every later one before it serves."""
+        ...
+
+
 class Transport(Protocol):
     """Brings a weight version to all engines."""
 
@@ -91,13 +145,13 @@ class Transport(Protocol):
     """What a replacement of a lost engine can load; None where nothing is kept."""
 
     def push(
-        self, named_tensors: NamedTensors, engines: Any, *, version: int, workers: Workers
+        self, named_tensors: NamedTensors, engines: PushedEngines, *, version: int, workers: Workers
     ) -> None:
         """Hand every tensor to every engine; all workers call it together, with equal tensors.
 
         Args:
             named_tensors: Whole ones, on any device; each keeps its values as long as it is held.
-            engines: A deployment handle.
+            engines: All of a run.
 
         Raises:
             WeightError: on every worker, when a tensor did not arrive as it was sent.
@@ -117,7 +171,7 @@ class ObjectTransport:
         self._bucket_bytes = bucket_bytes
 
     def push(
-        self, named_tensors: NamedTensors, engines: Any, *, version: int, workers: Workers
+        self, named_tensors: NamedTensors, engines: PushedEngines, *, version: int, workers: Workers
     ) -> None:
         """As `Transport.push`; engines load a bucket while the next one is put."""
         with all_or_none(workers), drained(named_tensors) as tensors:
@@ -125,7 +179,7 @@ class ObjectTransport:
                 self.last_push = None  # frees the old version before the new one takes room
                 self.last_push = self._send(tensors, engines, version)
 
-    def _send(self, tensors: NamedTensors, engines: Any, version: int) -> WeightPush:
+    def _send(self, tensors: NamedTensors, engines: PushedEngines, version: int) -> WeightPush:
         import ray
 
         conversation = Conversation(engines, version)
@@ -161,23 +215,22 @@ class LocalTransport:
 class Conversation:
     """Rank 0's side of a push: it asks all engines and hears all answers."""
 
-    engines: Any
-    """A deployment handle."""
+    engines: PushedEngines
     version: int
-    answers: list[Any] = field(default_factory=list)
+    answers: Sequence[AnswerOfOne[object]] = ()
     """To the last question, on their way."""
     _specs: list[TensorSpec] = field(default_factory=list)
-    _members: Any = None
-    """The replicas that were up when the push began."""
+    _up: Receivers | None = None
+    """Those that were up when the push began."""
 
     def begin(self) -> list[Ready]:
         """Every engine lets go of its version and says what it is."""
         self.engines.forget()  # what a replacement would load; frees the old version
-        self._members = self.engines.pinned()
+        self._up = self.engines.pinned()
         start = PushStart(self.version)
         return [answer.result() for answer in self._members.begin_push.on_all(start)]
 
-    def offer(self, bucket: Any, specs: Specs) -> None:
+    def offer(self, bucket: OfferedBucket, specs: Specs) -> None:
         """Hand a bucket to all engines; `settle` waits until they have loaded it."""
         self._specs += specs
         self.answers = self._members.load_bucket.on_all(bucket)
@@ -190,7 +243,7 @@ class Conversation:
         """
         for answer in self.answers:
             answer.result()
-        self.answers = []
+        self.answers = ()
 
     def failures(self) -> list[Exception]:
         """Errors that engines have answered the last question with; does not wait."""
@@ -225,7 +278,7 @@ class Conversation:
                 raise WeightError(f"Push of version {self.version}: {summary(differences)}.")
         return manifest
 
-    def join_group(self, membership: Any) -> None:
+    def join_group(self, membership: Membership) -> None:
         """Have all engines join a broadcast group; `settle` waits until they have."""
         self.answers = self._members.join_group.on_all(membership)
 
@@ -239,6 +292,11 @@ class Conversation:
         self.engines.establish(
             "load_weights", *arguments, kept=kept is not None, made_by=self._members.names
         )
+
+    @property
+    def _members(self) -> Receivers:
+        assert self._up is not None, "a conversation begins with `begin`"
+        return self._up
 
 
 @contextmanager

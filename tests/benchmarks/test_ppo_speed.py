@@ -64,7 +64,7 @@ def tell(name: str, masks: str, seconds: float, copy_s: float, loop_s: float | N
 
 def test_advantages_agree_with_the_loop_over_time(batch):
     masks, rewards, values, mask = batch
-    knobs = {"gamma": 1.0, "gae_lambda": 0.95}
+    knobs: dict[str, Any] = {"gamma": 1.0, "gae_lambda": 0.95}
 
     seconds, fast = best_of(lambda: generalized_advantages(rewards, values, mask, **knobs))
     started = time.process_time()

@@ -7,6 +7,7 @@ Transport is everything but vLLM's own repacking of the tensors, which is stated
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,7 +62,7 @@ def fastest(run: Callable[[], None]) -> float:
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_session() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 
@@ -76,7 +77,7 @@ def push_seconds(tensors: dict[str, torch.Tensor], actor: Any) -> float:
 def test_transport_takes_at_most_three_copies(num_tensors: int):
     tensors = {f"w{i}": torch.randn(TENSOR_WORDS) for i in range(num_tensors)}
     copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    actor = ray.remote(Receiver).options(num_cpus=0).remote()
+    actor: Any = ray.remote(Receiver).options(num_cpus=0).remote()
 
     def copy() -> None:
         for name, tensor in tensors.items():
@@ -94,9 +95,9 @@ def test_what_vllm_adds_is_stated_apart(tmp_path: Path):
     folder = str(tiny_policy(tmp_path, hidden=512, layers=12, head_dim=64))
     model = AutoModelForCausalLM.from_pretrained(folder)
     tensors = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
-    receiver = ray.remote(Receiver).options(num_cpus=0).remote()
+    receiver: Any = ray.remote(Receiver).options(num_cpus=0).remote()
     section = EngineSection(kv_cache_gb=0.1)
-    engine = ray.remote(Engine).options(num_cpus=0).remote(
+    engine: Any = ray.remote(Engine).options(num_cpus=0).remote(
         folder, section=section, dtype="float32", max_model_len=64
     )  # fmt: skip
     transport_s, whole_s = push_seconds(tensors, receiver), push_seconds(tensors, engine)

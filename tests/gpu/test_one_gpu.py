@@ -1,6 +1,7 @@
 """vLLM and DeepSpeed on one GPU, colocated: pushes agree, runs finish, in float32 and bfloat16."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ def test_after_a_large_change_the_engine_samples_under_the_pushed_weights(
     from raypo.weights.transport import LocalTransport
 
     folder = str(tiny_policy(tmp_path))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).cuda()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    model.cuda()
     generator = torch.Generator("cuda").manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -65,7 +65,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_its_weights(tmp_
     from tests.integration.test_engine import PROMPTS, gap, probes
 
     folder = str(tiny_policy(tmp_path))
-    learner = AutoModelForCausalLM.from_pretrained(folder).eval()
+    learner: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     engine = Engine(
         folder,
         section=EngineSection(gpu_memory_fraction=0.3),
@@ -125,7 +125,8 @@ def test_nccl_reaches_an_engine_on_another_gpu_and_survives_its_replacement(tmp_
     from tests.slow.test_weight_transports import Replica
 
     folder = str(tiny_policy(tmp_path))
-    learner = AutoModelForCausalLM.from_pretrained(folder).cuda().eval()
+    learner: Any = AutoModelForCausalLM.from_pretrained(folder)
+    learner.cuda().eval()
     ray.init(num_gpus=2, include_dashboard=False)
     transport = BroadcastTransport(
         backend="nccl", device="cuda:0", host=ray.util.get_node_ip_address(), timeout_s=60.0
@@ -133,7 +134,7 @@ def test_nccl_reaches_an_engine_on_another_gpu_and_survives_its_replacement(tmp_
     environment = {"env_vars": {"CUDA_VISIBLE_DEVICES": "1"}}
     try:
         for version in (1, 2):  # the second time to a process that knows nothing of the first
-            actor = ray.remote(Replica).options(runtime_env=environment).remote(
+            actor: Any = ray.remote(Replica).options(runtime_env=environment).remote(
                 folder, section=SECTION, dtype="float32", max_model_len=MAX_MODEL_LEN
             )  # fmt: skip
             disturb(learner)

@@ -105,6 +105,7 @@ def beside_workers(count: int, strategy: str) -> dict[str, Any] | str:
         scaling_config=ScalingConfig(num_workers=count, use_gpu=True, placement_strategy=strategy),
         run_config=RunConfig(name=strategy, storage_path=f"{sys.argv[2]}/runs"),
     ).fit()
+    assert result.return_value is not None
     return result.return_value
 
 

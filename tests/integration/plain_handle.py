@@ -1,45 +1,69 @@
-"""The calls of a deployment handle on bare actors, for tests that need no controller."""
+"""What a push asks of a deployment's handle, on bare actors, for tests that need no controller."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import ray
+from ray.actor import ActorHandle
+
+from raypo.calls import MethodOfAll
+from raypo.weights.broadcast import Membership
+from raypo.weights.manifest import Manifest
+from raypo.weights.transport import OfferedBucket, PushStart, Ready
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class PlainResponse:
-    def __init__(self, ref: Any) -> None:
-        self._ref = ref
+@dataclass
+class PlainResponse(Generic[T]):
+    ref: ray.ObjectRef[T]
 
-    def result(self) -> Any:
-        return ray.get(self._ref)
+    def result(self) -> T:
+        return ray.get(self.ref)
 
     def failure(self) -> Exception | None:
-        if not ray.wait([self._ref], timeout=0)[0]:
+        if not ray.wait([self.ref], timeout=0)[0]:
             return None
         try:
-            ray.get(self._ref)
+            ray.get(self.ref)
         except Exception as error:
             return error
         return None
 
 
+@dataclass
+class PlainMethod(Generic[P, T]):
+    actors: list[Any]
+    name: str
+
+    def on_all(self, *args: P.args, **kwargs: P.kwargs) -> list[PlainResponse[T]]:
+        calls = [getattr(actor, self.name) for actor in self.actors]
+        return [PlainResponse(call.remote(*args, **kwargs)) for call in calls]
+
+
 class PlainHandle:
-    def __init__(self, actors: dict[str, Any]) -> None:
+    def __init__(self, actors: dict[str, ActorHandle]) -> None:
         self._actors = actors
 
-    def __getattr__(self, method: str) -> Any:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        actors = self._actors
+    @property
+    def begin_push(self) -> MethodOfAll[[PushStart], Ready]:
+        return PlainMethod(list(self._actors.values()), "begin_push")
 
-        class Method:
-            @staticmethod
-            def on_all(*arguments: Any) -> list[PlainResponse]:
-                calls = [getattr(actor, method) for actor in actors.values()]
-                return [PlainResponse(call.remote(*arguments)) for call in calls]
+    @property
+    def join_group(self) -> MethodOfAll[[Membership], None]:
+        return PlainMethod(list(self._actors.values()), "join_group")
 
-        return Method
+    @property
+    def load_bucket(self) -> MethodOfAll[[OfferedBucket], None]:
+        return PlainMethod(list(self._actors.values()), "load_bucket")
+
+    @property
+    def finish_push(self) -> MethodOfAll[[Manifest], Manifest]:
+        return PlainMethod(list(self._actors.values()), "finish_push")
 
     @property
     def names(self) -> list[str]:
@@ -51,5 +75,7 @@ class PlainHandle:
     def forget(self) -> None:
         pass
 
-    def establish(self, *_: Any, **__: Any) -> None:
-        pass
+    def establish(
+        self, method: str, *args: object, kept: bool = True, made_by: Iterable[str] | None = None
+    ) -> dict[str, object]:
+        return {}

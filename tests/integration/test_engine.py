@@ -190,6 +190,7 @@ def test_a_tied_head_that_is_not_sent_follows_its_embedding(pair: Pair) -> None:
 
 def corrupted(push: WeightPush) -> WeightPush:
     bucket = push.buckets[-1]
+    assert isinstance(bucket, Bucket)
     last = bucket.arrays[-1].copy()
     last[len(last) // 2] ^= 1
     changed = Bucket((*bucket.arrays[:-1], last), bucket.specs)

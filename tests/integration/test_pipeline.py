@@ -117,10 +117,10 @@ def test_plain_transformers_loads_the_reward_model(reward: SimpleNamespace):
 def test_ppo_adds_its_judges_by_weight(ppo: SimpleNamespace):
     assert ppo.summary["status"] == "finished"
     rows = pd.read_parquet(ppo.run / "rollouts" / "step_00001.parquet")
-    for row in rows.itertuples():
-        source = dict(row.scores_by_source)
+    for row in rows.to_dict("records"):
+        source = dict(row["scores_by_source"])
         total = 2.0 * source["function"] + 0.5 * source["model"]
-        assert row.score == pytest.approx(total, abs=1e-4)
+        assert row["score"] == pytest.approx(total, abs=1e-4)
     assert "eval/reward_model_mean" in ppo.summary
 
 

@@ -237,6 +237,7 @@ def test_a_finished_run_says_so_and_is_handed_back_without_being_run(
     result = PPOTrainer(PPOConfig.load(task)).fit()
     assert "raypo: tiny is finished" in capsys.readouterr().out
     assert (first.folder / "metrics.jsonl").stat().st_mtime_ns == before
+    assert result.metrics_dataframe is not None
     assert result.metrics_dataframe["step"].tolist() == [1, 2, 3, 4]
 
 

@@ -109,7 +109,9 @@ def test_what_the_function_raises_is_told_whole(file: str):
     with pool(f"{file}:broken", processes=1) as reward, pytest.raises(RewardError) as caught:
         score(reward, ROLLOUTS, max_failed_fraction=1.0)
     assert "reward.py:broken raised KeyError: 'no such label'" in str(caught.value)
-    assert "in broken" in str(caught.value.__cause__.__cause__)  # the traceback over there
+    cause = caught.value.__cause__
+    assert cause is not None
+    assert "in broken" in str(cause.__cause__)  # the traceback over there
 
 
 def test_a_wrong_number_of_scores_is_told(file: str):

@@ -24,9 +24,9 @@ def model(tmp_path: Path) -> Path:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_labels=1,
         pad_token_id=0,
     )
+    config.num_labels = 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)

@@ -3,6 +3,7 @@
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,6 @@ def test_wandb_offline_keeps_one_run_in_the_run_folder(tmp_path: Path):
 def test_prometheus_finds_the_metrics_of_a_run_under_stable_names():
     import ray
 
-    @ray.remote(num_cpus=0)
     class Worker:
         def __init__(self) -> None:
             section = LoggingSection.model_validate(OFF | {"prometheus": True})
@@ -42,7 +42,7 @@ def test_prometheus_finds_the_metrics_of_a_run_under_stable_names():
         def write(self) -> None:
             self.sinks.write(3, {"rollout/score_mean": 0.5})
 
-    worker = Worker.remote()
+    worker: Any = ray.remote(num_cpus=0)(Worker).remote()
     ray.get(worker.write.remote())
     node = ray.nodes()[0]
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"

@@ -54,9 +54,8 @@ def prometheus(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed")
-    session = Session.find(
-        Path(ray.init(ignore_reinit_error=True).address_info["session_dir"])  # where it is
-    )
+    context: Any = ray.init(ignore_reinit_error=True)
+    session = Session.find(Path(context.address_info["session_dir"]))  # where it is
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -104,7 +104,8 @@ def test_replicas_killed_under_load_lose_no_request_and_answer_none_twice(
 def test_many_clients_leave_the_slow_replica_alone(start: Start, tmp_path: Path):
     """8 clients in 8 processes, 4 replicas, one of them 15 times slower."""
     handle = start(4, delays=(0.01, 0.01, 0.01, 0.15))
-    clients = [Client.remote(handle) for _ in range(8)]
+    client_class: Any = Client
+    clients = [client_class.remote(handle) for _ in range(8)]
     numbers = [list(range(100 * client, 100 * client + 40)) for client in range(8)]
     answers = ray.get(
         [client.double.remote(each) for client, each in zip(clients, numbers, strict=True)]
@@ -307,7 +308,7 @@ def test_shutting_down_lets_requests_end_and_leaves_nothing(start: Start, tmp_pa
         handle.double.remote(1)
 
     def is_gone() -> bool:
-        actors = list_actors(own_ray(), filters=[("state", "=", "ALIVE")])
+        actors: list[Any] = list_actors(own_ray(), filters=[("state", "=", "ALIVE")])
         return not any(handle.name in str(actor["name"]) for actor in actors)
 
     until(is_gone)
@@ -315,9 +316,8 @@ def test_shutting_down_lets_requests_end_and_leaves_nothing(start: Start, tmp_pa
 
 def test_names_and_state_stand_in_the_dashboards_actor_table(start: Start):
     handle = start(2)
-    actors = {
-        a["name"]: a for a in list_actors(own_ray(), detail=True) if handle.name in str(a["name"])
-    }
+    all_actors: list[Any] = list_actors(own_ray(), detail=True)
+    actors = {a["name"]: a for a in all_actors if handle.name in str(a["name"])}
     assert set(actors) == {handle.name, f"{handle.name}:0", f"{handle.name}:1"}
     assert actors[f"{handle.name}:0"]["class_name"] == "Doubler"
     assert actors[f"{handle.name}:0"]["repr_name"] == "Doubler(vNone, ready)"

@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_two_workers_and_an_engine_that_holds_the_adapter_make_the_same_step(
 
 def test_a_reward_model_leaves_a_merged_classifier_and_an_adapter_with_its_head(tmp_path: Path):
     write_examples(tmp_path)
-    values = reward_model_values(tmp_path, batch_size=8) | {"num_steps": 3}
+    values: Any = reward_model_values(tmp_path, batch_size=8) | {"num_steps": 3}
     values["model"]["lora"] = {"rank": 4}
     RewardModelTrainer(RewardModelConfig.parse(values)).fit()
     run = tmp_path / "runs" / "reward"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,20 +16,21 @@ from raypo.cluster.actors import DeploymentError
 from raypo.cluster.deployment import Deployment, DeploymentHandle, Place, start_deployment
 from raypo.collectives import Workers
 from raypo.data.stream import Draw
+from raypo.recipes.handles import EngineHandle
 from raypo.rollout.collect import PushAgain, Sampling, sample
 from raypo.rollout.sync_weights import transfer
-from raypo.types import Prompt
+from raypo.types import Experience, Prompt
 from raypo.weights.broadcast import BroadcastTransport
 from raypo.weights.transport import ObjectTransport, Transport
 from tests.integration.deployments import Receiver
 from tests.slow.test_deployment import until
+from tests.stand_ins import Lossy
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 LIMIT_S = 20.0
 DRAWS = [Draw(i, Prompt(i, "1+1=", np.array([3, 4], dtype=np.int32))) for i in range(3)]
 SAMPLING = Sampling(2, 1, temperature=1.0, top_p=1.0, stop_token_ids=(), seed=0)
-TOKENIZER = SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in rows])
 
 
 def transport_of(kind: str) -> Transport:
@@ -44,6 +45,19 @@ def transport_of(kind: str) -> Transport:
     )
 
 
+@dataclass
+class Learner:
+    """Has weights, and no opinion of what is sampled with them."""
+
+    weights: dict[str, torch.Tensor]
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights.items()
+
+    def log_probs(self, experience: Experience) -> torch.Tensor:
+        raise NotImplementedError
+
+
 class Fleet:
     """Receivers in a deployment, and what is pushed to them."""
 
@@ -56,8 +70,8 @@ class Fleet:
     def push(self, transport: Transport, version: int) -> float:
         """The sum over the weights that were pushed."""
         weights = {f"w{i}": torch.randn(20) for i in range(6)}
-        learner: Any = SimpleNamespace(named_weights=lambda: iter(weights.items()))
-        transfer(learner, self.handle, version=version, transport=transport, workers=Workers())
+        engines = EngineHandle(self.handle)
+        transfer(Learner(weights), engines, version=version, transport=transport, workers=Workers())
         return float(sum(w.sum() for w in weights.values()))
 
     def held(self) -> list[tuple[int | None, float]]:
@@ -105,7 +119,9 @@ def test_a_rollout_outlives_a_replica(fleet: Fleet, kind: str):
         pushes.append(1)
 
     fleet.dies.touch()
-    rollouts = sample(DRAWS, fleet.handle, TOKENIZER, SAMPLING, PushAgain(push, Workers()))
+    rollouts = sample(
+        DRAWS, EngineHandle(fleet.handle), Lossy(), SAMPLING, PushAgain(push, Workers())
+    )
 
     assert not fleet.dies.exists(), "nobody died"
     assert [rollout.weight_version for rollout in rollouts] == [1] * 6

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -47,19 +48,24 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def actors() -> dict[str, str]:
-    """Class of each actor that this Ray has had."""
+def all_actors(**which: Any) -> list[Any]:
+    """What Ray's state says of its actors, which Ray does not type."""
     from ray.util.state import list_actors
 
-    return {each.actor_id: each.class_name for each in list_actors(own_ray(), limit=1000)}
+    return list_actors(own_ray(), **which)
+
+
+def actors() -> dict[str, str]:
+    """Class of each actor that this Ray has had."""
+
+    return {each.actor_id: each.class_name for each in all_actors(limit=1000)}
 
 
 def alive() -> set[str]:
     """Actors that live and placement groups that are held."""
     import ray
-    from ray.util.state import list_actors
 
-    found = list_actors(own_ray(), filters=[("state", "!=", "DEAD")])
+    found = all_actors(filters=[("state", "!=", "DEAD")])
     actors = {f"{a.class_name} {a.actor_id}" for a in found if a.class_name not in RAYS_OWN}
     groups = ray.util.placement_group_table().values()
     held = {group["placement_group_id"] for group in groups if group["state"] != "REMOVED"}
@@ -280,7 +286,6 @@ scheduler: {kind: pbt, perturb_every: 2, quantile: 0.5}
 
 def test_adapters_of_trials_at_a_time_live_in_one_engine(task: Path, local_ray: None):
     """Each trial says to the digit what it says alone, with an engine of its own."""
-    from ray.util.state import list_actors
 
     from raypo.tuning.sweep import run_sweep
 
@@ -302,12 +307,12 @@ share_first_rollout: true
     outcome = run_sweep(sweep, base, files)
     wait_until_nothing_is_left(before)
     assert [record.status for record in outcome.records] == ["finished"] * 3
-    engines = list_actors(own_ray(), filters=[("class_name", "=", "Engine")], limit=1000)
+    engines = all_actors(filters=[("class_name", "=", "Engine")], limit=1000)
     names = [actor["name"] for actor in engines if "adapters" in actor["name"]]
     assert names == ["raypo:adapters-shared:engine:0"]
 
     last = outcome.records[-1]
-    values = base.model_dump() | {"name": "alone-adapter"}
+    values: Any = base.model_dump() | {"name": "alone-adapter"}
     values["learner"]["policy_lr"] = 3e-2
     PPOTrainer(PPOConfig.parse(values)).fit()
     alone = read_metrics(Path(base.storage_path) / "alone-adapter")

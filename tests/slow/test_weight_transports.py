@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray import exceptions
 from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
@@ -40,7 +41,7 @@ def by_object_store() -> Transport:
     return ObjectTransport(bucket_bytes=BUCKET_BYTES)
 
 
-def by_broadcast() -> Transport:
+def by_broadcast() -> BroadcastTransport:
     return BroadcastTransport(
         backend="gloo",
         device="cpu",
@@ -155,7 +156,7 @@ def test_no_engine_serves_after_its_sender_was_killed(fleet: Fleet, make: Callab
         make().push(tensors(), handle, version=version, workers=Workers())
 
     sender = ray.remote(push_and_die).options(num_cpus=0, max_retries=0)
-    with pytest.raises(ray.exceptions.WorkerCrashedError):
+    with pytest.raises(exceptions.WorkerCrashedError):
         ray.get(sender.remote(fleet.learner, fleet.replicas, fleet.version))
     assert fleet.refuse()
     fleet.push(make())
@@ -177,7 +178,7 @@ def test_survivors_refuse_a_push_in_which_one_died_and_the_next_group_is_whole(f
     transport = by_broadcast()
     fleet.push(transport)
     lost = fleet.replicas["engine:1"]
-    pid = ray.get(lost.pid.remote())
+    pid: Any = ray.get(lost.pid.remote())
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         named = list(weights(fleet.learner).items())
@@ -185,7 +186,7 @@ def test_survivors_refuse_a_push_in_which_one_died_and_the_next_group_is_whole(f
         os.kill(pid, signal.SIGKILL)
         yield from named[len(named) // 2 :]
 
-    with pytest.raises((WeightError, ray.exceptions.RayError, RuntimeError)):
+    with pytest.raises((WeightError, exceptions.RayError, RuntimeError)):
         fleet.push(transport, tensors())
     del fleet.replicas["engine:1"]
     assert fleet.refuse()

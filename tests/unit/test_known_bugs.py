@@ -1,13 +1,14 @@
 """The fifteen bugs of this field (MATH.md section 7): where each is tested, the rest right here."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from raypo.calls import Here
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.data.batching import batches_by_tokens
@@ -18,7 +19,8 @@ from raypo.rollout.dealing import Deal, to_experience
 from raypo.rollout.judges import Judges
 from raypo.rollout.sync_weights import Probe, WeightError, push_weights
 from raypo.serving.sampling import Completion
-from raypo.types import Prompt
+from raypo.types import Experience, Prompt, Rollout
+from tests.stand_ins import Engine, Lossy, NoTransport, Reference
 from tests.unit.config.test_run_config import with_keys
 
 TESTS = Path(__file__).parents[1]
@@ -65,50 +67,40 @@ def completion(log_prob: float = -1.0) -> Completion:
     )
 
 
-class Engine:
-    """Answers every request alike, on one replica."""
-
-    def __init__(self) -> None:
-        self.generate = SimpleNamespace(remote=self._pending, on_all=lambda r: [self._pending(r)])
-
-    def each_preferred(self) -> list["Engine"]:
-        return [self]
-
-    def _pending(self, requests: list[Any]) -> Any:
-        return answer_of([completion() for _ in requests])
+ALIKE = Engine(lambda requests: [completion() for _ in requests])
+"""Answers every request alike."""
 
 
-def answer_of(value: Any) -> Any:
-    return SimpleNamespace(result=lambda: value)
+@dataclass
+class Learner:
+    """Has an opinion of its own on every sampled token."""
+
+    log_prob: float
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.ones(2)
+
+    def log_probs(self, experience: Experience) -> torch.Tensor:
+        return torch.where(experience.response_mask, self.log_prob, 0.0)
 
 
-class Lossy:
-    """A tokenizer that decodes everything to one text, as many do with spaces and bytes."""
-
-    def batch_decode(self, ids: list[Any], **_: Any) -> list[str]:
-        return ["?"] * len(ids)
-
-
-def sampled(num_draws: int) -> list[Any]:
+def sampled(num_draws: int) -> list[Rollout]:
     draws = [Draw(index, Prompt(0, "same text", PROMPT)) for index in range(num_draws)]
-    return sample(draws, Engine(), Lossy(), SAMPLING)
+    return sample(draws, ALIKE, Lossy(), SAMPLING)
 
 
 def test_bug_8_an_engine_that_kept_its_old_weights_stops_the_run():
-    learner: Any = SimpleNamespace(
-        named_weights=lambda: iter([("w", torch.ones(2))]),
-        log_probs=lambda batch: torch.where(batch.response_mask, -1.0 - gap, 0.0),
-    )
-    push = {
-        "transport": SimpleNamespace(push=lambda *_, **__: None),
-        "probe": Probe([PROMPT], max_new_tokens=3, temperature=1.0, dtype="float32", seed=0),
-        "workers": Workers(),
-    }
-    gap = 0.0
-    assert push_weights(learner, Engine(), version=1, **push)["mismatch/probe_gap_max"] == 0.0
-    gap = 0.01
+    probe = Probe([PROMPT], max_new_tokens=3, temperature=1.0, dtype="float32", seed=0)
+
+    def push(log_prob: float) -> dict[str, float]:
+        return push_weights(
+            Learner(log_prob), ALIKE, version=1, transport=NoTransport(), probe=probe,
+            workers=Workers(),
+        )  # fmt: skip
+
+    assert push(-1.0)["mismatch/probe_gap_max"] == 0.0
     with pytest.raises(WeightError, match="other log-probs to the same"):
-        push_weights(learner, Engine(), version=2, **push)
+        push(-1.01)
 
 
 def test_bug_10_the_token_budget_is_used_to_its_last_token():
@@ -144,17 +136,17 @@ def test_bug_12_what_is_trained_are_the_sampled_ids_whatever_the_text_says():
 
 def test_bug_15_frozen_models_get_the_policys_ids_and_functions_the_text():
     """Only models of the policy's own vocabulary are handed ids; a reward is given the text."""
-    seen: dict[str, Any] = {}
+    seen: dict[str, list[list[int]] | list[str]] = {}
 
-    def log_probs(rollouts: list[Any]) -> Any:
+    def log_probs(rollouts: list[Rollout]) -> list[np.ndarray]:
         seen["reference"] = [r.response_ids.tolist() for r in rollouts]
-        return answer_of([np.zeros(3, np.float32)] * len(rollouts))
+        return [np.zeros(3, np.float32)] * len(rollouts)
 
-    def reward(rollouts: list[Any]) -> list[float]:
+    def reward(rollouts: list[Rollout]) -> list[float]:
         seen["reward"] = [r.response for r in rollouts]
         return [0.0] * len(rollouts)
 
     judges = Judges(reward, (), {"function": 1.0})
-    judge(sampled(1), judges, SimpleNamespace(log_probs=SimpleNamespace(remote=log_probs)))
+    judge(sampled(1), judges, Reference(Here(log_probs)))
 
     assert seen == {"reference": [SAMPLED.tolist()] * 2, "reward": ["?", "?"]}

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_pairs_are_different_wrong_answers_against_a_right_one():
 def test_samples_are_the_responses_of_each_prompt_in_order():
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    policy = make_policy(tokenizer).eval()
+    policy: Any = make_policy(tokenizer).eval()
 
     responses = sample(policy, tokenizer, ["5031=", "9900="], num_samples=3)
 

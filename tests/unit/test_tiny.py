@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -37,7 +39,7 @@ def test_chat_template_ends_where_the_assistant_speaks(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_policy_loads_and_ties_its_head_when_asked(tmp_path, tied):
-    model = AutoModelForCausalLM.from_pretrained(tiny_policy(tmp_path, tied=tied))
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_policy(tmp_path, tied=tied))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
 
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight

@@ -1,17 +1,27 @@
 """Seats without Ray: who is given one, and who had it before."""
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import pytest
 
 from raypo.cluster import lender
 from raypo.cluster.actors import DeploymentError
 from raypo.cluster.lender import Lender, Loan
+from raypo.cluster.spec import DeploymentStatus
 
 
-def deployment(name: str, state: str = "healthy") -> Any:
-    return SimpleNamespace(name=name, status=lambda: SimpleNamespace(state=state))
+@dataclass(frozen=True)
+class Deployed:
+    """A deployment in one state for ever; None: it is gone."""
+
+    name: str
+    state: Literal["healthy", "failed"] | None = "healthy"
+
+    def status(self) -> DeploymentStatus:
+        if self.state is None:
+            raise DeploymentError("the deployment is gone")
+        return DeploymentStatus(self.name, self.state, (), restarts=0, max_restarts=0)
 
 
 @pytest.fixture
@@ -30,7 +40,7 @@ def lend(seats: Lender, run: str, holder: Any, timeout_s: float = 0.0) -> Loan:
 
 
 def test_a_seat_is_free_when_all_that_held_it_are_dead(dead: set[str]):
-    engine = deployment("a")
+    engine = Deployed("a")
     seats = Lender([engine])
     loan = lend(seats, "one", "worker 0")
     assert loan == Loan(0, engine, None)
@@ -45,19 +55,16 @@ def test_a_seat_is_free_when_all_that_held_it_are_dead(dead: set[str]):
 
 def test_a_deployment_that_has_failed_is_not_lent(dead: set[str]):
     holder: Any = "worker"
-    assert Lender([deployment("a", "failed")]).lend("one", holder, 60.0) is None
-    assert lend(Lender([deployment("a", "failed"), deployment("b")]), "one", holder).number == 1
+    assert Lender([Deployed("a", "failed")]).lend("one", holder, 60.0) is None
+    assert lend(Lender([Deployed("a", "failed"), Deployed("b")]), "one", holder).number == 1
 
-    def gone() -> Any:
-        raise DeploymentError("the deployment is gone")
-
-    seats = Lender([SimpleNamespace(name="a", status=gone), deployment("b")])
+    seats = Lender([Deployed("a", None), Deployed("b")])
     assert lend(seats, "one", holder).number == 1
 
 
 def test_a_run_that_begins_again_never_counts_as_the_one_before_somebody_else(dead: set[str]):
     """It keeps its seat where that is free, and else leaves its name behind in no other."""
-    pool = deployment("pool")
+    pool = Deployed("pool")
     seats = Lender([pool, pool])
     lend(seats, "one", "first")
     lend(seats, "two", "second")

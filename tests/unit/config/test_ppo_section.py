@@ -217,8 +217,8 @@ def test_what_a_preset_set_and_another_key_idles_is_no_mistake():
         {"preset": "ppo", "advantage": "grpo"},
         {"preset": "gspo", "policy_loss": "cispo"},
     ):
-        section = PPOSection(**keys)
-        assert PPOSection(**section.model_dump()) == section
+        section = PPOSection.model_validate(keys)
+        assert PPOSection.model_validate(section.model_dump()) == section
 
 
 def test_the_presets_are_the_ones_that_can_be_chosen():

@@ -1,6 +1,8 @@
 import json
+from typing import Any, TypeVar
 
 import pytest
+from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from raypo.config import ConfigError, PairsSection, ResponsesSection
@@ -20,20 +22,27 @@ def write(path, *rows):
     return str(path)
 
 
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def section_of(kind: type[Section], prompts: str, **values: Any) -> Section:
+    return kind.model_validate({"prompts": prompts} | values)
+
+
 def text(tokenizer, ids) -> str:
     return tokenizer.decode(ids.tolist())
 
 
 def test_a_text_response_ends_with_the_end_token(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", {"prompt": "1+1=", "response": "2"})
-    (example,) = load_examples(ResponsesSection(prompts=path), tokenizer, END).items
+    (example,) = load_examples(section_of(ResponsesSection, path), tokenizer, END).items
     assert text(tokenizer, example.prompt_ids) == "1+1="
     assert text(tokenizer, example.response_ids) == "2<eos>"
 
 
 def test_an_end_that_is_there_is_not_doubled(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", {"prompt": "a", "response": "b<eos>c"})
-    (example,) = load_examples(ResponsesSection(prompts=path), tokenizer, END).items
+    (example,) = load_examples(section_of(ResponsesSection, path), tokenizer, END).items
     assert text(tokenizer, example.response_ids) == "b<eos>"
 
 
@@ -42,7 +51,7 @@ def test_a_chat_response_is_what_the_template_writes(tmp_path, tokenizer):
     answers = ["yo", [{"role": "assistant", "content": "yo"}]]
     rows = [{"prompt": messages, "response": answer} for answer in answers]
     path = write(tmp_path / "a.jsonl", *rows)
-    for example in load_examples(ResponsesSection(prompts=path), tokenizer, END).items:
+    for example in load_examples(section_of(ResponsesSection, path), tokenizer, END).items:
         assert text(tokenizer, example.prompt_ids) == "user: hi\nassistant: "
         assert text(tokenizer, example.response_ids) == "yo\n<eos>"
 
@@ -50,7 +59,7 @@ def test_a_chat_response_is_what_the_template_writes(tmp_path, tokenizer):
 def test_pairs_have_both_responses_and_their_margin(tmp_path, tokenizer):
     row = {"prompt": "q", "chosen": "good", "rejected": "no", "by": 3}
     path = write(tmp_path / "a.jsonl", row)
-    section = PairsSection(prompts=path, margin_key="by")
+    section = section_of(PairsSection, path, margin_key="by")
     (pair,) = load_pairs(section, tokenizer, END).items
     assert text(tokenizer, pair.chosen_ids) == "good<eos>"
     assert text(tokenizer, pair.rejected_ids) == "no<eos>"
@@ -61,13 +70,15 @@ def test_pairs_have_both_responses_and_their_margin(tmp_path, tokenizer):
 def test_long_rows_are_skipped_and_counted_or_refused(tmp_path, tokenizer):
     rows = [{"prompt": "q", "response": "abcd"}, {"prompt": "q", "response": "a"}]
     path = write(tmp_path / "a.jsonl", *rows)
-    loaded = load_examples(ResponsesSection(prompts=path, max_response_tokens=4), tokenizer, END)
+    loaded = load_examples(
+        section_of(ResponsesSection, path, max_response_tokens=4), tokenizer, END
+    )
     assert (len(loaded.items), loaded.num_skipped) == (1, 1)
-    strict = ResponsesSection(prompts=path, max_response_tokens=4, too_long="error")
+    strict = section_of(ResponsesSection, path, max_response_tokens=4, too_long="error")
     with pytest.raises(ConfigError, match=r"max_response_tokens to at least 5"):
         load_examples(strict, tokenizer, END)
     with pytest.raises(ConfigError, match="all 2 rows"):
-        load_examples(ResponsesSection(prompts=path, max_response_tokens=1), tokenizer, END)
+        load_examples(section_of(ResponsesSection, path, max_response_tokens=1), tokenizer, END)
 
 
 @pytest.mark.parametrize(
@@ -82,4 +93,4 @@ def test_wrong_pairs_are_told(tmp_path, tokenizer, row, words):
     path = write(tmp_path / "a.jsonl", row)
     margin_key = "margin" if "margin" in row else None
     with pytest.raises(ConfigError, match=words):
-        load_pairs(PairsSection(prompts=path, margin_key=margin_key), tokenizer, END)
+        load_pairs(section_of(PairsSection, path, margin_key=margin_key), tokenizer, END)

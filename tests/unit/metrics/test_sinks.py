@@ -49,16 +49,15 @@ def test_prometheus_names_are_stable():
 def test_mlflow_has_every_step_and_one_run_for_all_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("mlflow")
+    tracking = pytest.importorskip("mlflow.tracking")
     pytest.importorskip("sqlalchemy")
-    from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     for step in (1, 2):
         sinks = open_sinks(tmp_path, mlflow={"experiment": "x", "tracking_uri": uri})
         sinks.write(step, {"rollout/score_mean": step / 4, "ppo/value_loss": math.nan})
         sinks.close()
-    client = MlflowClient(uri)
+    client = tracking.MlflowClient(uri)
     experiment = client.get_experiment_by_name("x")
     (run,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(run.info.run_id, "rollout/score_mean")

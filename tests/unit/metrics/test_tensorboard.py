@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 from raypo.metrics.tensorboard import TensorBoard, write_hparams
 
@@ -7,12 +8,14 @@ def events(folder):
     """(step, tag, value) of scalars and (step, "SessionLog", status), files in order."""
     from tensorboardX import proto
 
+    messages: Any = proto.event_pb2  # pyright: ignore[reportAttributeAccessIssue]: generated
+
     found = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
         content, at = path.read_bytes(), 0
         while at < len(content):  # length (8), its checksum (4), record, its checksum (4)
             size = int.from_bytes(content[at : at + 8], "little")
-            event = proto.event_pb2.Event.FromString(content[at + 12 : at + 12 + size])
+            event = messages.Event.FromString(content[at + 12 : at + 12 + size])
             at += 16 + size
             if event.HasField("session_log"):
                 found.append((event.step, "session", event.session_log.status))

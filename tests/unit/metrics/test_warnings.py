@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,8 @@ def test_lengths_that_explode_and_that_collapse():
 
 
 def test_equal_groups_matter_where_advantages_compare_them():
-    equal = rows(**{"rollout/zero_variance_fraction": 0.8})
+    changes: dict[str, Any] = {"rollout/zero_variance_fraction": 0.8}
+    equal = rows(**changes)
     assert findings(equal, {"ppo": {"advantage": "gae"}}) == []
     (finding,) = findings(equal, {"ppo": {"advantage": "grpo"}})
     assert finding.rule == "zero_variance_groups"

@@ -1,6 +1,7 @@
 """What is loaded from a folder: one function, whatever dropout its config asks for."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,12 @@ from transformers import (
 from raypo.config import ConfigError
 from raypo.models.loading import load_backbone, load_causal_lm, stop_token_ids
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 CONFIGS = {
     "opt": OPTConfig(
         **SIZES, ffn_dim=16, word_embed_proj_dim=16, dropout=0.5, attention_dropout=0.5,

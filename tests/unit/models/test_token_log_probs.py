@@ -119,8 +119,12 @@ def test_gradient_by_finite_differences() -> None:
     logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     ids = torch.randint(0, 5, (2, 3))
 
-    def both(logits: Tensor):
-        return token_log_probs(logits, ids, temperature=TEMPERATURE, with_entropy=True)
+    def both(logits: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, entropy = token_log_probs(
+            logits, ids, temperature=TEMPERATURE, with_entropy=True
+        )
+        assert entropy is not None
+        return log_probs, entropy
 
     assert torch.autograd.gradcheck(both, (logits,))
 

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from raypo.serving.checkpoint import kv_bytes_per_token as served_kv_bytes_per_t
 from raypo.serving.vllm_settings import default_cpu_kv_bytes
 from tests.tiny import tiny_policy
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 160,

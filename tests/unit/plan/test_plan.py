@@ -3,6 +3,7 @@
 import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -181,7 +182,7 @@ def test_what_is_tensor_parallel_spans_the_workers_bundles(values: dict):
     assert roles[1] == ("learner 1", "engine:0", "reference:0")
     assert roles[2] == ("learner 2", "engine:1", "reference:0")
     assert roles[4] == ("learner 4", "engine:2")
-    weights = {role.name: role.memory.held.get("weights") for role in made.roles}
+    weights = {role.name: role.memory.held.get("weights", 0) for role in made.roles}
     assert weights["engine"] == 2 * weights["reference"]
 
 
@@ -242,9 +243,10 @@ def test_frozen_models_lie_on_each_node_or_as_often_as_is_asked(values: dict):
 
     assert where("8xGPU80G") == [0]
     assert where("4xGPU80G,2") == [0, 4]
-    values["placement"] = {"frozen": {"reference": {"num_replicas": 3}}}
+    placement: dict[str, Any] = {"frozen": {"reference": {"num_replicas": 3}}}
+    values["placement"] = placement
     assert where("8xGPU80G") == [0, 2, 5]
-    values["placement"]["mode"] = {"reference": "dedicated"}
+    placement["mode"] = {"reference": "dedicated"}
     bundles = plan(values, "8xGPU80G,2").bundles
     guests = [role for bundle in bundles for role in bundle.roles if "reference" in role]
     assert guests == ["reference:0", "reference:1", "reference:2"]

@@ -1,5 +1,7 @@
 """Bugs seen in this field that live in a formula (MATH.md section 7), each by its name."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -72,7 +74,7 @@ def test_bug_3_credit_crosses_what_an_environment_wrote_undiminished():
     mask = torch.tensor([[True, False, False, False, True]])
     rewards = torch.tensor([[0.0, NAN, 7.0, INF, 1.0]])
     values = torch.tensor([[0.5, NAN, 9.0, -INF, 0.25]])
-    close = {"gamma": 0.9, "gae_lambda": 0.8}
+    close: dict[str, Any] = {"gamma": 0.9, "gae_lambda": 0.8}
 
     advantages, returns = generalized_advantages(rewards, values, mask, **close)
 

@@ -77,7 +77,9 @@ def run_worker(rank: int, folder: str) -> None:
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 def test_one_two_and_three_processes_agree(tmp_path):
     mp.set_forkserver_preload([__name__])  # torch is imported once, not once a process
-    mp.start_processes(run_worker, args=(str(tmp_path),), nprocs=3, start_method="forkserver")
+    mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+        run_worker, args=(str(tmp_path),), nprocs=3, start_method="forkserver"
+    )
 
     alone = reduced_step(Workers())
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import pytest
 
+from raypo.calls import Here
+from raypo.collectives import Workers
 from raypo.recipes.phases import ALLOWED, PRESENT, Phase, PhaseError, Phases
 
 STEP = [Phase.PUSH, Phase.PROBE, Phase.GENERATE, Phase.SCORE, Phase.LEARN]
 
 
-class Recorder:
+@dataclass(frozen=True)
+class Recorder(Workers):
     """Learner, engines, frozen models and workers that write down what is asked of them."""
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank, self.count, self.log = rank, 2, []
+    count: int = 2
+    log: list[str] = field(default_factory=list)
 
     def barrier(self) -> None:
         self.log.append("barrier")
@@ -33,7 +35,8 @@ class Recorder:
 
     def events(self) -> list[str]:
         """What was done since the last time this was asked."""
-        log, self.log = self.log, []
+        log = self.log.copy()
+        self.log.clear()
         return log
 
 
@@ -42,20 +45,24 @@ class Handle:
     name: str
     recorder: Recorder
 
-    def __getattr__(self, method: str) -> Any:
-        def on_all(*arguments: str) -> list[Any]:
-            self.recorder.log.append(" ".join([f"{self.name}:", method, *arguments]))
-            return []
-
-        return type("Method", (), {"on_all": staticmethod(on_all)})
-
-    def pinned(self) -> Any:
+    def pinned(self) -> Handle:
         return self
+
+    @property
+    def sleep(self) -> Here[[], None]:
+        return Here(lambda: self.recorder.log.append(f"{self.name}: sleep"))
+
+    @property
+    def wake_up(self) -> Here[..., None]:
+        def note(*parts: str) -> None:
+            self.recorder.log.append(" ".join([f"{self.name}:", "wake_up", *parts]))
+
+        return Here(note)
 
 
 def phases(recorder: Recorder, *, offloads: bool = True, at: Phase = Phase.LEARN) -> Phases:
     return Phases(
-        recorder,  # type: ignore[arg-type]
+        recorder,
         offloads=offloads,
         engines=Handle("engines", recorder),
         frozen=[Handle("reference", recorder), Handle("reward", recorder)],

@@ -56,14 +56,16 @@ def as_number(rollouts: list[Rollout]) -> list[float]:
 
 
 def client(*urls: str, **changes: Any) -> RemoteReward:
-    settings = {"batch_size": 3, "max_concurrent": 4, "timeout_s": 5.0, "max_attempts": 3}
-    return RemoteReward(urls, **(settings | {"backoff_s": (0.01, 0.05)} | changes))
+    settings: dict[str, Any] = {"batch_size": 3, "max_concurrent": 4, "timeout_s": 5.0}
+    settings |= {"max_attempts": 3, "backoff_s": (0.01, 0.05)}
+    return RemoteReward(urls, **(settings | changes))
 
 
 @contextmanager
 def served(function: Callable[..., Any], **options: Any) -> Iterator[str]:
     """raypo's own server in a thread."""
-    app = make_app(function, name="test", **({"token": None} | options))
+    settings: dict[str, Any] = {"token": None} | options
+    app = make_app(function, name="test", **settings)
     config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -103,7 +105,7 @@ def scripted(
             with suppress(BrokenPipeError, ConnectionResetError):  # the client gave up
                 self.wfile.write(data)
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *_: Any) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

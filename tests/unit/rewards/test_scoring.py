@@ -10,7 +10,7 @@ from raypo.rewards.verifiers import contains_answer, exact_match
 from raypo.types import Rollout
 
 
-def rollout(response="4", label="4", index=0):
+def rollout(response="4", label: str | None = "4", index=0):
     return Rollout(
         prompt="2+2=",
         response=response,

@@ -8,7 +8,8 @@ from raypo.collectives import Workers
 from raypo.config import EvalSection
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.types import Prompt, Rollout
-from tests.unit.test_known_bugs import SAMPLING, Engine, Lossy
+from tests.stand_ins import Engine, Lossy
+from tests.unit.test_known_bugs import ALIKE, SAMPLING
 
 PROMPTS = [Prompt(index, "p", np.array([5], np.int32)) for index in range(3)]
 SCORES = {0: (1.0, 0.0), 1: (math.nan, 2.0), 2: (0.5, 0.9)}
@@ -23,7 +24,7 @@ def test_means_failures_and_pass_at_k_by_hand():
     section = EvalSection(samples_per_prompt=2, pass_at=(1, 2))
 
     figures = evaluate_policy(
-        PROMPTS, Engine(), Lossy(), known_scores, section=section, sampling=SAMPLING,
+        PROMPTS, ALIKE, Lossy(), known_scores, section=section, sampling=SAMPLING,
         workers=Workers(),
     )  # fmt: skip
 
@@ -37,10 +38,8 @@ def test_means_failures_and_pass_at_k_by_hand():
 
 
 def test_an_evaluation_samples_once():
-    engine = Engine()
     asked: list[int] = []
-    answer = engine.generate.remote
-    engine.generate.remote = lambda requests: asked.append(len(requests)) or answer(requests)
+    engine = Engine(lambda requests: asked.append(len(requests)) or ALIKE.answers(requests))
 
     evaluate_policy(
         PROMPTS, engine, Lossy(), known_scores, section=EvalSection(samples_per_prompt=2),

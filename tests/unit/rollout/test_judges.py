@@ -1,13 +1,15 @@
 import math
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from raypo.calls import Here
 from raypo.config import ModelSection, RewardSection
+from raypo.rewards.scoring import FailedScore
 from raypo.rollout.judges import Judges
 from raypo.types import Rollout
+from tests.stand_ins import RewardModel
 
 
 def rollouts(*labels: float) -> list[Rollout]:
@@ -18,11 +20,8 @@ def rollouts(*labels: float) -> list[Rollout]:
     ]
 
 
-def model(factor: float):
-    def remote(given):
-        return SimpleNamespace(result=lambda: [factor * r.label for r in given])
-
-    return SimpleNamespace(score=SimpleNamespace(remote=remote))
+def model(factor: float) -> RewardModel:
+    return RewardModel(Here(lambda given: [factor * r.label for r in given]))
 
 
 def judges(**changes) -> Judges:
@@ -51,7 +50,7 @@ def test_one_model_alone_is_called_model():
     judge = judges(
         function=None,
         models=(model(1.0),),
-        model=ModelSection(policy="p", reward="a"),
+        model=ModelSection.model_validate({"policy": "p", "reward": "a"}),
         reward=RewardSection(),
     )
     assert judge.scores_by_source(rollouts(4.0, 5.0)) == [{"model": 4.0}, {"model": 5.0}]
@@ -62,7 +61,7 @@ def test_a_source_that_failed_makes_the_score_nan():
 
 
 def test_nothing_to_judge_asks_nobody():
-    broken = SimpleNamespace(score=SimpleNamespace(remote=lambda given: pytest.fail("asked")))
+    broken = RewardModel(Here(lambda given: pytest.fail("asked")))
     assert judges(models=(broken, broken)).scores_by_source([]) == []
 
 
@@ -84,4 +83,6 @@ def test_servers_are_asked_while_the_function_works_and_add_by_their_weight():
     assert judge.total(first) == 1.0 + 0.5 * 4.0
     assert judge.model_total(first) == 0.0
     assert math.isnan(judge.total(second))
-    assert second["url"].reason == "no answer in 1 s"
+    failed = second["url"]
+    assert isinstance(failed, FailedScore)
+    assert failed.reason == "no answer in 1 s"

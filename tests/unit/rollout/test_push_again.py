@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,78 +13,76 @@ from raypo.collectives import Workers
 from raypo.data.stream import Draw
 from raypo.recipes.services import own_engines
 from raypo.rollout.collect import PushAgain, Sampling, sample
-from raypo.serving.sampling import Completion
+from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.types import Prompt
+from tests.stand_ins import Engine, Lossy
 
 DRAW = Draw(0, Prompt(0, "1+1=", np.array([3], dtype=np.int32)))
 SAMPLING = Sampling(1, 1, temperature=1.0, top_p=1.0, stop_token_ids=(), seed=0)
-TOKENIZER = SimpleNamespace(batch_decode=lambda rows, **_: ["" for _ in rows])
+TOKENIZER = Lossy()
 
 
-class Engine:
+class Pushed(Engine):
     """Answers with how often it was pushed to; refuses until that is often enough."""
 
     def __init__(self, serves_from: int) -> None:
+        super().__init__(self._answer)
         self.serves_from, self.pushes, self.calls = serves_from, 0, 0
-        self.generate = SimpleNamespace(remote=lambda requests: self)
 
-    def result(self) -> list[Completion]:
+    def _answer(self, requests: list[SamplingRequest]) -> list[Completion]:
         self.calls += 1
         if self.pushes < self.serves_from:
             raise NoReplicaLeft("nobody")
         row = np.zeros(1, dtype=np.float32)
         return [Completion(row.astype(np.int32), row, "length", self.pushes)]
 
-    def each_preferred(self) -> list[Engine]:
-        return [self]
-
     def push(self) -> None:
         self.pushes += 1
 
 
-class Together:
+@dataclass(frozen=True)
+class Together(Workers):
     """This worker, and as many others that are left without an engine."""
 
-    def __init__(self, others_lost: int) -> None:
-        self._others_lost = others_lost
+    others_lost: int = 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return values + self._others_lost
+        return values + self.others_lost
 
 
-def answers(engine: Engine, workers: Any, draws: list[Draw] | None = None) -> list[int]:
+def answers(engine: Pushed, workers: Workers, draws: list[Draw] | None = None) -> list[int]:
     again = PushAgain(engine.push, workers)
     given = [DRAW] if draws is None else draws
     return [r.weight_version for r in sample(given, engine, TOKENIZER, SAMPLING, again)]
 
 
 def test_where_nobody_lost_an_engine_nothing_is_pushed():
-    engine = Engine(serves_from=0)
-    assert answers(engine, Together(0)) == [0]
+    engine = Pushed(serves_from=0)
+    assert answers(engine, Together(others_lost=0)) == [0]
     assert (engine.pushes, engine.calls) == (0, 1)
 
 
 def test_who_lost_it_asks_again_after_the_push():
-    engine = Engine(serves_from=1)
-    assert answers(engine, Together(0)) == [1]
+    engine = Pushed(serves_from=1)
+    assert answers(engine, Together(others_lost=0)) == [1]
     assert (engine.pushes, engine.calls) == (1, 2)
 
 
 def test_who_has_his_answers_joins_the_push_and_keeps_them():
-    engine = Engine(serves_from=0)
-    assert answers(engine, Together(1)) == [0]
+    engine = Pushed(serves_from=0)
+    assert answers(engine, Together(others_lost=1)) == [0]
     assert (engine.pushes, engine.calls) == (1, 1)
 
 
 def test_who_has_no_prompts_joins_the_push():
-    engine = Engine(serves_from=0)
-    assert answers(engine, Together(1), draws=[]) == []
+    engine = Pushed(serves_from=0)
+    assert answers(engine, Together(others_lost=1), draws=[]) == []
     assert (engine.pushes, engine.calls) == (1, 0)
 
 
 def test_without_other_workers_to_ask_the_loss_is_told():
     with pytest.raises(NoReplicaLeft):
-        sample([DRAW], Engine(serves_from=1), TOKENIZER, SAMPLING)
+        sample([DRAW], Pushed(serves_from=1), TOKENIZER, SAMPLING)
 
 
 def test_several_engines_of_one_worker_get_an_equal_lot_each():
@@ -94,16 +90,19 @@ def test_several_engines_of_one_worker_get_an_equal_lot_each():
     draws = [replace(DRAW, group_index=number) for number in range(5)]
     asked: list[tuple[int, int]] = []
 
-    def one(number: int) -> Any:
-        def remote(requests: list[Any]) -> Any:
+    def one(number: int) -> Engine:
+        def answers(requests: list[SamplingRequest]) -> list[Completion]:
             asked.append((number, len(requests)))
             row = np.array([number], dtype=np.int32)
-            answer = Completion(row, row.astype(np.float32), "length", number)
-            return SimpleNamespace(result=lambda: [answer] * len(requests))
+            return [Completion(row, row.astype(np.float32), "length", number)] * len(requests)
 
-        return SimpleNamespace(generate=SimpleNamespace(remote=remote))
+        return Engine(answers)
 
-    engine = SimpleNamespace(each_preferred=lambda: [one(0), one(1), one(2)])
+    class Three(Engine):
+        def each_preferred(self) -> list[Engine]:
+            return [one(0), one(1), one(2)]
+
+    engine = Three(lambda requests: pytest.fail("one of the three is asked"))
     rollouts = sample(draws, engine, TOKENIZER, SAMPLING)
     assert asked == [(0, 2), (1, 2), (2, 1)]
     assert [rollout.weight_version for rollout in rollouts] == [0, 0, 1, 1, 2]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ from raypo.collectives import Workers
 from raypo.weights.broadcast import BroadcastBucket, BroadcastTransport, Group, Membership
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
-from raypo.weights.transport import PushStart, Ready
+from raypo.weights.transport import OfferedBucket, PushStart, Ready
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LIMIT_S = 2.0
 TENSORS = {f"w{i}": torch.arange(50.0) + i for i in range(6)}
@@ -37,8 +42,9 @@ class Receiver:
         self.group = Group.join(membership, device="cpu")
         self.epochs.append(membership.epoch)
 
-    def load_bucket(self, bucket: BroadcastBucket) -> None:
+    def load_bucket(self, bucket: OfferedBucket) -> None:
         assert self.group is not None
+        assert isinstance(bucket, BroadcastBucket)
         received = self.group.receive(bucket)
         self.tensors |= dict(unpack(received, verify=True))
         self._arrived += received.specs
@@ -48,36 +54,63 @@ class Receiver:
         return Manifest.of(manifest.version, self._arrived)
 
 
-class Answer:
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
+class Receives(Protocol):
+    """What a push asks of one engine."""
 
-    def result(self) -> Any:
-        return self._future.result(timeout=10 * LIMIT_S)
+    def begin_push(self, start: PushStart) -> Ready: ...
+    def join_group(self, membership: Membership) -> None: ...
+    def load_bucket(self, bucket: OfferedBucket) -> None: ...
+    def finish_push(self, manifest: Manifest) -> Manifest: ...
 
-    def failure(self) -> Any:
-        return self._future.exception() if self._future.done() else None
+
+@dataclass
+class Answer(Generic[T]):
+    future: Future[T]
+
+    def result(self) -> T:
+        return self.future.result(timeout=10 * LIMIT_S)
+
+    def failure(self) -> Exception | None:
+        error = self.future.exception() if self.future.done() else None
+        assert error is None or isinstance(error, Exception)
+        return error
+
+
+@dataclass
+class InThreads(Generic[P, T]):
+    """A method of several receivers, each of which is called in a thread."""
+
+    methods: list[Callable[P, T]]
+    threads: ThreadPoolExecutor
+
+    def on_all(self, *args: P.args, **kwargs: P.kwargs) -> list[Answer[T]]:
+        return [Answer(self.threads.submit(each, *args, **kwargs)) for each in self.methods]
 
 
 class Handle:
     """Calls every receiver in a thread, as a deployment handle calls replicas."""
 
-    def __init__(self, *receivers: Any) -> None:
+    names = ("receivers",)
+
+    def __init__(self, *receivers: Receives) -> None:
         self.receivers = list(receivers)
         self._threads = ThreadPoolExecutor(max_workers=8)
 
-    def __getattr__(self, method: str) -> Any:
-        class Method:
-            @staticmethod
-            def on_all(*arguments: Any) -> list[Answer]:
-                return [
-                    Answer(self._threads.submit(getattr(receiver, method), *arguments))
-                    for receiver in self.receivers
-                ]
+    @property
+    def begin_push(self) -> InThreads[[PushStart], Ready]:
+        return InThreads([each.begin_push for each in self.receivers], self._threads)
 
-        return Method
+    @property
+    def join_group(self) -> InThreads[[Membership], None]:
+        return InThreads([each.join_group for each in self.receivers], self._threads)
 
-    names = ("receivers",)
+    @property
+    def load_bucket(self) -> InThreads[[OfferedBucket], None]:
+        return InThreads([each.load_bucket for each in self.receivers], self._threads)
+
+    @property
+    def finish_push(self) -> InThreads[[Manifest], Manifest]:
+        return InThreads([each.finish_push for each in self.receivers], self._threads)
 
     def pinned(self) -> Handle:
         return self
@@ -85,8 +118,11 @@ class Handle:
     def forget(self) -> None:
         pass
 
-    def establish(self, method: str, *, kept: bool, made_by: Any) -> None:
+    def establish(
+        self, method: str, *args: object, kept: bool = True, made_by: Iterable[str] | None = None
+    ) -> dict[str, object]:
         assert not kept, "nothing is kept on the way"
+        return {}
 
 
 def transport(timeout_s: float = LIMIT_S) -> BroadcastTransport:
@@ -123,15 +159,15 @@ def test_a_group_that_lost_or_gained_a_member_is_succeeded_by_another():
 class Refuses(Receiver):
     """Fails before it takes part in the broadcast, as an engine that is broken does."""
 
-    def load_bucket(self, bucket: BroadcastBucket) -> None:
+    def load_bucket(self, bucket: OfferedBucket) -> None:
         raise RuntimeError("this engine cannot go on")
 
 
 def test_a_receiver_that_gives_up_ends_the_push_before_the_time_out():
-    handle = Handle(Receiver(), Refuses())
+    receivers = [Receiver(), Refuses()]
     with pytest.raises(RuntimeError, match=r"^this engine cannot go on"):
-        push(transport(10 * LIMIT_S), handle, 1)
-    assert [receiver.version for receiver in handle.receivers] == [None, None]
+        push(transport(10 * LIMIT_S), Handle(*receivers), 1)
+    assert [receiver.version for receiver in receivers] == [None, None]
 
 
 class Late(Receiver):
@@ -141,7 +177,7 @@ class Late(Receiver):
         super().__init__()
         self._released = released
 
-    def load_bucket(self, bucket: BroadcastBucket) -> None:
+    def load_bucket(self, bucket: OfferedBucket) -> None:
         self._released.wait(10 * LIMIT_S)
 
 

@@ -9,18 +9,19 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from raypo.collectives import Workers
 from raypo.weights import ipc
+from raypo.weights.broadcast import Membership
 from raypo.weights.buckets import stage, unpack
 from raypo.weights.ipc import IpcBucket, IpcTransport
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
-from raypo.weights.transport import PushStart, Ready
+from raypo.weights.transport import OfferedBucket, PushStart, Ready
 from tests.unit.weights.test_broadcast import Handle
 
 GPUS = ("GPU-0", "GPU-1")
@@ -65,15 +66,22 @@ class Together:
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.count)
 
-    def rank(self, rank: int) -> Any:
-        def gather(value: Any) -> list[Any]:
-            self.passed[rank] = value
-            self.barrier.wait(WAIT_S)
-            gathered = [self.passed[number] for number in range(self.count)]
-            self.barrier.wait(WAIT_S)
-            return gathered
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self.passed[rank] = value
+        self.barrier.wait(WAIT_S)
+        gathered = [self.passed[number] for number in range(self.count)]
+        self.barrier.wait(WAIT_S)
+        return gathered
 
-        return SimpleNamespace(rank=rank, count=self.count, gather=gather)
+
+@dataclass(frozen=True)
+class InThread(Workers):
+    """The learner workers as the one in this thread sees them."""
+
+    together: Together = field(default_factory=Together)
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.together.gather(self.rank, value)
 
 
 class Engine:
@@ -91,13 +99,18 @@ class Engine:
         self.held, self.version, self._specs = {gpu: {} for gpu in self._gpus}, None, []
         return Ready(len(self._gpus), None, self._gpus)
 
-    def load_bucket(self, bucket: IpcBucket) -> None:
+    def join_group(self, membership: Membership) -> None:
+        raise NotImplementedError("IPC needs no group")
+
+    def load_bucket(self, bucket: OfferedBucket) -> None:
+        assert isinstance(bucket, IpcBucket)
         self.num_buckets += 1
         self.handed_out |= bucket.handles.keys()
-        for gpu in self._gpus:
+        for number, gpu in enumerate(self._gpus):
             received = bucket.read(gpu, torch.device("cpu"))
             self.held[gpu] |= dict(unpack(received, verify=False))
-        self._specs += received.specs
+            if number == 0:
+                self._specs += received.specs
 
     def finish_push(self, manifest: Manifest) -> Manifest:
         self.version = manifest.version
@@ -105,7 +118,7 @@ class Engine:
 
 
 class Refuses(Engine):
-    def load_bucket(self, bucket: IpcBucket) -> None:
+    def load_bucket(self, bucket: OfferedBucket) -> None:
         raise WeightError("not of this model")
 
 
@@ -114,9 +127,10 @@ def push(engine: Engine, tensors: Callable[[int], Any]) -> list[Exception | None
     together, handle = Together(), Handle(engine)
 
     def work(rank: int) -> Exception | None:
+        workers = InThread(rank, together.count, together)
         transport = IpcTransport(torch.device("cuda", rank), bucket_bytes=100)
         try:
-            transport.push(tensors(rank), handle, version=3, workers=together.rank(rank))
+            transport.push(tensors(rank), handle, version=3, workers=workers)
         except Exception as error:
             return error
         return None

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.weights.buckets import pack, unpack
+from raypo.weights.buckets import Bucket, pack, unpack
 from raypo.weights.manifest import WeightError
 from raypo.weights.transport import LocalTransport, all_or_none, drained
 
@@ -22,7 +22,8 @@ def test_a_push_names_what_it_carries() -> None:
         ("a", (20,), "float32"),
         ("b", (3, 3), "bfloat16"),
     ]
-    arrived = dict(item for bucket in push.buckets for item in unpack(bucket, verify=True))
+    held = [bucket for bucket in push.buckets if isinstance(bucket, Bucket)]
+    arrived = dict(item for bucket in held for item in unpack(bucket, verify=True))
     assert all(torch.equal(arrived[name], tensor) for name, tensor in TENSORS.items())
 
 
@@ -52,12 +53,16 @@ def test_a_push_that_fails_goes_on_gathering_with_the_other_workers() -> None:
 
 
 def test_where_one_worker_fails_all_do() -> None:
-    def worker(said_by_all: list[str | None]) -> Any:
-        return SimpleNamespace(gather=lambda mine: [mine or said for said in said_by_all])
+    @dataclass(frozen=True)
+    class Among(Workers):
+        said_by_all: tuple[str | None, ...] = ()
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value or said for said in self.said_by_all]
 
     with (
         pytest.raises(WeightError, match="worker 1 could not push the weights: OSError: full"),
-        all_or_none(worker([None, "OSError: full"])),
+        all_or_none(Among(said_by_all=(None, "OSError: full"))),
     ):
         pass
     with pytest.raises(OSError, match="disk"), all_or_none(Workers()):

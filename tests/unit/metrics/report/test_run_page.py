@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -169,7 +170,8 @@ def test_a_run_of_another_recipe_shows_what_it_has(tmp_path: Path):
 
 
 def test_several_runs_share_their_axes(run: Path, tmp_path: Path):
-    other = write_run(tmp_path, "other", **{"rollout/score_mean": 0.5})
+    changes: dict[str, Any] = {"rollout/score_mean": 0.5}
+    other = write_run(tmp_path, "other", **changes)
     html = page_text(run, other)
     score = next(iter(page_data(html).values()))
     names = [trace["name"] for trace in score["data"]]
@@ -179,7 +181,8 @@ def test_several_runs_share_their_axes(run: Path, tmp_path: Path):
 
 
 def test_warnings_stand_on_the_page_with_their_remedy(tmp_path: Path):
-    html = page_text(write_run(tmp_path, **{"ppo/clip_fraction": 0.5}))
+    changes: dict[str, Any] = {"ppo/clip_fraction": 0.5}
+    html = page_text(write_run(tmp_path, **changes))
     assert "50% of the tokens are clipped" in html
     assert "Lower learner.policy_lr" in html
 
@@ -190,5 +193,6 @@ def test_a_folder_without_a_run_is_wrong_input(tmp_path: Path):
 
 
 def test_figures_that_are_not_finite_do_not_break_the_data(tmp_path: Path):
-    html = page_text(write_run(tmp_path, **{"ppo/value_loss": float("nan")}))
+    changes: dict[str, Any] = {"ppo/value_loss": float("nan")}
+    html = page_text(write_run(tmp_path, **changes))
     assert "NaN" not in json.dumps(page_data(html))

@@ -1,0 +1,69 @@
+"""Stand-ins for what a step asks: engines, reference, reward models, a tokenizer, a transport.
+
+Each is typed by what its callers ask of it, so that a type checker tells when it is outgrown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from raypo.calls import Here
+from raypo.serving.sampling import Completion, SamplingRequest
+from raypo.types import Rollout
+from raypo.weights.transport import NamedTensors, PushedEngines, Receivers, WeightPush
+
+
+@dataclass
+class Engine:
+    """One engine, whose answers a test makes; every push has arrived."""
+
+    answers: Callable[[list[SamplingRequest]], list[Completion]]
+
+    @property
+    def generate(self) -> Here[[list[SamplingRequest]], list[Completion]]:
+        return Here(self.answers)
+
+    def each_preferred(self) -> list[Engine]:
+        return [self]
+
+    def pinned(self) -> Receivers:
+        raise NotImplementedError("nothing is sent to it")
+
+    def forget(self) -> None:
+        pass
+
+    def establish(
+        self, method: str, *args: object, kept: bool = True, made_by: Iterable[str] | None = None
+    ) -> Mapping[str, object]:
+        return {}
+
+
+@dataclass
+class Reference:
+    log_probs: Here[[list[Rollout]], list[np.ndarray]]
+
+
+@dataclass
+class RewardModel:
+    score: Here[[list[Rollout]], list[float]]
+
+
+class Lossy:
+    """A tokenizer that decodes everything to one text, as many do with spaces and bytes."""
+
+    def batch_decode(self, ids: list[np.ndarray], /, *, skip_special_tokens: bool) -> list[str]:
+        return ["?"] * len(ids)
+
+
+class NoTransport:
+    """Weights never get anywhere."""
+
+    last_push: WeightPush | None = None
+
+    def push(
+        self, named_tensors: NamedTensors, engines: PushedEngines, *, version: int, workers: object
+    ) -> None:
+        pass
