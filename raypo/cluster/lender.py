@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from raypo.cluster.actors import DeploymentError, is_alive
+from raypo.cluster.actors import is_alive
 from raypo.cluster.handle import DeploymentHandle
 
 LOOK_EVERY_S = 0.5
@@ -50,7 +50,7 @@ class Lender:
         """A seat that nobody holds; None where none is free in time, or all have failed."""
         deadline = time.monotonic() + timeout_s
         while True:
-            usable = [seat for seat in self._seats if is_usable(seat.handle)]
+            usable = [seat for seat in self._seats if not seat.handle.is_lost()]
             with self._lock:
                 free = [seat for seat in usable if not any(map(is_alive, seat.holders))]
                 if free:
@@ -75,14 +75,6 @@ class Lender:
 
     def __repr__(self) -> str:
         return f"Lender({len(self._seats)} seats)"
-
-
-def is_usable(handle: DeploymentHandle) -> bool:
-    """Whether a deployment is there and will be."""
-    try:
-        return handle.status().state != "failed"
-    except DeploymentError:
-        return False
 
 
 def start_lender(handles: Sequence[DeploymentHandle]) -> ActorHandle:

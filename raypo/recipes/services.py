@@ -53,7 +53,7 @@ class Services:
     def peak_memory(self) -> dict[str, list[dict[str, float]]]:
         """By role, what `raypo.metrics.process_memory` says in each replica that answers."""
         roles = [("engine", self.engine), *self.frozen]
-        asked = {role: each.peak_memory.on_all() for role, each in roles}
+        asked = {role: each.pinned().peak_memory.on_all() for role, each in roles}
         peaks: dict[str, list[dict[str, float]]] = {role: [] for role in asked}
         for role, answers in asked.items():
             for answer in answers:
@@ -101,7 +101,7 @@ def start_deployments(
     places = places_beside(workers, colocated, num_engines=count)
     deployments = [settled(role, config, run_name, logs_dir) for role in colocated]
     started = _start(deployments, places, workers, in_turn=torch.cuda.is_available())
-    handles = {name: handle.waiting_for_room() for name, handle in {**elsewhere, **started}.items()}
+    handles = {**elsewhere, **started}
     nodes = workers.gather(ray.get_runtime_context().get_node_id())
     near = {
         role.name: handles[role.name].preferring(_nearest(role, nodes, workers, elsewhere))
@@ -126,7 +126,7 @@ def start_engines(
     count = _num_engines(config, workers)
     places = places_beside(workers, [role], num_engines=count)
     started = _start([settled(role, config, run_name, logs_dir)], places, workers)
-    return started["engine"].waiting_for_room().preferring(*own_engines(workers, count))
+    return started["engine"].preferring(*own_engines(workers, count))
 
 
 def _nearest(
@@ -190,6 +190,7 @@ def _start(
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
         for each in deployments:
+            each = replace(each, takes_turns=in_turn)
             handles[each.role] = start_deployment(each, places[each.role])
             if in_turn and each.start_timeout_s is not None:
                 handles[each.role].wait(each.start_timeout_s)

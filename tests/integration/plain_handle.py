@@ -48,8 +48,5 @@ class PlainHandle:
     def pinned(self) -> PlainHandle:
         return self
 
-    def forget(self) -> None:
-        pass
-
-    def establish(self, *_: Any, **__: Any) -> None:
+    def require(self, *_: Any) -> None:
         pass

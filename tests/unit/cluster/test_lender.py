@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from raypo.cluster import lender
-from raypo.cluster.actors import DeploymentError
 from raypo.cluster.lender import Lender, Loan
 
 
-def deployment(name: str, state: str = "healthy") -> Any:
-    return SimpleNamespace(name=name, status=lambda: SimpleNamespace(state=state))
+def deployment(name: str, *, is_lost: bool = False) -> Any:
+    return SimpleNamespace(name=name, is_lost=lambda: is_lost)
 
 
 @pytest.fixture
@@ -43,16 +42,11 @@ def test_a_seat_is_free_when_all_that_held_it_are_dead(dead: set[str]):
     assert lend(seats, "two", holder).before == "one"
 
 
-def test_a_deployment_that_has_failed_is_not_lent(dead: set[str]):
+def test_a_deployment_that_is_lost_is_not_lent(dead: set[str]):
     holder: Any = "worker"
-    assert Lender([deployment("a", "failed")]).lend("one", holder, 60.0) is None
-    assert lend(Lender([deployment("a", "failed"), deployment("b")]), "one", holder).number == 1
-
-    def gone() -> Any:
-        raise DeploymentError("the deployment is gone")
-
-    seats = Lender([SimpleNamespace(name="a", status=gone), deployment("b")])
-    assert lend(seats, "one", holder).number == 1
+    lost = deployment("a", is_lost=True)
+    assert Lender([lost]).lend("one", holder, 60.0) is None
+    assert lend(Lender([lost, deployment("b")]), "one", holder).number == 1
 
 
 def test_a_run_that_begins_again_never_counts_as_the_one_before_somebody_else(dead: set[str]):
