@@ -101,6 +101,7 @@ class Replicas:
                     self.note_lost(index, error)
                 else:
                     self._were_up.add(index)
+                    self._rest_until.pop(index, None)
         return answers, [index for index, ref in refs.items() if ref not in told]
 
     def choose(self, prefer: Sequence[int], avoid: Collection[int]) -> int | None:
