@@ -43,6 +43,13 @@ class Deadline:
         time.sleep(self.left(RETRY_S) or 0.0)
         return time.monotonic() < self._end
 
+    def passed(self, name: str) -> DeploymentError:
+        """The error to raise then."""
+        return DeploymentError(
+            f"{name}: no answer in {self.limit_s:g} s. Look at its log in the Ray dashboard; raise "
+            f"placement.timeout_s if it is still starting, request_timeout_s if it works."
+        )
+
 
 class Replicas:
     """A fixed list of named actors, found when they are first asked."""
@@ -157,21 +164,28 @@ class Replicas:
             )
 
     def watch(self, index: int, ref: Any, deadline: Deadline) -> Any:
-        """The answer of a replica, which is ended if it hangs meanwhile.
+        """The answer of a replica, which is ended if it hangs meanwhile or cannot go on.
 
         Raises:
-            GetTimeoutError: there is none before the deadline.
-            Exception: as `ray.get`.
+            RayActorError: the replica was lost.
+            DeploymentError: there is no answer before the deadline.
+            Exception: whatever the replica's method raised.
         """
         while not ray.wait([ref], timeout=deadline.left(self.limits.health_check_period_s))[0]:
             if deadline.left() == 0.0:
-                break
+                ray.cancel(ref)  # where it still waits for its turn
+                raise deadline.passed(self.name(index))
             told, silent = self.ask("health", [index], self.limits.health_check_timeout_s)
-            if silent:
-                self.end_hanging(index)
-            elif told.get(index) is not None:
-                self.end_unhealthy(index, told[index])
-        return ray.get(ref, timeout=0)
+            for each in silent:
+                self.end_hanging(each)
+            self._end_unhealthy(index, told.get(index))
+        try:
+            answer = ray.get(ref)
+        except RayActorError as error:
+            self.note_lost(index, error)
+            raise
+        self._end_unhealthy(index, answer)
+        return answer
 
     def note_lost(self, index: int, error: Exception) -> None:
         """A replica is gone: for a moment, or for good."""
@@ -190,7 +204,7 @@ class Replicas:
             )
             ray.kill(self.actor(index), no_restart=False)
 
-    def end_unhealthy(self, index: int, wrong: Unhealthy) -> None:
-        """Have Ray start a replica again that has said of itself that it cannot go on."""
-        self._rest_until[index] = time.monotonic() + REST_S
-        self.actor(index).leave.remote(wrong.life)
+    def _end_unhealthy(self, index: int, answer: Any) -> None:
+        if isinstance(answer, Unhealthy):
+            self._rest_until[index] = time.monotonic() + REST_S
+            self.actor(index).leave.remote(answer.life)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
-from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
+from raypo.cluster.actors import NoReplicaLeft, ReplicaLost
 from raypo.cluster.replicas import PROBE_TIMEOUT_S, Deadline, Replicas
 from raypo.cluster.spec import Life, Refused, Request, Required, Unhealthy, Unprepared
 from raypo.metrics.timeline import note_call
@@ -38,7 +38,7 @@ class Response:
             DeploymentError: there is no answer in time, or no replica is left.
             Exception: whatever the replica's method raised.
         """
-        deadline = deadline_of(self._replicas, timeout_s)
+        deadline = Deadline(timeout_s or self._replicas.limits.request_timeout_s)
         while self._answer is None:
             if self._ref is None:
                 self._send(self._next(deadline))
@@ -57,22 +57,17 @@ class Response:
         self._ref = None
         try:
             answer = replicas.watch(index, ref, deadline)
-        except RayActorError as error:
-            replicas.note_lost(index, error)
-            if isinstance(error, ActorUnavailableError):  # it may have the request
-                is_back = replicas.ask("load", [index], PROBE_TIMEOUT_S)[0]
-                self._send(index if is_back else None)
-        except GetTimeoutError:
-            ray.cancel(ref)  # where it still waits for its turn
-            raise no_answer(replicas.name(index), deadline) from None
+        except ActorUnavailableError:  # it may have the request, and is asked again by its id
+            is_back = replicas.ask("load", [index], PROBE_TIMEOUT_S)[0]
+            self._send(index if is_back else None)
+        except RayActorError:
+            pass
         else:
-            if isinstance(answer, Unhealthy):
-                replicas.end_unhealthy(index, answer)
-            elif isinstance(answer, Refused):
+            if isinstance(answer, Refused):
                 self._refused.add(index)
             elif isinstance(answer, Unprepared):
                 self._unprepared[index] = answer.reason
-            else:
+            elif not isinstance(answer, Unhealthy):
                 self._answer = (answer,)
                 note_call(replicas.name(index), self._request.method, self._asked, time.time())
 
@@ -92,7 +87,7 @@ class Response:
                     f"({'; '.join(self._unprepared.values())}); push the weights again."
                 )
             if not deadline.sleep():
-                raise no_answer(name, deadline)
+                raise deadline.passed(name)
             self._refused.clear()
 
 
@@ -122,16 +117,11 @@ class OneResponse:
             DeploymentError: it did not answer in time.
             Exception: whatever the replica's method raised.
         """
-        deadline = deadline_of(self._replicas, timeout_s)
+        deadline = Deadline(timeout_s or self._replicas.limits.request_timeout_s)
         try:
             answer = self._replicas.watch(self._index, self._ref, deadline)
         except RayActorError as error:
-            self._replicas.note_lost(self._index, error)
             raise ReplicaLost(f"{self.name}: the replica was lost: {error}") from error
-        except GetTimeoutError:
-            raise no_answer(self.name, deadline) from None
-        if isinstance(answer, Unhealthy):
-            self._replicas.end_unhealthy(self._index, answer)
         if isinstance(answer, Unhealthy | Unprepared):
             raise ReplicaLost(f"{self.name}: {answer.reason}")
         note_call(self.name, self._method, self._asked, time.time())
@@ -172,16 +162,3 @@ class MethodOfAll:
             ref = pinned._replicas.actor(index).call.remote(request)
             responses.append(OneResponse(pinned._replicas, index, self._name, ref))
         return responses
-
-
-def deadline_of(replicas: Replicas, timeout_s: float | None) -> Deadline:
-    """When a caller stops waiting; None: as the deployment says."""
-    return Deadline(replicas.limits.request_timeout_s if timeout_s is None else timeout_s)
-
-
-def no_answer(name: str, deadline: Deadline) -> DeploymentError:
-    """The error to raise when a deadline has passed."""
-    return DeploymentError(
-        f"{name}: no answer in {deadline.limit_s:g} s. Look at its log in the Ray dashboard; raise "
-        f"placement.timeout_s if it is still starting, request_timeout_s if it works."
-    )

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -74,7 +75,8 @@ def kill_at_work(replica: str, folder: Path, steps: int = 1) -> int:
     It stands still from the end of so many steps on: the next call to it waits until it is killed.
     """
     wait_for_steps(folder, steps)
-    life: Life = ray.get(ray.get_actor(replica, "raypo").where.remote())
+    actor: Any = ray.get_actor(replica, "raypo")
+    life: Life = ray.get(actor.where.remote())
     os.kill(life.pid, signal.SIGSTOP)
     time.sleep(STANDS_STILL_S)
     assert len(read_metrics(folder)) < LAST_STEP

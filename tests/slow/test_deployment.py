@@ -55,7 +55,8 @@ def who_answers(handle: DeploymentHandle) -> int | None:
 
 def load(handle: DeploymentHandle, count: int) -> int:
     """Requests at all of so many replicas."""
-    return sum(ray.get([ray.get_actor(f"{handle.name}:{i}").load.remote() for i in range(count)]))
+    actors: list[Any] = [ray.get_actor(f"{handle.name}:{index}") for index in range(count)]
+    return sum(ray.get([actor.load.remote() for actor in actors]))
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -18,7 +18,6 @@ from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer
-from raypo.cluster.spec import Life
 from tests.integration.task import kill_train_workers, numbers, read_metrics
 from tests.integration.test_ppo_run import wait_for_steps
 from tests.integration.test_vllm_frozen import tiny_reward_model
@@ -45,7 +44,8 @@ def run(config: PPOConfig, name: str, disturb: Callable[[Path], None] | None = N
 
     def thread() -> None:
         try:
-            disturb and disturb(folder)
+            if disturb is not None:
+                disturb(folder)
         except BaseException as error:  # told by the test
             failed.append(error)
 
@@ -68,8 +68,8 @@ def pid_of(replica: str) -> int:
     """Of a replica's process, once it is up."""
     while True:
         with suppress(RayActorError):
-            life: Life = ray.get(ray.get_actor(replica, "raypo").where.remote())
-            return life.pid
+            actor: Any = ray.get_actor(replica, "raypo")
+            return ray.get(actor.where.remote()).pid
         time.sleep(0.2)
 
 
