@@ -19,6 +19,7 @@ from raypo.weights.broadcast import BroadcastTransport
 from raypo.weights.manifest import WeightError
 from raypo.weights.transport import ObjectTransport, PushStart, Transport
 from tests.integration.plain_handle import PlainHandle
+from tests.slow.test_deployment import until
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -181,7 +182,7 @@ def test_a_store_that_was_lost_comes_back_empty_and_is_filled_by_the_next_push(f
     assert before is not None
     assert before.store is not None
     ray.kill(ray.get_actor(before.store), no_restart=False)
-    assert before.fetch() is None
+    until(lambda: before.fetch() is None)
     second = fleet.replicas["engine:1"]
     ray.get(second.hold.remote(before))  # it has these
     ray.get(second.begin_push.remote(PushStart(99)))
