@@ -19,7 +19,6 @@ from raypo.weights.broadcast import BroadcastTransport
 from raypo.weights.manifest import WeightError
 from raypo.weights.transport import ObjectTransport, PushStart, Transport
 from tests.integration.plain_handle import PlainHandle
-from tests.slow.test_deployment import until
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -31,6 +30,7 @@ from tests.integration.test_engine import (
     requests,
     weights,
 )
+from tests.slow.test_deployment import until
 from tests.tiny import tiny_policy
 
 BUCKET_BYTES = 100_000
