@@ -5,7 +5,7 @@ Each is typed by what its callers ask of it, so that a type checker tells when i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,8 @@ import numpy as np
 from raypo.calls import Here
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.types import Rollout
-from raypo.weights.transport import NamedTensors, PushedEngines, Receivers, WeightPush
+from raypo.weights.store import Kept
+from raypo.weights.transport import NamedTensors, PushedEngines, Receivers
 
 
 @dataclass
@@ -32,13 +33,8 @@ class Engine:
     def pinned(self) -> Receivers:
         raise NotImplementedError("nothing is sent to it")
 
-    def forget(self) -> None:
+    def require(self, method: str | None, *args: object) -> None:
         pass
-
-    def establish(
-        self, method: str, *args: object, kept: bool = True, made_by: Iterable[str] | None = None
-    ) -> Mapping[str, object]:
-        return {}
 
 
 @dataclass
@@ -61,7 +57,7 @@ class Lossy:
 class NoTransport:
     """Weights never get anywhere."""
 
-    last_push: WeightPush | None = None
+    kept: Kept | None = None
 
     def push(
         self, named_tensors: NamedTensors, engines: PushedEngines, *, version: int, workers: object

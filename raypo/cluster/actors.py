@@ -27,10 +27,6 @@ class NoReplicaLeft(DeploymentError):
     """No replica serves, and none will before the caller does something about it."""
 
 
-class Backpressure(DeploymentError):
-    """Every replica has as many requests waiting as it may have."""
-
-
 def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[str, Any]) -> Any:
     """An actor of this name, owned by this process; waits for a dying one to give the name up.
 

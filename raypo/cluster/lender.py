@@ -11,9 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import ray
 from ray.actor import ActorHandle
 
-from raypo.cluster.actors import DeploymentError, is_alive
+from raypo.cluster.actors import is_alive
 from raypo.cluster.handle import DeploymentHandle
-from raypo.cluster.spec import DeploymentStatus
 
 LOOK_EVERY_S = 0.5
 """How often one that waits looks whether a holder has died."""
@@ -22,8 +21,8 @@ LOOK_EVERY_S = 0.5
 class Lendable(Protocol):
     """What lending asks of a deployment."""
 
-    def status(self) -> DeploymentStatus:
-        """Its state."""
+    def is_lost(self) -> bool:
+        """Whether it will never answer again."""
         ...
 
 
@@ -62,7 +61,7 @@ class Lender(Generic[Handle]):
         """A seat that nobody holds; None where none is free in time, or all have failed."""
         deadline = time.monotonic() + timeout_s
         while True:
-            usable = [seat for seat in self._seats if is_usable(seat.handle)]
+            usable = [seat for seat in self._seats if not seat.handle.is_lost()]
             with self._lock:
                 free = [seat for seat in usable if not any(map(is_alive, seat.holders))]
                 if free:
@@ -87,14 +86,6 @@ class Lender(Generic[Handle]):
 
     def __repr__(self) -> str:
         return f"Lender({len(self._seats)} seats)"
-
-
-def is_usable(handle: Lendable) -> bool:
-    """Whether a deployment is there and will be."""
-    try:
-        return handle.status().state != "failed"
-    except DeploymentError:
-        return False
 
 
 def start_lender(handles: Sequence[DeploymentHandle]) -> ActorHandle:

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import time
-import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
-from raypo.cluster.actors import Backpressure, DeploymentError, NoReplicaLeft, ReplicaLost
-from raypo.cluster.spec import Member, Refused, Request, Unhealthy
+from raypo.cluster.actors import NoReplicaLeft, ReplicaLost
+from raypo.cluster.replicas import PROBE_TIMEOUT_S, Deadline, Replicas
+from raypo.cluster.spec import Life, Refused, Request, Required, Unhealthy, Unprepared
 from raypo.metrics.timeline import note_call
-
-if TYPE_CHECKING:
-    from raypo.cluster.handle import DeploymentHandle
-
-RETRY_S = 0.2
 
 
 class Response:
     """An answer that is on its way; a lost replica's request goes to another under the same id."""
 
-    def __init__(self, handle: DeploymentHandle, method: str, args: tuple, kwargs: dict) -> None:
-        self._handle, self._args, self._kwargs = handle, args, kwargs
-        self._request = Request(uuid.uuid4().hex, method)
+    def __init__(self, replicas: Replicas, request: Request, prefer: Sequence[int]) -> None:
+        self._replicas, self._request, self._prefer = replicas, request, prefer
         self._asked = time.time()
-        self._member: Member | None = None
-        self._ref: Any = None
-        self._avoid: set[str] = set()
-        self._refused: set[str] = set()
+        self._refused: set[int] = set()
+        self._unprepared: dict[int, str] = {}
         self._answer: tuple[Any] | None = None
-        self._send(handle._choose(self._avoid))
+        self._send(replicas.choose(prefer, avoid=()))
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for the answer.
@@ -40,89 +34,69 @@ class Response:
             timeout_s: Seconds, re-sends included; None: the deployment's `request_timeout_s`.
 
         Raises:
-            NoReplicaLeft: nobody serves, and nobody will by himself.
-            Backpressure: the queues of all replicas are full (`DeploymentHandle.waiting_for_room`
-                says to wait instead).
-            DeploymentError: there is no answer in time, or the deployment has ended.
+            NoReplicaLeft: those that are up cannot do what comes before the request.
+            DeploymentError: there is no answer in time, or no replica is left.
             Exception: whatever the replica's method raised.
         """
-        deadline = Deadline(timeout_s, self._handle)
+        deadline = Deadline(timeout_s or self._replicas.limits.request_timeout_s)
         while self._answer is None:
             if self._ref is None:
-                self._send(self._member or self._next(deadline))
+                self._send(self._next(deadline))
             else:
                 self._take(deadline)
         return self._answer[0]
 
+    def _send(self, index: int | None) -> None:
+        self._index, self._ref = index, None
+        if index is not None:
+            self._ref: Any = self._replicas.actor(index).call.remote(self._request)
+
     def _take(self, deadline: Deadline) -> None:
-        assert self._member is not None
-        name = self._member.name
+        index, ref, replicas = self._index, self._ref, self._replicas
+        assert index is not None
+        self._ref = None
         try:
-            answer = ray.get(self._ref, timeout=deadline.left())
-        except ActorUnavailableError:  # it may have the request: it is asked again, by the same id
-            self._handle._report(name)
-            time.sleep(RETRY_S)
-            is_there = self._member in self._handle._membership(fresh=True).serving
-            self._send(self._member if is_there else None)
+            answer = replicas.watch(index, ref, deadline)
+        except ActorUnavailableError:  # it may have the request, and is asked again by its id
+            is_back = replicas.ask("load", [index], PROBE_TIMEOUT_S)[0]
+            self._send(index if is_back else None)
         except RayActorError:
-            self._lose(name)
-        except GetTimeoutError:
-            ray.cancel(self._ref)  # where it still waits for its turn
-            self._ref = None  # who asks once more, asks the same replica, by the same id
-            raise deadline.passed(name) from None
+            pass
         else:
-            if isinstance(answer, Unhealthy):
-                self._lose(name)
-            elif isinstance(answer, Refused):
-                self._refused.add(name)
-                self._send(None)
-            else:
+            if isinstance(answer, Refused):
+                self._refused.add(index)
+            elif isinstance(answer, Unprepared):
+                self._unprepared[index] = answer.reason
+            elif not isinstance(answer, Unhealthy):
                 self._answer = (answer,)
-                note_call(name, self._request.method, self._asked, time.time())
+                note_call(replicas.name(index), self._request.method, self._asked, time.time())
 
-    def _lose(self, name: str) -> None:
-        self._avoid.add(name)
-        self._send(None)
-        self._handle._report(name)
-
-    def _next(self, deadline: Deadline) -> Member:
-        """A replica that has not refused; waits for one to come up."""
+    def _next(self, deadline: Deadline) -> int:
+        """A replica that has not refused; waits for room, or for one to be started again."""
+        replicas, start = self._replicas, Deadline(self._replicas.limits.start_timeout_s)
         while True:
-            membership = self._handle._membership(fresh=True)
-            member = self._handle._choose(self._avoid | self._refused)
-            if member is not None:
-                return member
-            serving = [each for each in membership.serving if each.name not in self._avoid]
-            if membership.failure:
-                raise DeploymentError(membership.failure)
-            if serving and self._handle._waits_for_room:
-                deadline.sleep(RETRY_S, self._handle.name)
-                self._refused.clear()
-            elif serving:
-                raise Backpressure(
-                    f"{self._handle.name}: the queues of all {len(serving)} replicas are full "
-                    f"(max_queued_requests). Send less at a time, or start more replicas."
-                )
-            elif not membership.recovers:
+            index = replicas.choose(self._prefer, avoid={*self._refused, *self._unprepared})
+            if index is not None:
+                return index
+            name, left = replicas.limits.name, set(replicas.left())
+            if not left or left - self._refused - self._unprepared.keys():
+                replicas.wait_for_a_start(start)
+            elif not self._refused:
                 raise NoReplicaLeft(
-                    f"{self._handle.name}: no replica is left that serves. Those that start wait "
-                    f"to be told what all were told; push the weights again."
+                    f"{name}: no replica is left that can serve "
+                    f"({'; '.join(self._unprepared.values())}); push the weights again."
                 )
-            else:
-                self._handle._wait_changed(membership, deadline)
-
-    def _send(self, member: Member | None) -> None:
-        self._member, self._ref = member, None
-        if member is not None:
-            self._ref = member.actor.call.remote(self._request, *self._args, **self._kwargs)
+            if not deadline.sleep():
+                raise deadline.passed(name)
+            self._refused.clear()
 
 
 class OneResponse:
-    """The answer of one certain replica."""
+    """The answer of one certain life of one replica."""
 
-    def __init__(self, handle: DeploymentHandle, member: Member, request: Request, ref: Any):
-        self.name = member.name
-        self._handle, self._request, self._ref = handle, request, ref
+    def __init__(self, replicas: Replicas, index: int, method: str, ref: Any) -> None:
+        self.name = replicas.name(index)
+        self._replicas, self._index, self._method, self._ref = replicas, index, method, ref
         self._asked = time.time()
 
     def failure(self) -> Exception | None:
@@ -143,48 +117,48 @@ class OneResponse:
             DeploymentError: it did not answer in time.
             Exception: whatever the replica's method raised.
         """
-        deadline, name = Deadline(timeout_s, self._handle), self.name
+        deadline = Deadline(timeout_s or self._replicas.limits.request_timeout_s)
         try:
-            answer = ray.get(self._ref, timeout=deadline.left())
+            answer = self._replicas.watch(self._index, self._ref, deadline)
         except RayActorError as error:
-            self._handle._report(name, is_lost=not isinstance(error, ActorUnavailableError))
-            raise ReplicaLost(f"{name}: the replica was lost: {error}") from error
-        except GetTimeoutError:
-            raise deadline.passed(name) from None
-        if isinstance(answer, Unhealthy):
-            self._handle._report(name, is_lost=True)
-            raise ReplicaLost(f"{name}: {answer.reason}")
-        note_call(name, self._request.method, self._asked, time.time())
+            raise ReplicaLost(f"{self.name}: the replica was lost: {error}") from error
+        if isinstance(answer, Unhealthy | Unprepared):
+            raise ReplicaLost(f"{self.name}: {answer.reason}")
+        note_call(self.name, self._method, self._asked, time.time())
         return answer
 
 
-class Deadline:
-    """When a caller stops waiting."""
+@dataclass(frozen=True)
+class PinnedReplicas:
+    """A fixed set of replicas that are asked one thing after the other: `load.on_all(bucket)`."""
 
-    def __init__(self, timeout_s: float | None, handle: DeploymentHandle) -> None:
-        self._limit = timeout_s
-        if timeout_s is None:
-            self._limit = handle._membership().request_timeout_s
-        self._end = None if self._limit is None else time.monotonic() + self._limit
+    _replicas: Replicas
+    _lives: dict[int, Life]
+    _required: Required | None = None
 
-    def left(self) -> float | None:
-        """Seconds; None: for ever."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
+    def __getattr__(self, name: str) -> MethodOfAll:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return MethodOfAll(self, name)
 
-    def sleep(self, seconds: float, name: str) -> None:
-        """Wait a moment.
+    @property
+    def names(self) -> list[str]:
+        """Of the replicas."""
+        return [self._replicas.name(index) for index in self._lives]
 
-        Raises:
-            DeploymentError: the time is over.
-        """
-        left = self.left()
-        if left is not None and left <= seconds:
-            raise self.passed(name)
-        time.sleep(seconds)
 
-    def passed(self, name: str) -> DeploymentError:
-        """The error to raise then."""
-        return DeploymentError(
-            f"{name}: no answer in {self._limit:g} s. Look at its log in the Ray dashboard; raise "
-            f"placement.timeout_s if it is still starting, request_timeout_s if it works."
-        )
+@dataclass(frozen=True)
+class MethodOfAll:
+    """A method of pinned replicas."""
+
+    _pinned: PinnedReplicas
+    _name: str
+
+    def on_all(self, *args: Any, **kwargs: Any) -> list[OneResponse]:
+        """Call the method on each of them, however full its queue is."""
+        pinned, responses = self._pinned, []
+        for index, life in pinned._lives.items():
+            request = Request(self._name, args, kwargs, pinned._required, life.id)
+            ref = pinned._replicas.actor(index).call.remote(request)
+            responses.append(OneResponse(pinned._replicas, index, self._name, ref))
+        return responses

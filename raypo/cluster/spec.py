@@ -1,30 +1,16 @@
-"""What a deployment is made of, and what its controller says about it; plain data."""
+"""What a deployment is made of, and what its replicas say; plain data."""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-import ray
-from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-
-@dataclass(frozen=True)
-class Sealed:
-    """A class and its arguments in the object store.
-
-    A controller carries them without importing what they import: torch and vLLM cost seconds.
-    """
-
-    name: str
-    """Of the class."""
-    ref: Any
-
-    def __call__(self) -> Any:
-        """The object."""
-        cls, kwargs = ray.get(self.ref)
-        return cls(**kwargs)
+Required = tuple[str, tuple[Any, ...]]
+"""Method and arguments of a call that comes before a request."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +18,12 @@ class Deployment:
     """A plain class to run as replicas; the words are Ray Serve's.
 
     Where the class has a method `check_health`, it raises when the object cannot go on; the
-    replica is then replaced.
+    replica then ends itself, and Ray starts it again.
     """
 
     name: str
-    """Readable, for the dashboard: raypo:<run>:<role>."""
-    cls: type | Sealed
+    """Readable, for the dashboard: raypo:<run>:<role>; replica i is <name>:<i>."""
+    cls: type
     kwargs: dict[str, Any]
     """Of the constructor."""
     env: dict[str, str] = field(default_factory=dict)
@@ -51,30 +37,27 @@ class Deployment:
     request_timeout_s: float | None = None
     """Seconds that a caller waits for an answer, re-sends included; None: for ever."""
     health_check_period_s: float = 10.0
-    """Seconds between two health checks of a replica."""
+    """Seconds that a caller waits for an answer before it checks the replica, and again."""
     health_check_timeout_s: float = 30.0
-    """Seconds without an answer after which a replica counts as lost."""
+    """Seconds without an answer to a check after which a replica is killed and started again."""
     graceful_shutdown_timeout_s: float = 20.0
     """Seconds that requests under way get when the deployment is shut down."""
     start_timeout_s: float | None = None
-    """Seconds that a replacement may take to be placed and made; None: for ever."""
+    """Seconds that callers wait for a replica that is started again; None: for ever."""
     max_restarts: int = 3
-    """Lost replicas that are replaced, over all replicas and the deployment's whole life."""
-
-    @property
-    def class_name(self) -> str:
-        """For the dashboard."""
-        return self.cls.name if isinstance(self.cls, Sealed) else self.cls.__name__
-
-    def sealed(self) -> Deployment:
-        """The same, as a controller carries it."""
-        ref = ray.put((self.cls, self.kwargs))
-        return replace(self, cls=Sealed(self.class_name, ref), kwargs={})
+    """Times that Ray starts each replica again."""
+    takes_turns: bool = False
+    """Whether a replica that is started again waits until it is asked to work before it takes
+    memory, because others may have it now."""
 
     @property
     def role(self) -> str:
         """The last word of the name: engine, reference."""
         return self.name.split(":")[-1]
+
+    def limits(self) -> Deployment:
+        """What callers know: without the class, whose import takes seconds."""
+        return replace(self, cls=object, kwargs={}, env={})
 
 
 @dataclass(frozen=True)
@@ -92,81 +75,46 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Life:
+    """A replica between two starts: where it is."""
+
+    id: str
+    node_id: str
+    pid: int
+    """Of its process on that node."""
+    bundle: int
+    """Of its placement group."""
+
+
+@dataclass(frozen=True)
 class Request:
     """A call on its way to a replica; a re-send has the same id."""
 
-    id: str
     method: str
-    waits_in_line: bool = True
-    """Whether it may be refused for the length of the queue."""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    required: Required | None = None
+    life: str | None = None
+    """The only life of the replica that it is meant for, whose line it jumps; None: any."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 @dataclass(frozen=True)
 class Refused:
     """Answer of a replica that takes no more requests."""
 
-    load: int
-
 
 @dataclass(frozen=True)
-class Unhealthy:
-    """Answer of a replica whose object cannot go on; the request may be sent elsewhere."""
+class Unprepared:
+    """Answer of a replica that could not do what comes first: an engine without weights."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Member:
-    """A replica as callers see it."""
+class Unhealthy:
+    """Answer of a replica that cannot do this any more; the request may be sent elsewhere."""
 
-    index: int
-    name: str
-    """Of its actor; a replacement has another one."""
-    actor: ActorHandle
-
-
-@dataclass(frozen=True)
-class Membership:
-    """Who serves, as of one moment."""
-
-    epoch: int
-    """Grows with every change."""
-    serving: tuple[Member, ...]
-    waiting: tuple[Member, ...]
-    """Up, but still to be told what all were told: engines without weights."""
-    recovers: bool
-    """Whether replicas that do not serve yet will, without anybody's doing."""
-    max_ongoing_requests: int
-    request_timeout_s: float | None
-    failure: str | None = None
-    """Why the deployment is at its end."""
-
-
-ReplicaState = Literal["starting", "waiting", "serving", "lost"]
-
-
-@dataclass(frozen=True)
-class ReplicaStatus:
-    """One replica, for people."""
-
-    name: str
-    state: ReplicaState
-    """waiting: it is up, and has still to be told what all were told (an engine: its weights)."""
-    bundle: int
-    node_id: str = ""
-    pid: int = 0
-    """Of its process on that node."""
-    reason: str = ""
-    """Why its predecessor, or it itself, was lost."""
-
-
-@dataclass(frozen=True)
-class DeploymentStatus:
-    """A deployment, for people."""
-
-    name: str
-    state: Literal["starting", "healthy", "degraded", "failed"]
-    replicas: tuple[ReplicaStatus, ...]
-    restarts: int
-    max_restarts: int
-    message: str = ""
+    reason: str
+    life: str
+    """Which one has said it."""

@@ -17,13 +17,14 @@ class DeploymentSection(Config):
     request_timeout_s: float | None = Field(default=None, gt=0.0)
     """Seconds that a worker waits for an answer before the run stops; null: for ever."""
     health_check_period_s: float = Field(default=10.0, gt=0.0)
-    """Seconds between two health checks of a replica; a process that ends is seen at once."""
+    """Seconds that a worker waits for an answer before it checks the replica, and again; a process
+    that ends is seen within seconds."""
     health_check_timeout_s: float = Field(default=30.0, gt=0.0)
-    """Seconds without an answer to a check after which a replica is replaced."""
+    """Seconds without an answer to a check after which a replica is killed and started again."""
     graceful_shutdown_timeout_s: float = Field(default=20.0, ge=0.0)
     """Seconds that requests under way get when a deployment is shut down."""
     max_restarts: int = Field(default=3, ge=0)
-    """Lost replicas of a deployment that are replaced before the run stops."""
+    """Times that each replica is started again; the run stops when none of a role is left."""
 
 
 Group = Literal["colocated", "dedicated"]

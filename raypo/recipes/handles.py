@@ -6,7 +6,7 @@ class that answers it, so that a type checker follows a call from a recipe to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -44,11 +44,6 @@ class EngineHandle:
         """`Engine.generate`."""
         return _each(self.handle.generate, Engine.generate)
 
-    @property
-    def peak_memory(self):
-        """`Engine.peak_memory`."""
-        return _each(self.handle.peak_memory, Engine.peak_memory)
-
     def each_preferred(self) -> list[EngineHandle]:
         """As `DeploymentHandle.each_preferred`."""
         return [EngineHandle(each) for each in self.handle.each_preferred()]
@@ -57,15 +52,9 @@ class EngineHandle:
         """As `DeploymentHandle.pinned`."""
         return PinnedEngines(self.handle.pinned())
 
-    def establish(
-        self, method: str, *args: object, kept: bool = True, made_by: Iterable[str] | None = None
-    ) -> Mapping[str, object]:
-        """As `DeploymentHandle.establish`."""
-        return self.handle.establish(method, *args, kept=kept, made_by=made_by)
-
-    def forget(self) -> None:
-        """As `DeploymentHandle.forget`."""
-        self.handle.forget()
+    def require(self, method: str | None, *args: object) -> None:
+        """As `DeploymentHandle.require`."""
+        self.handle.require(method, *args)
 
     def wait(self, timeout_s: float) -> None:
         """As `DeploymentHandle.wait`."""
@@ -82,6 +71,16 @@ class PinnedEngines:
     def names(self) -> list[str]:
         """Of the replicas."""
         return self.replicas.names
+
+    @property
+    def peak_memory(self):
+        """`Engine.peak_memory`."""
+        return _all(self.replicas.peak_memory, Engine.peak_memory)
+
+    @property
+    def hold(self):
+        """`Engine.hold`."""
+        return _all(self.replicas.hold, Engine.hold)
 
     @property
     def begin_push(self):
@@ -120,11 +119,6 @@ class FrozenHandle:
 
     handle: DeploymentHandle
 
-    @property
-    def peak_memory(self):
-        """`FrozenModel.peak_memory`."""
-        return _each(self.handle.peak_memory, FrozenModel.peak_memory)
-
     def pinned(self) -> PinnedFrozen:
         """As `DeploymentHandle.pinned`."""
         return PinnedFrozen(self.handle.pinned())
@@ -139,6 +133,11 @@ class PinnedFrozen:
     """The replicas of a frozen model that are up now."""
 
     replicas: PinnedReplicas
+
+    @property
+    def peak_memory(self):
+        """`FrozenModel.peak_memory`."""
+        return _all(self.replicas.peak_memory, FrozenModel.peak_memory)
 
     @property
     def sleep(self):

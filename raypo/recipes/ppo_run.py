@@ -41,6 +41,7 @@ from raypo.rollout.refill import Collected
 from raypo.rollout.sync_adapter import push_adapter, push_base
 from raypo.rollout.sync_weights import Probe, push_weights
 from raypo.types import Experience, Prompt, ScoredRollout
+from raypo.weights.store import Keeper
 from raypo.weights.transport import Transport
 
 NUM_PROBES = 2
@@ -67,6 +68,8 @@ class PPORun(Run[PPOConfig]):
     models: Models | None
     """Their shapes, for the arithmetic that they need; None where they are not known."""
     push_again: PushAgain | None = None
+    keeper: Keeper = field(default_factory=Keeper)
+    """Of adapters."""
     """The last push once more, for the case that no engine is left that has it."""
     _phases: Phases | None = None
     _work: dict[str, Work] = field(default_factory=dict)
@@ -250,8 +253,14 @@ class PPORun(Run[PPOConfig]):
             return push_weights(learner, engine, transport=self.transport, **common)
         if version == self.last_step and not services.in_pool:
             push_base(learner, engine, transport=self.transport, **common)
-        base = self.transport.last_push
-        return push_adapter(learner, engine, name=self.name, base=base, **common)
+        return push_adapter(
+            learner,
+            engine,
+            name=self.name,
+            base=self.transport.kept,
+            keeper=self.keeper,
+            **common,
+        )
 
     def speed(self, metrics: dict[str, float], step_s: float) -> dict[str, float]:
         """Also rates by phase, and the share of the devices' arithmetic that was put to use."""

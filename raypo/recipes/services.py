@@ -58,8 +58,8 @@ class Services:
 
     def peak_memory(self) -> dict[str, list[dict[str, float]]]:
         """By role, what `raypo.metrics.process_memory` says in each replica that answers."""
-        asked = {"engine": self.engine.peak_memory.on_all()}
-        asked |= {role: each.peak_memory.on_all() for role, each in self.frozen}
+        asked = {"engine": self.engine.pinned().peak_memory.on_all()}
+        asked |= {role: each.pinned().peak_memory.on_all() for role, each in self.frozen}
         peaks: dict[str, list[dict[str, float]]] = {role: [] for role in asked}
         for role, answers in asked.items():
             for answer in answers:
@@ -107,7 +107,7 @@ def start_deployments(
     places = places_beside(workers, colocated, num_engines=count)
     deployments = [settled(role, config, run_name, logs_dir) for role in colocated]
     started = _start(deployments, places, workers, in_turn=torch.cuda.is_available())
-    handles = {name: handle.waiting_for_room() for name, handle in {**elsewhere, **started}.items()}
+    handles = {**elsewhere, **started}
     nodes = workers.gather(ray.get_runtime_context().get_node_id())
     near = {
         role.name: handles[role.name].preferring(_nearest(role, nodes, workers, elsewhere))
@@ -132,8 +132,8 @@ def start_engines(
     count = _num_engines(config, workers)
     places = places_beside(workers, [role], num_engines=count)
     started = _start([settled(role, config, run_name, logs_dir)], places, workers)
-    engines = started["engine"].waiting_for_room()
-    return EngineHandle(engines.preferring(*own_engines(workers, count)))
+    engines = started["engine"].preferring(*own_engines(workers, count))
+    return EngineHandle(engines)
 
 
 def _nearest(
@@ -197,6 +197,7 @@ def _start(
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
         for each in deployments:
+            each = replace(each, takes_turns=in_turn)
             handles[each.role] = start_deployment(each, places[each.role])
             if in_turn and each.start_timeout_s is not None:
                 handles[each.role].wait(each.start_timeout_s)

@@ -10,7 +10,7 @@ import ray
 
 from raypo.cluster.actors import ReplicaLost
 from raypo.cluster.deployment import DeploymentHandle, Place, start_deployment
-from raypo.cluster.lender import Loan, is_usable
+from raypo.cluster.lender import Loan
 from raypo.cluster.reserve import Dedicated
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
@@ -84,7 +84,7 @@ def of_shared(
     if shared is None:
         return {}
     alike = roles_alike(config, shared.config)
-    usable = [role for role, handle in shared.handles.items() if is_usable(handle)]
+    usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
     usable = workers.broadcast(usable)  # all workers ask the same
     handles = {role: shared.handles[role] for role in usable if role in alike}
     if shared.lender is not None and "engine" in alike:
@@ -103,22 +103,19 @@ def borrow(
     loan: Loan[DeploymentHandle] | None = None
     if workers.rank == 0:
         loan = ray.get(lender.lend.remote(run_name, this_worker, timeout_s))
-        if loan is not None and not shared.pool:
-            loan.handle.forget()  # the weights of the run before
-        elif loan is not None and loan.before is not None:
+        if loan is not None and shared.pool and loan.before is not None:
             leave_pool(loan.handle, loan.before)
     loan = workers.broadcast(loan)
     if loan is None:
         return None
     if workers.rank > 0:
         ray.get(lender.hold.remote(loan.number, this_worker))
-    return loan.handle.owned_by(run_name) if shared.pool else loan.handle
+    return loan.handle
 
 
 def leave_pool(engine: DeploymentHandle, run_name: str) -> None:
     """Make room for another run's adapter."""
-    engine.owned_by(run_name).withdraw()
-    for dropped in engine.drop_adapter.on_all(run_name):
+    for dropped in engine.pinned().drop_adapter.on_all(run_name):
         with suppress(ReplicaLost):  # its successor never had it
             dropped.result()
 

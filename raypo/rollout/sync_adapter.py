@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
+from raypo.cluster.actors import ReplicaLost
 from raypo.collectives import Workers
 from raypo.rollout.sync_weights import Probe, SyncedEngines, push_weights, try_probe
 from raypo.types import Experience
 from raypo.weights.adapter import AdapterPush
-from raypo.weights.manifest import WeightError
-from raypo.weights.transport import Transport, WeightPush
+from raypo.weights.store import Keeper, Kept
+from raypo.weights.transport import Transport
 
 
 class AdaptedLearner(Protocol):
@@ -81,7 +84,8 @@ def push_adapter(
     *,
     name: str,
     version: int,
-    base: WeightPush | None,
+    base: Kept | None,
+    keeper: Keeper,
     probe: Probe,
     workers: Workers,
     on_arrival: Callable[[], None] = lambda: None,
@@ -90,8 +94,9 @@ def push_adapter(
 
     Args:
         on_arrival: Called between transfer and probe, for which the engines must be awake.
-        base: On rank 0, what `push_base` sent: engines that come in the place of lost ones load
-            it before the adapter. None: every engine has it by itself.
+        base: On rank 0, what `push_base` sent: engines that were started again load it before the
+            adapter. None: every engine has it by itself.
+        keeper: Keeps the adapter for them.
 
     Returns:
         `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, nats a token.
@@ -101,11 +106,13 @@ def push_adapter(
             the learner.
     """
     push = learner.adapter_push(name, version)
+    kept: list[Kept] = []
     if push is not None:
-        method, *args = ("load_adapted", base, push) if base else ("load_adapter", push)
-        for arrived in engine.establish(method, *args).values():
-            if arrived != push.checksum:
-                raise WeightError(f"{push!r}: what an engine received is not what was sent.")
-    workers.barrier()
+        adapter = keeper.keep(push, id=uuid.uuid4().hex, adapter=name)
+        kept = [base, adapter] if base else [adapter]
+        for arrived in engine.pinned().hold.on_all(*kept):
+            with contextlib.suppress(ReplicaLost):  # it does so when it is next asked
+                arrived.result()
+    engine.require("hold", *workers.broadcast(kept))
     on_arrival()
     return try_probe(learner, engine, replace(probe, adapter=name), version, workers)

@@ -123,11 +123,13 @@ def transfer(
     transport: Transport,
     workers: Workers,
 ) -> None:
-    """Push, and again where an engine was lost on the way, to those that are left.
+    """Push, and again where an engine was lost on the way, to those that are up then.
 
-    Where none is, its replacement is waited for.
+    From here each request of `engine` requires what was pushed, so that an engine that was started
+    again loads it first.
     """
     while True:
+        engine.require(None)
         try:
             transport.push(learner.named_weights(), engine, version=version, workers=workers)
         except Exception as error:  # all workers fail together
@@ -135,6 +137,7 @@ def transfer(
                 raise
             time.sleep(RETRY_S)
         else:
+            engine.require("hold", workers.broadcast(transport.kept))
             return
 
 

@@ -24,6 +24,7 @@ from raypo.weights.broadcast import BroadcastBucket, Membership
 from raypo.weights.buckets import Bucket
 from raypo.weights.ipc import IpcBucket
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
+from raypo.weights.store import Kept
 from raypo.weights.transport import PushStart, Ready, StoredBucket, WeightPush
 
 AnyBucket = Bucket | StoredBucket | IpcBucket | BroadcastBucket
@@ -91,7 +92,9 @@ class Engine:
         self._was_pushed_to = False
         self._broken: str | None = None
         self._why_not = "no weights were pushed yet"
-        self._arriving: int | None = None
+        self._arriving: PushStart | None = None
+        self._held: dict[str | None, str] = {}
+        """Of the weights (None) and of each adapter, the push that brought them."""
         self._asleep: set[str] = set()
         self._arrived: list[TensorSpec] = []
         _refuse_a_second()
@@ -187,7 +190,8 @@ class Engine:
             if "weights" in self._asleep:
                 raise WeightError("the engine's weights sleep: wake them before a push begins.")
             self._version, self._was_pushed_to = None, True
-            self._arriving = start.version
+            self._held.clear()
+            self._arriving = start
             self._why_not = f"the push of version {start.version} failed half-way"
             self._arrived = []
             return Ready.together(self._ask_workers("raypo_begin_push"))
@@ -219,10 +223,10 @@ class Engine:
             WeightError: the push is not this model's, or not what its manifest says.
         """
         with self._turn:
-            self._require_a_push()
-            if manifest.version != self._arriving:
+            arriving = self._require_a_push()
+            if manifest.version != arriving.version:
                 raise WeightError(
-                    f"version {self._arriving} is arriving, and version {manifest.version} was "
+                    f"version {arriving.version} is arriving, and version {manifest.version} was "
                     "to be finished. Only one push at a time may go to an engine."
                 )
             self._checkpoint.check(manifest)
@@ -239,6 +243,7 @@ class Engine:
             if self._adapters:
                 self._adapters.forget_all()
             self._version, self._arriving = manifest.version, None
+            self._held[None] = arriving.id
             return arrived
 
     def load_weights(self, push: WeightPush) -> Manifest:
@@ -248,7 +253,7 @@ class Engine:
             WeightError: the push is not this model's, or not what its manifest says.
             RuntimeError: it is broken.
         """
-        self.begin_push(PushStart(push.version))
+        self.begin_push(PushStart(push.version, push.id))
         self._checkpoint.check(push.manifest)
         for bucket in push.buckets:
             self.load_bucket(bucket)
@@ -312,21 +317,34 @@ class Engine:
             self._require_adapters().load(self._processes, push)
             return zlib.crc32(push.data)
 
-    def load_adapted(self, base: WeightPush, adapter: AdapterPush) -> int:
-        """As `load_adapter`, after `load_weights` where the engine does not hold this base yet.
+    def hold(self, *pushes: Kept) -> None:
+        """Load what of these the engine does not hold: it is new, or was started again since.
+
+        Args:
+            pushes: The weights, where they are pushed, and then an adapter.
 
         Raises:
-            WeightError: one of the two did not arrive whole, or is not of this model.
+            WeightError: one is kept no longer, did not arrive whole, or is not of this model.
             RuntimeError: the engine was started without adapters, or is broken.
         """
-        if self._version != base.version:
-            self.load_weights(base)
-        return self.load_adapter(adapter)
+        for kept in pushes:
+            if self._held.get(kept.adapter) == kept.id:
+                continue
+            push = kept.fetch()
+            if push is None:
+                raise WeightError("this engine has lost its weights, and nothing of them is kept.")
+            if kept.adapter is None:
+                self.load_weights(push)
+            else:
+                self._held.pop(kept.adapter, None)
+                self.load_adapter(push)
+                self._held[kept.adapter] = kept.id
 
     def drop_adapter(self, name: str) -> None:
         """Make room for another adapter; nothing happens where there is none of that name."""
         with self._turn:
             self._require_unbroken()
+            self._held.pop(name, None)
             self._require_adapters().drop(self._processes, name)
 
     def shutdown(self) -> None:
@@ -343,12 +361,14 @@ class Engine:
         except WeightError:
             raise
         except Exception as error:
-            raise WeightError(f"version {self._arriving} could not be loaded: {error}") from error
+            version = self._arriving and self._arriving.version
+            raise WeightError(f"version {version} could not be loaded: {error}") from error
 
-    def _require_a_push(self) -> None:
+    def _require_a_push(self) -> PushStart:
         self._require_unbroken()
         if self._arriving is None:
             raise WeightError("no push was begun on this engine. Push the weights again.")
+        return self._arriving
 
     def _adapter_of(self, request: SamplingRequest) -> Any | None:
         return self._require_adapters().request(request.adapter) if request.adapter else None

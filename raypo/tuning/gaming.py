@@ -17,7 +17,7 @@ SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
 MAX_NAMED = 4
 """Trials in one sentence."""
 
-Scores = Mapping[Hashable, float]
+Scores = Mapping[Any, float]
 """By held-out prompt, the mean of its samples."""
 Changes = Mapping[str, Change]
 """SCORE and REWARD_MODEL -> how they changed on the held-out prompts, as far as they are known."""

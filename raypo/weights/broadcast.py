@@ -17,12 +17,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from raypo.collectives import Workers
 from raypo.weights.buckets import Entries, Staged, stage
 from raypo.weights.manifest import WeightError
+from raypo.weights.store import Kept
 from raypo.weights.transport import (
     BUCKET_BYTES,
     Conversation,
     NamedTensors,
     PushedEngines,
-    WeightPush,
     all_or_none,
     drained,
 )
@@ -144,8 +144,6 @@ class BroadcastTransport:
     is formed then. Nothing is kept on the way: a replacement gets its weights with the next push.
     """
 
-    last_push: WeightPush | None = None
-
     def __init__(
         self,
         *,
@@ -164,6 +162,7 @@ class BroadcastTransport:
             timeout_s: Seconds that joining, and the broadcast of one bucket, may take.
             bucket_bytes: Size of a bucket in bytes.
         """
+        self.kept: Kept | None = None
         self._backend: Backend = backend
         self._device, self._host = torch.device(device), host
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
@@ -192,7 +191,7 @@ class BroadcastTransport:
                 group.send(staged.flat, is_in_vain=lambda: bool(conversation.failures()))
                 conversation.settle()
         conversation.finish()
-        conversation.let_serve(None)
+        self.kept = Kept(conversation.id)
 
     def _group_with(self, conversation: Conversation) -> Group:
         """The group as it is where all engines are in it, else the next one."""

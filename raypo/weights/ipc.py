@@ -12,13 +12,13 @@ from torch.multiprocessing import reductions
 from raypo.collectives import Workers
 from raypo.weights.buckets import Entries, Staged, stage
 from raypo.weights.manifest import WeightError
+from raypo.weights.store import Kept
 from raypo.weights.transport import (
     BUCKET_BYTES,
     Conversation,
     NamedTensors,
     PushedEngines,
     Ready,
-    WeightPush,
     all_or_none,
 )
 
@@ -98,9 +98,8 @@ class IpcTransport:
     handed out until somebody has opened and closed it.
     """
 
-    last_push: WeightPush | None = None
-
     def __init__(self, device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.kept: Kept | None = None
         self._device, self._bucket_bytes = device, bucket_bytes
 
     def push(
@@ -134,7 +133,7 @@ class IpcTransport:
         with all_or_none(workers):
             if workers.rank == 0:
                 conversation.finish()
-                conversation.let_serve(None)
+                self.kept = Kept(conversation.id)
         torch.cuda.ipc_collect()
 
 

@@ -9,7 +9,8 @@ leaves engines that refuse to sample.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from raypo.calls import AnswerOfOne, MethodOfAll
 from raypo.collectives import Workers
 from raypo.weights.buckets import Bucket, Specs, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
+from raypo.weights.store import Keeper, Kept
 
 if TYPE_CHECKING:
     from raypo.weights.broadcast import BroadcastBucket, Membership
@@ -40,6 +42,8 @@ class PushStart:
     """What engines are told before the first bucket."""
 
     version: int
+    id: str = ""
+    """Of this push (`Kept.id`)."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class WeightPush:
     version: int
     manifest: Manifest
     buckets: tuple[StoredBucket | Bucket, ...]
+    id: str = ""
+    """Of the push that brought it."""
 
     def __repr__(self) -> str:
         return f"WeightPush(v{self.version}, {len(self.manifest.tensors)} tensors)"
@@ -119,30 +125,29 @@ class Receivers(Protocol):
         """Say what has arrived."""
         ...
 
+    @property
+    def hold(self) -> MethodOfAll[..., None]:
+        """Load what was pushed and is not held yet."""
+        ...
+
 
 class PushedEngines(Protocol):
     """What a push asks of a deployment of engines."""
-
-    def forget(self) -> None:
-        """Let go of what a replacement of a lost engine would load."""
-        ...
 
     def pinned(self) -> Receivers:
         """The engines that are up now."""
         ...
 
-    def establish(
-        self, method: str, *args: object, kept: bool = True, made_by: Iterable[str] | None = None
-    ) -> Mapping[str, object]:
-        """Have every engine make a call, and every later one before it serves."""
+    def require(self, method: str | None, *args: object) -> None:
+        """Have every engine make a call before each request; None: no call."""
         ...
 
 
 class Transport(Protocol):
     """Brings a weight version to all engines."""
 
-    last_push: WeightPush | None
-    """What a replacement of a lost engine can load; None where nothing is kept."""
+    kept: Kept | None
+    """On rank 0, the last push that came to its end."""
 
     def push(
         self, named_tensors: NamedTensors, engines: PushedEngines, *, version: int, workers: Workers
@@ -167,7 +172,8 @@ class ObjectTransport:
     """
 
     def __init__(self, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.last_push: WeightPush | None = None
+        self.kept: Kept | None = None
+        self.keeper = Keeper()
         self._bucket_bytes = bucket_bytes
 
     def push(
@@ -176,10 +182,11 @@ class ObjectTransport:
         """As `Transport.push`; engines load a bucket while the next one is put."""
         with all_or_none(workers), drained(named_tensors) as tensors:
             if workers.rank == 0:
-                self.last_push = None  # frees the old version before the new one takes room
-                self.last_push = self._send(tensors, engines, version)
+                self.kept = None
+                self.keeper.forget()  # frees the old version before the new one takes room
+                self.kept = self._send(tensors, engines, version)
 
-    def _send(self, tensors: NamedTensors, engines: PushedEngines, version: int) -> WeightPush:
+    def _send(self, tensors: NamedTensors, engines: PushedEngines, version: int) -> Kept:
         import ray
 
         conversation = Conversation(engines, version)
@@ -196,9 +203,8 @@ class ObjectTransport:
                 conversation.offer(buckets[-1], buckets[-1].specs)
                 del group, parts  # before the next ones are made
         conversation.settle()
-        push = WeightPush(version, conversation.finish(), tuple(buckets))
-        conversation.let_serve(push)
-        return push
+        push = WeightPush(version, conversation.finish(), tuple(buckets), conversation.id)
+        return self.keeper.keep(push, id=push.id)
 
 
 class LocalTransport:
@@ -217,6 +223,8 @@ class Conversation:
 
     engines: PushedEngines
     version: int
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Of the push."""
     answers: Sequence[AnswerOfOne[object]] = ()
     """To the last question, on their way."""
     _specs: list[TensorSpec] = field(default_factory=list)
@@ -225,9 +233,8 @@ class Conversation:
 
     def begin(self) -> list[Ready]:
         """Every engine lets go of its version and says what it is."""
-        self.engines.forget()  # what a replacement would load; frees the old version
         self._up = self.engines.pinned()
-        start = PushStart(self.version)
+        start = PushStart(self.version, self.id)
         return [answer.result() for answer in self._members.begin_push.on_all(start)]
 
     def offer(self, bucket: OfferedBucket, specs: Specs) -> None:
@@ -281,17 +288,6 @@ class Conversation:
     def join_group(self, membership: Membership) -> None:
         """Have all engines join a broadcast group; `settle` waits until they have."""
         self.answers = self._members.join_group.on_all(membership)
-
-    def let_serve(self, kept: WeightPush | None) -> None:
-        """The engines serve from here.
-
-        Args:
-            kept: What engines that start later load; None: they wait for the next push.
-        """
-        arguments = () if kept is None else (kept,)
-        self.engines.establish(
-            "load_weights", *arguments, kept=kept is not None, made_by=self._members.names
-        )
 
     @property
     def _members(self) -> Receivers:

@@ -13,7 +13,8 @@ import torch
 from raypo.serving.sampling import Completion, SamplingRequest
 from raypo.weights.broadcast import Group, Membership
 from raypo.weights.buckets import unpack
-from raypo.weights.manifest import Manifest, TensorSpec
+from raypo.weights.manifest import Manifest, TensorSpec, WeightError
+from raypo.weights.store import Kept
 from raypo.weights.transport import PushStart, Ready, StoredBucket, WeightPush
 
 
@@ -26,7 +27,6 @@ class Doubler:
         (self._folder / f"started_{os.getpid()}").touch()
         self._delay_s = delays[number % len(delays)]
         self._version: int | None = None
-        self._notes: list[str] = []
         self._is_broken = False
 
     def __repr__(self) -> str:
@@ -55,6 +55,14 @@ class Doubler:
         self._version = version
         return version
 
+    def hold(self, version: int) -> None:
+        """As an engine: where it is told for the first time, or after it was started again."""
+        if self._version != version:
+            self.load(version)
+
+    def refuse(self) -> None:
+        raise RuntimeError("nothing is kept")
+
     def version(self) -> int | None:
         return self._version
 
@@ -62,12 +70,6 @@ class Doubler:
         if Path(path).exists():
             Path(path).unlink()
             os.kill(os.getpid(), signal.SIGSTOP)
-
-    def note(self, text: str) -> None:
-        self._notes.append(text)
-
-    def noted(self) -> list[str]:
-        return self._notes
 
     def break_down(self) -> None:
         self._is_broken = True
@@ -89,11 +91,13 @@ class Receiver:
         self._dies = Path(dies)
         self._group: Group | None = None
         self._version: int | None = None
+        self._held: str | None = None
         self._arrived: dict[str, torch.Tensor] = {}
         self._specs: list[TensorSpec] = []
 
     def begin_push(self, start: PushStart) -> Ready:
         self._version, self._arrived, self._specs = None, {}, []
+        self._id, self._held = start.id, None
         return Ready(1, self._group.membership.epoch if self._group else None)
 
     def join_group(self, membership: Membership) -> None:
@@ -112,12 +116,15 @@ class Receiver:
         self._specs += received.specs
 
     def finish_push(self, manifest: Manifest) -> Manifest:
-        self._version = manifest.version
+        self._version, self._held = manifest.version, self._id
         return Manifest.of(manifest.version, self._specs)
 
-    def load_weights(self, push: WeightPush | None = None) -> None:
-        if push is not None:
-            self.begin_push(PushStart(push.version))
+    def hold(self, kept: Kept) -> None:
+        if self._held != kept.id:
+            push: WeightPush | None = kept.fetch()
+            if push is None:
+                raise WeightError("nothing is kept")
+            self.begin_push(PushStart(push.version, push.id))
             for bucket in push.buckets:
                 self.load_bucket(bucket)
             self.finish_push(push.manifest)

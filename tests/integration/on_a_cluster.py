@@ -6,6 +6,7 @@ declared, not real. `ppo TASK`: a run (`Task` as JSON) whose engine, and if aske
 workers, are killed on the way. All print JSON as their last line.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ import psutil
 import ray
 from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayActorError
 from ray.util.placement_group import remove_placement_group
 
 USERS_VARIABLES = {"NCCL_DEBUG": "INFO"}
@@ -75,12 +77,9 @@ def placement() -> dict[str, Any]:
                 handle = start_deployment(deployment, places)
                 handle.wait(120)
                 answers = handle.environment.on_all("CUDA_VISIBLE_DEVICES")
-                replicas = handle.status().replicas
                 found["replicas"][role] = [
-                    (replica.bundle, nodes_of(group)[replica.bundle] == replica.node_id, answer)
-                    for replica, answer in zip(
-                        replicas, [answer.result() for answer in answers], strict=True
-                    )
+                    (life.bundle, nodes_of(group)[life.bundle] == life.node_id, answer.result())
+                    for life, answer in zip(handle.lives(), answers, strict=True)
                 ]
                 handle.shutdown()
         remove_placement_group(group)
@@ -145,13 +144,12 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
             deployment = Deployment(name, Doubler, kwargs)
             handle = start_deployment(deployment, of_role)
             handle.wait(120)
-            replicas = handle.status().replicas
             devices = [
                 answer.result() for answer in handle.environment.on_all("CUDA_VISIBLE_DEVICES")
             ]
             found[role] = [
-                {"node": replica.node_id, "bundle": replica.bundle, "gpus": shown.split(",")}
-                for replica, shown in zip(replicas, devices, strict=True)
+                {"node": life.node_id, "bundle": life.bundle, "gpus": shown.split(",")}
+                for life, shown in zip(handle.lives(), devices, strict=True)
             ]
             handle.shutdown()
     workers.barrier()
@@ -230,26 +228,30 @@ def environments(run: str) -> list[dict[str, str]]:
     return [{name: each.get(name, "") for name in TOLD} for each in told]
 
 
-def replicas(run: str, role: str) -> Any:
-    from raypo.cluster.handle import DeploymentHandle
+def actors(run: str, role: str) -> list[Any]:
+    found: list[Any] = []
+    with suppress(ValueError):
+        for number in itertools.count():
+            found.append(ray.get_actor(f"raypo:{run}:{role}:{number}"))
+    return found
 
-    namespace = ray.get_runtime_context().namespace
-    return DeploymentHandle(f"raypo:{run}:{role}", namespace).status().replicas
+
+def replicas(run: str, role: str) -> list[Any]:
+    """Where each of them lives, once all are up."""
+    while True:
+        with suppress(RayActorError):
+            return ray.get([actor.where.remote() for actor in actors(run, role)])
 
 
 def pids(run: str, role: str) -> list[int]:
-    """Of all replicas, once all of them serve."""
-    while any(replica.state != "serving" for replica in replicas(run, role)):
-        time.sleep(0.05)
     return [replica.pid for replica in replicas(run, role)]
 
 
 def kill_at_work(run: str) -> int:
     """SIGKILL for the first engine that is seen to work on a request; its process id."""
     engines = replicas(run, "engine")
-    actors = [ray.get_actor(engine.name) for engine in engines]
     while True:
-        loads = ray.get([actor.load.remote() for actor in actors])
+        loads = ray.get([actor.load.remote() for actor in actors(run, "engine")])
         for engine, load in zip(engines, loads, strict=True):
             if load:
                 os.kill(engine.pid, signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -66,16 +65,15 @@ class PlainHandle:
         return PlainMethod(list(self._actors.values()), "finish_push")
 
     @property
+    def hold(self) -> MethodOfAll[..., None]:
+        return PlainMethod(list(self._actors.values()), "hold")
+
+    @property
     def names(self) -> list[str]:
         return list(self._actors)
 
     def pinned(self) -> PlainHandle:
         return self
 
-    def forget(self) -> None:
+    def require(self, method: str | None, *args: object) -> None:
         pass
-
-    def establish(
-        self, method: str, *args: object, kept: bool = True, made_by: Iterable[str] | None = None
-    ) -> dict[str, object]:
-        return {}

@@ -94,7 +94,7 @@ def _node(host: Host, arguments: list[str], log: Path, own: Mapping[str, str]) -
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(host) | own,
+            env={**_environment(host), **own},
             start_new_session=True,
         )
     try:

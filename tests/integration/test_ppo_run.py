@@ -7,17 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
-from raypo.cluster.actors import DeploymentError
-from raypo.cluster.handle import DeploymentHandle
+from raypo.cluster.spec import Life
 from raypo.metrics.run_files import RunFiles
 from tests.integration.task import (
     digit_share,
@@ -69,28 +69,19 @@ def wait_for_steps(folder: Path, count: int) -> None:
         time.sleep(0.02)
 
 
-def handle_is_there(handle: DeploymentHandle) -> None:
-    """Wait until its replicas have started."""
-    while True:
-        with suppress(DeploymentError):
-            return handle.wait(300)
-        time.sleep(0.2)
+def kill_at_work(replica: str, folder: Path, steps: int = 1) -> int:
+    """SIGKILL for the only replica of a role in the middle of a call; its process id.
 
-
-def kill_at_work(deployment: str, folder: Path) -> int:
-    """SIGKILL for the only replica in the middle of a call after the first step; its process id.
-
-    It stands still from that step's end on: the next call to it waits until it is killed.
+    It stands still from the end of so many steps on: the next call to it waits until it is killed.
     """
-    handle = DeploymentHandle(deployment, "raypo")
-    handle_is_there(handle)
-    (replica,) = handle.status().replicas
-    wait_for_steps(folder, 1)
-    os.kill(replica.pid, signal.SIGSTOP)
+    wait_for_steps(folder, steps)
+    actor: Any = ray.get_actor(replica, "raypo")
+    life: Life = ray.get(actor.where.remote())
+    os.kill(life.pid, signal.SIGSTOP)
     time.sleep(STANDS_STILL_S)
     assert len(read_metrics(folder)) < LAST_STEP
-    os.kill(replica.pid, signal.SIGKILL)
-    return replica.pid
+    os.kill(life.pid, signal.SIGKILL)
+    return life.pid
 
 
 def test_every_step_is_in_the_metrics_and_in_the_result(first: SimpleNamespace):
@@ -216,7 +207,7 @@ def test_an_engine_and_a_worker_that_are_killed_come_back_to_the_same_numbers(
     killed: list[int] = []
 
     def kill() -> None:
-        killed.append(kill_at_work("raypo:lost:engine", folder))
+        killed.append(kill_at_work("raypo:lost:engine:0", folder))
         wait_for_steps(folder, 3)
         kill_train_workers()
 

@@ -22,6 +22,7 @@ from raypo import (
 )
 from tests.integration.pipeline import reward_model_values, sft_values, write_examples
 from tests.integration.task import kill_train_workers, numbers, read_metrics, write_task
+from tests.integration.test_ppo_run import kill_at_work
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 LORA = {
@@ -84,6 +85,7 @@ def test_a_worker_that_is_killed_comes_back_to_the_same_numbers(first: SimpleNam
 def test_two_workers_and_an_engine_that_holds_the_adapter_make_the_same_step(
     first: SimpleNamespace, task: Path
 ):
+    """The engine is killed in the second step, and loads base and adapter again."""
     changes = {
         "name": "held",
         "num_steps": 2,
@@ -92,8 +94,18 @@ def test_two_workers_and_an_engine_that_holds_the_adapter_make_the_same_step(
         "learner.num_workers": 2,
         "learner.zero_stage": 3,
     }
+    folder = task.parent / "runs" / "held"
+    killed: list[int] = []
+
+    def kill_the_engine() -> None:
+        killed.append(kill_at_work("raypo:held:engine:0", folder))
+
+    killer = threading.Thread(target=kill_the_engine, daemon=True)
+    killer.start()
     PPOTrainer(PPOConfig.load(task, LORA | changes)).fit()
-    steps = read_metrics(task.parent / "runs" / "held")
+    killer.join(timeout=10)
+    assert killed
+    steps = read_metrics(folder)
     for name in ("rollout/score_mean", "ppo/policy_loss", "ppo/value_loss", "ppo/approx_kl"):
         assert steps[0][name] == pytest.approx(first.metrics[0][name], rel=1e-3, abs=1e-5), name
     assert all(0.0 < row["mismatch/probe_gap_max"] < 1e-3 for row in steps)

@@ -31,6 +31,7 @@ from tests.integration.test_engine import (
     requests,
     weights,
 )
+from tests.slow.test_deployment import until
 from tests.tiny import tiny_policy
 
 BUCKET_BYTES = 100_000
@@ -167,10 +168,30 @@ def test_kept_buckets_bring_a_new_engine_to_the_same_version(fleet: Fleet):
     transport = ObjectTransport(bucket_bytes=BUCKET_BYTES)
     fleet.push(transport)
     second = fleet.replicas["engine:1"]
-    assert transport.last_push is not None
-    assert len(transport.last_push.buckets) > 2
+    assert transport.kept is not None
+    assert len(transport.kept.fetch().buckets) > 2
     ray.get(second.begin_push.remote(PushStart(99)))  # it lets go of its weights
-    ray.get(second.load_weights.remote(transport.last_push))
+    for _ in range(2):  # the second time there is nothing to do
+        ray.get(second.hold.remote(transport.kept))
+    assert fleet.agree()
+
+
+def test_a_store_that_was_lost_comes_back_empty_and_is_filled_by_the_next_push(fleet: Fleet):
+    transport = ObjectTransport(bucket_bytes=BUCKET_BYTES)
+    fleet.push(transport)
+    before = transport.kept
+    assert before is not None
+    assert before.store is not None
+    ray.kill(ray.get_actor(before.store), no_restart=False)
+    until(lambda: before.fetch() is None)
+    second = fleet.replicas["engine:1"]
+    ray.get(second.hold.remote(before))  # it has these
+    ray.get(second.begin_push.remote(PushStart(99)))
+    with pytest.raises(WeightError, match="nothing of them is kept"):
+        ray.get(second.hold.remote(before))
+    fleet.push(transport)
+    assert transport.kept is not None
+    assert transport.kept.fetch().version == fleet.version
     assert fleet.agree()
 
 

@@ -86,11 +86,12 @@ def test_yaml_blocks_are_what_the_config_classes_take(block: Block, monkeypatch:
         SweepConfig.parse(values, origin=block.where).base_config()
         return
     if "name" not in values:
-        values = merged(read_yaml(Path(BASES[values.get("recipe", "ppo")]), ()), values)
+        below: Any = read_yaml(Path(BASES[values.get("recipe", "ppo")]), ())
+        values = merged(below, values)
     parse_run_config(values, origin=block.where)
 
 
-def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def merged(below: Any, above: dict[str, Any]) -> dict[str, Any]:
     result = dict(below)
     for key, value in above.items():
         under = result.get(key)

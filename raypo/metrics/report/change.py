@@ -53,9 +53,7 @@ class Change:
         return f"95 % interval of the change {low:+.{digits}f} to {high:+.{digits}f}; {self.basis}"
 
 
-def paired_change(
-    before: Mapping[Hashable, float], after: Mapping[Hashable, float]
-) -> Change | None:
+def paired_change(before: Mapping[Any, float], after: Mapping[Any, float]) -> Change | None:
     """The change of the mean over the prompts that both have, by Student's t of the differences.
 
     Paper: Student 1908.
@@ -113,7 +111,7 @@ def t_quantile(degrees: float) -> float:
     return float(stdtrit(degrees, 0.975))
 
 
-def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Hashable, float]:
+def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
     """The mean score of each prompt's samples, which are not independent of each other.
 
     Args:
@@ -144,14 +142,14 @@ def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int,
     return None if change is None else (first, last, change)
 
 
-def held_out_scores(files: RunFiles, step: int) -> dict[Hashable, float]:
+def held_out_scores(files: RunFiles, step: int) -> dict[Any, float]:
     """The mean score of each held-out prompt's samples in an evaluation."""
     columns = ("group_index", "prompt", "score")
     return scores_by_prompt(files.rollouts(step, held_out=True, columns=columns))
 
 
 def lead_words(
-    scores: Mapping[str, Mapping[Hashable, float]],
+    scores: Mapping[str, Mapping[Any, float]],
     *,
     label: str = "held-out score",
     steps: Mapping[str, int] | None = None,

@@ -1,27 +1,23 @@
 """Seats without Ray: who is given one, and who had it before."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from raypo.cluster import lender
-from raypo.cluster.actors import DeploymentError
 from raypo.cluster.lender import Lender, Loan
-from raypo.cluster.spec import DeploymentStatus
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """A deployment in one state for ever; None: it is gone."""
+    """A deployment whose replicas are lost or not."""
 
     name: str
-    state: Literal["healthy", "failed"] | None = "healthy"
+    lost: bool = False
 
-    def status(self) -> DeploymentStatus:
-        if self.state is None:
-            raise DeploymentError("the deployment is gone")
-        return DeploymentStatus(self.name, self.state, (), restarts=0, max_restarts=0)
+    def is_lost(self) -> bool:
+        return self.lost
 
 
 @pytest.fixture
@@ -53,13 +49,11 @@ def test_a_seat_is_free_when_all_that_held_it_are_dead(dead: set[str]):
     assert lend(seats, "two", holder).before == "one"
 
 
-def test_a_deployment_that_has_failed_is_not_lent(dead: set[str]):
+def test_a_deployment_that_is_lost_is_not_lent(dead: set[str]):
     holder: Any = "worker"
-    assert Lender([Deployed("a", "failed")]).lend("one", holder, 60.0) is None
-    assert lend(Lender([Deployed("a", "failed"), Deployed("b")]), "one", holder).number == 1
-
-    seats = Lender([Deployed("a", None), Deployed("b")])
-    assert lend(seats, "one", holder).number == 1
+    lost = Deployed("a", lost=True)
+    assert Lender([lost]).lend("one", holder, 60.0) is None
+    assert lend(Lender([lost, Deployed("b")]), "one", holder).number == 1
 
 
 def test_a_run_that_begins_again_never_counts_as_the_one_before_somebody_else(dead: set[str]):

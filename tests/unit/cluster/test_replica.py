@@ -3,12 +3,13 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raypo.cluster.replica import KEPT_ANSWERS, Replica
-from raypo.cluster.spec import Deployment, Refused, Request, Unhealthy
+from raypo.cluster.spec import Deployment, Refused, Request, Unhealthy, Unprepared
 
 
 class Counter:
@@ -43,6 +44,10 @@ def replica(**limits: Any) -> Replica:
     return Replica(Deployment("raypo:test:counter", Counter, {"start": 10}, **limits), index=0)
 
 
+def ask(counter: Replica, id: str, method: str, *args: Any, **more: Any) -> Any:
+    return counter.call(Request(method, args, id=id, **more))
+
+
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(coroutine)
 
@@ -51,10 +56,10 @@ def test_an_id_that_is_known_is_not_run_twice():
     counter = replica()
 
     async def twice() -> list[int]:
-        first = asyncio.create_task(counter.call(Request("a", "add"), 5))
-        again = asyncio.create_task(counter.call(Request("a", "add"), 5))
-        later = [await first, await again, await counter.call(Request("a", "add"), 5)]
-        return [*later, await counter.call(Request("b", "add"), 5)]
+        first = asyncio.create_task(ask(counter, "a", "add", 5))
+        again = asyncio.create_task(ask(counter, "a", "add", 5))
+        later = [await first, await again, await ask(counter, "a", "add", 5)]
+        return [*later, await ask(counter, "b", "add", 5)]
 
     assert run(twice()) == [15, 15, 15, 20]
 
@@ -64,7 +69,7 @@ def test_old_answers_are_forgotten():
 
     async def many() -> None:
         for number in range(3 * KEPT_ANSWERS):
-            await counter.call(Request(str(number), "add"), 1)
+            await ask(counter, str(number), "add", 1)
 
     run(many())
     assert len(counter._requests) <= KEPT_ANSWERS + 1
@@ -74,7 +79,7 @@ def test_one_request_at_a_time_means_one_thread():
     counter = replica()
 
     async def calls() -> None:
-        await asyncio.gather(*(counter.call(Request(str(i), "add"), 1) for i in range(5)))
+        await asyncio.gather(*(ask(counter, str(i), "add", 1) for i in range(5)))
 
     run(calls())
     assert len(counter._target.threads) == 1
@@ -85,30 +90,30 @@ def test_a_full_queue_refuses_and_says_its_length():
     counter = replica(max_queued_requests=1)
 
     async def three() -> tuple[Any, int, Any, list[str]]:
-        under_way = [asyncio.create_task(counter.call(Request(i, "wait"))) for i in "ab"]
+        under_way = [asyncio.create_task(ask(counter, i, "wait")) for i in "ab"]
         await asyncio.sleep(0)
-        refused = await counter.call(Request("c", "wait"))
+        refused = await ask(counter, "c", "wait")
         load = await counter.load()
-        told = asyncio.create_task(counter.call(Request("d", "add", waits_in_line=False), 1))
+        told = asyncio.create_task(ask(counter, "d", "add", 1, life=counter._life))
         await asyncio.sleep(0)
         counter._target.gate.set()
         return refused, load, await told, [await each for each in under_way]
 
-    assert run(three()) == (Refused(2), 2, 11, ["done", "done"])
+    assert run(three()) == (Refused(), 2, 11, ["done", "done"])
 
 
 def test_a_caller_that_gives_up_takes_a_waiting_request_away():
     counter = replica()
 
     async def give_up() -> int:
-        under_way = asyncio.create_task(counter.call(Request("a", "wait")))
-        waiting = asyncio.create_task(counter.call(Request("b", "add"), 1))
+        under_way = asyncio.create_task(ask(counter, "a", "wait"))
+        waiting = asyncio.create_task(ask(counter, "b", "add", 1))
         await asyncio.sleep(0.05)
         waiting.cancel()
         await asyncio.sleep(0)
         counter._target.gate.set()
         await under_way
-        return await counter.call(Request("c", "add"), 0)
+        return await ask(counter, "c", "add", 0)
 
     assert run(give_up()) == 10
 
@@ -116,28 +121,28 @@ def test_a_caller_that_gives_up_takes_a_waiting_request_away():
 def test_an_error_of_the_request_is_the_callers_and_one_of_the_object_is_not():
     counter = replica()
     with pytest.raises(ValueError, match="a bad request"):
-        run(counter.call(Request("a", "fail")))
-    run(counter.check_health())
+        run(ask(counter, "a", "fail"))
+    assert run(counter.health()) is None
 
-    assert run(counter.call(Request("b", "breaks"))) == Unhealthy("cannot go on")
-    with pytest.raises(RuntimeError, match="cannot go on"):
-        run(counter.check_health())
+    wrong = Unhealthy("cannot go on", counter._life)
+    assert run(ask(counter, "b", "breaks")) == wrong
+    assert run(counter.health()) == wrong
 
 
 def test_draining_ends_what_is_under_way_and_takes_nothing_more():
     counter = replica()
 
     async def drain() -> tuple[str, Any]:
-        under_way = asyncio.create_task(counter.call(Request("a", "wait")))
+        under_way = asyncio.create_task(ask(counter, "a", "wait"))
         await asyncio.sleep(0.05)
         draining = asyncio.create_task(counter.drain())
         await asyncio.sleep(0)
-        refused = await counter.call(Request("b", "wait"))
+        refused = await ask(counter, "b", "wait")
         counter._target.gate.set()
         await draining
         return await under_way, refused
 
-    assert run(drain()) == ("done", Refused(1))
+    assert run(drain()) == ("done", Refused())
 
 
 def test_it_is_called_what_the_object_is_called():
@@ -157,16 +162,49 @@ def test_a_request_that_was_given_up_is_worked_on_when_it_is_asked_again():
     counter = replica()
 
     async def given_up() -> list[Any]:
-        under_way = asyncio.create_task(counter.call(Request("a", "wait")))
-        in_line = asyncio.create_task(counter.call(Request("b", "add"), 5))
+        under_way = asyncio.create_task(ask(counter, "a", "wait"))
+        in_line = asyncio.create_task(ask(counter, "b", "add", 5))
         await asyncio.sleep(0.05)
         for task in (under_way, in_line):
             task.cancel()
         await asyncio.gather(under_way, in_line, return_exceptions=True)
         asyncio.get_running_loop().call_later(0.05, counter._target.gate.set)
         return [
-            await counter.call(Request("a", "wait")),
-            await counter.call(Request("b", "add"), 5),
+            await ask(counter, "a", "wait"),
+            await ask(counter, "b", "add", 5),
         ]
 
     assert run(given_up()) == ["done", 15]
+
+
+def test_what_is_required_comes_before_the_request_and_its_failure_is_told():
+    counter = replica()
+    assert run(ask(counter, "a", "add", 1, required=("add", (100,)))) == 111
+    told = run(ask(counter, "b", "add", 1, required=("fail", ())))
+    assert told == Unprepared("ValueError: a bad request")
+    assert counter._target.count == 111
+    told = run(ask(counter, "c", "add", 1, required=("breaks", ())))
+    assert told == Unhealthy("cannot go on", counter._life)
+
+
+def test_a_request_for_another_life_is_not_run():
+    counter = replica()
+    assert run(ask(counter, "a", "add", 1, life=counter._life)) == 11
+    told = run(ask(counter, "b", "add", 1, life="of before"))
+    assert told == Unhealthy("it was started again in the middle of this", "of before")
+    assert counter._target.count == 11
+
+
+def test_one_that_takes_turns_takes_its_memory_again_when_it_is_asked_to_work(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The learner may have it when Ray starts the replica again."""
+    context = SimpleNamespace(was_current_actor_reconstructed=True, get_accelerator_ids=dict)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    counter = replica(takes_turns=True)
+    for method in ("sleep", "wake_up"):
+        assert run(ask(counter, method, method)) is None
+    assert run(counter.health()) is None
+    assert repr(counter) == "Replica(not made)"
+    assert run(ask(counter, "a", "add", 1)) == 11

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,8 +61,11 @@ def test_at_a_uri_the_last_write_tells_whether_a_run_lives(
     assert status_of(files, later_s=later_s).status == status
 
 
+SLOW: dict[str, Any] = {"time/step_s": 100.0}
+
+
 def test_a_run_of_slow_steps_may_be_silent_for_ten_of_them(tmp_path: Path):
-    write_run(tmp_path, steps=4, with_rollouts=False, status=None, **{"time/step_s": 100.0})
+    write_run(tmp_path, steps=4, with_rollouts=False, status=None, **SLOW)
     files = RunFiles(tmp_path.as_uri(), "recorded")
     assert status_of(files, later_s=999.0).status == "running"
     assert status_of(files, later_s=1001.0).status == "dead"

@@ -7,7 +7,7 @@ from raypo.metrics.warnings import Watch, findings
 from tests.recorded_run import metrics
 
 
-def rows(steps: int = 12, **changes: float) -> list[dict[str, float]]:
+def rows(steps: int = 12, **changes: Any) -> list[dict[str, Any]]:
     return [{"step": step, **metrics(step, **changes)} for step in range(1, steps + 1)]
 
 
@@ -30,7 +30,7 @@ def test_a_run_that_goes_well_has_no_warning():
 )
 def test_what_is_off_is_told_once_with_a_key_that_helps(rule: str, changes: dict, key: str):
     start = {"kl/ref_mean": 0.0, "kl/ref_response_mean": 0.0}
-    first, *others = rows(**changes)
+    first, *others = rows(12, **changes)
     found = findings([first | start, *others])
     assert [finding.rule for finding in found] == [rule]
     assert key in found[0].remedy
@@ -38,7 +38,7 @@ def test_what_is_off_is_told_once_with_a_key_that_helps(rule: str, changes: dict
 
 def test_a_run_that_starts_away_from_its_reference_has_not_drifted():
     """`model.reference` may be another model than the policy."""
-    assert findings(rows(**{"kl/ref_mean": 0.8, "kl/ref_response_mean": 90.0})) == []
+    assert findings(rows(12, **{"kl/ref_mean": 0.8, "kl/ref_response_mean": 90.0})) == []
 
 
 def test_an_update_is_all_that_runs_on_examples_have_to_do():
@@ -52,9 +52,9 @@ def test_a_phase_of_half_a_second_is_no_burden_whatever_its_share():
     """Ray Train's controller looks every half second for what a step reports."""
     fast = {"time/generate_s": 0.05, "time/score_s": 0.0, "time/update_s": 0.08}
     fast |= {"time/report_s": 0.5}
-    assert findings(rows(**fast)) == []
+    assert findings(rows(12, **fast)) == []
     slow = {name: 10 * seconds for name, seconds in fast.items()}
-    assert [finding.rule for finding in findings(rows(**slow))] == ["one_phase"]
+    assert [finding.rule for finding in findings(rows(12, **slow))] == ["one_phase"]
 
 
 def test_updates_that_were_skipped_are_told_in_every_recipe():
@@ -68,7 +68,7 @@ def test_a_remedy_is_not_what_the_config_has_already():
     config = {"ppo": {"advantage": "grpo", "correction": {"kind": "tis"}}}
     config["ppo"] |= {"kl": {"controller": "adaptive"}, "filter": {"enabled": True}}
     off = {"mismatch/kl": 0.05, "rollout/zero_variance_fraction": 0.8, "kl/ref_mean": 0.9}
-    first, *others = rows(**off)
+    first, *others = rows(12, **off)
     remedies = [f.remedy for f in findings([first | {"kl/ref_mean": 0.0}, *others], config)]
     assert len(remedies) == 3
     for key in ("ppo.correction.kind", "controller: adaptive", "ppo.filter.enabled"):
@@ -129,7 +129,7 @@ def test_lengths_that_explode_and_that_collapse():
 
 def test_equal_groups_matter_where_advantages_compare_them():
     changes: dict[str, Any] = {"rollout/zero_variance_fraction": 0.8}
-    equal = rows(**changes)
+    equal = rows(12, **changes)
     assert findings(equal, {"ppo": {"advantage": "gae"}}) == []
     (finding,) = findings(equal, {"ppo": {"advantage": "grpo"}})
     assert finding.rule == "zero_variance_groups"

@@ -1,6 +1,7 @@
 """Heads in float32 on a body in bfloat16, read, trained and written."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,19 @@ from raypo.models.scores import sequence_scores
 from raypo.models.token_log_probs import response_hidden
 from raypo.types import Experience
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-LLAMA = LlamaConfig(**SIZES, intermediate_size=16, num_labels=1)
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "num_labels": 1,
+}
+LLAMA = LlamaConfig(**SIZES)
 CONFIGS = {
     "llama": LLAMA,
-    "bert": BertConfig(**SIZES, intermediate_size=16, num_labels=1),
-    "roberta": RobertaConfig(**SIZES, intermediate_size=16, num_labels=1, pad_token_id=0),
+    "bert": BertConfig(**SIZES),
+    "roberta": RobertaConfig(**SIZES, pad_token_id=0),
 }
 IDS = torch.arange(2, 32).view(3, 10)
 MASK = torch.ones_like(IDS, dtype=torch.bool)

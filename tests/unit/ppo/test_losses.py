@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_gspo_is_the_sequence_form_where_a_response_has_one_advantage(aggregatio
     loss, _ = policy_loss(*step.policy(), kind="gspo", **clip, **knobs)
     expected = aggregate(sequence_gspo(step, **clip), step.mask, **knobs)
 
-    exact = {"rtol": 1e-13, "atol": 1e-15}
+    exact: dict[str, Any] = {"rtol": 1e-13, "atol": 1e-15}
     torch.testing.assert_close(loss, expected, **exact)
     gradients = [torch.autograd.grad(each, step.log_probs)[0] for each in (loss, expected)]
     torch.testing.assert_close(*gradients, **exact)

@@ -78,8 +78,9 @@ def test_policy_loss_and_gradient(kind, aggregation, step, weighted, dual):
 
     loss, _ = policy_loss(*step.policy(), weights=step.weights if weighted else None, **knobs)
 
-    tables = [each.tolist() for each in (*step.policy(), step.weights)]
-    expected = oracle.policy_loss(*tables[:4], tables[4] if weighted else None, **knobs)
+    new, old, advantages, mask = (each.tolist() for each in step.policy())
+    weights = step.weights.tolist() if weighted else None
+    expected = oracle.policy_loss(new, old, advantages, mask, weights, **knobs)
     (gradient,) = torch.autograd.grad(loss, step.log_probs)
     assert_close(loss, expected[0])
     assert_close(gradient, expected[1])

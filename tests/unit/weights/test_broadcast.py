@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
@@ -11,6 +11,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 import pytest
 import torch
 
+from raypo.calls import MethodOfAll
 from raypo.collectives import Workers
 from raypo.weights.broadcast import BroadcastBucket, BroadcastTransport, Group, Membership
 from raypo.weights.buckets import unpack
@@ -115,14 +116,12 @@ class Handle:
     def pinned(self) -> Handle:
         return self
 
-    def forget(self) -> None:
-        pass
+    @property
+    def hold(self) -> MethodOfAll[..., None]:
+        raise AssertionError("nothing is kept on the way")
 
-    def establish(
-        self, method: str, *args: object, kept: bool = True, made_by: Iterable[str] | None = None
-    ) -> dict[str, object]:
-        assert not kept, "nothing is kept on the way"
-        return {}
+    def require(self, method: str | None, *args: object) -> None:
+        raise AssertionError("a transport requires nothing: its caller does")
 
 
 def transport(timeout_s: float = LIMIT_S) -> BroadcastTransport:

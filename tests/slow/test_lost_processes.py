@@ -1,0 +1,117 @@
+"""Each process that a run has started is killed on the way; no figure tells it afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import RayActorError
+from ray.train import FailureConfig, RunConfig
+
+from raypo import PPOConfig, PPOTrainer
+from tests.integration.task import kill_train_workers, numbers, read_metrics
+from tests.integration.test_ppo_run import wait_for_steps
+from tests.integration.test_vllm_frozen import tiny_reward_model
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+NUM_STEPS = 6
+STANDS_STILL_S = 3.0
+"""Longer than a step without the call that waits."""
+
+
+@pytest.fixture(scope="module")
+def config(task: Path, tmp_path_factory: pytest.TempPathFactory) -> PPOConfig:
+    """An engine, a reference, a reward model, one learner worker."""
+    folder = tmp_path_factory.mktemp("reward")
+    model = str(tiny_reward_model(folder / "model", task.parent / "policy"))
+    return PPOConfig.load(task, {"num_steps": NUM_STEPS, "model.reward": model})
+
+
+def run(config: PPOConfig, name: str, disturb: Callable[[Path], None] | None = None) -> list[Any]:
+    """The figures of all steps."""
+    folder = Path(config.storage_path) / name
+    failed: list[BaseException] = []
+
+    def thread() -> None:
+        try:
+            if disturb is not None:
+                disturb(folder)
+        except BaseException as error:  # told by the test
+            failed.append(error)
+
+    beside = threading.Thread(target=thread, daemon=True)
+    beside.start()
+    failures = FailureConfig(max_failures=2)
+    trainer = PPOTrainer(config, run_config=RunConfig(name=name, failure_config=failures))
+    assert trainer.fit().return_value == {"status": "finished", "step": NUM_STEPS}
+    beside.join(timeout=30)
+    assert not failed, failed
+    return numbers(read_metrics(folder))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: PPOConfig, local_ray: None) -> list[Any]:
+    return run(config, "undisturbed")
+
+
+def pid_of(replica: str) -> int:
+    """Of a replica's process, once it is up."""
+    while True:
+        with suppress(RayActorError):
+            actor: Any = ray.get_actor(replica, "raypo")
+            life: Any = ray.get(actor.where.remote())
+            return life.pid
+        time.sleep(0.2)
+
+
+def kill_in_a_call(pid: int, folder: Path) -> None:
+    """It stands still from a step's end on: the next call to it waits until it is killed."""
+    os.kill(pid, signal.SIGSTOP)
+    before = len(read_metrics(folder))
+    time.sleep(STANDS_STILL_S)
+    assert len(read_metrics(folder)) <= before + 1 < NUM_STEPS
+    os.kill(pid, signal.SIGKILL)
+
+
+def kill_store() -> None:
+    (store,) = (
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "PushStore" in " ".join(process.cmdline())
+    )
+    store.kill()
+
+
+def test_engine_reference_reward_model_and_store(config: PPOConfig, undisturbed: list[Any]):
+    """One after the other, each in the middle of a call; the engine also together with the store
+    that has its weights, so that the learner has to push them once more."""
+
+    def disturb(folder: Path) -> None:
+        for steps, role in enumerate(("reference", "reward_0", "engine", "engine"), start=1):
+            wait_for_steps(folder, steps)
+            pid = pid_of(f"raypo:served:{role}:0")
+            if steps == 4:
+                kill_store()
+            kill_in_a_call(pid, folder)
+
+    assert run(config, "served", disturb) == undisturbed
+
+
+def test_the_learner_worker_with_all_that_lives_beside_it(
+    config: PPOConfig, undisturbed: list[Any]
+):
+    def disturb(folder: Path) -> None:
+        wait_for_steps(folder, 3)
+        kill_train_workers()
+
+    assert run(config, "worker", disturb) == undisturbed
