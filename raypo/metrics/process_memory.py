@@ -22,7 +22,10 @@ def peak_memory() -> dict[str, float]:
 
 
 def _resident() -> int:
-    """Bytes; the high-water mark that Linux keeps, elsewhere what `getrusage` says."""
+    """Bytes; the high-water mark that Linux keeps, elsewhere what `getrusage` says.
+
+    On Linux `getrusage` also counts what the parent held when it forked, and psutil has no peak.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except FileNotFoundError:

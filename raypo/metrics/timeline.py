@@ -2,6 +2,9 @@
 
 Every worker appends a line a step to `timeline/worker_<rank>.jsonl`:
 `{"step": 1, "spans": [[track, name, begin, end], ...]}`, times in seconds since 1970.
+
+`ray timeline` cannot show this: it needs RAY_PROFILING=1 before Ray starts, knows tasks but no
+phases, and forgets with the cluster, whereas these files stay and go on when a run is resumed.
 """
 
 from __future__ import annotations

@@ -3,11 +3,14 @@
 import json
 import shutil
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 from urllib.parse import quote
 
 import pytest
@@ -15,8 +18,7 @@ import pytest
 from raypo.cluster.actors import start_named
 from raypo.cluster.connect import dashboard_token, dashboard_url
 from raypo.config import LoggingSection
-from raypo.metrics.monitoring.grafana import PANELS, PHASES, expression, grafana_dashboard
-from raypo.metrics.monitoring.servers import Session, start_prometheus
+from raypo.metrics.grafana import PANELS, PHASES, expression, grafana_dashboard
 from raypo.metrics.sinks import Sinks
 from tests.integration.browser import CHROMIUM, DRIVER, chromium
 
@@ -49,21 +51,21 @@ def engine(local_ray: None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def prometheus(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def prometheus(engine: Any) -> Iterator[str]:
     import ray
 
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed")
     context: Any = ray.init(ignore_reinit_error=True)
-    session = Session.find(Path(context.address_info["session_dir"]))  # where it is
+    session = context.address_info["session_dir"]  # where it is
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = start_prometheus(session, tmp_path_factory.mktemp("prometheus"), port)
-    assert process is not None
+    command = [sys.executable, "-m", "raypo.cli", "monitor", "--session", session]
+    process = subprocess.Popen([*command, f"--prometheus-port={port}"])
     yield f"http://127.0.0.1:{port}"
     process.terminate()
-    process.wait()
+    assert process.wait() == 0
 
 
 def ask(prometheus: str, query: str) -> list[dict[str, Any]]:
@@ -71,9 +73,17 @@ def ask(prometheus: str, query: str) -> list[dict[str, Any]]:
         return json.load(answer)["data"]["result"]
 
 
+def is_told(prometheus: str, metric: str) -> bool:
+    """Whether Prometheus is up and has asked Ray."""
+    try:
+        return bool(ask(prometheus, expression(metric, "")))
+    except URLError:
+        return False
+
+
 def test_every_panel_finds_its_figures_in_prometheus(prometheus: str):
     deadline = time.monotonic() + TIMEOUT_S
-    while not ask(prometheus, expression("step", "")) and time.monotonic() < deadline:
+    while not is_told(prometheus, "step") and time.monotonic() < deadline:
         time.sleep(1)
     for panel in grafana_dashboard()["panels"]:
         for target in panel["targets"]:

@@ -12,7 +12,7 @@ from raypo.config import RECIPES, PPOConfig
 from raypo.metrics.run_files import RunFiles
 from tests.recorded_run import write_run
 
-HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers")
+HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "plotly")
 
 
 @pytest.fixture
@@ -140,8 +140,9 @@ def test_what_is_wrong_and_what_fits_is_told_without_importing_anything_heavy(
     )
     plan = ["plan", str(good), "seed=3", "--cluster"]
 
-    no_model, no_key, fits, no_memory, no_gpu = run_light(
+    no_model, no_run, no_key, fits, no_memory, no_gpu = run_light(
         ["train", str(config)],
+        ["report", str(tmp_path)],
         ["sweep", str(sweep)],
         [*plan, "4xCPU,16G"],
         [*plan, "4xCPU,2G"],
@@ -150,6 +151,8 @@ def test_what_is_wrong_and_what_fits_is_told_without_importing_anything_heavy(
 
     assert no_model[0] == 2
     assert "model.policy (none/such/folder)" in no_model[2]
+    assert no_run[0] == 2
+    assert "no run is there" in no_run[2]
     assert no_key[0] == 2
     assert "Did you mean ppo.kl.coef?" in no_key[2]
     assert fits[0] == 0, fits[2]

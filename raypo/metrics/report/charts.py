@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raypo.metrics.report.page import Chart
+from raypo.metrics.report.page import COLOURS, Chart
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 Row = Mapping[str, Any]
 RowsByRun = Mapping[str, Sequence[Row]]
+
+_GREY = "#8a94a6"
 
 
 def line_chart(
@@ -41,48 +46,39 @@ def line_chart(
     """
     names = {metrics: ""} if isinstance(metrics, str) else metrics
     several = len(rows_by_run) > 1
-    traces: list[dict[str, Any]] = []
+    figure = _figure(x, y_title, yaxis_type="log" if log_y else None)
     steps: list[float] = []
     for run_number, (run, rows) in enumerate(rows_by_run.items()):
         for name_number, (name, label) in enumerate(names.items()):
-            points = _points(rows, x, name)
-            if not points:
+            seen = _rows_with(rows, x, name)
+            if not seen:
                 continue
-            steps += [point[0] for point in points]
-            sparse = len(points) < 0.7 * len(rows) or len(points) < 3
-            traces.append(
-                {
-                    "x": [point[0] for point in points],
-                    "y": [point[1] for point in points],
-                    "name": ", ".join(filter(None, [run if several else "", label])) or title,
-                    "mode": "lines+markers" if sparse else "lines",
-                    "slot": run_number if several else name_number,
-                    "line": {"dash": "dot" if several and name_number else "solid", "width": 2},
-                    "marker": {"size": 8},
-                }
+            steps += [row[x] for row in seen]
+            sparse = len(seen) < 0.7 * len(rows) or len(seen) < 3
+            figure.add_scatter(
+                x=[row[x] for row in seen],
+                y=[row[name] for row in seen],
+                name=", ".join(filter(None, [run if several else "", label])) or title,
+                mode="lines+markers" if sparse else "lines",
+                line_color=_colour(run_number if several else name_number),
+                line_dash="dot" if several and name_number else "solid",
+                line_width=2,
+                marker_size=8,
             )
-    if not traces:
+    if not steps:
         return None
     for number, (run, value) in enumerate((reference or {}).items()):
         if math.isfinite(value):
-            label = f"{run} {reference_name}" if several else reference_name
-            slot = number if several else "reference"
-            traces.append(_dashed(label, value, (min(steps), max(steps)), slot))
-    layout: dict[str, Any] = _axes(x, y_title) | {"showlegend": len(traces) > 1}
-    if log_y:
-        layout["yaxis"]["type"] = "log"
-    return Chart(title, {"data": traces, "layout": layout}, note=note, wide=wide)
-
-
-def _dashed(name: str, value: float, ends: tuple[float, float], slot: int | str) -> dict[str, Any]:
-    return {
-        "x": list(ends),
-        "y": [value, value],
-        "name": name,
-        "mode": "lines",
-        "slot": slot,
-        "line": {"dash": "dash", "width": 1.5},
-    }
+            figure.add_scatter(
+                x=[min(steps), max(steps)],
+                y=[value, value],
+                name=f"{run} {reference_name}" if several else reference_name,
+                mode="lines",
+                line_color=_colour(number) if several else _GREY,
+                line_dash="dash",
+                line_width=1.5,
+            )
+    return _chart(title, figure, note, wide)
 
 
 def scatter_chart(
@@ -99,37 +95,28 @@ def scatter_chart(
     wide: bool = False,
 ) -> Chart | None:
     """One metric against another, a point a row; `joined` draws the path from row to row."""
-    traces: list[dict[str, Any]] = []
+    figure = _figure(x_title or x, y_title or y)
     for number, (run, rows) in enumerate(rows_by_run.items()):
-        seen = [row for row in rows if _is_number(row.get(x)) and _is_number(row.get(y))]
+        seen = _rows_with(rows, x, y)
         if not seen:
             continue
         labels = [row.get(label) for row in seen]
-        by_label = len(rows_by_run) == 1 and all(map(_is_number, labels)) and len(seen) > 1
-        traces.append(
-            {
-                "x": [row[x] for row in seen],
-                "y": [row[y] for row in seen],
-                "text": [f"{label} {value}" for value in labels],
-                "name": run,
-                "mode": "lines+markers" if joined else "markers",
-                "slot": number,
-                "line": {"width": 1},
-                "marker": {
-                    "size": 8,
-                    **(
-                        {"color": labels, "colorscale": "Viridis", "colorbar": _bar(label)}
-                        if by_label
-                        else {}
-                    ),
-                },
-                "hovertemplate": "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
-            }
+        figure.add_scatter(
+            x=[row[x] for row in seen],
+            y=[row[y] for row in seen],
+            text=[f"{label} {value}" for value in labels],
+            name=run,
+            mode="lines+markers" if joined else "markers",
+            line_color=_colour(number),
+            line_width=1,
+            marker_size=8,
+            hovertemplate="%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
         )
-    if not traces:
-        return None
-    layout = _axes(x_title or x, y_title or y) | {"showlegend": len(traces) > 1}
-    return Chart(title, {"data": traces, "layout": layout}, note=note, wide=wide)
+        if len(rows_by_run) == 1 and all(map(_is_number, labels)) and len(seen) > 1:
+            figure.update_traces(
+                marker_color=labels, marker_colorscale="Viridis", marker_colorbar=_bar(label)
+            )
+    return _chart(title, figure, note, wide)
 
 
 def stacked_chart(
@@ -143,22 +130,17 @@ def stacked_chart(
     wide: bool = False,
 ) -> Chart | None:
     """Parts that add up, one bar a row; `metrics` are names with the words for the legend."""
-    traces = [
-        {
-            "type": "bar",
-            "x": [row[x] for row in rows],
-            "y": [row.get(name) for row in rows],
-            "name": label,
-            "slot": slot,
-        }
-        for slot, (name, label) in enumerate(metrics.items())
-        if any(_is_number(row.get(name)) for row in rows)
-    ]
-    if not traces:
-        return None
-    layout = _axes(x, y_title) | {"barmode": "stack", "bargap": 0.1, "showlegend": True}
-    layout["legend"] = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
-    return Chart(title, {"data": traces, "layout": layout}, note=note, wide=wide)
+    look = {"barmode": "stack", "bargap": 0.1, "showlegend": True, "legend_traceorder": "normal"}
+    figure = _figure(x, y_title, **look)
+    for number, (name, label) in enumerate(metrics.items()):
+        if any(_is_number(row.get(name)) for row in rows):
+            figure.add_bar(
+                x=[row[x] for row in rows],
+                y=[row.get(name) for row in rows],
+                name=label,
+                marker_color=_colour(number),
+            )
+    return _chart(title, figure, note, wide)
 
 
 def bar_chart(
@@ -171,27 +153,21 @@ def bar_chart(
 ) -> Chart | None:
     """Lying bars, one a label and run, the first label on top."""
     several = len(values_by_run) > 1
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "y": list(values),
-            "x": list(values.values()),
-            "name": run,
-            "slot": slot,
-            "text": [f"{value:.3g}" for value in values.values()],
-            "textposition": "auto",
-            "textangle": 0,
-            "hovertemplate": "%{y}: %{x:.4g}<extra></extra>",
-        }
-        for slot, (run, values) in enumerate(values_by_run.items())
-        if values
-    ]
-    if not traces:
-        return None
-    layout = _axes(x_title, "") | {"showlegend": several, "barmode": "group"}
-    layout["yaxis"] |= {"autorange": "reversed", "automargin": True}
-    return Chart(title, {"data": traces, "layout": layout}, note=note, wide=wide)
+    figure = _figure(x_title, barmode="group", showlegend=several, yaxis_autorange="reversed")
+    for number, (run, values) in enumerate(values_by_run.items()):
+        if values:
+            figure.add_bar(
+                orientation="h",
+                y=list(values),
+                x=list(values.values()),
+                name=run,
+                marker_color=_colour(number),
+                text=[f"{value:.3g}" for value in values.values()],
+                textposition="auto",
+                textangle=0,
+                hovertemplate="%{y}: %{x:.4g}<extra></extra>",
+            )
+    return _chart(title, figure, note, wide)
 
 
 def parallel_chart(
@@ -206,22 +182,19 @@ def parallel_chart(
         colour: The key that colours a line.
         note: A sentence under the title.
     """
-    seen = [row for row in rows if _is_number(row.get(colour))]
+    seen = _rows_with(rows, colour)
     if not seen:
         return None
     dimensions = [_dimension(seen, key, label) for key, label in columns.items()]
-    trace = {
-        "type": "parcoords",
-        "dimensions": [dimension for dimension in dimensions if dimension],
-        "line": {
-            "color": [row[colour] for row in seen],
-            "colorscale": "Viridis",
-            "showscale": True,
-            "colorbar": _bar(columns.get(colour, colour)),
-        },
-    }
-    layout = {"margin": {"l": 60, "r": 40, "t": 60, "b": 30}}
-    return Chart(title, {"data": [trace], "layout": layout}, note=note, wide=True)
+    figure = _figure(margin={"l": 60, "r": 40, "t": 60, "b": 30})
+    figure.add_parcoords(
+        dimensions=[dimension for dimension in dimensions if dimension],
+        line_color=[row[colour] for row in seen],
+        line_colorscale="Viridis",
+        line_showscale=True,
+        line_colorbar=_bar(columns.get(colour, colour)),
+    )
+    return _chart(title, figure, note, wide=True)
 
 
 def _dimension(rows: Sequence[Row], key: str, label: str) -> dict[str, Any] | None:
@@ -250,16 +223,30 @@ def spans_decades(values: Sequence[Any]) -> bool:
     return max(values) >= 100 * min(values)
 
 
-def _axes(x_title: str, y_title: str) -> dict[str, Any]:
-    return {"xaxis": {"title": {"text": x_title}}, "yaxis": {"title": {"text": y_title}}}
+def _figure(x_title: str = "", y_title: str = "", **layout: Any) -> Figure:
+    """A figure without traces. Plotly is loaded here: half a second that only a report takes."""
+    from plotly.graph_objects import Figure
+
+    figure = Figure(layout_template={})  # the page has a look of its own
+    return figure.update_layout(xaxis_title_text=x_title, yaxis_title_text=y_title, **layout)
+
+
+def _chart(title: str, figure: Figure, note: str, wide: bool) -> Chart | None:
+    if not figure.data:
+        return None
+    return Chart(title, figure.to_plotly_json(), note=note, wide=wide)
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
 
 
 def _bar(title: str) -> dict[str, Any]:
     return {"title": {"text": title}, "thickness": 10, "outlinewidth": 0}
 
 
-def _points(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
-    return [(row[x], row[y]) for row in rows if _is_number(row.get(x)) and _is_number(row.get(y))]
+def _rows_with(rows: Sequence[Row], *names: str) -> list[Row]:
+    return [row for row in rows if all(_is_number(row.get(name)) for name in names)]
 
 
 def _is_number(value: Any) -> bool:

@@ -15,6 +15,19 @@ from typing import Any, ClassVar
 
 from raypo.metrics.folder import replace_file
 
+COLOURS = (
+    "#3b82f6",
+    "#f97316",
+    "#10a37f",
+    "#a855f7",
+    "#e5484d",
+    "#14b8a6",
+    "#d6a10a",
+    "#ec4899",
+    "#6b7280",
+)
+"""By the number of a run, so that it has the same colour in all charts."""
+
 
 @dataclass
 class Words:
@@ -66,10 +79,9 @@ class Details:
 
 @dataclass
 class Chart:
-    """A chart of plotly.js: `figure` has its `data` and `layout`; colours come with the page.
+    """A plotly figure as `Figure.to_plotly_json` gives it; text and grid take the page's colours.
 
-    A trace takes the colour of the slot that its key `slot` names, so that one run has one colour
-    in all charts.
+    A trace may have a key `slot`, which is the number of its colour in COLOURS.
     """
 
     kind: ClassVar[str] = "chart"
@@ -175,6 +187,7 @@ class Page:
             id=id,
             data=pack(json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"))),
             plotly=_packed_plotly() if data else "",
+            colours=" ".join(COLOURS),
             style=_template("page.css"),
             script=_template("page.js"),
         )

@@ -1,26 +1,41 @@
 import json
-import socket
-import stat
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from raypo.cli import app
-from raypo.config import ConfigError
-from raypo.metrics.monitoring import servers
-from raypo.metrics.monitoring.grafana import PANELS, grafana_dashboard
+from raypo.metrics.grafana import PANELS, grafana_dashboard, prometheus_url
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> servers.Session:
+def session(tmp_path: Path) -> Path:
+    """A folder as Ray's dashboard leaves it."""
     folder = tmp_path / "ray" / "session_1"
-    (folder / "metrics" / "grafana").mkdir(parents=True)
-    (folder / "prom_metrics_service_discovery.json").write_text("[]")
-    # Of another Ray of this machine, which was started later.
-    (tmp_path / "ray" / "prom_metrics_service_discovery.json").write_text("['other']")
-    return servers.Session.find(folder)
+    (folder / "metrics" / "grafana" / "dashboards").mkdir(parents=True)
+    (folder / "metrics" / "prometheus").mkdir()
+    (folder / "metrics" / "prometheus" / "prometheus.yml").write_text("global: {}")
+    return folder
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for programs, and no other program is to be found."""
+    programs = tmp_path / "programs" / "bin"
+    programs.mkdir(parents=True)
+    monkeypatch.setenv("PATH", str(programs))
+    return programs
+
+
+def install(program: Path, script: str) -> None:
+    """A program that writes its arguments beside itself and then does what the script says."""
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {program}.arguments\n{script}\n')
+    program.chmod(0o755)
+
+
+def monitor(*options: str) -> Result:
+    return CliRunner().invoke(app, ["monitor", *options])
 
 
 def test_the_dashboard_has_every_panel_once_without_overlap():
@@ -36,50 +51,54 @@ def test_the_dashboard_has_every_panel_once_without_overlap():
 
 def test_the_command_writes_the_dashboard(tmp_path: Path):
     path = tmp_path / "raypo.json"
-    done = CliRunner().invoke(app, ["monitor", "--dashboard", str(path)])
+    done = monitor("--dashboard", str(path))
     assert done.exit_code == 0
     assert json.loads(path.read_text())["uid"] == "raypo"
 
 
 def test_the_page_of_prometheus_shows_the_figures():
-    query = parse_qs(urlparse(servers.prometheus_url(9090)).query)
+    query = parse_qs(urlparse(prometheus_url(9090)).query)
     assert query["g0.expr"] == ["ray_raypo_rollout_score_mean{} or ray_raypo_eval_score_mean{}"]
     assert query["g1.expr"] == ["ray_raypo_kl_ref_response_mean{}"]
 
 
 def test_without_a_ray_it_is_told(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"--session \(.*\): no Ray is there.*ray start --head"):
-        servers.Session.find(tmp_path / "session_latest")
+    done = monitor("--session", str(tmp_path / "session_latest"))
+    assert done.exit_code == 2
+    assert "session_latest): no Ray is there that tells its metrics" in done.stderr
+    assert "ray start --head" in done.stderr
 
 
-def test_what_is_missing_is_named_with_how_to_install_it(
-    session: servers.Session, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(servers.shutil, "which", lambda name: None)
-    done = CliRunner().invoke(app, ["monitor", "--session", str(session.folder)])
+def test_what_is_missing_is_named_with_how_to_get_it(session: Path, installed: Path):
+    done = monitor("--session", str(session))
     assert done.exit_code == 1
     assert "apt-get install prometheus" in done.output
+    assert "ray metrics launch-prometheus" in done.output
+    assert "raypo monitor --dashboard raypo.json" in done.output
 
 
-def test_a_server_that_ends_at_once_is_told_with_its_log(
-    session: servers.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    binary = tmp_path / "prometheus"
-    binary.write_text("#!/bin/sh\necho address already in use\nexit 1\n")
-    binary.chmod(binary.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(servers.shutil, "which", lambda name: str(binary))
-    with pytest.raises(ConfigError, match=r"address already in use.*Choose another port"):
-        servers.start_prometheus(session, tmp_path / "data", 1)
+def test_prometheus_and_grafana_start_with_the_files_that_ray_wrote(session: Path, installed: Path):
+    install(installed / "prometheus", "exec /bin/sleep 60")
+    install(installed / "grafana", f"until [ -s {installed}/prometheus.arguments ]; do :; done")
+    (installed.parent / "public").mkdir()
+    done = monitor("--session", str(session), "--prometheus-port", "19", "--grafana-port", "20")
+    prometheus, grafana = (
+        (installed / f"{name}.arguments").read_text().splitlines()
+        for name in ("prometheus", "grafana")
+    )
+    assert f"--config.file={session}/metrics/prometheus/prometheus.yml" in prometheus
+    assert "--web.listen-address=127.0.0.1:19" in prometheus
+    assert grafana[:2] == ["server", f"--homepath={installed.parent}"]
+    assert f"--config={session}/metrics/grafana/grafana.ini" in grafana
+    assert "cfg:server.http_port=20" in grafana
+    assert "http://127.0.0.1:20/d/raypo" in done.output
+    board = session / "metrics" / "grafana" / "dashboards" / "raypo.json"
+    assert json.loads(board.read_text()) == grafana_dashboard()
 
 
-@pytest.mark.parametrize("server", ["prometheus", "grafana"])
-def test_another_program_on_the_port_is_not_taken_for_the_own_server(
-    server: str, session: servers.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(servers.shutil, "which", lambda name: "/bin/true")
-    session.grafana.mkdir(parents=True, exist_ok=True)
-    start = getattr(servers, f"start_{server}")
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"--{server}-port \({port}\): another program"):
-            start(session, tmp_path / "data", port)
+def test_a_program_that_ends_ends_the_command(session: Path, installed: Path):
+    """As it does where another program listens at its port: it says so on the terminal."""
+    install(installed / "prometheus", "exit 1")
+    done = monitor("--session", str(session))
+    assert done.exit_code == 1
+    assert "prometheus ended, for the reason that it gave above" in done.output

@@ -1,10 +1,10 @@
 "use strict";
 (() => {
-  const SLOTS = ["#3b82f6", "#f97316", "#10a37f", "#a855f7", "#e5484d", "#14b8a6", "#d6a10a", "#ec4899", "#6b7280"];
+  const COLOURS = document.body.dataset.colours.split(" ");
   const PAGE = 24;
   const byId = (id) => document.getElementById(id);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const slot = (which) => (typeof which === "number" ? SLOTS[which % SLOTS.length] : "#8a94a6");
+  const slot = (which) => COLOURS[which % COLOURS.length];
 
   const unpack = async (id) => {
     const packed = byId(id).textContent.trim();
@@ -22,11 +22,11 @@
     const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, exponentformat: "power" };
     return {
       margin: { l: 50, r: 14, t: 10, b: 44 }, hovermode: "x unified", dragmode: narrow() ? false : "zoom",
-      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 12 } },
       ...layout,
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 12 }, ...layout.legend },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: ink, size: 12, family: "inherit" },
-      colorway: SLOTS, modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--quiet"), activecolor: ink },
+      colorway: COLOURS, modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--quiet"), activecolor: ink },
       hoverlabel: { bgcolor: colour("--paper"), bordercolor: line, font: { color: ink } },
       xaxis: { ...layout.xaxis, ...axis }, yaxis: { ...layout.yaxis, ...axis },
     };
@@ -56,10 +56,10 @@
     const names = [...new Set(Object.values(columns).flatMap((run) => Object.keys(run)))];
     names.filter((name) => name !== "step").sort().forEach((name) => choice.add(new Option(name, name)));
     const show = () => {
-      const data = Object.entries(columns).filter(([, run]) => run[choice.value]).map(([run, values], which) => ({
+      const data = Object.entries(columns).filter(([, run]) => run[choice.value]).map(([run, values]) => ({
         x: values.step.filter((_, i) => values[choice.value][i] !== null),
         y: values[choice.value].filter((value) => value !== null),
-        name: run, slot: which, mode: "lines+markers", marker: { size: 5 },
+        name: run, mode: "lines+markers", marker: { size: 5 },
       }));
       const layout = { xaxis: { title: { text: "step" } }, yaxis: { title: { text: choice.value } }, showlegend: data.length > 1 };
       draw(element, { data, layout });

@@ -8,6 +8,7 @@ from raypo.metrics.report import (
     scatter_chart,
     spans_decades,
 )
+from raypo.metrics.report.page import COLOURS
 
 ROWS = [{"step": 1, "a": 1.0, "b": 3.0}, {"step": 2, "a": 2.0}, {"step": 3, "a": float("nan")}]
 
@@ -29,7 +30,7 @@ def test_what_is_missing_or_not_finite_is_no_point():
 def test_a_run_keeps_its_colour_when_another_lacks_the_figure():
     chart = line_chart("x", {"without": [{"step": 1}], "with": ROWS}, "a")
     assert chart is not None
-    assert [trace["slot"] for trace in chart.figure["data"]] == [1]
+    assert [trace["line"]["color"] for trace in chart.figure["data"]] == [COLOURS[1]]
 
 
 def test_parallel_coordinates_have_words_as_ticks():

@@ -1,23 +1,24 @@
-"""raypo's Grafana dashboard, as the JSON that Grafana loads."""
+"""raypo's panels: as the dashboard that Grafana loads, and on Prometheus' own page."""
 
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlencode
 
 from raypo.metrics.sinks import prometheus_name
 
 UID = "raypo"
 PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Score", "short", ("rollout/score_mean", "eval/score_mean")),
-    ("KL to the reference, nats a response", "short", ("kl/ref_response_mean",)),
+    ("KL to the reference, nats per response", "short", ("kl/ref_response_mean",)),
     ("Response length, tokens", "short", ("rollout/response_tokens_mean",)),
-    ("Entropy, nats a token", "short", ("ppo/entropy",)),
+    ("Entropy, nats per token", "short", ("ppo/entropy",)),
     ("Clipped tokens", "percentunit", ("ppo/clip_fraction",)),
-    ("KL of an update, nats a token", "short", ("ppo/approx_kl",)),
+    ("KL of an update, nats per token", "short", ("ppo/approx_kl",)),
     ("Loss", "short", ("ppo/policy_loss", "ppo/value_loss", "train/loss", "eval/loss")),
-    ("Engine against learner, nats a token", "short", ("mismatch/kl",)),
-    ("Response tokens a second", "short", ("perf/response_tokens_per_s",)),
-    ("Samples a second", "short", ("perf/samples_per_s",)),
+    ("Engine against learner, nats per token", "short", ("mismatch/kl",)),
+    ("Response tokens per second", "short", ("perf/response_tokens_per_s",)),
+    ("Samples per second", "short", ("perf/samples_per_s",)),
     ("Model FLOPs utilisation", "percentunit", ("perf/mfu", "perf/update_mfu")),
     (
         "Peak memory by role",
@@ -27,17 +28,17 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Age of the samples, updates", "short", ("rollout/staleness_mean", "rollout/staleness_max")),
     ("Step", "short", ("step",)),
 )
-"""Title, Grafana's unit, metrics."""
+"""The title of each panel, Grafana's name of its unit, and the metrics that it draws."""
 PHASES = "Seconds by phase"
 
 
 def expression(metric: str, selector: str = 'run=~"$run"') -> str:
-    """A metric as Prometheus has it: Ray's prefix, raypo's name, the runs that are asked for."""
+    """A metric as Prometheus knows it, with Ray's prefix, of the runs that are asked for."""
     return f"ray_{prometheus_name(metric)}{{{selector}}}"
 
 
 def grafana_dashboard() -> dict[str, Any]:
-    """The dashboard: a panel a figure, a line a run; runs are chosen at its head."""
+    """The dashboard as Grafana's JSON: a line is a run, and runs are chosen at the head."""
     panels = [_panel(number, *panel) for number, panel in enumerate(PANELS)]
     panels.append(_phases(len(PANELS)))
     return {
@@ -65,6 +66,18 @@ def grafana_dashboard() -> dict[str, Any]:
         },
         "panels": panels,
     }
+
+
+def prometheus_url(port: int) -> str:
+    """The address of Prometheus' own page with the first four panels, for want of a Grafana."""
+    query: dict[str, str] = {}
+    for number, (_, _, metrics) in enumerate(PANELS[:4]):
+        query |= {
+            f"g{number}.expr": " or ".join(expression(metric, "") for metric in metrics),
+            f"g{number}.tab": "0",
+            f"g{number}.range_input": "15m",
+        }
+    return f"http://127.0.0.1:{port}/graph?{urlencode(query)}"
 
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -1,1 +1,0 @@
-"""Prometheus and Grafana beside a Ray that is running, and raypo's panels in them."""
