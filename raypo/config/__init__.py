@@ -26,6 +26,7 @@ from raypo.config.sections import (
     PolicyLoraSection,
     RewardModelEntry,
     RewardSection,
+    RewardWeights,
     WandbSection,
     WorkersSection,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "RewardModelConfig",
     "RewardModelEntry",
     "RewardSection",
+    "RewardWeights",
     "RolloutSection",
     "RunFile",
     "SFTConfig",

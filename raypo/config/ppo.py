@@ -172,8 +172,15 @@ class PPOSection(Config):
     always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount per sampled token."""
-    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
-    """Bias-variance trade of GAE."""
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = 0.95
+    """Bias-variance trade of GAE; adaptive: 1 - 1 / (lambda_alpha * length) for each response, its
+    length in sampled tokens (VAPO, arXiv:2504.05118)."""
+    lambda_alpha: float = Field(default=0.05, gt=0.0)
+    """Of `gae_lambda: adaptive`, which is 0 for responses of 1 / lambda_alpha tokens or fewer."""
+    critic_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Lambda of the critic's targets (VC-PPO, arXiv:2503.01491, takes 1); null: `gae_lambda`, but 1
+    in the first `critic_warmup_steps`: with less, the values of a long response's first tokens
+    would not hear of its score."""
     bootstrap_truncated: bool = False
     """gae: a truncated response goes on with the critic's value of its last state, not with 0."""
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
@@ -190,7 +197,8 @@ class PPOSection(Config):
     """Responses per optimizer step, over all workers; a step with fewer responses than planned is
     cut into minibatches of like size, none larger."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """First steps of the run that update the critic alone."""
+    """First steps of the run that update the critic alone, by targets of lambda 1 unless
+    `critic_lambda` is set."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus; 0: entropy is only logged."""
     kl: KLSection = KLSection()
@@ -228,10 +236,16 @@ class PPOSection(Config):
         unused_clips = {"cispo": ("clip_low",), "sapo": ("clip_low", "clip_high")}
         for keys, can_act, reason, remedy in (
             (
-                ("gae_lambda", "value_clip"),
+                ("gae_lambda", "critic_lambda", "value_clip"),
                 self.needs_critic,
                 f"ppo.advantage: {self.advantage} has no critic",
                 "set ppo.advantage to gae",
+            ),
+            (
+                ("lambda_alpha",),
+                self.needs_critic and self.gae_lambda == "adaptive",
+                "ppo.gae_lambda is not adaptive",
+                "set ppo.gae_lambda to adaptive",
             ),
             (
                 unused_clips.get(self.policy_loss, ()),
@@ -263,9 +277,15 @@ class PPOSection(Config):
         value, default = getattr(owner, name), type(owner).model_fields[name].default
         usual = flatten(PRESETS.get(self.preset or "", {})).get(key, default)
         if value is not None and value != usual:
+            told = value if isinstance(value, str) else f"{value:g}"
             raise ValueError(
-                f"ppo.{key} ({value:g}): has no effect, {reason}. Remove ppo.{key}, or {remedy}."
+                f"ppo.{key} ({told}): has no effect, {reason}. Remove ppo.{key}, or {remedy}."
             )
+
+    def critic_lambda_at(self, step: int) -> float | None:
+        """Lambda of the critic's targets in a step, counted from 1; None: that of the policy."""
+        warming_up = self.critic_lambda is None and step <= self.critic_warmup_steps
+        return 1.0 if warming_up else self.critic_lambda
 
     @property
     def needs_critic(self) -> bool:

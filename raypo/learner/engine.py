@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
 from raypo.learner.offload import Offload, OffloadPlan
+from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 
 
@@ -38,6 +40,9 @@ class TrainedModel:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._has_frozen = len(trained) < len(parameters)
         optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=section.weight_decay)
+        is_rounded = dtype == "bfloat16"
+        self._heads = [m for m in module.modules() if is_rounded and isinstance(m, Float32Linear)]
+        self._masters = {p: p.detach().clone() for head in self._heads for p in head.parameters()}
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
@@ -48,10 +53,13 @@ class TrainedModel:
         self._workers = workers
         self._stage = int(self._engine.zero_optimization_stage())
         self._engine.train()
+        for parameter, exact in self._masters.items():
+            self._set_master(parameter, exact)
+        self._read_masters()
         zero = self._engine.config.get("zero_optimization", {})
         plan = OffloadPlan.of(
             self._stage,
-            dtype=dtype,
+            by_deepspeed=isinstance(self._engine.optimizer, _zero_optimizers()),
             has_frozen=self._has_frozen,
             has_offload_param="offload_param" in zero,
         )
@@ -94,6 +102,7 @@ class TrainedModel:
         self._engine.step()
         if not self._engine.was_step_applied():
             return False, None
+        self._read_masters()
         norm = self._engine.get_global_grad_norm()
         return True, None if norm is None else float(norm)
 
@@ -106,10 +115,14 @@ class TrainedModel:
         return self.gathered(merged_weights(submodule))
 
     def gathered(self, weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors of some weights; all workers iterate to the end together."""
+        """Names and whole tensors of some weights; all workers iterate to the end together.
+
+        The weights of a float32 head are its master weights.
+        """
         for weight in weights:
             with self._gathered_parameters(list(weight.parts), enabled=self._stage == 3):
-                yield weight.name, weight.merged()
+                master = self._masters.get(weight.parts[0])
+                yield weight.name, weight.merged() if master is None else master
 
     def save(self, directory: Path) -> None:
         """What is trained, optimizer and counters, this worker's shard; all workers call it."""
@@ -134,6 +147,28 @@ class TrainedModel:
             raise RuntimeError(f"{directory}: holds no DeepSpeed checkpoint that can be loaded.")
         for group, decay in zip(self._engine.optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
+        self._read_masters()
+
+    def _set_master(self, parameter: nn.Parameter, exact: Tensor) -> None:
+        """Undo what DeepSpeed rounded when it made the master weight of a head's parameter."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        if self._stage < 3:
+            safe_set_full_fp32_param(parameter, exact)
+            return
+        size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        padded = pad(exact.flatten(), (0, size * self._workers.count - exact.numel()))
+        safe_set_local_fp32_param(parameter, padded.split(size)[self._workers.rank])
+
+    def _read_masters(self) -> None:
+        """Give the float32 heads their master weights; all workers call it together."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for head in self._heads:
+            for name, parameter in head.named_parameters():
+                master = safe_get_full_fp32_param(parameter)
+                assert master is not None, "a head is trained, so it has master weights"
+                self._masters[parameter] = head.masters[name] = master
 
     def _gradients_are_finite(self) -> bool:
         parameters = self._engine.module.parameters()
@@ -142,7 +177,13 @@ class TrainedModel:
 
 
 def deepspeed_config(section: WorkersSection, *, dtype: str) -> dict[str, Any]:
-    """The generated DeepSpeed config with `learner.deepspeed` merged over it."""
+    """The generated DeepSpeed config with `learner.deepspeed` merged over it.
+
+    In bfloat16 sums over micro-batches and master weights are float32 at every stage. DeepSpeed's
+    own stage 0 cannot: FP16_UnfusedOptimizer sums in bfloat16, and its first Adam updates are too
+    small. So stage 0 is DeepSpeed's stage 1 there, whose updates are the same; and what stage 1
+    sends at the end of a step are sums, which must not be rounded.
+    """
     generated: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -153,12 +194,23 @@ def deepspeed_config(section: WorkersSection, *, dtype: str) -> dict[str, Any]:
         "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
         "steps_per_print": None,
     }
-    if dtype == "bfloat16" and section.zero_stage > 0:
-        # Sums over micro-batches in bfloat16 would depend on how many there are.
+    if dtype == "bfloat16":
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
     merged = OmegaConf.to_container(OmegaConf.merge(generated, section.deepspeed))
     assert isinstance(merged, dict)
-    return {str(key): value for key, value in merged.items()}
+    config = {str(key): value for key, value in merged.items()}
+    if dtype == "bfloat16" and config["zero_optimization"]["stage"] <= 1:
+        config["zero_optimization"]["stage"] = 1
+        config.setdefault("communication_data_type", "fp32")
+    return config
+
+
+def _zero_optimizers() -> tuple[type, ...]:
+    """DeepSpeed's optimizers that can move their states to the host."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    return DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 
 
 def _import_deepspeed() -> Any:

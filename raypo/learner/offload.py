@@ -1,23 +1,24 @@
 """Moving a trained model to the host and back, as far as its ZeRO stage lets us.
 
-What DeepSpeed 0.19 can move by `offload_states` differs by stage, so it is written down here and
-tested, not assumed:
+What DeepSpeed 0.19 can move by `offload_states` differs by its optimizer, so it is written down
+here and tested, not assumed:
 
-| stage | by DeepSpeed | by raypo | stays on the device |
+| stage | optimizer | by DeepSpeed | by raypo |
 |---|---|---|---|
-| 0, float32 | - | optimizer states, weights | - |
-| 0, bfloat16 | - | optimizer states | weights (DeepSpeed holds views of flat buffers) |
-| 1, 2 | all | - | - |
-| 3 | weights, gradients, gradient buckets | master weights, optimizer states | - |
+| 0, float32 | AdamW | - | optimizer states, weights |
+| 0 and 1, bfloat16 | BF16_Optimizer | - | optimizer states, master weights, gradients, weights |
+| 1 and 2 | DeepSpeedZeroOptimizer | all | - |
+| 3 | its Stage3 | weights, gradients, gradient buckets | optimizer states, master weights |
 
-At stage 3 DeepSpeed moves master weights and optimizer states of its own FusedAdam alone.
+At stage 3 DeepSpeed moves master weights and optimizer states of its own FusedAdam alone. What
+raypo moves it moves by storage: DeepSpeed holds many views of one flat buffer, which stay valid.
 
 What the config off-loads by itself (`offload_optimizer`, `offload_param`) is left where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,10 +27,13 @@ from torch import Tensor
 
 from raypo.models.loading import release_memory
 
+HOST = "cpu"
+"""Device type of what is there already."""
+
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Who moves what; lists of DeepSpeed's `OffloadStateTypeEnum`."""
+    """Who moves what: lists of DeepSpeed's `OffloadStateTypeEnum`."""
 
     training_state: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -38,21 +42,25 @@ class OffloadPlan:
 
     @classmethod
     def of(
-        cls, stage: int, *, dtype: str, has_frozen: bool = False, has_offload_param: bool = False
+        cls,
+        stage: int,
+        *,
+        by_deepspeed: bool,
+        has_frozen: bool = False,
+        has_offload_param: bool = False,
     ) -> OffloadPlan:
         """The table above.
 
         Args:
             stage: ZeRO's.
-            dtype: float32 or bfloat16.
+            by_deepspeed: The optimizer knows `offload_states`.
             has_frozen: Some weights are not trained, as below an adapter; they are no part of what
                 DeepSpeed moves at stages 1 and 2, and are left alone at stage 3.
             has_offload_param: `zero_optimization.offload_param` is set: DeepSpeed then refuses to
                 move anything itself.
         """
-        if stage == 0:
-            moved = "all" if dtype == "float32" else "none"
-            return cls(optimizer_by_raypo=True, parameters_by_raypo=moved)
+        if not by_deepspeed:
+            return cls(optimizer_by_raypo=True, parameters_by_raypo="all")
         if has_offload_param:
             return cls(optimizer_by_raypo=True)
         if stage < 3:
@@ -75,14 +83,15 @@ class Offload:
             plan: Of its ZeRO stage.
         """
         self._engine, self._optimizer, self._plan = engine, optimizer, plan
-        self._moved: list[tuple[Tensor, torch.device]] = []
+        self._moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        """What was emptied, and its copy on the host."""
         self._by_deepspeed = False
 
     def training_state(self) -> None:
         """Optimizer states, master weights and gradients; safe to call again."""
         self._ask_deepspeed(self._plan.training_state)
         if self._plan.optimizer_by_raypo:
-            self._move(_optimizer_tensors(self._optimizer, with_keys=self._stage == 3))
+            self._move(self._optimizer_tensors())
         release_memory()
 
     def parameters(self) -> None:
@@ -99,13 +108,10 @@ class Offload:
         if self._by_deepspeed:
             self._engine.reload_states()
             self._by_deepspeed = False
-        for tensor, device in self._moved:
-            tensor.data = tensor.data.to(device, non_blocking=True)
+        for storage, copy in self._moved:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy, non_blocking=True)
         self._moved = []
-
-    @property
-    def _stage(self) -> int:
-        return int(self._engine.zero_optimization_stage())
 
     def _ask_deepspeed(self, states: tuple[str, ...]) -> None:
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -115,15 +121,22 @@ class Offload:
             self._engine.offload_states(include, pin_memory=torch.cuda.is_available())
             self._by_deepspeed = True
 
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """States, what they are of where that is not the weights, and summed gradients."""
+        for state in self._optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        weights = set(self._engine.module.parameters())
+        masters = {*self._optimizer.state}.union(
+            *(group["params"] for group in self._optimizer.param_groups)
+        )
+        yield from masters - weights
+        yield from getattr(self._engine.optimizer, "fp32_groups_gradients_flat", ())
+
     def _move(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if tensor.device.type != "cpu":
-                self._moved.append((tensor, tensor.device))
-                tensor.data = tensor.data.to("cpu")
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer, *, with_keys: bool) -> list[Tensor]:
-    """The states, and with `with_keys` what they are of: at stage 3 the master weights."""
-    states = [t for state in optimizer.state.values() for t in state.values()]
-    keys = list(optimizer.state) if with_keys else []
-    return [tensor for tensor in (*states, *keys) if isinstance(tensor, Tensor)]
+            storage = tensor.untyped_storage()
+            is_there = storage.device.type == HOST or storage.nbytes() == 0
+            if not is_there and storage.resizable():  # a file's mapped memory is not
+                copy = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+                self._moved.append((storage, copy))
+                storage.resize_(0)

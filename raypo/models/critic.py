@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from raypo.config import ModelSection, PolicyLoraSection
+from raypo.config import ModelSection, PolicyLoraSection, RewardWeights
+from raypo.models.heads import Float32Linear
 from raypo.models.loading import load_backbone, load_reward_model, same_vocabulary
 from raypo.models.lora import add_adapter
 from raypo.models.scores import has_score_head
@@ -32,19 +33,39 @@ class CriticStart:
     reward_weight: float | None = None
     """None: the value head starts at that of a saved critic, or at zero; else at the reward model's
     score head times this."""
+    remark: str = ""
+    """In words, why this weight."""
 
 
-def critic_start(model: ModelSection) -> CriticStart:
+def critic_start(
+    model: ModelSection, weights: RewardWeights, *, has_other_judges: bool, normalizes: bool
+) -> CriticStart:
     """`model.critic`, else the first reward model of the policy's vocabulary, else the policy.
 
-    A reward model's score is the return of a whole response (before KL), so its score head is a
-    fair first guess of the value; elsewhere a head of zeros says V = 0.
+    A reward model's weighted score is its part of the return of a whole response (before KL), so
+    its score head times the weights is a fair first guess of the value; elsewhere a head of zeros
+    says V = 0. What other judges and other reward models add, and what a bound on the scores cuts
+    off, no head could say: the critic learns it. Scores that are normalised as they come are
+    around 0 on a scale that is not known yet: then the head starts at zero.
+
+    Args:
+        has_other_judges: A reward function or servers score too.
+        normalizes: `ppo.shaping.normalize`.
     """
     if model.critic is not None:
         return CriticStart(model.critic)
-    for entry in model.reward or ():
-        if same_vocabulary(entry.path, model.policy):
-            return CriticStart(entry.path, entry.weight)
+    entries = model.reward or ()
+    for entry in entries:
+        if not same_vocabulary(entry.path, model.policy):
+            continue
+        if normalizes:
+            remark = "times 0: ppo.shaping.normalize finds the scale of the scores as they come"
+            return CriticStart(entry.path, 0.0, remark)
+        weight = weights.model * entry.weight
+        is_alone = len(entries) == 1 and not has_other_judges
+        remarks = [f"times {weight:g}"] if weight != 1.0 else []
+        remarks += [] if is_alone else ["what the other judges add is learned"]
+        return CriticStart(entry.path, weight, "; ".join(remarks))
     return CriticStart(model.policy)
 
 
@@ -55,10 +76,8 @@ class Critic(nn.Module):
         """The value head starts at zero: V = 0 before training."""
         super().__init__()
         self.backbone = backbone
-        parameter = next(backbone.parameters())
-        self.value_head = nn.Linear(
-            backbone.config.hidden_size, 1, dtype=parameter.dtype, device=parameter.device
-        )
+        like = next(backbone.parameters())
+        self.value_head = Float32Linear(backbone.config.hidden_size, 1, like=like)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -88,8 +107,11 @@ class Critic(nn.Module):
             if has_score_head(model):  # an encoder's states see the future: no critic
                 critic = cls(model.base_model)
                 with torch.no_grad():
-                    critic.value_head.weight.copy_(model.score.weight * start.reward_weight)
-                return critic, f"starts from the reward model {start.path}, score head included"
+                    for name, parameter in model.score.named_parameters():
+                        into = critic.value_head.get_parameter(name)
+                        into.copy_(parameter * start.reward_weight)
+                words = f"starts from the reward model {start.path}, score head included"
+                return critic, f"{words} ({start.remark})" if start.remark else words
         critic = cls(load_backbone(start.path, dtype=dtype))
         head = Path(start.path) / VALUE_HEAD_FILE
         if head.exists():

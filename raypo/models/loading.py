@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from raypo.config import ConfigError
+from raypo.models.heads import HEADS, with_float32_heads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,7 +36,8 @@ def load_backbone(path: str, *, dtype: str) -> Any:
 def load_reward_model(path: str, *, dtype: str) -> Any:
     """The sequence classifier with one label of a folder or hub id, dropout off.
 
-    A causal language model loads too: it gets a new score head, from torch's random state.
+    Its head is read and multiplies in float32, whatever the dtype of the body. A causal language
+    model loads too: it gets a new score head, from torch's random state.
 
     Raises:
         ConfigError: the folder is a classifier with more than one label.
@@ -47,7 +49,8 @@ def load_reward_model(path: str, *, dtype: str) -> Any:
             f"model.reward ({path}): it is a classifier with {labels} labels. A reward model has "
             f"one label: its score."
         )
-    return _load(AutoModelForSequenceClassification, path, dtype, num_labels=1)
+    model = _load(AutoModelForSequenceClassification, path, dtype, num_labels=1)
+    return with_float32_heads(model)
 
 
 def release_memory() -> None:
@@ -97,11 +100,21 @@ def _load(kind: Any, path: str, dtype: str, **config_values: Any) -> nn.Module:
     """
     config = AutoConfig.from_pretrained(path, **config_values)
     _turn_dropout_off(config)
+    if kind is AutoModelForSequenceClassification:
+        _keep_heads_in_float32(kind, config)
     model = kind.from_pretrained(path, config=config, dtype=DTYPES[dtype])
     for module in model.modules():  # those that do not ask the config
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model.train()
+
+
+def _keep_heads_in_float32(kind: Any, config: PretrainedConfig) -> None:
+    """Heads that a folder has in float32 are read so; transformers asks the model's class."""
+    with torch.device("meta"):  # only to learn which class it is
+        architecture = type(kind.from_config(config))
+    kept = set(architecture._keep_in_fp32_modules_strict or ())
+    architecture._keep_in_fp32_modules_strict = kept | {rf"^{name}\." for name in HEADS}
 
 
 def _turn_dropout_off(config: PretrainedConfig) -> None:

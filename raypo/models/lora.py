@@ -18,13 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raypo.config import ConfigError, LoraSection
+from raypo.models.heads import HEADS
 
 NAME = "default"
 """peft's name of the only adapter of a model."""
 PREFIX = "base_model.model."
 """What stands before a module's name in peft's files."""
-HEADS = ("score", "classifier", "classification_head")
-"""Names of classification heads; they are new, so they are trained whole."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class Weight:
 def add_adapter(model: Any, section: LoraSection | None) -> Any:
     """The model itself, its weights frozen and an adapter in its linear layers; B starts at zero.
 
-    A classification head is trained whole. A comes from torch's random state. Without a section
-    nothing changes.
+    A classification head is new, so it is trained whole. A comes from torch's random state.
+    Without a section nothing changes.
 
     Raises:
         ConfigError: `target_modules` names no layer, one that is not linear, or a tied head.

@@ -162,13 +162,13 @@ def trained(
 
     Frozen weights have no gradients and no moments; stage 3 shards them like the others.
 
-    Stage 0 in float32 keeps weights, gradients and AdamW's moments whole: 16 bytes a weight; in
-    bfloat16 (FP16_UnfusedOptimizer) master weights and a float32 copy of the gradients come to
-    it. Stages 1 and 2 (DeepSpeedZeroOptimizer) hold all weights, and of master weights, moments
-    and summed gradients one part in W; stage 1 sums all gradients on every worker. Gradients
-    pass a bucket of `reduce_bucket_size` elements. Stage 3 shards the weights too and gathers
-    those in use, up to `stage3_max_live_parameters`. Rajbhandari et al. 2020, arXiv:1910.02054,
-    section 5; deepspeed/runtime/zero/stage_1_and_2.py and stage3.py of 0.19.
+    Stage 0 (float32 alone) keeps weights, gradients and AdamW's moments whole: 16 bytes a weight.
+    Stages 1 and 2 hold all weights, and of master weights and moments one part in W; stage 2 of
+    the summed gradients too, where stage 1 sums all of them on every worker, in bfloat16
+    (BF16_Optimizer) beside those of the last micro-batch. Gradients pass a bucket of
+    `reduce_bucket_size` elements. Stage 3 shards the weights too and gathers those in use, up to
+    `stage3_max_live_parameters`. Rajbhandari et al. 2020, arXiv:1910.02054, section 5;
+    deepspeed/runtime/bf16_optimizer.py, zero/stage_1_and_2.py and zero/stage3.py of 0.19.
 
     Args:
         parameters: Weights that are trained.
@@ -184,11 +184,13 @@ def trained(
     host: Bytes = {}
     bucket = min(parameters, sharding.reduce_bucket)
     if sharding.stage == 0:
-        kept, update = _trained_whole(parameters, bucket, itemsize)
-        return held | kept, update, host
+        kept = {"optimizer": 2 * MASTER * parameters, "gradients": itemsize * parameters}
+        return held | kept, {"buckets": bucket * itemsize}, host
     share = -(-parameters // sharding.workers)
     optimizer = 3 * MASTER * share  # master weights and two moments
     gradients = (parameters if sharding.stage == 1 else share) * MASTER
+    if sharding.stage == 1 and itemsize < MASTER:
+        gradients += parameters * itemsize
     # Stage 2: the reduced part of a backward pass and its copy, before they join the sum. Else
     # the flat gradient of the step and AdamW's two intermediates.
     copies = 2 if sharding.stage == 2 else 3
@@ -210,15 +212,6 @@ def trained(
     held["gradients"] = gradients
     held["buckets"] = bucket * (4 if sharding.stage == 1 else itemsize)
     return held, update, host
-
-
-def _trained_whole(parameters: int, bucket: int, itemsize: int) -> tuple[Bytes, Bytes]:
-    """Stage 0: what is kept beside the weights, and what the update adds."""
-    held = {"optimizer": 2 * MASTER * parameters, "gradients": itemsize * parameters}
-    if itemsize == MASTER:
-        return held, {"buckets": bucket * itemsize}
-    held["optimizer"] += MASTER * parameters
-    return held, {"buckets": MASTER * parameters}
 
 
 def kv_bytes_per_token(shape: ModelShape, *, itemsize: int, tensor_parallel: int = 1) -> int:
@@ -253,15 +246,18 @@ def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
     return min(largest, shape.parameters * itemsize)
 
 
-def sharding_of(stage: int, workers: int, deepspeed: dict[str, Any]) -> Sharding:
-    """What `learner.zero_stage` and `learner.deepspeed` say together; the latter wins."""
+def sharding_of(stage: int, workers: int, deepspeed: dict[str, Any], *, dtype: str) -> Sharding:
+    """What `learner.zero_stage` and `learner.deepspeed` say together; the latter wins.
+
+    As `raypo.learner.engine.deepspeed_config` has it, stage 0 is stage 1 in bfloat16.
+    """
     zero = deepspeed.get("zero_optimization", {})
 
     def is_off(name: str) -> bool:
         return (zero.get(name) or {}).get("device", "none") not in ("none", None)
 
     return Sharding(
-        stage=int(zero.get("stage", stage)),
+        stage=max(int(zero.get("stage", stage)), 1 if dtype == "bfloat16" else 0),
         workers=workers,
         offload_optimizer=is_off("offload_optimizer"),
         offload_param=is_off("offload_param"),

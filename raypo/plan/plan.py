@@ -93,7 +93,10 @@ def make_plan(config: PPOConfig, nodes: Sequence[Node]) -> Plan:
     device = device_of(config, nodes)
     layout = lay_out(config, nodes, device)
     sharding = memory.sharding_of(
-        config.learner.zero_stage, config.learner.num_workers, config.learner.deepspeed
+        config.learner.zero_stage,
+        config.learner.num_workers,
+        config.learner.deepspeed,
+        dtype=config.model.dtype,
     )
     roles = roles_of(config, models, sharding, device, smallest_gpu(nodes, layout))
     loads = device_loads(config, roles, nodes, layout, device)

@@ -110,7 +110,9 @@ def _would_fit(config: PPOConfig, nodes: Sequence[Node], changes: dict[str, Any]
     except ConfigError:
         return False
     learner, gpu_bytes = changed.learner, smallest_gpu(nodes, layout)
-    sharding = memory.sharding_of(learner.zero_stage, learner.num_workers, learner.deepspeed)
+    sharding = memory.sharding_of(
+        learner.zero_stage, learner.num_workers, learner.deepspeed, dtype=changed.model.dtype
+    )
     roles = roles_of(changed, models, sharding, device, gpu_bytes)
     loads = device_loads(changed, roles, nodes, layout, device)
     can_be = not any(True for _ in impossible(changed, models, device, gpu_bytes))

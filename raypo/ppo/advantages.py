@@ -94,13 +94,30 @@ def penalized_scores(
     return scores if kl_coef == 0.0 else scores - kl_coef * keep(kl, mask).sum(1)
 
 
+def adaptive_lambdas(mask: Tensor, *, alpha: float) -> Tensor:
+    """A lambda for each response, 1 - 1 / (alpha * length): the longer it is, the nearer to 1.
+
+    Its weights 1, lambda, lambda ** 2, ... then sum up to alpha times the length. Where alpha *
+    length is 1 or less, lambda is 0.
+
+    Args:
+        mask: [B, T] bool; the length is the number of sampled tokens.
+
+    Returns:
+        lambdas: [B] float64.
+
+    Paper: Yue et al. 2025 (VAPO), arXiv:2504.05118 (length-adaptive GAE).
+    """
+    return 1.0 - 1.0 / (alpha * mask.sum(1).double()).clamp(min=1.0)
+
+
 def generalized_advantages(
     rewards: Tensor,  # [B, T]
     values: Tensor,  # [B, T], value of the state before the token is chosen
     mask: Tensor,  # [B, T] bool
     *,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,  # a tensor: [B], one for each row
     last_values: Tensor | None = None,  # [B]
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns by Generalized Advantage Estimation.
@@ -109,6 +126,7 @@ def generalized_advantages(
     numbers the sampled tokens of a row. Computed in float64, without gradient.
 
     Args:
+        gae_lambda: one for all rows, or one for each.
         last_values: value of the state after the last sampled token, for rows that were cut off;
             0 for rows that ended. None: 0 for all.
 
@@ -122,14 +140,18 @@ def generalized_advantages(
     Paper: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
     check_same_shape(rewards=rewards, values=values, mask=mask)
-    if last_values is not None and last_values.shape != mask.shape[:1]:
-        raise ValueError(
-            f"last_values {tuple(last_values.shape)} must have one entry for each row of "
-            f"mask {tuple(mask.shape)}."
-        )
+    of_rows = {"last_values": last_values, "gae_lambda": gae_lambda}
+    for name, rows in of_rows.items():
+        if isinstance(rows, Tensor) and rows.shape != mask.shape[:1]:
+            raise ValueError(
+                f"{name} {tuple(rows.shape)} must have one entry for each row of "
+                f"mask {tuple(mask.shape)}."
+            )
     last = values.new_zeros(mask.shape[0]) if last_values is None else last_values
 
-    def estimate(rewards: Tensor, values: Tensor, mask: Tensor, last: Tensor) -> list[Tensor]:
+    def estimate(
+        rewards: Tensor, values: Tensor, mask: Tensor, last: Tensor, *lambdas: Tensor
+    ) -> list[Tensor]:
         places = _sampled_places(mask)
         kept_values = keep(values.double(), mask)
         value = _compact(kept_values, places)
@@ -139,12 +161,14 @@ def generalized_advantages(
         next_value.scatter_add_(1, (num_tokens - 1).clamp(min=0), last_value)
         reward = _compact(keep(rewards.double(), mask), places)
         delta = reward.add_(next_value, alpha=gamma).sub_(value)
-        advantages = _spread(_discounted_suffix_sums(delta, gamma * gae_lambda), places)
+        discount = gamma * (lambdas[0].to(delta) if lambdas else gae_lambda)
+        advantages = _spread(_discounted_suffix_sums(delta, discount), places)
         advantages = keep(advantages, mask)
         return [advantages, advantages + kept_values]
 
     with torch.no_grad():
-        advantages, returns = in_blocks(estimate, rewards, values, mask.bool(), last)
+        by_row = [gae_lambda] if isinstance(gae_lambda, Tensor) else []
+        advantages, returns = in_blocks(estimate, rewards, values, mask.bool(), last, *by_row)
     return advantages, returns
 
 
@@ -245,13 +269,14 @@ def _spread(x: Tensor, places: Tensor | None) -> Tensor:
     return x if places is None else x.gather(1, places.clamp(max=x.shape[1] - 1))
 
 
-def _discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
+def _discounted_suffix_sums(x: Tensor, discount: float | Tensor) -> Tensor:
     """y_k = x_k + discount * y_{k+1} along rows of x [B, T], in chunks by matrix products.
 
     A chunk's own sums are a product with a triangular matrix of powers; what flows in from later
-    chunks is the same recurrence over the chunks' first sums, with discount ** SCAN_CHUNK.
+    chunks is the same recurrence over the chunks' first sums, with discount ** SCAN_CHUNK. A
+    discount [B] is one for each row.
     """
-    if discount == 0.0:
+    if isinstance(discount, float) and discount == 0.0:
         return x
     rows, width = x.shape
     chunk = min(SCAN_CHUNK, max(width, 1))
@@ -260,10 +285,11 @@ def _discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
     padded = torch.nn.functional.pad(x, (0, missing)) if missing else x
     steps = torch.arange(chunk, device=x.device)
     exponents = steps.unsqueeze(1) - steps  # [from, to]
-    powers = torch.where(exponents >= 0, float(discount) ** exponents.clamp(min=0).to(x), 0.0)
+    base = discount[:, None, None] if isinstance(discount, Tensor) else float(discount)
+    powers = torch.where(exponents >= 0, base ** exponents.clamp(min=0).to(x), 0.0)
     sums = padded.reshape(rows, num_chunks, chunk) @ powers  # [B, chunks, chunk]
     if num_chunks > 1:
         later = _discounted_suffix_sums(sums[:, 1:, 0].contiguous(), discount**chunk)
-        to_the_end = float(discount) ** (chunk - steps).to(x)  # [chunk]
+        to_the_end = base ** (chunk - steps).to(x)  # [chunk], or [B, 1, chunk]
         sums[:, :-1].addcmul_(later.unsqueeze(2), to_the_end)
     return sums.reshape(rows, num_chunks * chunk)[:, :width]

@@ -7,6 +7,7 @@ of all workers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,13 +47,14 @@ ESTIMATORS = {
 }
 
 
-def estimate_advantages(
+def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     scores: Tensor,  # [B], shaped; NaN where scoring failed
     mask: Tensor,  # [B, T] bool
     *,
     kind: str,
     gamma: float,
-    gae_lambda: float = 1.0,
+    gae_lambda: float | Tensor = 1.0,  # a tensor: [B]
+    critic_lambda: float | None = None,
     kl: Tensor | None = None,  # [B, T]
     kl_coef: float = 0.0,
     extra_rewards: Tensor | None = None,  # [B, T]
@@ -67,6 +69,8 @@ def estimate_advantages(
     and gets advantage 0. (To leave it out of the loss's denominator too, empty its mask there.)
 
     Args:
+        gae_lambda: of `gae`.
+        critic_lambda: of the returns that `gae` gives the critic as targets; None: `gae_lambda`.
         kl: nats a token, when the penalty is placed in the reward.
         extra_rewards: see `token_rewards`.
         values: of the critic, for `gae`.
@@ -82,7 +86,8 @@ def estimate_advantages(
     Raises:
         ValueError: `kind` is unknown, what it needs is missing, or the shapes differ.
 
-    Paper: at each part, see `raypo.ppo.advantages` and `masked_whiten`.
+    Paper: at each part, see `raypo.ppo.advantages` and `masked_whiten`; Yuan et al. 2025 (VC-PPO),
+        arXiv:2503.01491 (decoupled GAE: a lambda of the critic's own).
     """
     check_choice("kind", kind, ESTIMATORS)
     estimator, workers = ESTIMATORS[kind], workers or Workers()
@@ -98,9 +103,12 @@ def estimate_advantages(
     if estimator.needs_critic:
         if values is None:
             raise ValueError(f"kind ({kind!r}) needs the critic's values.")
-        advantages, returns = generalized_advantages(
-            rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda, last_values=last_values
+        by_lambda = partial(
+            generalized_advantages, rewards, values, mask, gamma=gamma, last_values=last_values
         )
+        advantages, returns = by_lambda(gae_lambda=gae_lambda)
+        if critic_lambda is not None:
+            _, returns = by_lambda(gae_lambda=critic_lambda)
     else:
         advantages = returns = discounted_returns(rewards, mask, gamma=gamma)
     if estimator.whitens:

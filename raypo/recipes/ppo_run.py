@@ -172,7 +172,12 @@ class PPORun(Run[PPOConfig]):
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             seed=config.seed,
-            critic_start=critic_start(config.model),
+            critic_start=critic_start(
+                config.model,
+                config.reward.weights,
+                has_other_judges=self.reward_function is not None or config.reward.url is not None,
+                normalizes=config.ppo.shaping.normalize,
+            ),
             workers=self.workers,
         )
         assert self._phases is not None

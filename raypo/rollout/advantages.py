@@ -15,6 +15,7 @@ from raypo.collectives import Workers
 from raypo.config import CorrectionSection, KLSection, PPOSection
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo import corrections, kl, losses, masked, shaping
+from raypo.ppo.advantages import adaptive_lambdas
 from raypo.ppo.estimators import estimate_advantages
 from raypo.types import Experience
 
@@ -62,7 +63,8 @@ def with_advantages(
 
     Args:
         max_new_tokens: Longest response, in tokens.
-        step: Counted from 1; while the critic warms up, the KL coefficient rests.
+        step: Counted from 1; while the critic warms up, the KL coefficient rests, and the
+            critic's lambda may differ.
     """
     assert experience.old_log_probs is not None
     mask = experience.response_mask
@@ -80,7 +82,12 @@ def with_advantages(
         mask,
         kind=ppo.advantage,
         gamma=ppo.gamma,
-        gae_lambda=ppo.gae_lambda,
+        gae_lambda=(
+            adaptive_lambdas(mask, alpha=ppo.lambda_alpha)
+            if ppo.gae_lambda == "adaptive"
+            else ppo.gae_lambda
+        ),
+        critic_lambda=ppo.critic_lambda_at(step),
         kl=penalty if ppo.kl.placement == "reward" else None,
         kl_coef=state.kl.coef,
         values=experience.values,

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from raypo.config import PPOConfig
 from raypo.plan.estimate import LEARNER, Models
 from raypo.plan.loads import num_devices, roles_of
-from raypo.plan.memory import Sharding
+from raypo.plan.memory import sharding_of
 from tests.tiny import tiny_tokenizer
 
 SHAPES = {"25M": {"vocab_size": 9216, "num_hidden_layers": 6}, "135M": {}}
@@ -90,7 +90,7 @@ def measured(role: str, config: PPOConfig) -> dict[str, int]:
 
 def predicted(role: str, config: PPOConfig) -> Any:
     """The role's memory, as `raypo plan` computes it for this config."""
-    sharding = Sharding(config.learner.zero_stage)
+    sharding = sharding_of(config.learner.zero_stage, 1, {}, dtype=config.model.dtype)
     roles = roles_of(config, Models.read(config), sharding, "cpu", None)
     return next(each.memory for each in roles if each.name == role)
 

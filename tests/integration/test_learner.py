@@ -124,9 +124,12 @@ def test_before_the_policy_moves_its_ratio_is_exactly_one(model: str):
     assert figures["ppo/clip_fraction"] == figures["ppo/approx_kl"] == 0.0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_stop_the_run(model: str, stage: int):
-    trained = learner(model, stage=stage)
+def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_stop_the_run(
+    model: str, stage: int, dtype: str
+):
+    trained = learner(model, stage=stage, dtype=dtype)
     before = weights(trained)
     batch = with_targets(trained.evaluate(experience()))
     assert batch.advantages is not None

@@ -2,7 +2,9 @@
 
 import pytest
 
+from raypo.learner import offload
 from tests.integration.learning import (
+    STAGES,
     experience,
     largest_difference,
     learner,
@@ -14,19 +16,24 @@ from tests.integration.test_learner import model  # noqa: F401
 pytestmark = pytest.mark.usefixtures("group")
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_off_and_back_changes_nothing(model: str, stage: int):  # noqa: F811
-    stayed, moved = (learner(model, stage=stage) for _ in range(2))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_off_and_back_changes_nothing(
+    model: str,  # noqa: F811
+    stage: int,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(offload, "HOST", "elsewhere")  # or nothing on a CPU would be moved
+    stayed, moved = (learner(model, stage=stage, dtype=dtype) for _ in range(2))
     batch = with_targets(stayed.evaluate(experience()))
-    for each in (stayed, moved):
-        each.update(batch, step=1)
+    for step in (1, 2):  # before the first update there are no optimizer states
+        moved.offload_training_state()
+        assert largest_difference(weights(moved), weights(stayed)) == 0.0, "a push reads them now"
+        moved.offload_parameters()
+        moved.offload_parameters()
+        moved.reload()
 
-    moved.offload_training_state()
-    assert largest_difference(weights(moved), weights(stayed)) == 0.0, "a push reads them now"
-    moved.offload_parameters()
-    moved.offload_parameters()
-    moved.reload()
-
-    assert largest_difference(weights(moved), weights(stayed)) == 0.0
-    assert moved.update(batch, step=2) == stayed.update(batch, step=2)
-    assert largest_difference(weights(moved), weights(stayed)) == 0.0
+        assert largest_difference(weights(moved), weights(stayed)) == 0.0
+        assert moved.update(batch, step=step) == stayed.update(batch, step=step)
+        assert largest_difference(weights(moved), weights(stayed)) == 0.0

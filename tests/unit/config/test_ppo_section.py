@@ -118,6 +118,21 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "ppo.gae_lambda (0.9): has no effect, ppo.advantage: grpo has no critic. "
             "Remove ppo.gae_lambda, or set ppo.advantage to gae.",
         ),
+        (
+            {"ppo__advantage": "grpo", "ppo__gae_lambda": "adaptive"},
+            "ppo.gae_lambda (adaptive): has no effect, ppo.advantage: grpo has no critic. ",
+        ),
+        (
+            {"ppo__advantage": "rloo", "ppo__critic_lambda": 1.0},
+            "ppo.critic_lambda (1): has no effect, ppo.advantage: rloo has no critic. ",
+        ),
+        (
+            {"ppo__lambda_alpha": 0.1},
+            "ppo.lambda_alpha (0.1): has no effect, ppo.gae_lambda is not adaptive. "
+            "Remove ppo.lambda_alpha, or set ppo.gae_lambda to adaptive.",
+        ),
+        ({"ppo__gae_lambda": "auto"}, "ppo.gae_lambda ('auto'): must be"),
+        ({"ppo__gae_lambda": 1.5}, "ppo.gae_lambda (1.5): must be"),
         ({"ppo__advantage": "rloo", "ppo__value_clip": 0.5}, "ppo.value_clip (0.5): has no effect"),
         (
             {"ppo__policy_loss": "cispo", "ppo__clip_low": 0.1},
@@ -219,6 +234,13 @@ def test_other_keys_win_over_the_preset_and_leave_the_rest_of_it():
     assert (config.ppo.kl.estimator, config.ppo.kl.placement) == ("k3", "loss")
     section = PPOSection(preset="grpo", kl=PPOSection().kl.__class__(coef=0.5))
     assert (section.kl.coef, section.kl.estimator) == (0.5, "k3")
+
+
+def test_a_warming_critic_learns_by_lambda_one_unless_its_own_is_set():
+    section = PPOSection(critic_warmup_steps=3)
+    assert [section.critic_lambda_at(step) for step in (1, 3, 4)] == [1.0, 1.0, None]
+    section = PPOSection(critic_warmup_steps=3, critic_lambda=0.9)
+    assert [section.critic_lambda_at(step) for step in (1, 3, 4)] == [0.9, 0.9, 0.9]
 
 
 def test_auto_is_a_fifth_of_the_longest_response():

@@ -33,6 +33,12 @@ CASES = {
     "aggregation": Case({}, {"aggregation": "constant"}, "policy", stays="critic"),
     "gamma": Case({}, {"gamma": 0.5}, "advantages"),
     "gae_lambda": Case({}, {"gae_lambda": 0.1}, "advantages"),
+    "lambda_alpha": Case(
+        {"gae_lambda": "adaptive", "lambda_alpha": 0.5},
+        {"gae_lambda": "adaptive", "lambda_alpha": 2.0},
+        "advantages",
+    ),
+    "critic_lambda": Case({}, {"critic_lambda": 1.0}, "critic", stays="policy"),
     "bootstrap_truncated": Case({}, {"bootstrap_truncated": True}, "critic"),
     "clip_low": Case({}, {"clip_low": 0.001}, "policy", stays="critic"),
     "clip_high": Case({}, {"clip_high": 0.001}, "policy", stays="critic"),
@@ -40,7 +46,12 @@ CASES = {
     "value_clip": Case({}, {"value_clip": 0.001}, "critic", stays="policy"),
     "num_epochs": Case({}, {"num_epochs": 3}, "ppo/policy_updates"),
     "minibatch_size": Case({}, {"minibatch_size": 6}, "ppo/policy_updates"),
-    "critic_warmup_steps": Case({}, {"critic_warmup_steps": 1}, "policy", stays="critic"),
+    "critic_warmup_steps": Case(
+        {"critic_lambda": 1.0},
+        {"critic_lambda": 1.0, "critic_warmup_steps": 1},
+        "policy",
+        stays="critic",
+    ),
     "entropy_coef": Case({}, {"entropy_coef": 0.5}, "policy", stays="critic"),
     "kl.coef": Case({}, {"kl.coef": 0.5}, "advantages"),
     "kl.estimator": Case({}, {"kl.estimator": "k2"}, "advantages"),
@@ -155,7 +166,9 @@ def test_bug_7_a_warming_critic_leaves_the_policy_and_the_kl_coefficient_alone()
         warming = one_step(section({**ADAPTIVE, "critic_warmup_steps": 1}))
         after = one_step(section({**ADAPTIVE, "critic_warmup_steps": 1}), step=2)
         never = one_step(section(ADAPTIVE), step=2)
+        monte_carlo = one_step(section({**ADAPTIVE, "critic_lambda": 1.0}))
 
+    torch.testing.assert_close(warming.experience.returns, monte_carlo.experience.returns)
     assert warming.policy == []
     assert len(warming.critic) == 3
     assert warming.state.kl.coef == 0.1

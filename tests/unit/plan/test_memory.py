@@ -39,7 +39,7 @@ def test_master_weights_and_moments_are_shared_out_from_stage_1():
     held, _, _ = trained(N, 100, Sharding(1, workers=4), itemsize=2)
     assert held["weights"] == 2 * N
     assert held["optimizer"] == 12 * N // 4
-    assert held["gradients"] == 4 * N  # a float32 sum on every worker
+    assert held["gradients"] == (4 + 2) * N  # a float32 sum on every worker, and a micro-batch's
 
 
 def test_gradients_from_stage_2_and_weights_at_stage_3():
@@ -70,9 +70,21 @@ def test_the_deepspeed_key_wins_over_the_stage():
         {"zero_stage": 1, "deepspeed": {"zero_optimization": {"stage": 3}}}
     )
     generated = deepspeed_config(section, dtype="float32")["zero_optimization"]
-    assert sharding_of(1, 2, section.deepspeed).stage == generated["stage"] == 3
+    assert sharding_of(1, 2, section.deepspeed, dtype="float32").stage == generated["stage"] == 3
     off = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    assert sharding_of(2, 2, off) == Sharding(2, 2, offload_optimizer=True)
+    assert sharding_of(2, 2, off, dtype="float32") == Sharding(2, 2, offload_optimizer=True)
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("float32", 0), ("bfloat16", 1)])
+@pytest.mark.parametrize(
+    "keys", [{"zero_stage": 0}, {"deepspeed": {"zero_optimization": {"stage": 0}}}]
+)
+def test_stage_0_is_deepspeeds_stage_1_in_bfloat16(dtype: str, stage: int, keys: dict):
+    section = LearnerSection.model_validate(keys)
+    config = deepspeed_config(section, dtype=dtype)
+    assert config["zero_optimization"]["stage"] == stage
+    assert sharding_of(section.zero_stage, 1, section.deepspeed, dtype=dtype).stage == stage
+    assert config.get("communication_data_type") == ("fp32" if stage == 1 else None)
 
 
 def test_saved_activations_are_what_autograd_saves(tmp_path: Path):

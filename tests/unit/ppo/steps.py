@@ -97,7 +97,7 @@ def plain_advantages(
     mask: Tensor,
     *,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
     last_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """GAE as one writes it first: a loop over time, in float64."""

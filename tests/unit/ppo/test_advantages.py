@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from raypo.ppo import masked
 from raypo.ppo.advantages import (
     GROUP_KINDS,
+    adaptive_lambdas,
     discounted_returns,
     generalized_advantages,
     group_baseline,
@@ -127,15 +128,43 @@ def test_fast_scan_agrees_with_the_plain_loop(width, gamma, gae_lambda, seed):
     torch.testing.assert_close(returns, plain)
 
 
-def test_blocks_of_rows_change_nothing(monkeypatch):
+@pytest.mark.parametrize("width", [1, 33, 70, 1060])
+@given(seed=seeds)
+@fewer
+def test_fast_scan_with_a_lambda_for_each_row_agrees_with_the_plain_loop(width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, 5, width, generator=generator, dtype=torch.float64)
+    last = torch.randn(5, generator=generator, dtype=torch.float64)
+    lambdas = torch.tensor([0.0, 1.0, 0.5, 0.95, 0.999], dtype=torch.float64)
+    mask = random_mask(5, width, generator)
+    knobs = {"gamma": 0.97, "gae_lambda": lambdas, "last_values": last}
+
+    fast = generalized_advantages(rewards, values, mask, **knobs)
+
+    torch.testing.assert_close(fast, plain_advantages(rewards, values, mask, **knobs))
+
+
+def test_an_adaptive_lambda_weighs_alpha_times_the_length_in_all():
+    mask = torch.zeros(4, 1000, dtype=torch.bool)
+    mask[0], mask[1, ::5], mask[2, :20] = True, True, True  # 1000, 200 with gaps, 20, none
+
+    lambdas = adaptive_lambdas(mask, alpha=0.05)
+
+    # 1 - 1 / 50, 1 - 1 / 10, 1 - 1 / 1, and no length gives no infinity
+    torch.testing.assert_close(lambdas, torch.tensor([0.98, 0.9, 0.0, 0.0], dtype=torch.float64))
+    assert float((lambdas[0] ** torch.arange(1000)).sum()) == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("gae_lambda", [0.95, torch.linspace(0.0, 1.0, 7)])
+def test_blocks_of_rows_change_nothing(monkeypatch, gae_lambda):
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 7, 40, generator=generator)
     mask = random_mask(7, 40, generator)
-    whole = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=0.95)
+    whole = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=gae_lambda)
 
     monkeypatch.setattr(masked, "BLOCK_ELEMENTS", 80)  # two rows at a time
 
-    blocks = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=0.95)
+    blocks = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=gae_lambda)
     torch.testing.assert_close(blocks, whole)
 
 
@@ -237,4 +266,8 @@ def test_unknown_group_kind_and_shapes_are_refused():
             gamma=1.0,
             gae_lambda=1.0,
             last_values=torch.zeros(3),
+        )
+    with pytest.raises(ValueError, match=r"gae_lambda \(3,\) must have one entry for each row"):
+        generalized_advantages(
+            torch.zeros(2, 3), torch.zeros(2, 3), mask, gamma=1.0, gae_lambda=torch.ones(3)
         )

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,7 +7,7 @@ from hypothesis import given
 from raypo.ppo.advantages import GROUP_KINDS, generalized_advantages, group_baseline, token_rewards
 from raypo.ppo.estimators import ESTIMATORS, baseline_by_index, estimate_advantages
 from raypo.ppo.masked import masked_whiten
-from tests.unit.ppo.steps import NAN, few, random_step, seeds
+from tests.unit.ppo.steps import NAN, few, plain_advantages, random_step, seeds
 
 MASK = torch.tensor([[True, True], [True, False], [True, True]])
 SCORES = torch.tensor([1.0, 2.0, 6.0])
@@ -51,6 +53,51 @@ def test_reinforce_baseline_is_compared_and_then_whitened():
 
     torch.testing.assert_close(returns, spread([-2.0, -1.0, 3.0]))
     torch.testing.assert_close(advantages, masked_whiten(returns, MASK))
+
+
+@pytest.mark.parametrize(
+    ("critic_lambda", "num_fits", "value_of_the_first"), [(1.0, 1, 1.0), (None, 10, 0.0002)]
+)
+def test_a_score_reaches_the_first_of_500_tokens_in_one_fit_by_targets_of_lambda_one(
+    critic_lambda, num_fits, value_of_the_first
+):
+    values, mask = torch.zeros(1, 500), torch.ones(1, 500, dtype=torch.bool)
+    for _ in range(num_fits):  # a table fits its targets perfectly
+        _, values = estimate_advantages(
+            torch.ones(1),
+            mask,
+            kind="gae",
+            gamma=1.0,
+            gae_lambda=0.95,
+            critic_lambda=critic_lambda,
+            values=values,
+        )
+    assert float(values[0, 0]) == pytest.approx(value_of_the_first, rel=1e-6, abs=5e-5)
+    assert values[0, -1] == 1.0
+
+
+@given(seed=seeds)
+@few
+def test_policy_and_critic_have_lambdas_of_their_own(seed):
+    step = random_step(seed)  # with masked gaps, and returns of the step as last values
+    scores, last = step.advantages[:, 0], step.returns[:, 0]
+    knobs = {"gamma": 0.9, "last_values": last}
+    lambdas = torch.linspace(0.1, 1.0, len(last), dtype=torch.float64)
+
+    advantages, returns = estimate_advantages(
+        scores,
+        step.mask,
+        kind="gae",
+        gae_lambda=lambdas,
+        critic_lambda=0.8,
+        values=step.old_values,
+        **knobs,
+    )
+
+    rewards = token_rewards(scores, None, step.mask, kl_coef=0.0)
+    plain = partial(plain_advantages, rewards, step.old_values, step.mask, **knobs)
+    torch.testing.assert_close(advantages, masked_whiten(plain(gae_lambda=lambdas)[0], step.mask))
+    torch.testing.assert_close(returns, plain(gae_lambda=0.8)[1])
 
 
 def test_gae_is_whitened_and_its_returns_are_not():

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from raypo.collectives import Workers
+from raypo.ppo.advantages import adaptive_lambdas
 from raypo.ppo.estimators import ESTIMATORS, estimate_advantages
 from raypo.ppo.losses import AGGREGATIONS, count_for, policy_loss, value_loss
 from raypo.ppo.masked import masked_moments, masked_whiten
@@ -47,6 +48,8 @@ def reduced_step(workers: Workers) -> list[torch.Tensor]:
             mine.mask,
             kind=kind,
             gamma=1.0,
+            gae_lambda=adaptive_lambdas(mine.mask, alpha=0.5),
+            critic_lambda=0.9,
             values=mine.old_values,
             group_index=torch.arange(workers.rank, ROWS, workers.count) // 3,
             workers=workers,

@@ -1,0 +1,70 @@
+"""Value and score heads: they multiply in float32 whatever the dtype of the body before them.
+
+A product in bfloat16 has three digits: values around 10 would be 10, 10.0625, 10.125.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+HEADS = ("score", "classifier", "classification_head")
+"""Names of classification heads."""
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer that multiplies and adds up in float32, whatever dtype its input has.
+
+    Its weights are float32 too (float64 stays float64). DeepSpeed rounds every parameter of a model
+    that is trained in bfloat16 and keeps a float32 master of it; such a layer is given the masters
+    and multiplies with those, while gradients go to the parameters.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = True, like: Tensor
+    ) -> None:
+        """With new weights.
+
+        Args:
+            like: A weight of the body: its device, and its dtype where that is more than float32.
+        """
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        super().__init__(in_features, out_features, bias, device=like.device, dtype=dtype)
+        self.masters: dict[str, Tensor] = {}
+        """Master weights by the name of the parameter; empty: the parameters are exact."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] of any dtype -> [..., out], float32 or float64."""
+        weight = self._exact("weight")
+        assert weight is not None
+        return linear(input.to(weight.dtype), weight, self._exact("bias"))
+
+    def _exact(self, name: str) -> Tensor | None:
+        parameter, master = getattr(self, name), self.masters.get(name)
+        if parameter is None or master is None:
+            return parameter
+        through = parameter - parameter.detach()  # 0, and the way of the gradient
+        return master + through.to(master.dtype)
+
+
+def with_float32_heads(model: Any) -> Any:
+    """The classifier itself, the linear layers of its head as `Float32Linear`, weights and all."""
+    for name in HEADS:
+        head = getattr(model, name, None)
+        if isinstance(head, nn.Linear):
+            setattr(model, name, _float32(head))
+        elif isinstance(head, nn.Module):
+            for inner, layer in list(head.named_modules()):
+                if isinstance(layer, nn.Linear):
+                    head.set_submodule(inner, _float32(layer))
+    return model
+
+
+def _float32(layer: nn.Linear) -> Float32Linear:
+    has_bias = layer.bias is not None
+    exact = Float32Linear(layer.in_features, layer.out_features, bias=has_bias, like=layer.weight)
+    exact.load_state_dict(layer.state_dict())
+    return exact

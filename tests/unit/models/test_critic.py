@@ -1,0 +1,74 @@
+"""Which weights a critic starts from, and on what scale its first values are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raypo.config import ModelSection, RewardWeights
+from raypo.models.critic import Critic, critic_start
+from raypo.models.loading import load_reward_model
+from raypo.models.scores import sequence_scores
+from tests.unit.models.test_heads import IDS, LLAMA, MASK, batch, saved
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tmp_path_factory.mktemp("reward"), LLAMA)
+
+
+def started(
+    folder: str,
+    *weights: float,
+    of_models: float = 1.0,
+    has_other_judges: bool = False,
+    normalizes: bool = False,
+) -> tuple[Critic, str]:
+    """A critic where that many reward models have these weights of their own."""
+    reward: list[Any] = [{"path": folder, "weight": weight} for weight in weights]
+    start = critic_start(
+        ModelSection(policy=folder, reward=reward),  # type: ignore[arg-type]
+        RewardWeights(model=of_models),
+        has_other_judges=has_other_judges,
+        normalizes=normalizes,
+    )
+    return Critic.load(start, dtype="float32")
+
+
+def test_first_values_are_on_the_scale_of_what_ppo_trains_on(folder: str):
+    critic, words = started(folder, 0.5, of_models=0.2)
+
+    with torch.no_grad():
+        values = critic(batch())[:, -1]  # before the last token
+        scores = sequence_scores(
+            load_reward_model(folder, dtype="float32"), IDS[:, :-1], MASK[:, :-1]
+        )
+    assert scores.abs().min() > 1e-3
+    torch.testing.assert_close(values, 0.2 * 0.5 * scores)
+    assert words == f"starts from the reward model {folder}, score head included (times 0.1)"
+
+
+def test_where_one_reward_model_says_it_all_nothing_is_multiplied(folder: str):
+    words = started(folder, 1.0)[1]
+    assert words == f"starts from the reward model {folder}, score head included"
+
+
+@pytest.mark.parametrize("others", [{"has_other_judges": True}, {}])
+def test_what_other_judges_add_is_learned(folder: str, others: dict[str, bool]):
+    weights = [2.0] if others else [2.0, 1.0]
+    words = started(folder, *weights, **others)[1]
+    assert words.endswith("included (times 2; what the other judges add is learned)")
+
+
+def test_under_running_normalisation_values_start_at_zero_on_the_reward_models_backbone(
+    folder: str,
+):
+    critic, words = started(folder, 0.5, normalizes=True)
+
+    assert critic(batch()).abs().sum() == 0.0
+    assert words.endswith(
+        "included (times 0: ppo.shaping.normalize finds the scale of the scores as they come)"
+    )
+    first = load_reward_model(folder, dtype="float32").base_model.state_dict()
+    assert all(torch.equal(first[n], tensor) for n, tensor in critic.backbone.state_dict().items())
