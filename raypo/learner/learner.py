@@ -292,9 +292,13 @@ class Learner:
 
     def _microbatches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
         """Rows cut by token budget; every worker gets as many pieces, some of them empty."""
-        lengths = experience.prompt_mask.sum(1) + experience.attention_mask.sum(1)
-        budget = self._section.max_tokens_per_microbatch
-        pieces = batches_by_tokens(lengths[rows].tolist(), budget) if len(rows) else []
+        prompts, tokens = experience.prompt_ids[rows], experience.prompt_mask[rows]
+        pieces = batches_by_tokens(
+            [tuple(ids[own].tolist()) for ids, own in zip(prompts, tokens, strict=True)],
+            tokens.sum(1).tolist(),
+            experience.attention_mask[rows].sum(1).tolist(),
+            self._section.max_tokens_per_microbatch,
+        )
         count = int(self._workers.max(torch.tensor(len(pieces))))
         cut = [rows[torch.tensor(piece)] for piece in pieces]
         return cut + [rows[:0]] * (count - len(cut))

@@ -110,7 +110,7 @@ def policy_objective(
 
 
 def values_of(
-    critic: Callable[[Experience], Tensor], batch: Experience, *, with_last: bool
+    critic: Callable[..., Tensor], batch: Experience, *, with_last: bool
 ) -> tuple[Tensor, Tensor]:
     """The critic's values, and that of the state that a truncated response stopped in.
 
@@ -121,7 +121,7 @@ def values_of(
     if not with_last:
         values = critic(batch)
         return values, values.new_zeros(len(batch))
-    values = critic(batch.widened())  # [B, T + 1]
+    values = critic(batch, with_last=True)  # [B, T + 1]
     place = torch.arange(1, batch.response_mask.shape[1] + 1, device=values.device)
     after = torch.where(batch.response_mask, place, 0).amax(1, keepdim=True)  # [B, 1]
     last_values = values.gather(1, after).squeeze(1)

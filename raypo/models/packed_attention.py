@@ -5,14 +5,18 @@ N packed tokens, H heads, D their size, n responses of a group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from raypo.models.packing import Group, Layout
+from raypo.models.packing import Group, Layout, Packed
 
 NAME = "raypo_packed"
 """As transformers knows it."""
@@ -24,16 +28,61 @@ def can_read_packed(model: Any) -> bool:
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ()) or {"full_attention"}
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
-    is_decoder = model._supports_attention_backend and not getattr(config, "is_encoder_decoder", 0)
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    is_decoder = bool(causal) and all(causal) and model._supports_attention_backend
     return bool(is_decoder and layers <= UNDERSTOOD_LAYERS and not has_sinks)
 
 
 def use_packed_attention(model: Any) -> None:
-    """From now on the model reads packed rows, and takes their `layout` as a keyword."""
-    from transformers import AttentionInterface
-
+    """From now on the model can read packed rows; what it reads otherwise, it reads as before."""
     AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
+
+
+def hidden_states(backbone: Any, packed: Packed) -> Tensor:
+    """Hidden states [M, H] that the answers of packed rows are made of.
+
+    Args:
+        backbone: A Hugging Face model without a head. One whose attention cannot be stood in for
+            reads the rows one by one.
+    """
+    if backbone.config._attn_implementation == NAME:
+        hidden = backbone(**packed_inputs(packed)).last_hidden_state[0]  # [N, H]
+        return hidden[packed.states]
+    return _one_by_one(
+        lambda ids: backbone(input_ids=ids, use_cache=False).last_hidden_state, packed
+    )
+
+
+def own_logits(model: Any, packed: Packed) -> Tensor:
+    """Logits [M, V] as a causal language model's own forward pass makes them of those states."""
+    if model.config._attn_implementation == NAME:
+        return model(**packed_inputs(packed), logits_to_keep=packed.states).logits[0]
+    return _one_by_one(lambda ids: model(input_ids=ids, use_cache=False).logits, packed)
+
+
+def packed_inputs(packed: Packed) -> dict[str, Any]:
+    """Arguments of a forward pass over packed rows, of a model that `use_packed_attention` got."""
+    return {
+        "input_ids": packed.input_ids,
+        "position_ids": packed.position_ids,
+        "attention_mask": torch.ones(1, 1, 1, 1, device=packed.input_ids.device),  # 4D: as it is
+        "layout": packed.layout,
+        "use_cache": False,
+    }
+
+
+def _one_by_one(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
+    """What `read` makes of each response's row ([1, L] -> [1, L, ...]), for the M answers."""
+    parts = []
+    for group in packed.layout.groups:
+        lengths = (group.prompt, *group.responses)
+        own = packed.input_ids[0, group.first : group.first + group.tokens].split(lengths)
+        rows = [torch.cat([own[0], response]) for response in own[1:]] or [own[0]]
+        made = [read(row[None])[0] for row in rows]
+        parts += [made[0][: group.prompt], *(row[group.prompt :] for row in made)]
+    return torch.cat(parts)[packed.states]
 
 
 def packed_attention(
@@ -43,19 +92,21 @@ def packed_attention(
     value: Tensor,  # [1, H_kv, N, D]
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **ignored: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for each layer: [1, N, H, D].
+    """What transformers calls for each layer: [1, N, H, D]; without a layout its own SDPA.
 
     On a GPU flex attention reads the blocks that the layout allows; elsewhere each prompt attends
     to itself and its responses, padded to the longest of them, to the prompt and to themselves.
     """
-    assert attention_mask is None, "who sees whom is the layout's to say"
+    if layout is None:
+        more |= {"scaling": scaling, "dropout": dropout}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     assert dropout == 0.0, "models are loaded with their dropout off"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if query.is_cuda:
@@ -110,13 +161,12 @@ def _attend(
     """Causal attention of n rows, [n, Q, H, D]."""
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     queries, keys = q.shape[2], k.shape[2]
-    has_window = window is not None and window < keys
-    if queries == keys and not has_window and softcap is None:
+    if queries == keys and keys <= (window or keys) and softcap is None:
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return mixed.transpose(1, 2)
     last = torch.arange(keys - queries, keys, device=q.device)[:, None]
     seen = torch.arange(keys, device=q.device)
-    mask = (seen <= last) & (seen > last - (window if has_window else keys))  # [Q, K]
+    mask = (seen <= last) & (seen > last - (window or keys))  # [Q, K]
     if softcap is None:
         mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return mixed.transpose(1, 2)
@@ -138,6 +188,7 @@ def flex(
     """The same by flex attention, which skips the blocks that nobody sees: [1, H, N, D]."""
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
+        assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
     return attend(

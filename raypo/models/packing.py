@@ -91,6 +91,7 @@ class Packed:
     layout: Layout
     states: Tensor  # [M] int64, the packed token whose hidden state each answer is made of
     mask: Tensor  # [B, T] bool, where the M answers stand, row by row
+    response_ids: Tensor  # int64, all response tokens, row by row
 
     def unpacked(self, answers: Tensor) -> Tensor:
         """Answers [M] as [B, T], 0 where the row has no such token."""
@@ -102,6 +103,7 @@ def pack(
     responses: Sequence[np.ndarray],
     *,
     with_last: bool = False,
+    width: int = 0,
     device: torch.device | str = "cpu",
 ) -> Packed:
     """Rows as one packed row; equal prompts are read once.
@@ -111,6 +113,7 @@ def pack(
         responses: Token ids of each row's response.
         with_last: Also ask for the state after the last token of a response. Without it that token
             is not read at all: it predicts nothing.
+        width: Least T of the answers, where rows are wider than their longest response.
 
     Returns:
         The answer at [b, t] is that of the state before response token t of row b is chosen;
@@ -142,7 +145,7 @@ def pack(
         end = first
     layout = Layout(tuple(groups), torch.device(device))
     answers = np.array([len(each) for each in states])
-    width = int(answers.max(initial=0))
+    width = max(width, int(answers.max(initial=0)))
     mask = torch.from_numpy(np.arange(width) < answers[:, None])
     return Packed(
         input_ids=_ids(ids, device)[None],
@@ -150,8 +153,33 @@ def pack(
         layout=layout,
         states=_ids(states, device),
         mask=mask.to(device),
+        response_ids=_ids(responses, device),
     )
 
 
+def pack_padded(
+    prompt_ids: Tensor,  # [B, P] int64
+    prompt_mask: Tensor,  # [B, P] bool
+    response_ids: Tensor,  # [B, T] int64
+    attention_mask: Tensor,  # [B, T] bool
+    *,
+    with_last: bool = False,
+) -> Packed:
+    """`pack` of padded rows; masks are False on padding, which may stand on either side."""
+    return pack(
+        _unpadded(prompt_ids, prompt_mask),
+        _unpadded(response_ids, attention_mask),
+        with_last=with_last,
+        width=attention_mask.shape[1] + int(with_last),
+        device=prompt_ids.device,
+    )
+
+
+def _unpadded(ids: Tensor, mask: Tensor) -> list[np.ndarray]:
+    rows = zip(ids.cpu().numpy(), mask.cpu().numpy(), strict=True)
+    return [row[kept] for row, kept in rows]
+
+
 def _ids(parts: Sequence[np.ndarray], device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+    joined = np.concatenate([np.zeros(0, np.int64), *parts])
+    return torch.from_numpy(joined.astype(np.int64)).to(device)

@@ -7,13 +7,14 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raypo.collectives import Workers
@@ -215,7 +216,7 @@ def one_step(
     experience = to_experience(dealt)
     if shuffled:  # in another order, and wider
         order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(3))
-        experience = experience.select(order).widened().widened()
+        experience = widened(experience.select(order))
     experience = learner.evaluate(experience)
     experience, figures, state = with_advantages(
         experience,
@@ -282,3 +283,13 @@ def on_workers(count: int, function: Callable[[Workers], Any]) -> list[Any]:
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return results
+
+
+def widened(experience: Experience) -> Experience:
+    """The same batch with two more response positions, False in every mask."""
+    wide: dict[str, Any] = {}
+    for name in (each.name for each in fields(experience)):
+        value = getattr(experience, name)
+        is_padded = value is not None and value.dim() == 2 and not name.startswith("prompt_")
+        wide[name] = pad(value, (0, 2)) if is_padded else value
+    return Experience(**wide)
