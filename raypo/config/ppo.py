@@ -31,9 +31,12 @@ class KLSection(Config):
     coef: float = Field(default=0.01, ge=0.0)
     """Weight of the penalty in score per nat, at the start; 0: no reference model is started."""
     estimator: Literal["k1", "k2", "k3", "k3_st"] = "k1"
-    """Per-token estimator (Schulman 2020); k3_st: k3's value, k2's gradient (arXiv:2510.01555)."""
+    """Per-token estimator (Schulman 2020): k1 in the reward; in the loss k2, k3 (as GRPO published
+    it, with the gradient of the reverse KL) or k3_st (k3's value, k2's gradient; arXiv:2510.01555).
+    """
     placement: Literal["reward", "loss"] = "reward"
-    """reward: a penalty in the token rewards. loss: a term of the policy's loss, with gradient."""
+    """reward: a penalty in the token rewards, or in the score of the response where
+    ppo.advantage compares the samples of a prompt. loss: a term of the policy's loss."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: steers the coefficient to `target` (arXiv:1909.08593, section 2.2)."""
     target: float | None = Field(default=None, gt=0.0)
@@ -48,10 +51,11 @@ class KLSection(Config):
                 "ppo.kl.estimator (k1): cannot be a loss term, its gradient is 0 in expectation. "
                 "Set ppo.kl.estimator to k2 or k3, or ppo.kl.placement to reward."
             )
-        if self.estimator == "k3_st" and self.placement == "reward":
+        if self.estimator != "k1" and self.placement == "reward":
             raise ValueError(
-                "ppo.kl.estimator (k3_st): differs from k3 in its gradient alone, and a reward "
-                "has none. Set ppo.kl.estimator to k3, or ppo.kl.placement to loss."
+                f"ppo.kl.estimator ({self.estimator}): cannot be a penalty in the reward, where "
+                "only k1 has the KL's gradient. "
+                "Set ppo.kl.estimator to k1, or ppo.kl.placement to loss."
             )
         return self
 
@@ -79,26 +83,54 @@ class KLSection(Config):
 
 
 class CorrectionSection(Config):
-    """Weights for tokens that the engine sampled with other probabilities than the learner's."""
+    """Weights for tokens that the engine sampled with other probabilities than the learner's.
+
+    A ratio is the learner's probability before the update over the engine's. Tokens that are
+    dropped get weight 0 and stay in the loss's denominator.
+    """
 
     kind: Literal["none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis"] = "none"
-    """Which weights (MATH.md section 5): truncated by token, response or geometric mean; masked."""
+    """tis, sequence_tis, geometric_tis: the ratio of the token, the product over the response or
+    their geometric mean, cut to `cap`. icepop: the ratio of the token, dropped outside the mask.
+    mis: as tis, and a response is dropped whose ratio is outside the mask."""
+    cap: float | None = Field(default=None, ge=1.0)
+    """Largest weight of tis, sequence_tis, geometric_tis and mis; null: 2, geometric_tis 1.001."""
     low: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Ratio below which icepop and mis drop a token or response; null: 0.5."""
+    """Smallest ratio that icepop keeps of a token, mis of a response; null: icepop 0.5
+    (arXiv:2510.18855), mis 0.999 by the geometric mean and 0.5 by the product."""
     high: float | None = Field(default=None, ge=1.0)
-    """Largest ratio of all kinds; null: 2, icepop 5."""
+    """Largest ratio that icepop and mis keep; null: icepop 5, mis 1.001 by the geometric mean and 2
+    by the product."""
+    mask_ratio: Literal["geometric", "product"] = "geometric"
+    """What mis judges a response by: the geometric mean of its tokens' ratios, whose bounds near 1
+    suit responses of thousands of tokens (short ones want wider ones), or their product."""
+    token_veto: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """With any kind, none included: a response is dropped that has a token of a ratio below this,
+    like 1e-4; null: no veto."""
 
     @model_validator(mode="after")
-    def _bounds_are_used(self) -> Self:
-        unused = "low" if self.kind not in ("icepop", "mis") else None
-        unused = "high" if self.kind == "none" and self.high is not None else unused
-        if unused and getattr(self, unused) is not None:
-            users = "icepop and mis" if unused == "low" else "every other kind"
-            raise ValueError(
-                f"ppo.correction.{unused} ({getattr(self, unused):g}): is used by {users}, not by "
-                f"ppo.correction.kind: {self.kind}. Set it to null, or choose such a kind."
-            )
+    def _what_is_set_can_act(self) -> Self:
+        users = {
+            "cap": ("tis", "sequence_tis", "geometric_tis", "mis"),
+            "low": ("icepop", "mis"),
+            "high": ("icepop", "mis"),
+            "mask_ratio": ("mis",),
+        }
+        for key, kinds in users.items():
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and self.kind not in kinds:
+                swap = key == "high" and self.kind in users["cap"]
+                remedy = "Set ppo.correction.cap instead" if swap else "Remove it"
+                raise ValueError(
+                    f"ppo.correction.{key} ({value}): is used by {', '.join(kinds)}, not by "
+                    f"ppo.correction.kind: {self.kind}. {remedy}, or choose such a kind."
+                )
         return self
+
+    @property
+    def acts(self) -> bool:
+        """Whether any token may get a weight other than 1."""
+        return self.kind != "none" or self.token_veto is not None
 
 
 class ShapingSection(Config):
@@ -166,7 +198,8 @@ class PPOSection(Config):
     advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = "gae"
     """Estimator (MATH.md section 3); gae alone has a critic (arXiv:1506.02438)."""
     policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
-    """Surrogate: arXiv:1707.06347, arXiv:2507.18071, arXiv:2506.13585, arXiv:2511.20347."""
+    """Surrogate: arXiv:1707.06347, arXiv:2507.18071 (with an advantage for each token, section
+    4.3), arXiv:2506.13585, arXiv:2511.20347."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How the policy's token losses become one number (MATH.md section 4); the critic's loss is
     always a mean over tokens."""

@@ -263,12 +263,13 @@ class PPOConfig(RecipeConfig):
 
     @model_validator(mode="after")
     def _correction_sees_whole_distributions(self) -> Self:
-        kind, top_p = self.ppo.correction.kind, self.rollout.top_p
-        if kind != "none" and top_p < 1.0:
+        section, top_p = self.ppo.correction, self.rollout.top_p
+        if section.acts and top_p < 1.0:
+            key, off = ("token_veto", "null") if section.kind == "none" else ("kind", "none")
             raise ValueError(
-                f"ppo.correction.kind ({kind}): compares the engine's log-probs with the "
-                f"learner's, and rollout.top_p ({top_p:g}) makes the engine's those of a truncated "
-                "distribution. Set rollout.top_p to 1, or ppo.correction.kind to none."
+                f"ppo.correction.{key} ({getattr(section, key)}): compares the engine's log-probs "
+                f"with the learner's, and rollout.top_p ({top_p:g}) makes the engine's those of a "
+                f"truncated distribution. Set rollout.top_p to 1, or ppo.correction.{key} to {off}."
             )
         return self
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypo.config.ppo import GROUP_ADVANTAGES
+
 Row = Mapping[str, Any]
 """The metrics of one step, with the key `step`."""
 
@@ -19,11 +21,11 @@ MAX_KL_A_RESPONSE = 50.0
 MAX_CLIP_FRACTION = 0.3
 MAX_MISMATCH_KL = 0.01
 """Nats a token between engine and learner; bfloat16 rounding alone stays far below."""
+MAX_DROPPED = 0.5
+"""Share of the sampled tokens that a correction drops."""
 MAX_ZERO_VARIANCE = 0.6
 MAX_TRUNCATED = 0.5
 MAX_PHASE_SHARE = 0.75
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_baseline")
-"""`ppo.advantage` that learns nothing from a group whose samples all score the same."""
 
 _PHASE_REMEDIES = {
     "time/generate_s": "Give the engines more (rollout.engine.count, "
@@ -180,6 +182,17 @@ def _engine_mismatch(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     return None
 
 
+def _correction_drops(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    shares = _newest(rows, "mismatch/dropped_fraction")
+    if shares and min(shares) > MAX_DROPPED:
+        return (
+            f"{shares[-1]:.0%} of the tokens are dropped by ppo.correction and teach nothing.",
+            "Widen ppo.correction.low and ppo.correction.high (short responses drift "
+            "further from a geometric mean of 1 than long ones), or set ppo.correction.kind: tis.",
+        )
+    return None
+
+
 def _zero_variance(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     if _get(config, "ppo", "advantage") not in GROUP_ADVANTAGES:
         return None
@@ -240,6 +253,7 @@ _RULES: dict[str, Callable[[Sequence[Row], Mapping[str, Any]], Words]] = {
     "truncated": _truncated,
     "clip_fraction": _clipped,
     "engine_mismatch": _engine_mismatch,
+    "correction_drops": _correction_drops,
     "zero_variance_groups": _zero_variance,
     "entropy_collapse": _entropy_collapses,
     "skipped_updates": _skipped_updates,

@@ -43,7 +43,7 @@ def token_rewards(
     """The score on the last sampled token, less the KL penalty on every one.
 
     Args:
-        kl: nats a token; None: no penalty.
+        kl: nats a token, of `kl_reward_terms`; None: no penalty.
         extra_rewards: per-token or per-turn rewards of an environment; they add at their own
             positions, which must be sampled tokens.
 
@@ -77,10 +77,10 @@ def penalized_scores(
     *,
     kl_coef: float,
 ) -> Tensor:
-    """Scores less the KL penalty of the whole response: what `rloo` compares within a group.
+    """Scores less the KL penalty of the whole response: what is compared within a group.
 
     Args:
-        kl: nats a token.
+        kl: nats a token, of `kl_reward_terms`.
 
     Returns:
         scores: [B]; a response without a sampled token keeps its score.
@@ -91,7 +91,11 @@ def penalized_scores(
     Paper: Ahmadian et al. 2024, arXiv:2402.14740, section 2.
     """
     check_same_shape(kl=kl, mask=mask)
-    return scores if kl_coef == 0.0 else scores - kl_coef * keep(kl, mask).sum(1)
+    if kl_coef == 0.0:
+        return scores
+    # In float64, so that equal responses stay equal whatever they are padded to.
+    penalty = kl_coef * keep(kl, mask).sum(1, dtype=torch.float64)
+    return (scores - penalty).to(scores.dtype)
 
 
 def adaptive_lambdas(mask: Tensor, *, alpha: float) -> Tensor:

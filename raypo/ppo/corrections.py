@@ -6,21 +6,22 @@ the learner's probability of a token before the update over the engine's when it
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from raypo.ppo.kl import MAX_LOG_RATIO, log_ratio
+from raypo.ppo.kl import k3, log_ratio
 from raypo.ppo.masked import check_choice, check_same_shape, exact_sum
 
 CORRECTION_KINDS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
-USUAL_BOUNDS = {
-    "tis": (0.0, 2.0),
-    "sequence_tis": (0.0, 2.0),
-    "geometric_tis": (0.0, 2.0),
-    "icepop": (0.5, 5.0),
-    "mis": (0.5, 2.0),
-}
-"""`low` and `high` where none are given."""
+MASK_RATIOS = ("geometric", "product")
+"""What `mis` judges a response by: the geometric mean of its tokens' ratios, or their product."""
+DEFAULT_CAPS = {"tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 1.001, "mis": 2.0}
+"""The largest weight by kind, where none is given."""
+DEFAULT_MASKS = {"icepop": (0.5, 5.0), "geometric": (0.999, 1.001), "product": (0.5, 2.0)}
+"""The smallest and largest ratio that a mask keeps, where none are given: of a token under icepop,
+of a response under mis by its kind of ratio."""
 
 
 def importance_weights(
@@ -31,31 +32,52 @@ def importance_weights(
     kind: str,
     low: float | None = None,
     high: float | None = None,
+    cap: float | None = None,
+    mask_ratio: str = "geometric",
+    token_veto: float | None = None,
 ) -> Tensor:
-    """Weights of the token losses, detached and bounded by `high`.
+    """Weights of the token losses, detached and bounded.
 
-    none: 1. tis: min(w, high). sequence_tis: min(product of w over the response, high).
-    geometric_tis: min(geometric mean of w over the response, high). icepop: w inside [low, high],
-    else 0. mis: as tis, and the whole response 0 if its geometric mean is outside [low, high].
-    What gets weight 0 stays in the loss's denominator.
+    none: 1. tis: min(w, cap). sequence_tis: min(product of w over the response, cap).
+    geometric_tis: min(geometric mean of w over the response, cap). icepop: w inside [low, high],
+    else 0. mis: as tis, but 0 for a whole response whose ratio is outside [low, high]. What gets
+    weight 0 stays in the loss's denominator.
 
     Args:
-        low: icepop and mis alone use it. None: as in `USUAL_BOUNDS`.
-        high: None: as in `USUAL_BOUNDS`.
+        low, high: the mask's bounds, for icepop and mis. None: as in `DEFAULT_MASKS`. For the three
+            kinds that only cap, `high` is another name for `cap`.
+        cap: the largest weight, for all kinds but none and icepop. None: as in `DEFAULT_CAPS`.
+        mask_ratio: what mis judges a response by. A product leaves its bounds the sooner the longer
+            the response is; a geometric mean is the drift of the average token, and its bounds near
+            1 suit responses of thousands of tokens, while short ones want wider ones.
+        token_veto: below 1, like 1e-4. With any kind, a whole response gets 0 if a single token has
+            a smaller w. None: no veto.
 
     Returns:
-        weights: [B, T], 0 where masked, 0 where a log-prob is NaN (for the kinds that look at the
-            whole response: 0 throughout it).
+        weights: [B, T], 0 where masked, 0 where a log-prob is NaN (and throughout its response, if
+            that is weighed or judged as a whole).
 
     Raises:
-        ValueError: `kind` is unknown, the shapes differ, or not 0 <= low <= high with high > 0.
+        ValueError: `kind` or `mask_ratio` is unknown, the shapes differ, or a bound is out of
+            range.
 
     Paper: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-        (tis); Zheng et al. 2025, arXiv:2507.18071, eq. 7 (geometric mean); Ling Team 2025,
-        arXiv:2510.18855 (icepop); Liu et al. 2025, "When Speed Kills Stability" (sequence_tis,
-        mis).
+        (tis); Liu et al. 2025, "When Speed Kills Stability" (sequence_tis, mis by the product,
+        token veto); Li and Liu 2025, "Trust Region Optimization via Sequence Masking" (mis by the
+        geometric mean); Zheng et al. 2025, arXiv:2507.18071, eq. 7 (geometric mean as a weight);
+        Ling Team 2025, arXiv:2510.18855 (icepop).
     """
-    return bounded_weights(old_log_probs, rollout_log_probs, mask, kind=kind, low=low, high=high)[0]
+    return bounded_weights(
+        old_log_probs,
+        rollout_log_probs,
+        mask,
+        kind=kind,
+        low=low,
+        high=high,
+        cap=cap,
+        mask_ratio=mask_ratio,
+        token_veto=token_veto,
+    )[0]
 
 
 def bounded_weights(
@@ -66,34 +88,66 @@ def bounded_weights(
     kind: str,
     low: float | None = None,
     high: float | None = None,
+    cap: float | None = None,
+    mask_ratio: str = "geometric",
+    token_veto: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`importance_weights`, and where a bound was active.
 
     Returns:
         weights: [B, T], see `importance_weights`.
-        clipped: [B, T] bool, sampled tokens whose weight was cut to `high` or dropped.
+        clipped: [B, T] bool, sampled tokens whose weight was cut to `cap` or dropped.
 
     Raises:
         ValueError: see `importance_weights`.
     """
     check_choice("kind", kind, CORRECTION_KINDS)
+    check_choice("mask_ratio", mask_ratio, MASK_RATIOS)
     mask = mask.bool()
     with torch.no_grad():
         by_token = log_ratio(old_log_probs, rollout_log_probs, mask)
-        if kind == "none":
-            return mask.to(by_token.dtype), torch.zeros_like(mask)
-        low, high = _bounds(kind, low, high)
-        by_response = by_token.sum(1, keepdim=True).expand(mask.shape)
-        mean = by_response / mask.sum(1, keepdim=True).clamp(min=1)
-        log_weight = {"sequence_tis": by_response, "geometric_tis": mean}.get(kind, by_token)
-        weight = _clamped_exp(log_weight)
-        weights = weight.clamp(max=high)
+        product = by_token.sum(1, keepdim=True)  # [B, 1]
+        mean = product / mask.sum(1, keepdim=True).clamp(min=1)
+        # Past float's range a ratio is infinite or 0: out of every bound, as it should be.
+        ratio = {
+            "none": torch.zeros_like(by_token),
+            "sequence_tis": product,
+            "geometric_tis": mean,
+        }.get(kind, by_token).exp()
+        weights, kept = ratio, mask & ~ratio.isnan()
+        if kind in DEFAULT_CAPS:
+            cap = high if cap is None and kind != "mis" else cap
+            weights = ratio.clamp(max=_cap(kind, cap))
         if kind in ("icepop", "mis"):
-            judged = weight if kind == "icepop" else _clamped_exp(mean)
-            weights = torch.where((judged >= low) & (judged <= high), weights, 0.0)
-        # Selected, not multiplied: what is dropped may be NaN.
-        weights = torch.where(mask & ~weights.isnan(), weights, 0.0)
-        return weights, mask & (weights != weight)
+            of_response = mean if mask_ratio == "geometric" else product
+            judged = ratio if kind == "icepop" else of_response.exp()
+            low, high = _mask_bounds(mask_ratio if kind == "mis" else kind, low, high)
+            kept = kept & (judged >= low) & (judged <= high)
+        if token_veto is not None:
+            if not 0.0 < token_veto < 1.0:
+                raise ValueError(f"token_veto ({token_veto}) must lie between 0 and 1.")
+            kept = kept & (by_token.exp() >= token_veto).all(1, keepdim=True)
+        # Selected, not multiplied: what is dropped may be infinite or NaN.
+        weights = torch.where(kept, weights, 0.0)
+        return weights, mask & (weights != ratio)
+
+
+def _cap(kind: str, cap: float | None) -> float:
+    cap = DEFAULT_CAPS[kind] if cap is None else cap
+    if not 0.0 < cap < math.inf:
+        raise ValueError(f"cap ({cap}), the largest weight, must be a number above 0.")
+    return cap
+
+
+def _mask_bounds(name: str, low: float | None, high: float | None) -> tuple[float, float]:
+    usual_low, usual_high = DEFAULT_MASKS[name]
+    low = usual_low if low is None else low
+    high = usual_high if high is None else high
+    if not 0.0 <= low <= high < math.inf or high == 0.0:
+        raise ValueError(
+            f"low ({low}) and high ({high}) must be bounds of a ratio: 0 <= low <= high, high > 0."
+        )
+    return low, high
 
 
 def mismatch_statistics(
@@ -123,7 +177,6 @@ def mismatch_statistics(
         difference = log_ratio(old_log_probs, rollout_log_probs, mask)
         unknown = difference.isnan()
         difference = torch.where(unknown, 0.0, difference)
-        clamped = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         zero = torch.zeros((), dtype=torch.float64, device=difference.device)
         if clipped is not None:
             check_same_shape(clipped=clipped, mask=mask)
@@ -131,7 +184,7 @@ def mismatch_statistics(
             "tokens": mask.sum().double(),
             "abs_difference": exact_sum(difference.abs()),
             "abs_difference_max": difference.abs().amax().double() if mask.numel() else zero,
-            "kl": exact_sum(torch.expm1(clamped) - clamped),
+            "kl": exact_sum(k3(-difference)),
             "clipped": zero if clipped is None else (clipped & mask).sum().double(),
             "unknown": unknown.sum().double(),
         }
@@ -164,20 +217,3 @@ def mismatch_by_lag(
         )
         for k in range(max_lag + 1)
     ]
-
-
-def _clamped_exp(x: Tensor) -> Tensor:
-    return x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def _bounds(kind: str, low: float | None, high: float | None) -> tuple[float, float]:
-    usual_low, usual_high = USUAL_BOUNDS[kind]
-    low = usual_low if low is None else low
-    high = usual_high if high is None else high
-    if kind not in ("icepop", "mis"):
-        low = 0.0
-    if not 0.0 <= low <= high or high <= 0.0:
-        raise ValueError(
-            f"low ({low}) and high ({high}) must be bounds of a ratio: 0 <= low <= high, high > 0."
-        )
-    return low, high

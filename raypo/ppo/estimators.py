@@ -30,18 +30,18 @@ class Estimator:
     needs_critic: bool = False
     """Values of a critic are its baseline; otherwise advantages are discounted returns."""
     needs_group: bool = False
-    """Scores are compared within the group of a prompt's samples."""
+    """Scores are compared within the group of a prompt's samples, a KL penalty in the reward
+    included: a penalty that the group's mean does not share in would push down on every response.
+    """
     whitens: bool = False
     """Advantages get mean 0 and variance 1 over all sampled tokens of the step."""
-    kl_within_score: bool = False
-    """A KL penalty in the reward is taken off the score, for the whole response, not by token."""
 
 
 ESTIMATORS = {
     "gae": Estimator(needs_critic=True, whitens=True),
     "reinforce": Estimator(whitens=True),
     "reinforce_baseline": Estimator(needs_group=True, whitens=True),
-    "rloo": Estimator(needs_group=True, kl_within_score=True),
+    "rloo": Estimator(needs_group=True),
     "grpo": Estimator(needs_group=True),
     "dr_grpo": Estimator(needs_group=True),
 }
@@ -71,7 +71,10 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     Args:
         gae_lambda: of `gae`.
         critic_lambda: of the returns that `gae` gives the critic as targets; None: `gae_lambda`.
-        kl: nats a token, when the penalty is placed in the reward.
+        kl: nats a token, of `kl_reward_terms`, when the penalty is placed in the reward. The group
+            estimators take that of the whole response off its score before scores are compared, so
+            grpo's deviation is that of the penalised scores: in a group of equal scores their KL
+            alone decides, in full, however small `kl_coef` is.
         extra_rewards: see `token_rewards`.
         values: of the critic, for `gae`.
         last_values: see `generalized_advantages`, for `gae`.
@@ -93,11 +96,11 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     estimator, workers = ESTIMATORS[kind], workers or Workers()
     valid = ~scores.isnan() & mask.any(1)
     mask = mask & valid.unsqueeze(1)
-    if estimator.kl_within_score and kl is not None:
-        scores, kl = penalized_scores(scores, kl, mask, kl_coef=kl_coef), None
     if estimator.needs_group:
         if group_index is None:
             raise ValueError(f"kind ({kind!r}) compares samples of a prompt; pass group_index.")
+        if kl is not None:
+            scores, kl = penalized_scores(scores, kl, mask, kl_coef=kl_coef), None
         scores = baseline_over_workers(scores, group_index, valid, kind=kind, workers=workers)
     rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef, extra_rewards=extra_rewards)
     if estimator.needs_critic:

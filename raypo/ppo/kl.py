@@ -18,7 +18,7 @@ KL_LOSS_KINDS = ("k2", "k3", "k3_st")
 MAX_RELATIVE_ERROR = 0.2
 """How far off its target the adaptive controller takes a KL to be, at most."""
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this many nats on either side before exp."""
+"""Nats to which a log-ratio is clamped before exp, on the sides where exp would overflow."""
 MIN_LOG_PROB = -1e5
 """Stands in for log 0, so that the difference of two log-probs is always a number."""
 
@@ -54,7 +54,8 @@ def kl_estimate(
 
     k1 = l is unbiased and may be negative; k2 = l^2 / 2 is biased with low variance;
     k3 = exp(-l) - 1 + l is unbiased and never negative; l = log_probs - ref_log_probs.
-    In k3, l is first clamped to +-`MAX_LOG_RATIO`.
+    In k3, l is first clamped to -`MAX_LOG_RATIO` from below. These are values: a penalty to train
+    on is `kl_reward_terms` or `kl_loss_terms`, where not every kind has the right gradient.
 
     Returns:
         kl: [B, T] in nats, 0 where masked.
@@ -70,8 +71,51 @@ def kl_estimate(
         return ratio
     if kind == "k2":
         return 0.5 * ratio.square()
-    ratio = ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(-ratio) + ratio
+    return k3(ratio)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(-l) - 1 + l of log-ratios l, which are clamped from below, where exp(-l) is large.
+
+    Above, where a policy has drifted far from its reference, nothing is clamped: the slope stays 1.
+
+    Returns:
+        k3: its shape, in nats, never negative.
+
+    Paper: Schulman 2020, "Approximating KL Divergence" (blog).
+    """
+    clamped = log_ratio.clamp(min=-MAX_LOG_RATIO)
+    return torch.expm1(-clamped) + clamped
+
+
+def kl_reward_terms(
+    log_probs: Tensor,  # [B, T], of the policy that sampled
+    ref_log_probs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    *,
+    kind: str,
+) -> Tensor:
+    """Per-token KL to subtract from the reward, for `token_rewards` or `penalized_scores`.
+
+    Only k1 has the gradient of KL(policy || reference) there: the expectation of l * grad log p is
+    the gradient of the KL of the whole response, earlier tokens leading to later states included.
+    k3 in its place gives grad KL(policy || reference) - grad KL(reference || policy), which may
+    push away from the reference, and k2 is biased too.
+
+    Returns:
+        kl: [B, T] in nats, 0 where masked, detached.
+
+    Raises:
+        ValueError: `kind` is not k1, or the shapes differ.
+
+    Paper: Liu et al. 2025, arXiv:2510.01555.
+    """
+    if kind != "k1":
+        raise ValueError(
+            f"kind ({kind!r}) cannot be a penalty in the reward: only k1 has the KL's gradient "
+            "there. Use 'k1', or place the penalty in the loss."
+        )
+    return kl_estimate(log_probs.detach(), ref_log_probs, kind=kind, mask=mask)
 
 
 def kl_loss_terms(
@@ -83,8 +127,10 @@ def kl_loss_terms(
 ) -> Tensor:
     """Per-token KL terms to aggregate and add to the loss; only `log_probs` gets a gradient.
 
-    k2 has the gradient of KL(policy || reference), k3 is the estimator that GRPO published with the
-    gradient that it happens to have, k3_st has k3's value and k2's gradient.
+    In expectation, k2 and k3_st have the gradient of KL(policy || reference) of the next token in
+    each state that a response went through; k3, as GRPO published it, that of the reverse
+    KL(reference || policy). k3_st has k3's value. How a token leads to later states is in none of
+    them: only a penalty in the reward gives credit for that.
 
     Returns:
         kl: [B, T] in nats, 0 where masked.
@@ -120,8 +166,9 @@ def kl_statistics(
 
     Returns:
         stats: detached float64 scalars: `kl` (nats), `tokens`, `responses` (with a sampled token),
-            `clamped` (tokens with a log-ratio outside +-`MAX_LOG_RATIO`). `kl / tokens` is in nats
-            a token, `kl / responses` in nats a response: the one that `KLController` takes.
+            `clamped` (tokens with a log-ratio below -`MAX_LOG_RATIO`, where k3 is held).
+            `kl / tokens` is in nats a token, `kl / responses` in nats a response: the one that
+            `KLController` takes.
 
     Raises:
         ValueError: `kind` is unknown or the shapes differ.
@@ -132,7 +179,7 @@ def kl_statistics(
             "kl": exact_sum(kl_estimate(log_probs, ref_log_probs, kind=kind, mask=mask)),
             "tokens": mask.sum().double(),
             "responses": mask.any(1).sum().double(),
-            "clamped": (ratio.abs() > MAX_LOG_RATIO).sum().double(),
+            "clamped": (ratio < -MAX_LOG_RATIO).sum().double(),
         }
 
 

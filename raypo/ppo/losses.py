@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from raypo.ppo.kl import MAX_LOG_RATIO, log_ratio
+from raypo.ppo.kl import MAX_LOG_RATIO, k3, log_ratio
 from raypo.ppo.masked import (
     check_choice,
     check_same_shape,
@@ -19,7 +19,7 @@ from raypo.ppo.masked import (
     masked_moments,
     masked_sum,
 )
-from raypo.ppo.surrogates import POLICY_KINDS, TokenLoss, surrogate
+from raypo.ppo.surrogates import SURROGATES, TokenLoss, Tokens
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
@@ -132,10 +132,10 @@ def policy_loss(
 
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; the kinds' own papers at each surrogate.
     """
-    check_choice("kind", kind, POLICY_KINDS)
+    check_choice("kind", kind, SURROGATES)
     check_same_shape(log_probs=log_probs, advantages=advantages, mask=mask)
     change = log_ratio(log_probs, old_log_probs.detach(), mask)
-    chosen = surrogate(kind)(
+    tokens = Tokens(
         log_probs=keep(log_probs, mask),
         log_ratio=change,
         advantages=keep(advantages.detach(), mask),
@@ -144,6 +144,7 @@ def policy_loss(
         clip_high=clip_high,
         dual_clip=dual_clip,
     )
+    chosen = SURROGATES[kind](tokens)
     token_loss = chosen.loss
     if weights is not None:
         check_same_shape(weights=weights, mask=mask)
@@ -160,15 +161,14 @@ def policy_loss(
 
 @torch.no_grad()
 def _policy_stats(chosen: TokenLoss, change: Tensor, mask: Tensor) -> Stats:
-    clamped = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "tokens": mask.sum().double(),
         "responses": mask.any(1).sum().double(),
         "ratio": masked_sum(chosen.ratio, mask),
         "clipped": (chosen.clipped & mask).sum().double(),
         "dual_clipped": (chosen.dual_clipped & mask).sum().double(),
-        "clamped": (clamped != change).sum().double(),
-        "approx_kl": exact_sum(torch.expm1(clamped) - clamped),
+        "clamped": (change.abs() > MAX_LOG_RATIO).sum().double(),
+        "approx_kl": exact_sum(k3(-change)),
     }
 
 

@@ -1,13 +1,12 @@
 """The per-token policy losses, one small function a published kind.
 
-B responses, T response tokens. Every mask: True = keep. All tensors arrive 0 where masked, and
-log-ratios arrive finite.
+B responses, T response tokens. Every mask: True = keep.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +15,32 @@ from raypo.ppo.kl import MAX_LOG_RATIO, MIN_LOG_PROB
 
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Of the soft gate, as published: for positive advantages, and for all others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """What a surrogate works on; all tensors are 0 where masked, log-ratios are finite.
+
+    Raises:
+        ValueError: a bound of the clip is out of range.
+    """
+
+    log_probs: Tensor  # [B, T], with gradient
+    log_ratio: Tensor  # [B, T], against the log-probs before the update, with gradient
+    advantages: Tensor  # [B, T]
+    mask: Tensor  # [B, T] bool
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.clip_low <= 1.0 or self.clip_high < 0.0:
+            raise ValueError(
+                f"clip_low ({self.clip_low}) must lie in [0, 1] and clip_high ({self.clip_high}) "
+                "be at least 0."
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1.0:
+            raise ValueError(f"dual_clip ({self.dual_clip}) must be above 1; None switches it off.")
 
 
 @dataclass(frozen=True)
@@ -28,122 +53,51 @@ class TokenLoss:
     dual_clipped: Tensor  # [B, T] bool
 
 
-class Surrogate(Protocol):
-    """A policy loss, token by token."""
-
-    def __call__(
-        self,
-        *,
-        log_probs: Tensor,  # [B, T]
-        log_ratio: Tensor,  # [B, T]
-        advantages: Tensor,  # [B, T]
-        mask: Tensor,  # [B, T] bool
-        clip_low: float,
-        clip_high: float,
-        dual_clip: float | None,
-    ) -> TokenLoss:
-        """The loss of each token."""
-        ...
-
-
-def clamped_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to +-`MAX_LOG_RATIO`; outside there is no gradient."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def ppo(
-    *,
-    log_probs: Tensor,  # [B, T]
-    log_ratio: Tensor,  # [B, T]
-    advantages: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLoss:
+def ppo(tokens: Tokens) -> TokenLoss:
     """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio per token.
-
-    Raises:
-        ValueError: a bound is out of range.
 
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; Yu et al. 2025, arXiv:2503.14476, eq. 8
         (clip-higher); Ye et al. 2020, arXiv:1912.09729 (dual-clip PPO).
     """
-    return _clipped(
-        clamped_exp(log_ratio),
-        advantages,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
+    return _clipped(_clamped_exp(tokens.log_ratio), tokens)
 
 
-def gspo(
-    *,
-    log_probs: Tensor,  # [B, T]
-    log_ratio: Tensor,  # [B, T]
-    advantages: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLoss:
-    """`ppo` with one ratio a response: the geometric mean of its tokens' ratios.
+def gspo(tokens: Tokens) -> TokenLoss:
+    """`ppo` with the ratio of the whole response at each of its tokens: GSPO-token.
 
-    Raises:
-        ValueError: a bound is out of range.
+    The ratio is s * p / stop_grad(p), where s is the geometric mean of the response's ratios,
+    without gradient, and p the probability of the token: every token is clipped as its response is,
+    and pulls with its own advantage. Where the advantages of a response are all equal, value and
+    gradient are those of GSPO, which knows one advantage a response.
 
-    Paper: Zheng et al. 2025, arXiv:2507.18071, eq. 5 and 7.
+    Paper: Zheng et al. 2025, arXiv:2507.18071, section 4.3 (eq. 5 and 7 where advantages are equal
+        within each response).
     """
-    num_tokens = mask.sum(1, keepdim=True).clamp(min=1)
-    ratio = clamped_exp(log_ratio.sum(1, keepdim=True) / num_tokens)  # [B, 1]
-    return _clipped(
-        ratio.expand(mask.shape),
-        advantages,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
+    num_tokens = tokens.mask.sum(1, keepdim=True).clamp(min=1)
+    of_response = tokens.log_ratio.detach().sum(1, keepdim=True) / num_tokens  # [B, 1]
+    own = tokens.log_ratio - tokens.log_ratio.detach()  # 0, with the gradient of each token
+    return _clipped(_clamped_exp(of_response + own), tokens)
 
 
-def cispo(
-    *,
-    log_probs: Tensor,  # [B, T]
-    log_ratio: Tensor,  # [B, T]
-    advantages: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLoss:
+def cispo(tokens: Tokens) -> TokenLoss:
     """-stop_grad(min(ratio, 1 + clip_high)) * A * log_probs: the weight is cut, not the gradient.
 
     `clip_low` is not used: the paper has no lower bound.
 
     Raises:
-        ValueError: a bound is out of range, or `dual_clip` is set.
+        ValueError: `dual_clip` is set.
 
     Paper: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
     """
-    _check_bounds(clip_low, clip_high, dual_clip)
-    _refuse_dual_clip("cispo", dual_clip)
-    ratio = clamped_exp(log_ratio.detach())
-    weight = ratio.clamp(max=1.0 + clip_high)
+    _refuse_dual_clip("cispo", tokens)
+    ratio = _clamped_exp(tokens.log_ratio.detach())
+    weight = ratio.clamp(max=1.0 + tokens.clip_high)
     # -inf would give a loss of 0 * inf; at the floor the gradient is 0.
-    loss = -weight * advantages * log_probs.clamp(min=MIN_LOG_PROB)
+    loss = -weight * tokens.advantages * tokens.log_probs.clamp(min=MIN_LOG_PROB)
     return TokenLoss(loss, ratio, ratio > weight, torch.zeros_like(ratio, dtype=torch.bool))
 
 
-def sapo(
-    *,
-    log_probs: Tensor,  # [B, T]
-    log_ratio: Tensor,  # [B, T]
-    advantages: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLoss:
+def sapo(tokens: Tokens) -> TokenLoss:
     """-A * 4 / tau * sigmoid(tau * (ratio - 1)): the gradient fades where `ppo` would cut it.
 
     At ratio 1 value and slope are those of `ppo` but for a constant. tau is larger for negative
@@ -154,57 +108,46 @@ def sapo(
 
     Paper: Gao et al. 2025, arXiv:2511.20347 (soft gate and asymmetric temperatures).
     """
-    _refuse_dual_clip("sapo", dual_clip)
-    ratio = clamped_exp(log_ratio)
+    _refuse_dual_clip("sapo", tokens)
+    ratio = _clamped_exp(tokens.log_ratio)
     up, down = SAPO_TEMPERATURES
-    tau = torch.full_like(ratio, down).masked_fill(advantages > 0, up)
-    loss = -advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
+    tau = torch.full_like(ratio, down).masked_fill(tokens.advantages > 0, up)
+    loss = -tokens.advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
     never = torch.zeros_like(ratio, dtype=torch.bool)
     return TokenLoss(loss, ratio, never, never)
 
 
-_SURROGATES: dict[str, Surrogate] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "sapo": sapo}
-POLICY_KINDS = tuple(_SURROGATES)
+SURROGATES: dict[str, Callable[[Tokens], TokenLoss]] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+}
+POLICY_KINDS = tuple(SURROGATES)
 
 
-def surrogate(kind: str) -> Surrogate:
-    """The function of a kind in `POLICY_KINDS`."""
-    return _SURROGATES[kind]
+def _clamped_exp(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio clamped to +-`MAX_LOG_RATIO`; outside there is no gradient."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _clipped(
-    ratio: Tensor,  # [B, T]
-    advantages: Tensor,  # [B, T]
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLoss:
-    _check_bounds(clip_low, clip_high, dual_clip)
+def _clipped(ratio: Tensor, tokens: Tokens) -> TokenLoss:
+    advantages = tokens.advantages
     free = -ratio * advantages
-    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    bounded = -ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * advantages
     clipped = bounded > free
     loss = torch.where(clipped, bounded, free)
     dual_clipped = torch.zeros_like(clipped)
-    if dual_clip is not None:
-        most = -dual_clip * advantages
+    if tokens.dual_clip is not None:
+        most = -tokens.dual_clip * advantages
         dual_clipped = (advantages < 0) & (loss > most)
         loss = torch.where(dual_clipped, most, loss)
     return TokenLoss(loss, ratio, clipped, dual_clipped)
 
 
-def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    if not 0.0 <= clip_low <= 1.0 or clip_high < 0.0:
+def _refuse_dual_clip(kind: str, tokens: Tokens) -> None:
+    if tokens.dual_clip is not None:
         raise ValueError(
-            f"clip_low ({clip_low}) must lie in [0, 1] and clip_high ({clip_high}) be at least 0."
-        )
-    if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip ({dual_clip}) must be above 1; None switches it off.")
-
-
-def _refuse_dual_clip(kind: str, dual_clip: float | None) -> None:
-    if dual_clip is not None:
-        raise ValueError(
-            f"dual_clip ({dual_clip}) has no place in {kind!r}, which bounds the loss of negative "
-            "advantages in its own way. Set it to null."
+            f"dual_clip ({tokens.dual_clip}) has no place in {kind!r}, which bounds the loss of "
+            "negative advantages in its own way. Set it to null."
         )

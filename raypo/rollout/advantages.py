@@ -118,7 +118,14 @@ def with_corrections(
     pair = experience.old_log_probs, experience.rollout_log_probs
     mask = experience.response_mask
     weights, clipped = corrections.bounded_weights(
-        *pair, mask, kind=section.kind, low=section.low, high=section.high
+        *pair,
+        mask,
+        kind=section.kind,
+        low=section.low,
+        high=section.high,
+        cap=section.cap,
+        mask_ratio=section.mask_ratio,
+        token_veto=section.token_veto,
     )
     means = WeightedMeans()
     stats = corrections.mismatch_statistics(*pair, mask, clipped=clipped)
@@ -126,6 +133,7 @@ def with_corrections(
     means.maximum("mismatch/log_prob_gap_max", stats["abs_difference_max"])
     means.total("mismatch/unknown_tokens", stats["unknown"])
     means.add("mismatch/weight_mean", masked.masked_sum(weights, mask), stats["tokens"])
+    means.add("mismatch/dropped_fraction", (mask & (weights == 0.0)).sum(), stats["tokens"])
     lag = version - experience.weight_version  # [B]
     means.add("rollout/staleness_mean", lag.sum(), len(lag))
     if len(lag):
@@ -136,7 +144,7 @@ def with_corrections(
         by_lag = corrections.mismatch_by_lag(*pair, mask, lag, max_lag=max_lag, clipped=clipped)
         for number, lagging in enumerate(by_lag):
             _add_mismatch(means, lagging, suffix=f"_lag_{number}")
-    if section.kind != "none":
+    if section.acts:
         experience = experience.with_(weights=weights)
     return experience, means.reduce(workers)
 
@@ -172,7 +180,7 @@ def _kl_to_reference(
     figures = means.reduce(workers)
     if ppo.kl.placement == "loss":
         return None, figures
-    return kl.kl_estimate(*pair, kind=ppo.kl.estimator, mask=mask), figures
+    return kl.kl_reward_terms(*pair, mask, kind=ppo.kl.estimator), figures
 
 
 def _score_figures(scores: Tensor, experience: Experience, workers: Workers) -> dict[str, float]:

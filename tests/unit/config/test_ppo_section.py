@@ -5,7 +5,7 @@ import pytest
 from raypo.config import PRESETS, PPOConfig, PPOSection, flatten
 from raypo.config.ppo import GROUP_ADVANTAGES
 from raypo.config.run import MAX_KL_ERROR
-from raypo.ppo.corrections import CORRECTION_KINDS
+from raypo.ppo.corrections import CORRECTION_KINDS, MASK_RATIOS
 from raypo.ppo.estimators import ESTIMATORS
 from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS, MAX_RELATIVE_ERROR
 from raypo.ppo.losses import AGGREGATIONS
@@ -26,6 +26,7 @@ def test_the_choices_are_those_that_the_mathematics_has():
     assert choices(fields, "aggregation") == set(AGGREGATIONS)
     assert choices(PPOSection().kl.__class__, "estimator") == set(KL_KINDS) | set(KL_LOSS_KINDS)
     assert choices(PPOSection().correction.__class__, "kind") == set(CORRECTION_KINDS)
+    assert choices(PPOSection().correction.__class__, "mask_ratio") == set(MASK_RATIOS)
     assert MAX_KL_ERROR == MAX_RELATIVE_ERROR
 
 
@@ -58,7 +59,19 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "ppo.kl.estimator (k1): cannot be a loss term, its gradient is 0 in expectation. "
             "Set ppo.kl.estimator to k2 or k3, or ppo.kl.placement to reward.",
         ),
-        ({"ppo__kl__estimator": "k3_st"}, "ppo.kl.estimator (k3_st): differs from k3"),
+        *(
+            (
+                keys,
+                f"ppo.kl.estimator ({kind}): cannot be a penalty in the reward, where only k1 "
+                "has the KL's gradient. Set ppo.kl.estimator to k1, or ppo.kl.placement to loss.",
+            )
+            for kind, keys in (
+                ("k2", {"ppo__kl__estimator": "k2"}),
+                ("k3", {"ppo__kl__estimator": "k3"}),
+                ("k3_st", {"ppo__kl__estimator": "k3_st"}),
+                ("k3", {"ppo__preset": "grpo", "ppo__kl__placement": "reward"}),
+            )
+        ),
         (ADAPTIVE, "ppo.kl.target (null): ppo.kl.controller: adaptive needs it."),
         ({**ADAPTIVE, "ppo__kl__target": 1.0}, "ppo.kl.horizon (null): "),
         ({**ADAPTIVE, "ppo__kl__target": 0.0}, "ppo.kl.target (0.0): must be greater than 0."),
@@ -84,10 +97,34 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "rollout.top_p to 1, or ppo.correction.kind to none.",
         ),
         (
-            {"ppo__correction__kind": "tis", "ppo__correction__low": 0.5},
-            "ppo.correction.low (0.5): is used by icepop and mis, not by ppo.correction.kind: tis.",
+            {"ppo__correction__token_veto": 1e-4, "rollout__top_p": 0.9},
+            "ppo.correction.token_veto (0.0001): compares the engine's log-probs with the "
+            "learner's, and rollout.top_p (0.9) makes the engine's those of a truncated "
+            "distribution. Set rollout.top_p to 1, or ppo.correction.token_veto to null.",
         ),
-        ({"ppo__correction__high": 2.0}, "ppo.correction.high (2): is used by every other kind"),
+        (
+            {"ppo__correction__kind": "tis", "ppo__correction__low": 0.5},
+            "ppo.correction.low (0.5): is used by icepop, mis, not by "
+            "ppo.correction.kind: tis. Remove it, or choose such a kind.",
+        ),
+        (
+            {"ppo__correction__kind": "sequence_tis", "ppo__correction__high": 2.0},
+            "ppo.correction.high (2.0): is used by icepop, mis, not by ppo.correction.kind: "
+            "sequence_tis. Set ppo.correction.cap instead, or choose such a kind.",
+        ),
+        (
+            {"ppo__correction__kind": "icepop", "ppo__correction__cap": 2.0},
+            "ppo.correction.cap (2.0): is used by tis, sequence_tis, geometric_tis, mis, not by",
+        ),
+        ({"ppo__correction__cap": 2.0}, "ppo.correction.cap (2.0): is used by tis"),
+        (
+            {"ppo__correction__kind": "icepop", "ppo__correction__mask_ratio": "product"},
+            "ppo.correction.mask_ratio (product): is used by mis, not by",
+        ),
+        (
+            {"ppo__correction__token_veto": 1.0},
+            "ppo.correction.token_veto (1.0): must be less than 1. Set ppo.correction.token_veto",
+        ),
         (
             {"ppo__shaping__truncated_score": 0.0, "ppo__shaping__truncated_scale": 0.5},
             "ppo.shaping.truncated_score (0): replaces what ppo.shaping.truncated_scale (0.5)",

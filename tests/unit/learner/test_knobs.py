@@ -24,7 +24,9 @@ class Case(NamedTuple):
 ADAPTIVE = {"kl.controller": "adaptive", "kl.target": 0.1, "kl.horizon": 100.0}
 GRPO = {"advantage": "grpo"}
 FILTER = {**GRPO, "filter.enabled": True}
-MIS = {"correction.kind": "mis"}
+K2_LOSS = {"kl.estimator": "k2", "kl.placement": "loss"}
+MIS = {"correction.kind": "mis", "correction.low": 0.5, "correction.high": 2.0}
+DROPPED = "mismatch/dropped_fraction"
 LENGTH = "rollout/samples_trained"
 CASES = {
     "preset": Case({}, {"preset": "grpo"}, "policy"),
@@ -54,10 +56,9 @@ CASES = {
     ),
     "entropy_coef": Case({}, {"entropy_coef": 0.5}, "policy", stays="critic"),
     "kl.coef": Case({}, {"kl.coef": 0.5}, "advantages"),
-    "kl.estimator": Case({}, {"kl.estimator": "k2"}, "advantages"),
-    "kl.placement": Case(
-        {"kl.estimator": "k2"}, {"kl.estimator": "k2", "kl.placement": "loss"}, "ppo/kl_loss"
-    ),
+    "kl.estimator": Case(K2_LOSS, {**K2_LOSS, "kl.estimator": "k3"}, "ppo/kl_loss"),
+    # No estimator fits both places: k1's loss has no gradient, and no other is right in the reward.
+    "kl.placement": Case({}, K2_LOSS, "ppo/kl_loss"),
     "kl.controller": Case({}, ADAPTIVE, "next_coef", stays="policy"),
     "kl.target": Case(ADAPTIVE, {**ADAPTIVE, "kl.target": 50.0}, "next_coef"),
     "kl.horizon": Case(ADAPTIVE, {**ADAPTIVE, "kl.horizon": 200.0}, "next_coef"),
@@ -80,8 +81,11 @@ CASES = {
     "filter.high": Case(FILTER, {**FILTER, "filter.high": 0.0}, "rollout/samples_filtered"),
     "filter.max_refills": Case(FILTER, {**FILTER, "filter.max_refills": 0}, LENGTH),
     "correction.kind": Case({}, {"correction.kind": "tis"}, "policy", stays="critic"),
-    "correction.low": Case(MIS, {**MIS, "correction.low": 0.99}, "mismatch/clip_fraction"),
-    "correction.high": Case(MIS, {**MIS, "correction.high": 1.01}, "mismatch/clip_fraction"),
+    "correction.cap": Case(MIS, {**MIS, "correction.cap": 1.01}, "mismatch/weight_mean"),
+    "correction.low": Case(MIS, {**MIS, "correction.low": 0.99}, DROPPED),
+    "correction.high": Case(MIS, {**MIS, "correction.high": 1.01}, DROPPED),
+    "correction.mask_ratio": Case(MIS, {**MIS, "correction.mask_ratio": "product"}, DROPPED),
+    "correction.token_veto": Case({}, {"correction.token_veto": 0.8}, DROPPED),
 }
 
 

@@ -25,20 +25,26 @@ ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo
 LOSSES = ("ppo", "gspo", "cispo", "sapo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 CORRECTIONS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
-KL_TERMS = (("k1", "reward"), ("k2", "loss"), ("k3", "loss"), ("k3_st", "loss"), ("k3", "reward"))
+MASKS = {"mis": {"low": 0.8, "high": 1.2}}  # the tiny responses drift far
+KL_TERMS = (("k1", "reward"), ("k2", "loss"), ("k3", "loss"), ("k3_st", "loss"), ("k1", "reward"))
 
 
 def combinations() -> Iterator[PPOSection]:
     """All pairs of estimator and loss; the other choices take turns, so each meets each."""
     pairs = itertools.product(enumerate(ESTIMATORS), enumerate(LOSSES))
     for number, ((row, advantage), (column, loss)) in enumerate(pairs):
+        correction = CORRECTIONS[(row + column + row * 4) % 6]
         estimator, placement = KL_TERMS[number % 5]
         yield PPOSection.model_validate(
             {
                 "advantage": advantage,
                 "policy_loss": loss,
                 "aggregation": AGGREGATIONS[(row + column) % 3],
-                "correction": {"kind": CORRECTIONS[(row + column + row * 4) % 6]},
+                "correction": {
+                    "kind": correction,
+                    "token_veto": 0.4 if number % 2 else None,
+                    **MASKS.get(correction, {}),
+                },
                 "minibatch_size": 5,  # 12 responses: minibatches of 4
                 "entropy_coef": 0.1,
                 "clip_high": 0.2 if loss == "sapo" else 0.05,  # sapo has none

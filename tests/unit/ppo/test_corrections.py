@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from raypo.ppo.corrections import (
     CORRECTION_KINDS,
-    USUAL_BOUNDS,
+    DEFAULT_CAPS,
     bounded_weights,
     importance_weights,
     mismatch_by_lag,
     mismatch_statistics,
 )
+from raypo.ppo.losses import AGGREGATIONS, policy_loss
 from tests.unit.ppo.steps import INF, NAN, few, random_step, seeds
 
 MASK = torch.tensor([[True, True, False], [True, True, False]])
@@ -22,31 +23,89 @@ OLD = ROLLOUT + torch.tensor([[4.0, 0.5, 1.0], [1.0, 1.0, 1.0]]).log()
 
 
 @pytest.mark.parametrize(
-    ("kind", "low", "high", "first_row", "clipped"),
+    ("kind", "bounds", "first_row", "clipped"),
     [
-        ("none", None, None, [1.0, 1.0], [False, False]),
-        ("tis", None, 3.0, [3.0, 0.5], [True, False]),
-        ("sequence_tis", None, 3.0, [2.0, 2.0], [False, False]),
-        ("sequence_tis", None, 1.5, [1.5, 1.5], [True, True]),
-        ("geometric_tis", None, 3.0, [2**0.5, 2**0.5], [False, False]),
-        ("geometric_tis", None, 1.2, [1.2, 1.2], [True, True]),
-        ("icepop", 0.5, 3.0, [0.0, 0.5], [True, False]),
-        ("icepop", 0.6, 5.0, [4.0, 0.0], [False, True]),
-        ("mis", 0.9, 1.5, [1.5, 0.5], [True, False]),  # sqrt(2) is inside: tis weights
-        ("mis", 0.9, 1.2, [0.0, 0.0], [True, True]),  # sqrt(2) is outside: all dropped
+        ("none", {}, [1.0, 1.0], [False, False]),
+        ("tis", {"cap": 3.0}, [3.0, 0.5], [True, False]),
+        ("tis", {"high": 3.0}, [3.0, 0.5], [True, False]),  # the cap by its other name
+        ("sequence_tis", {"cap": 3.0}, [2.0, 2.0], [False, False]),
+        ("sequence_tis", {"high": 1.5}, [1.5, 1.5], [True, True]),
+        ("geometric_tis", {"high": 3.0}, [2**0.5, 2**0.5], [False, False]),
+        ("geometric_tis", {"cap": 1.2}, [1.2, 1.2], [True, True]),
+        ("icepop", {"low": 0.5, "high": 3.0}, [0.0, 0.5], [True, False]),
+        ("icepop", {"low": 0.6, "high": 5.0}, [4.0, 0.0], [False, True]),
+        # sqrt(2) is inside: tis weights with a cap of their own; or outside: all dropped
+        ("mis", {"low": 0.9, "high": 1.5}, [2.0, 0.5], [True, False]),
+        ("mis", {"low": 0.9, "high": 1.5, "cap": 9.0}, [4.0, 0.5], [False, False]),
+        ("mis", {"low": 0.9, "high": 1.4, "cap": 9.0}, [0.0, 0.0], [True, True]),
+        # the product is 2
+        ("mis", {"mask_ratio": "product", "high": 2.1, "cap": 3.0}, [3.0, 0.5], [True, False]),
+        ("mis", {"mask_ratio": "product", "high": 1.9}, [0.0, 0.0], [True, True]),
+        # the smallest ratio is 0.5
+        ("none", {"token_veto": 0.4}, [1.0, 1.0], [False, False]),
+        ("none", {"token_veto": 0.6}, [0.0, 0.0], [True, True]),
+        ("tis", {"cap": 3.0, "token_veto": 0.4}, [3.0, 0.5], [True, False]),
+        ("tis", {"cap": 3.0, "token_veto": 0.6}, [0.0, 0.0], [True, True]),
+        ("icepop", {"token_veto": 0.6}, [0.0, 0.0], [True, True]),
     ],
 )
-def test_weights_by_hand(kind, low, high, first_row, clipped):
-    weights, cut = bounded_weights(OLD, ROLLOUT, MASK, kind=kind, low=low, high=high)
+def test_weights_by_hand(kind, bounds, first_row, clipped):
+    weights, cut = bounded_weights(OLD, ROLLOUT, MASK, kind=kind, **bounds)
 
     torch.testing.assert_close(weights, torch.tensor([[*first_row, 0.0], [1.0, 1.0, 0.0]]))
     assert cut.tolist() == [[*clipped, False], [False, False, False]]
-    assert torch.equal(
-        weights, importance_weights(OLD, ROLLOUT, MASK, kind=kind, low=low, high=high)
+    assert torch.equal(weights, importance_weights(OLD, ROLLOUT, MASK, kind=kind, **bounds))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask_ratio", "nats", "expected"),
+    [
+        ("tis", "geometric", 40.0, math.exp(0.08)),  # of a token
+        ("tis", "geometric", 500.0, 2.0),
+        ("sequence_tis", "geometric", 40.0, 2.0),
+        ("sequence_tis", "geometric", -40.0, math.exp(-40.0)),
+        ("geometric_tis", "geometric", 40.0, 1.001),
+        ("geometric_tis", "geometric", -40.0, math.exp(-0.08)),
+        ("icepop", "geometric", 40.0, math.exp(0.08)),
+        ("icepop", "geometric", 1000.0, 0.0),  # a ratio of e * e is above 5
+        ("icepop", "geometric", -500.0, 0.0),  # 1 / e is below 0.5
+        ("mis", "geometric", 40.0, 0.0),
+        ("mis", "geometric", -40.0, 0.0),
+        ("mis", "geometric", 0.4, math.exp(0.0008)),  # inside 0.999 to 1.001
+        ("mis", "product", 40.0, 0.0),
+        ("mis", "product", -40.0, 0.0),
+        ("mis", "product", 0.4, math.exp(0.0008)),  # exp(0.4) is inside 0.5 to 2
+        ("mis", "product", 0.8, 0.0),
+    ],
+)
+def test_a_response_that_drifts_meets_the_default_mask_or_cap(kind, mask_ratio, nats, expected):
+    """500 tokens, each drifting as far; `nats` is the sum."""
+    rollout = torch.full((1, 500), -2.0, dtype=torch.float64)
+    mask = torch.ones(1, 500, dtype=torch.bool)
+
+    weights = importance_weights(
+        rollout + nats / 500, rollout, mask, kind=kind, mask_ratio=mask_ratio
     )
+
+    torch.testing.assert_close(weights, torch.full_like(weights, expected))
 
 
 @pytest.mark.parametrize("kind", CORRECTION_KINDS)
+def test_one_token_that_the_learner_all_but_rules_out_vetoes_its_response_alone(kind):
+    rollout = torch.full((2, 500), -1.0)
+    old = rollout.clone()
+    old[0, 7] -= 10.0  # a ratio of 4.5e-5
+    mask = torch.ones(2, 500, dtype=torch.bool)
+
+    for veto, first in ((1e-4, 0.0), (1e-5, None)):
+        weights = importance_weights(old, rollout, mask, kind=kind, token_veto=veto)
+        assert weights[1].tolist() == [1.0] * 500
+        # without the veto, it is not the whole response that is dropped but under mis
+        assert (weights[0].max().item() == 0.0) == (first == 0.0 or kind == "mis")
+
+
+@pytest.mark.parametrize("kind", CORRECTION_KINDS)
+@pytest.mark.parametrize("bounds", [{}, {"mask_ratio": "product", "token_veto": 1e-4}])
 @pytest.mark.parametrize(
     "pair",
     [
@@ -59,17 +118,37 @@ def test_weights_by_hand(kind, low, high, first_row, clipped):
         (NAN, -1.0),
     ],
 )
-def test_weights_are_bounded_whatever_the_log_probs(kind, pair):
+def test_weights_are_bounded_whatever_the_log_probs(kind, bounds, pair):
     old = torch.tensor([[pair[0], -1.0, NAN]])
     rollout = torch.tensor([[pair[1], -1.0, INF]])
     mask = torch.tensor([[True, True, False]])
 
-    weights = importance_weights(old, rollout, mask, kind=kind)
+    weights = importance_weights(old, rollout, mask, kind=kind, **bounds)
 
     assert weights.isfinite().all()
     assert weights[0, 2].item() == 0.0
-    highest = 1.0 if kind == "none" else USUAL_BOUNDS[kind][1]
-    assert 0.0 <= weights.min().item() <= weights.max().item() <= highest
+    highest = {"none": 1.0, "icepop": 5.0}.get(kind) or DEFAULT_CAPS[kind]
+    assert 0.0 <= weights.min().item() <= weights.max().item() <= highest + 1e-6
+    log_probs = torch.tensor([[-1.5, -1.0, NAN]], requires_grad=True)
+    loss, _ = policy_loss(log_probs, old.nan_to_num(-2.0), torch.ones(1, 3), mask, weights=weights)
+    loss.backward()
+    assert loss.isfinite()
+    assert log_probs.grad is not None
+    assert log_probs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_dropped_response_stays_in_the_denominator(aggregation):
+    rollout = torch.full((2, 4), -1.0)
+    old = rollout + torch.tensor([[0.0], [10.0]])
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    weights = importance_weights(old, rollout, mask, kind="mis")
+    knobs = {"aggregation": aggregation, "max_new_tokens": 4, "weights": weights}
+
+    loss, stats = policy_loss(old, old, torch.ones(2, 4), mask, **knobs)
+
+    assert loss.item() == -0.5  # four tokens of loss -1 and four of loss 0
+    assert stats["tokens"].item() == 8.0
 
 
 @pytest.mark.parametrize("kind", ["sequence_tis", "geometric_tis", "mis"])
@@ -114,11 +193,22 @@ def test_padding_and_row_order_change_no_weight(seed, kind, rubbish):
 
 
 @pytest.mark.parametrize(
-    ("kind", "low", "high"), [("icepop", 2.0, 1.0), ("mis", -0.1, 1.0), ("tis", None, 0.0)]
+    ("kind", "bounds", "message"),
+    [
+        ("icepop", {"low": 2.0, "high": 1.0}, r"low \(2.0\) and high \(1.0\)"),
+        ("mis", {"low": -0.1, "high": 1.0}, r"low \(-0.1\) and high"),
+        ("mis", {"low": 0.0, "high": 0.0}, r"low \(0.0\) and high"),
+        ("icepop", {"high": INF}, r"high \(inf\)"),
+        ("tis", {"high": 0.0}, r"cap \(0.0\)"),
+        ("mis", {"cap": INF}, r"cap \(inf\)"),
+        ("none", {"token_veto": 1.0}, r"token_veto \(1.0\)"),
+        ("none", {"token_veto": 0.0}, r"token_veto \(0.0\)"),
+        ("mis", {"mask_ratio": "mean"}, "mask_ratio.*geometric, product"),
+    ],
 )
-def test_impossible_bounds_are_refused(kind, low, high):
-    with pytest.raises(ValueError, match=r"low \(.*high \("):
-        importance_weights(OLD, ROLLOUT, MASK, kind=kind, low=low, high=high)
+def test_impossible_bounds_are_refused(kind, bounds, message):
+    with pytest.raises(ValueError, match=message):
+        importance_weights(OLD, ROLLOUT, MASK, kind=kind, **bounds)
 
 
 def test_unknown_kind_names_the_allowed_ones():
@@ -151,6 +241,15 @@ def test_unknown_log_probs_are_counted_and_spoil_nothing():
 
     assert stats["unknown"].item() == 1.0
     assert stats["abs_difference_max"].item() == 0.5
+
+
+def test_the_mismatch_of_a_token_that_the_learner_all_but_rules_out_is_not_clamped():
+    one = torch.ones(1, 1, dtype=torch.bool)
+
+    stats = mismatch_statistics(torch.tensor([[-41.0]]).double(), -torch.ones(1, 1).double(), one)
+
+    # k3 at l = rollout - old = 40: 40 - 1 + exp(-40)
+    assert stats["kl"].item() == pytest.approx(39.0)
 
 
 def test_mismatch_by_lag_splits_the_tokens_and_keeps_their_sum():

@@ -32,11 +32,34 @@ def test_group_estimators_give_every_token_its_responses_advantage(kind):
     )
 
 
-def test_rloo_compares_scores_with_the_kl_of_the_whole_response_in_them():
-    advantages, _ = estimate("rloo", kl=KL, kl_coef=0.5)
+@pytest.mark.parametrize("kind", GROUP_KINDS)
+def test_groups_compare_scores_with_the_kl_of_the_whole_response_in_them(kind):
+    _, returns = estimate(kind, kl=KL, kl_coef=0.5)
 
-    # scores less 0.5 * (0.6, 0.6, 0): 0.7, 1.7, 6; each less the mean of the others
-    torch.testing.assert_close(advantages, spread([0.7 - 3.85, 1.7 - 3.35, 6.0 - 1.2]))
+    # scores less 0.5 * (0.6, 0.6, 0): 0.7, 1.7, 6, of mean 2.8
+    centred = [0.7 - 2.8, 1.7 - 2.8, 6.0 - 2.8]
+    std = (sum(x * x for x in centred) / 2) ** 0.5
+    expected = {
+        "rloo": [0.7 - 3.85, 1.7 - 3.35, 6.0 - 1.2],  # each less the mean of the others
+        "grpo": [x / (std + 1e-6) for x in centred],  # the deviation has the KL in it
+    }
+    torch.testing.assert_close(returns, spread(expected.get(kind, centred)))
+
+
+@pytest.mark.parametrize("kind", GROUP_KINDS)
+def test_a_kl_in_the_reward_is_no_push_down_on_a_whole_group(kind):
+    mask = torch.ones(4, 500, dtype=torch.bool)
+    knobs = {"kind": kind, "gamma": 1.0, "kl_coef": 0.01, "group_index": torch.zeros(4).long()}
+    alike = torch.full((4, 500), 0.05)
+
+    advantages, _ = estimate_advantages(torch.ones(4), mask, kl=alike, **knobs)
+
+    assert advantages.abs().max().item() == 0.0
+    apart = alike * torch.tensor([[0.8], [0.9], [1.1], [1.2]])
+    advantages, _ = estimate_advantages(torch.ones(4), mask, kl=apart, **knobs)
+    torch.testing.assert_close(advantages.mean(0), torch.zeros(500), atol=1e-5, rtol=0)
+    assert (advantages[:2] > 0).all()  # nearer to the reference than the group
+    assert (advantages[2:] < 0).all()
 
 
 def test_reinforce_returns_are_whitened_over_the_batch():

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,6 +156,48 @@ def test_gspo_has_one_ratio_a_response():
     assert stats["clipped"].item() == 2.0
 
 
+def test_gspo_gives_each_token_the_gradient_of_its_own_advantage():
+    log_probs = torch.full((1, 4), -1.0, requires_grad=True)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    old = torch.tensor([[-1.2, -0.8, -1.1, -0.9]])  # the ratio of the response is 1
+
+    loss, _ = policy_loss(log_probs, old, torch.tensor([[4.0, 0.0, 0.0, -4.0]]), mask, kind="gspo")
+    loss.backward()
+
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[-1.0, 0.0, 0.0, 1.0]]))
+
+
+def sequence_gspo(step, **clip):
+    """Token losses of GSPO as first published: one ratio with its gradient, eq. 5 and 7."""
+    change = torch.where(step.mask, step.log_probs - step.old_log_probs, 0.0)
+    mean = change.sum(1, keepdim=True) / step.mask.sum(1, keepdim=True).clamp(min=1)
+    ratio = mean.clamp(-20, 20).exp()
+    clipped = ratio.clamp(1 - clip["clip_low"], 1 + clip["clip_high"])
+    return -torch.minimum(ratio * step.advantages, clipped * step.advantages)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("drift", [0.0, 0.1, -0.2, 50.0, -50.0])
+def test_gspo_is_the_sequence_form_where_a_response_has_one_advantage(aggregation, drift):
+    step = random_step(7, rows=9)
+    step = replace(
+        step,
+        advantages=step.advantages[:, :1].expand(step.mask.shape),
+        old_log_probs=step.old_log_probs - drift,
+    )
+    clip = {"clip_low": 0.1, "clip_high": 0.2}
+    knobs = {"aggregation": aggregation, "max_new_tokens": 9}
+
+    loss, _ = policy_loss(*step.policy(), kind="gspo", **clip, **knobs)
+    expected = aggregate(sequence_gspo(step, **clip), step.mask, **knobs)
+
+    exact = {"rtol": 1e-13, "atol": 1e-15}
+    torch.testing.assert_close(loss, expected, **exact)
+    gradients = [torch.autograd.grad(each, step.log_probs)[0] for each in (loss, expected)]
+    torch.testing.assert_close(*gradients, **exact)
+    assert drift != 0.0 or gradients[0].abs().sum() > 0
+
+
 @pytest.mark.parametrize("kind", POLICY_KINDS)
 def test_first_update_has_ratio_exactly_one(kind):
     step = random_step(0)
@@ -166,13 +209,12 @@ def test_first_update_has_ratio_exactly_one(kind):
     assert stats["ratio"].item() == stats["tokens"].item()
     assert stats["clipped"].item() == stats["approx_kl"].item() == 0.0
     # and then the gradient is the plain policy gradient, whatever the kind
-    if kind != "gspo":
-        expected = torch.where(step.mask, -step.advantages / step.mask.sum(), 0.0)
-        torch.testing.assert_close(current.grad, expected)
+    expected = torch.where(step.mask, -step.advantages / step.mask.sum(), 0.0)
+    torch.testing.assert_close(current.grad, expected)
 
 
-# not cispo: its weight is held fixed, which no difference of losses knows
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "sapo"])
+# not cispo and gspo: they hold a weight fixed, which no difference of losses knows
+@pytest.mark.parametrize("kind", ["ppo", "sapo"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_policy_gradient_agrees_with_finite_differences(kind, aggregation):
     step = random_step(3, rows=3, width=4)
@@ -229,6 +271,13 @@ def test_extreme_log_ratios_have_finite_loss_and_gradient(kind, advantage, pair)
     assert log_probs.grad.isfinite().all()
     assert all(value.isfinite() for value in stats.values())
     assert stats["clamped"].item() == float(pair[0] != pair[1])
+
+
+def test_the_kl_of_an_update_counts_a_token_that_fell_out_of_reach_in_full():
+    stats = one_token(-40.0, 1.0)[2]
+
+    assert stats["approx_kl"] == pytest.approx(39.0)  # k3 at l = old - new = 40
+    assert stats["clamped"] == 1.0  # the ratio's clamp
 
 
 def test_a_diverged_policy_is_not_hidden():

@@ -50,6 +50,8 @@ def reduced_step(workers: Workers) -> list[torch.Tensor]:
             gamma=1.0,
             gae_lambda=adaptive_lambdas(mine.mask, alpha=0.5),
             critic_lambda=0.9,
+            kl=mine.old_values.square(),
+            kl_coef=0.1,
             values=mine.old_values,
             group_index=torch.arange(workers.rank, ROWS, workers.count) // 3,
             workers=workers,

@@ -1,0 +1,136 @@
+"""Each estimator, loss, KL term and correction against loops over Python floats."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from raypo.ppo.corrections import CORRECTION_KINDS, MASK_RATIOS, importance_weights
+from raypo.ppo.estimators import ESTIMATORS, estimate_advantages
+from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS, kl_estimate, kl_loss_terms
+from raypo.ppo.losses import AGGREGATIONS, policy_loss, value_loss
+from raypo.ppo.surrogates import POLICY_KINDS
+from tests.unit.ppo import oracle
+from tests.unit.ppo.steps import INF, NAN, Step, few, random_step, seeds
+
+RUBBISH = st.sampled_from([0.0, 1e30, INF, -INF, NAN])
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Of any small shape, with gaps, an empty row and rubbish behind the mask."""
+    rows, width = draw(st.integers(1, 9)), draw(st.integers(1, 12))
+    step = random_step(draw(seeds), rows=rows, width=width)
+    return step.padded(draw(st.integers(0, 2)), draw(RUBBISH))
+
+
+def assert_close(actual: Tensor, expected: Any) -> None:
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(actual.detach(), expected.reshape(actual.shape))
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@given(step=steps(), samples=st.integers(2, 4), failed=st.booleans())
+@few
+def test_advantages_and_returns(kind, gamma, step, samples, failed):
+    rows = len(step.mask)
+    scores = torch.randn(rows, generator=torch.Generator().manual_seed(rows)).double()
+    scores[samples:][:samples] = 0.7  # a group of equal scores, if there is a second one
+    if failed:
+        scores[-1] = NAN
+    group = torch.arange(rows) // samples
+    kl = torch.where(step.mask, step.log_probs - step.old_log_probs, NAN).detach()
+    knobs: dict[str, Any] = {"kind": kind, "gamma": gamma, "gae_lambda": 0.8, "kl_coef": 0.3}
+
+    advantages, returns = estimate_advantages(
+        scores, step.mask, kl=kl, values=step.old_values, group_index=group, **knobs
+    )
+
+    expected = oracle.advantages(
+        scores.tolist(),
+        kl.tolist(),
+        step.mask.tolist(),
+        step.old_values.tolist(),
+        group.tolist(),
+        **knobs,
+    )
+    assert_close(advantages, expected[0])
+    assert_close(returns, expected[1])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("kind", POLICY_KINDS)
+@given(step=steps(), weighted=st.booleans(), dual=st.booleans())
+@few
+def test_policy_loss_and_gradient(kind, aggregation, step, weighted, dual):
+    knobs: dict[str, Any] = {
+        "kind": kind,
+        "clip_low": 0.1,
+        "clip_high": 0.25,
+        "dual_clip": 1.2 if dual and kind in ("ppo", "gspo") else None,
+        "aggregation": aggregation,
+        "max_new_tokens": 13,
+    }
+
+    loss, _ = policy_loss(*step.policy(), weights=step.weights if weighted else None, **knobs)
+
+    tables = [each.tolist() for each in (*step.policy(), step.weights)]
+    expected = oracle.policy_loss(*tables[:4], tables[4] if weighted else None, **knobs)
+    (gradient,) = torch.autograd.grad(loss, step.log_probs)
+    assert_close(loss, expected[0])
+    assert_close(gradient, expected[1])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@given(step=steps(), value_clip=st.sampled_from([None, 0.2]))
+@few
+def test_value_loss_and_gradient(aggregation, step, value_clip):
+    knobs = {"value_clip": value_clip, "aggregation": aggregation, "max_new_tokens": 13}
+
+    loss, _ = value_loss(*step.critic(), **knobs)
+
+    expected = oracle.value_loss(*(each.tolist() for each in step.critic()), **knobs)
+    (gradient,) = torch.autograd.grad(loss, step.values)
+    assert_close(loss, expected[0])
+    assert_close(gradient, expected[1])
+
+
+@pytest.mark.parametrize("kind", sorted({*KL_KINDS, *KL_LOSS_KINDS}))
+@given(step=steps(), scale=st.sampled_from([1.0, 100.0]))
+@few
+def test_kl_and_its_slope(kind, step, scale):
+    reference = scale * step.old_log_probs  # the larger scale meets the clamp
+    tables = [each.tolist() for each in (step.log_probs, reference, step.mask)]
+
+    value, slope = oracle.kl(*tables, kind=kind)
+
+    if kind in KL_KINDS:
+        estimate = kl_estimate(step.log_probs, reference, kind=kind, mask=step.mask)
+        assert_close(estimate, value)
+    if kind in KL_LOSS_KINDS:
+        terms = kl_loss_terms(step.log_probs, reference, step.mask, kind=kind)
+        assert_close(terms, value)
+        assert_close(torch.autograd.grad(terms.sum(), step.log_probs)[0], slope)
+
+
+@pytest.mark.parametrize("mask_ratio", MASK_RATIOS)
+@pytest.mark.parametrize("kind", CORRECTION_KINDS)
+@given(
+    step=steps(),
+    low=st.sampled_from([0.0, 0.7, 0.95]),
+    high=st.sampled_from([1.05, 1.4]),
+    token_veto=st.sampled_from([None, 0.5, 0.8]),
+)
+@few
+def test_correction_weights(kind, mask_ratio, step, low, high, token_veto):
+    bounds: dict[str, Any] = {"low": low, "high": high, "cap": 1.1, "mask_ratio": mask_ratio}
+    bounds |= {"kind": kind, "token_veto": token_veto}
+
+    weights = importance_weights(step.log_probs, step.old_log_probs, step.mask, **bounds)
+
+    tables = [each.tolist() for each in (step.log_probs, step.old_log_probs, step.mask)]
+    assert_close(weights, oracle.weights(*tables, **bounds))
