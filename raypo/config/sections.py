@@ -78,16 +78,16 @@ class ModelSection(Config):
     policy: str
     """The model to align."""
     critic: str | None = None
-    """Backbone of the critic; null: the first reward model's, with its score head times its weights,
-    where there is one with the policy's vocabulary, else the policy's with a value head that starts
-    at zero."""
+    """Backbone of the critic; null: the first reward model's, with its score head times its
+    weights, where there is one with the policy's vocabulary, else the policy's with a value head
+    that starts at zero."""
     reward: RewardModels = None
     """A reward model, or a list of them, each a path or {path, weight}."""
     reference: str | None = None
     """The model that the KL penalty pulls to; null: the policy as it was at the start."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the policy, the engine and the frozen models; value and score heads are float32 always, and
-    so are sums of gradients, master weights and AdamW's moments. On CPU float32 is faster and exact."""
+    """Of the policy, the engine and the frozen models. Value and score heads, sums of gradients,
+    master weights and AdamW's moments are float32 always. On CPU float32 is faster and exact."""
     lora: PolicyLoraSection | None = None
     """Train adapters; {} for the defaults, null: all weights. Without model.reference the policy
     with its adapter off is the reference, and no other model is loaded for it."""
@@ -189,8 +189,8 @@ class WorkersSection(Config):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients are clipped to this global norm."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights. In bfloat16 0
-    runs as 1, whose updates are the same: DeepSpeed's own would sum gradients in bfloat16."""
+    """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights. In bfloat16
+    0 runs as 1, whose updates are the same: DeepSpeed's own 0 would sum gradients in bfloat16."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Tokens (padding included) of one forward and backward pass."""
     max_skipped_updates: int = Field(default=3, ge=0)

@@ -163,6 +163,8 @@ def _choices(
     for stage, optimizer, param in CHOICES:
         if device == "cpu" and (optimizer or param):
             continue  # they are in RAM already
+        if stage == 0 and config.model.dtype == "bfloat16":
+            continue  # it runs as 1
         sharding = replace(chosen, stage=stage, offload_optimizer=optimizer, offload_param=param)
         roles = roles_of(config, models, sharding, device, smallest_gpu(nodes, layout))
         loads = device_loads(config, roles, nodes, layout, device)

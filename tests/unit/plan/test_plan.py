@@ -63,7 +63,8 @@ def test_a_billion_weights_fit_eight_large_gpus(values: dict):
 def test_higher_stages_and_off_loading_need_less_of_the_device(values: dict):
     values["rollout"]["engine"] = {"sleep": False}  # else another phase is the worst one
     by_name = {str(c.sharding): c.device.needed for c in plan(values, "8xGPU80G").choices}
-    assert by_name["0"] > by_name["1"] > by_name["2"] > by_name["3"]
+    assert "0" not in by_name  # in bfloat16 it is 1
+    assert by_name["1"] > by_name["2"] > by_name["3"]
     assert by_name["2"] > by_name["2 + optimizer off-loaded"]
     assert by_name["3"] > by_name["3 + optimizer off-loaded"]
 
