@@ -16,28 +16,35 @@ from raypo.config import (
     SFTConfig,
     parse_run_config,
 )
-from raypo.data.prompts import peek
+from raypo.data.prompts import peek, repetition_note
 from raypo.metrics.run_files import RunFiles
 from raypo.metrics.sinks import check_installed
 from raypo.plan.model_shape import ModelShape
 from raypo.rewards.loader import check_function
+from raypo.serving.vllm_arguments import check_extra
 
 
 def check_inputs(
     config: RecipeConfig, *, has_reward_fn: bool = False, on_this_machine: bool = True
-) -> None:
+) -> list[str]:
     """Refuse files that are missing or wrong, and what this machine can never hold.
 
     Args:
         has_reward_fn: A function was passed in Python, so the config need not name one.
         on_this_machine: The run would start here, so its cores must do.
 
+    Returns:
+        What is allowed and seldom meant, in words.
+
     Raises:
         ConfigError: the first thing that is wrong, as key (value), rule and remedy.
     """
     check_installed(config.logging)
+    notes: list[str] = []
+    if isinstance(config, PPOConfig | SFTConfig):
+        check_extra(config.rollout.engine)
     if isinstance(config, PPOConfig):
-        _check_ppo(config, has_reward_fn=has_reward_fn)
+        notes = _check_ppo(config, has_reward_fn=has_reward_fn)
     elif isinstance(config, SFTConfig):
         check_model("model.policy", config.model.policy)
         _check_data(config, {"data.response_key": config.data.response_key})
@@ -49,6 +56,7 @@ def check_inputs(
         _check_data(config, {f"data.{name}": column for name, column in keys.items()})
     if on_this_machine:
         _check_cpus(config)
+    return notes
 
 
 def check_evaluation(model: str, config: PPOConfig | SFTConfig) -> None:
@@ -58,6 +66,7 @@ def check_evaluation(model: str, config: PPOConfig | SFTConfig) -> None:
         ConfigError: the model, a prompt file or the judge is not there.
     """
     check_model("MODEL", model)
+    check_extra(config.rollout.engine)
     data = config.data
     if config.eval.prompts:
         peek(config.eval.prompts, data.prompt_key, data.label_key, key="eval.prompts")
@@ -65,7 +74,7 @@ def check_evaluation(model: str, config: PPOConfig | SFTConfig) -> None:
         check_function(config.eval.function, key="eval.function")
 
 
-def _check_ppo(config: PPOConfig, *, has_reward_fn: bool) -> None:
+def _check_ppo(config: PPOConfig, *, has_reward_fn: bool) -> list[str]:
     for key in ("policy", "critic", "reference"):
         path = getattr(config.model, key)
         if path is not None:
@@ -73,7 +82,7 @@ def _check_ppo(config: PPOConfig, *, has_reward_fn: bool) -> None:
     for entry in config.model.reward or ():
         check_model("model.reward", entry.path)
     _check_shards(config)
-    _check_data(config)
+    num_prompts = _check_data(config)
     if not has_reward_fn:
         if not _has_judge(config):
             raise ConfigError(
@@ -85,6 +94,8 @@ def _check_ppo(config: PPOConfig, *, has_reward_fn: bool) -> None:
             check_function(config.reward.function)
     if config.eval.function is not None:
         check_function(config.eval.function, key="eval.function")
+    note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
+    return [note] if note else []
 
 
 def _check_shards(config: PPOConfig) -> None:
@@ -118,11 +129,14 @@ def _has_judge(config: PPOConfig) -> bool:
     return bool(config.reward.function or config.model.reward or config.reward.url)
 
 
-def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> None:
+def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> int | None:
+    """The number of rows in `data.prompts`, where it is known."""
     data = config.data
-    for key, paths in (("data.prompts", data.prompts), ("eval.prompts", config.eval.prompts)):
-        if paths:
-            peek(paths, data.prompt_key, data.label_key, key=key, response_keys=response_keys)
+    keys = data.prompt_key, data.label_key
+    num_rows = peek(data.prompts, *keys, response_keys=response_keys)
+    if config.eval.prompts:
+        peek(config.eval.prompts, *keys, key="eval.prompts", response_keys=response_keys)
+    return num_rows
 
 
 def check_run_folder(config: RecipeConfig, files: RunFiles) -> None:

@@ -1,11 +1,29 @@
-"""Run folders as a PPO run leaves them, written in a moment; what pages and commands read."""
+"""Run folders as a PPO run leaves them, written in a moment; what pages and commands read.
+
+Some are made up (`write_run`), others are what real runs of the quickstart measured
+(`write_recorded`, from recorded_runs.json). To record those again, after `make demo` and
+`raypo sweep sweeps/kl_coef.yaml`:
+
+    python -m tests.recorded_run runs/quickstart-sft runs/quickstart-reward-model runs/quickstart \\
+        runs/kl_coef/trials/kl_coef-00005 runs/kl_coef/trials/kl_coef-00007
+"""
 
 import json
 import math
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raypo.metrics.run_files import RunFiles
+
+RECORDED = Path(__file__).with_name("recorded_runs.json")
+_KEPT = (
+    *("rollout/score_mean", "rollout/score_std", "rollout/samples_sampled"),
+    *("eval/score_mean", "eval/loss", "eval/accuracy", "train/loss"),
+    *("kl/ref_response_mean", "ppo/entropy", "time/step_s"),
+)
+_CONFIG = ("name", "recipe", "num_steps", "model", "reward", "eval", "rollout", "ppo")
 
 WORDS = ["<eos>", "a", "b", "c", "=", "</p>"]
 CONFIG = {
@@ -134,3 +152,86 @@ def page_data(html: str) -> dict[str, Any]:
 
     packed = html.partition('id="packed-data">')[2].partition("</script>")[0]
     return json.loads(unpack(packed))
+
+
+def write_recorded(
+    folder: Path,
+    name: str,
+    *,
+    steps: Sequence[int] | None = None,
+    status: str | None = "finished",
+    held_out: Mapping[int, int] | None = None,
+    **config: Any,
+) -> Path:
+    """What a real run measured, or a part of it.
+
+    Args:
+        name: Of a run in recorded_runs.json.
+        steps: Those of the part, counted from 1 again; None: all.
+        held_out: Step of the part -> step whose held-out answers it has; None: as they were.
+        config: Sections to replace.
+    """
+    run = json.loads(RECORDED.read_text())[name]
+    files = RunFiles(str(folder), name)
+    files.write_config(run["config"] | config)
+    for step, row in enumerate(run["rows"], start=1) if steps is None else ():
+        files.append_metrics(step, row)
+    for step, number in enumerate(steps or (), start=1):
+        row = run["rows"][number - 1]
+        files.append_metrics(
+            step, {k: v for k, v in row.items() if number == 1 or "initial" not in k}
+        )
+    for step, recorded in (held_out or {int(s): int(s) for s in run["held_out"]}).items():
+        rows = [
+            rollout(step, group, sample) | {"prompt": f"held out {group}", "score": float(score)}
+            for group, scores in enumerate(run["held_out"][str(recorded)])
+            for sample, score in enumerate(scores)
+        ]
+        files.write_rollouts(step, rows, held_out=True)
+    if status:
+        versions = {"raypo": "0.1.0"}
+        wall_s = sum(row["time/step_s"] for row in files.metrics()) + 30.0
+        files.write_summary(
+            {"status": status, "recipe": "ppo", "wall_s": wall_s, "versions": versions}
+        )
+    return folder / name
+
+
+def record(locations: Sequence[str]) -> None:
+    """Keep what verdicts are made of from run folders."""
+    runs = {}
+    for location in locations:
+        files = RunFiles.at(location)
+        config = files.config() or {}
+        runs[files.name] = {
+            "config": {key: config[key] for key in _CONFIG if key in config},
+            "rows": [
+                {
+                    key: float(f"{value:.6g}")
+                    for key, value in row.items()
+                    if key.replace("/initial_", "/") in _KEPT
+                }
+                for row in files.metrics()
+            ],
+            "held_out": {
+                step: _scores(files.rollouts(step, held_out=True))
+                for step in files.rollout_steps(held_out=True)
+            },
+        }
+    lines = (f'"{name}": {json.dumps(run)}' for name, run in runs.items())
+    text = "{" + ",\n".join(lines) + "}\n"
+    RECORDED.write_text(text.replace(f"{Path.cwd()}/", ""))
+
+
+def _scores(rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        score = float(f"{row['score']:.4g}")
+        groups.setdefault(row["group_index"], []).append(
+            int(score) if score == int(score) else score
+        )
+    return [groups[group] for group in sorted(groups)]
+
+
+if __name__ == "__main__":
+    record(sys.argv[1:])

@@ -8,6 +8,7 @@ from raypo.cli.evaluate import evaluate, export
 from raypo.cli.monitor import monitor
 from raypo.cli.plan import plan
 from raypo.cli.report import report
+from raypo.cli.run_status import status
 from raypo.cli.serve_reward import serve_reward
 from raypo.cli.show import show
 from raypo.cli.sweep import sweep
@@ -28,6 +29,7 @@ app.command()(serve_reward)
 app.command()(sweep)
 app.command()(report)
 app.command()(show)
+app.command()(status)
 app.command()(timeline)
 app.command()(monitor)
 

@@ -30,22 +30,22 @@ def plan(
 ) -> None:
     """Check a config, print bundles, devices and predicted memory; status 2: it does not fit."""
     from raypo.checks import check_inputs
-    from raypo.config import ConfigError, PPOConfig
+    from raypo.config import ConfigError, PPOConfig, parse_run_config
     from raypo.config.base import read_yaml
     from raypo.plan import make_plan
 
-    values = read_yaml(config, ())
+    values = read_yaml(config, overrides or ())
     if "space" in values:
         _plan_sweep(config, overrides, cluster)
         return
-    if (recipe := values.get("recipe", "ppo")) != "ppo":
+    run = parse_run_config(values, origin=str(config))
+    if not isinstance(run, PPOConfig):
         raise ConfigError(
-            f"{config}: recipe ({recipe}): raypo plan knows the memory of ppo runs and sweeps. "
+            f"{config}: recipe ({run.recipe}): raypo plan knows the memory of ppo runs and sweeps. "
             f"Give it one of these."
         )
-    run = PPOConfig.load(config, overrides)
     nodes = _nodes(run, cluster)
-    check_inputs(run, on_this_machine=False)
+    notes = check_inputs(run, on_this_machine=False)
     made = make_plan(run, nodes)
 
     from rich.console import Console
@@ -56,7 +56,7 @@ def plan(
     for table in tables(made):
         console.print(table)
         console.print()
-    for note in made.notes:
+    for note in [*made.notes, *notes]:
         console.print(f"Note: {note}.", highlight=False)
     if made.fits:
         console.print(f"{run.name} fits.", style="green")
@@ -74,7 +74,7 @@ def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) ->
 
     sweep = SweepConfig.load(file, overrides)
     base = sweep.base_config()
-    check_inputs(base, on_this_machine=False)
+    notes = check_inputs(base, on_this_machine=False)
     if cluster is None:
         from raypo.tuning.cluster import find_nodes
 
@@ -88,6 +88,8 @@ def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) ->
         use_gpu = auto if base.learner.use_gpu == "auto" else base.learner.use_gpu
     for line in describe(sweep, base, plan_sweep(sweep, base, nodes, use_gpu=use_gpu)):
         typer.echo(line)
+    for note in notes:
+        typer.echo(f"Note: {note}.")
 
 
 def _nodes(run: PPOConfig, cluster: str | None) -> list[Node]:

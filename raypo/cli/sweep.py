@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @exit_status()
 def sweep(
-    file: Annotated[Path, typer.Argument(help="A sweep file (YAML).")],
+    file: Annotated[Path, typer.Argument(help="A sweep file (YAML), or the folder of a sweep.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="key=value, like num_samples=16 or overrides.num_steps=8"),
@@ -36,7 +36,8 @@ def sweep(
 
     config = SweepConfig.load(file, overrides)
     base = config.base_config()
-    check_inputs(base)
+    for note in check_inputs(base):
+        typer.echo(f"Note: {note}.")
     if dry_run:
         _print_plan(config, base)
         return

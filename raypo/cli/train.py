@@ -12,7 +12,7 @@ from raypo.cli.status import INTERRUPTED, exit_status
 
 @exit_status()
 def train(
-    config: Annotated[Path, typer.Argument(help="A run config (YAML).")],
+    config: Annotated[Path, typer.Argument(help="A run config (YAML), or the folder of a run.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, like ppo.kl.coef=0.02")
     ] = None,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args, get_origin
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError
 from yaml import YAMLError
 
 from raypo.config.paths import absolute_paths
+
+RECORDED_BASE = "base_config"
+"""Key of the resolved base in the config.yaml of a sweep's folder."""
 
 
 class ConfigError(ValueError):
@@ -83,19 +86,30 @@ class RunFile(Config):
 
 
 def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-    """Plain nested values of a YAML file, overridden by `key=value` texts or a flat mapping."""
+    """Plain nested values of a YAML file, overridden by `key=value` texts or a flat mapping.
+
+    The folder of a run or sweep stands for its config.yaml, with the `storage_path` that the folder
+    lies in now.
+    """
+    folder = path if path.is_dir() else None
+    if folder and not (path := folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"{folder}: is a folder, and no run's, for it has no config.yaml. Give a run config "
+            f"(YAML) or the folder of a run, <storage_path>/<name>."
+        )
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file. Give the path of a run config (YAML).")
     try:
         tree = OmegaConf.load(path)
-        if not OmegaConf.is_dict(tree):
+        if not isinstance(tree, DictConfig):
             raise ConfigError(f"{path}: a run config is a mapping of keys, this is a list or text.")
-        if isinstance(overrides, Mapping):
-            for key, value in overrides.items():
-                OmegaConf.update(tree, key, value, merge=True, force_add=True)
-        else:
-            _refuse_malformed(overrides)
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
+        if folder:
+            tree.storage_path = str(folder.absolute().parent)
+            tree.pop(RECORDED_BASE, None)
+        for key, value in _given(overrides):
+            into = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
+            is_section = isinstance(value, Mapping) and OmegaConf.is_dict(into)
+            OmegaConf.update(tree, key, value, merge=is_section, force_add=True)
         values = OmegaConf.to_container(tree, resolve=True)
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
@@ -124,21 +138,61 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-def _sections_of(annotation: Any) -> list[type[BaseModel]]:
-    candidates = [annotation, *getattr(annotation, "__args__", ())]
-    return [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
+    """`Did you mean ppo.kl.coef?` where a known key is near, else `Remove it.`
+
+    Near is a key of the same section that is spelt alike or has all words of the wrong one
+    (learner.lr: learner.policy_lr), else one that ends alike in another section (ppo.kl_coef:
+    ppo.kl.coef). Likeness of whole dotted keys would say that everything in a section is near.
+    """
+    section, _, name = key.rpartition(".")
+    own = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    words = set(name.split("_"))
+    near = (
+        [own[like] for like in difflib.get_close_matches(name, own, n=1, cutoff=0.75)]
+        or [k for longer, k in own.items() if words <= set(longer.split("_"))]
+        or [k for k in known if name in _endings(k)]
+        or [k for k in known if difflib.get_close_matches(name, [k.rpartition(".")[2]], 1, 0.85)]
+    )
+    return f"Did you mean {' or '.join(near[:2])}?" if near else "Remove it."
 
 
-def _refuse_malformed(overrides: Sequence[str]) -> None:
+def _endings(key: str) -> list[str]:
+    """`ppo.kl.coef` as coef, kl_coef and ppo_kl_coef."""
+    parts = key.split(".")
+    return ["_".join(parts[first:]) for first in range(len(parts))]
+
+
+def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel]]:
+    """The sections that a field may hold; with `items` also those in its list."""
+    if get_origin(annotation) is None:
+        is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        return [annotation] if is_section else []
+    if get_origin(annotation) is tuple and not items:
+        return []
+    return [s for each in get_args(annotation) for s in _sections_of(each, items=items)]
+
+
+def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of overrides; the values of texts are YAML."""
+    if isinstance(overrides, Mapping):
+        yield from overrides.items()
+        return
     for text in overrides:
-        if "=" not in text or not text.split("=", 1)[0].strip():
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
             raise ConfigError(f"{text!r} is no override. Write key=value, like ppo.kl.coef=0.02.")
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+        assert isinstance(read, dict)
+        yield key.strip(), read["value"]
 
 
 def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
     """One line a mistake; what the members of a union say of one value is one mistake."""
     by_key: dict[str, list[Any]] = {}
     for detail in details:
+        if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
+            continue  # only what is left without the wrong entries, which are told, is too short
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():
@@ -158,11 +212,12 @@ def _key_of(model: type[BaseModel], detail: Any) -> str:
     """The dotted key of a mistake, without the names that pydantic gives members of a union."""
     parts: list[str] = []
     sections: list[type[BaseModel]] = [model]
-    for part in detail["loc"]:
+    is_unknown = detail["type"] == "extra_forbidden"
+    for place, part in enumerate(detail["loc"], start=1):
         fields = {name: f for section in sections for name, f in section.model_fields.items()}
         if part in fields:
-            sections = _sections_of(fields[part].annotation)
-        elif not isinstance(part, int) and detail["type"] != "extra_forbidden":
+            sections = _sections_of(fields[part].annotation, items=True)
+        elif not isinstance(part, int) and not (is_unknown and place == len(detail["loc"])):
             continue
         parts.append(str(part))
     return ".".join(parts)
@@ -171,12 +226,7 @@ def _key_of(model: type[BaseModel], detail: Any) -> str:
 def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
     """A mistake that has a sentence of its own."""
     if detail["type"] == "extra_forbidden":
-        known = known_keys(model)
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
-            k for k in known if k.split(".")[-1] == key.split(".")[-1]
-        ]
-        hint = f"Did you mean {near[0]}?" if near else "Remove it."
-        return f"{key}: there is no such key. {hint}"
+        return f"{key}: there is no such key. {remedy_for_unknown(key, known_keys(model))}"
     if detail["type"] == "missing":
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
     message = detail["msg"].removeprefix("Value error, ")

@@ -43,9 +43,14 @@ def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]
         for section in found if isinstance(found, list | tuple) else [found]:
             _change(section, rest, change)
     elif isinstance(found, list | tuple):
-        values[first] = [change(text) for text in found]
+        values[first] = [_changed(entry, change) for entry in found]
     else:
-        values[first] = change(found)
+        values[first] = _changed(found, change)
+
+
+def _changed(entry: str | dict[str, Any], change: Callable[[str], str]) -> str | dict[str, Any]:
+    """A path, or an entry like that of a data set with the path in it."""
+    return change(entry) if isinstance(entry, str) else {**entry, "path": change(entry["path"])}
 
 
 def _absolute(path: str, base: Path) -> str:

@@ -32,6 +32,8 @@ def load_run_config(
 
 def parse_run_config(values: Mapping[str, Any], *, origin: str) -> RecipeConfig:
     """The config of plain nested values of any recipe."""
+    if "space" in values and "base" in values:
+        raise ConfigError(f"{origin}: this is a sweep, no run. Start it by raypo sweep {origin}.")
     recipe = values.get("recipe", "ppo")
     if recipe not in RECIPES:
         near = difflib.get_close_matches(str(recipe), RECIPES, n=1)

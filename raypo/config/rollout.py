@@ -34,7 +34,8 @@ class EngineSection(Config):
     prefix_caching: bool = True
     """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Any other vLLM engine argument; it wins over raypo's choice."""
+    """Any other argument of vLLM's EngineArgs; it wins over raypo's choice. What another key says
+    is refused here."""
 
     def resolved_count(self, *, num_workers: int, use_gpu: bool) -> int:
         """Engines that are started."""

@@ -3,18 +3,77 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from raypo.config.base import Config
 
+DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
+"""How the names of files that raypo reads rows from end."""
+
 
 def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | Mapping | BaseModel) else value
 
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+
+
+class DataSetEntry(Config):
+    """A Hugging Face data set with its configuration and split, as `datasets.load_dataset` takes
+    them: `{path: openai/gsm8k, config: main, split: train}`.
+    """
+
+    path: str
+    """A hub id, or a folder that `datasets` reads."""
+    config: str | None = None
+    """Configuration, which the hub calls a subset; null: the only one, or the default."""
+    split: str = "train"
+    """Split; also a slice or a sum, like train[:1000] or train+test."""
+
+    @field_validator("path")
+    @classmethod
+    def _is_no_file(cls, path: str) -> str:
+        if "://" in path or path.lower().endswith(DATA_FILES):
+            raise ValueError(
+                "configuration and split are a Hugging Face data set's, and this names a file. "
+                f"Write the file alone: prompts: {path}."
+            )
+        return path
+
+    def __str__(self) -> str:
+        """As messages name it: `openai/gsm8k, main, train`."""
+        return ", ".join(filter(None, (self.path, self.config, self.split)))
+
+
+PromptSource = str | DataSetEntry
+"""A file or its URI, a data set id, or a data set with its configuration and split."""
+
+
+def _kind_of_source(value: Any) -> str:
+    return "data set" if isinstance(value, Mapping | DataSetEntry) else "text"
+
+
+PromptSources = Annotated[
+    tuple[
+        Annotated[
+            Annotated[str, Tag("text")] | Annotated[DataSetEntry, Tag("data set")],
+            Discriminator(_kind_of_source),
+        ],
+        ...,
+    ],
+    BeforeValidator(_one_or_many),
+]
 
 
 class RewardModelEntry(Config):
@@ -101,10 +160,12 @@ class ModelSection(Config):
 class DataSection(Config):
     """Where prompts come from."""
 
-    prompts: Paths = Field(min_length=1)
-    """Files (jsonl, json, parquet, csv) or one Hugging Face data set id."""
+    prompts: PromptSources = Field(min_length=1)
+    """Files (jsonl, json, parquet, csv) by path or URI (s3://, gs://, file://, what pyarrow opens),
+    and Hugging Face data sets: an id, or {path, config, split}. One, or a list of them."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a string, or a list of chat messages (then the chat template)."""
+    """Column of the prompt: a string, or a list of chat messages (then the chat template), which
+    may stand there as JSON text, as it must in a csv file."""
     label_key: str | None = None
     """Column handed to reward functions as `rollout.label`."""
     max_prompt_tokens: int = Field(default=256, ge=1)
@@ -216,8 +277,8 @@ class LearnerSection(WorkersSection):
 class EvalSection(Config):
     """Held-out prompts, judged as the run goes."""
 
-    prompts: Paths | None = None
-    """Files or a data set like data.prompts, with the same keys; null: no evaluation."""
+    prompts: PromptSources | None = None
+    """Files or data sets like data.prompts, with the same keys; null: no evaluation."""
     function: str | None = None
     """What `eval/score_mean` means; null: reward.function, else the reward models."""
     every: int = Field(default=10, ge=1)

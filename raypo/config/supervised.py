@@ -13,7 +13,7 @@ from raypo.config.sections import (
     DataSection,
     EvalSection,
     LoraSection,
-    Paths,
+    PromptSources,
     WorkersSection,
 )
 
@@ -68,8 +68,8 @@ class PairsSection(DataSection):
 class PairsEvalSection(Config):
     """Held-out pairs."""
 
-    prompts: Paths | None = None
-    """Files or a data set like data.prompts, with the same keys; null: no evaluation."""
+    prompts: PromptSources | None = None
+    """Files or data sets like data.prompts, with the same keys; null: no evaluation."""
     every: Annotated[int, Field(ge=1)] = 50
     """Steps between evaluations; the first is before the first update, the last after the last."""
 

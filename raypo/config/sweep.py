@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
 import math
 import random
@@ -15,7 +14,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from raypo.config.base import Config, ConfigError, RunFile, flatten, known_keys, read_yaml
+from raypo.config.base import (
+    Config,
+    ConfigError,
+    RunFile,
+    flatten,
+    known_keys,
+    read_yaml,
+    remedy_for_unknown,
+)
 from raypo.config.run import PPOConfig
 from raypo.config.space import Domain, flat_space
 
@@ -281,10 +288,7 @@ def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str
 def _check_key(key: str) -> None:
     keys = known_keys(PPOConfig)
     if key not in keys:
-        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.6) or [
-            known for known in keys if known.split(".")[-1] == key.split(".")[-1]
-        ]
-        hint = f"Did you mean {near[0]}?" if near else "Remove it."
+        hint = remedy_for_unknown(key, keys)
         raise ConfigError(f"space.{key}: the run config has no such key. {hint}")
     below = [known for known in keys if known.startswith(f"{key}.")]
     if below:

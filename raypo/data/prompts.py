@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raypo.config import ConfigError, DataSection
-from raypo.data.rows import Row, check_data_set, is_data_set_id, read_rows
+from raypo.config import ConfigError, DataSection, PromptSource
+from raypo.data.rows import Row, check_data_set, is_data_set, read_rows
 from raypo.types import Prompt
 
 if TYPE_CHECKING:
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
 
 PEEK_ROWS = 1000
 """Rows of each file that `peek` looks at."""
+
+_LOOKS_LIKE_CHAT = re.compile(
+    r"""\s*\[\s*\{\s*["'](role["']\s*:|content["']\s*:.*["']role["']\s*:)""", re.DOTALL
+)
+"""JSON or Python's own writing of a list of messages, whole or not."""
 
 CHUNK = 1024
 """Rows that a tokenizer gets at once."""
@@ -34,33 +41,53 @@ class LoadedPrompts:
 
 
 def peek(
-    paths: Sequence[str],
+    sources: Sequence[PromptSource],
     prompt_key: str,
     label_key: str | None = None,
     *,
     key: str = "data.prompts",
     response_keys: Mapping[str, str] | None = None,
-) -> None:
+) -> int | None:
     """Check prompt files without a tokenizer or any heavy import, by their first rows.
 
     Args:
-        key: The config key that the paths come from, for messages.
+        key: The config key that the sources come from, for messages.
         response_keys: Config key -> column of the responses that each row must have.
+
+    Returns:
+        The number of rows; None where there are more than it looks at, or a data set is among them.
 
     Raises:
         ConfigError: a file is missing, empty, unreadable or of an unknown kind, or a row lacks
             the prompt, the label or a response, or one of them is neither text nor chat messages.
     """
-    for source in paths:
-        if is_data_set_id(source):
+    num_rows, saw_all = 0, True
+    for source in sources:
+        if is_data_set(source):
             check_data_set(source, key=key)
+            saw_all = False
             continue
         rows = read_rows(source, key=key)
         columns = key_columns(prompt_key, label_key) | dict(response_keys or {})
+        seen = 0
         for row in with_columns(islice(rows, PEEK_ROWS), source, columns):
             check_prompt(row, prompt_key)
             for config_key, column in (response_keys or {}).items():
                 check_response(row, config_key, column)
+            seen += 1
+        num_rows, saw_all = num_rows + seen, saw_all and seen < PEEK_ROWS
+    return num_rows if saw_all else None
+
+
+def repetition_note(num_prompts: int, prompts_per_step: int) -> str | None:
+    """What there is to say where the prompts of one step must repeat; else None."""
+    if num_prompts >= prompts_per_step:
+        return None
+    return (
+        f"a step takes {prompts_per_step} prompts (rollout.prompts_per_step) and data.prompts has "
+        f"{num_prompts}, so prompts repeat within a step; give more, or set "
+        f"rollout.prompts_per_step to at most {num_prompts}"
+    )
 
 
 def load_prompts(
@@ -118,8 +145,14 @@ def checked_rows(section: DataSection, key: str, columns: Mapping[str, str]) -> 
             yield row
 
 
-def with_columns(rows: Iterator[Row], source: str, columns: Mapping[str, str]) -> Iterator[Row]:
-    """The rows, each with the wanted columns; one that the first row lacks is the config's."""
+def with_columns(
+    rows: Iterator[Row], source: PromptSource, columns: Mapping[str, str]
+) -> Iterator[Row]:
+    """The rows, each with the wanted columns; one that the first row lacks is the config's.
+
+    Chat messages that stand in a row as JSON text, as they must in csv, come as a list; labels stay
+    as they are.
+    """
     for number, row in enumerate(rows):
         for config_key, name in columns.items():
             if name in row.values:
@@ -135,7 +168,30 @@ def with_columns(rows: Iterator[Row], source: str, columns: Mapping[str, str]) -
                 f"{config_key} ({name}): {source} has no such column, it has {there}. "
                 f"Set {config_key} to {near[0] if near else 'one of them'}."
             )
-        yield row
+        read = {
+            name: _chat_of_text(row, config_key, name)
+            for config_key, name in columns.items()
+            if config_key != "data.label_key"
+        }
+        yield row._replace(values=row.values | read)
+
+
+def _chat_of_text(row: Row, config_key: str, name: str) -> Any:
+    """A row's value; where it is the text of chat messages, the list of them."""
+    text = row.values[name]
+    if not isinstance(text, str) or not _LOOKS_LIKE_CHAT.match(text):
+        return text
+    try:
+        messages = json.loads(text)
+    except json.JSONDecodeError:
+        messages = None
+    if is_chat(messages):
+        return messages
+    raise ConfigError(
+        f"{config_key} ({name}): {row.where} has {_short(text)} there: chat messages as text, "
+        "and no JSON list of objects with role and content. Write it as json.dumps does, or lists "
+        "of messages into a jsonl or parquet file."
+    )
 
 
 def check_prompt(row: Row, prompt_key: str) -> None:

@@ -8,14 +8,19 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-from raypo.config import ConfigError
+from raypo.config import ConfigError, DataSetEntry, PromptSource
+from raypo.config.paths import is_uri
+from raypo.config.sections import DATA_FILES
+from raypo.metrics.folder import open_storage
 
-EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv")
 _DATA_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _LOOKS_LIKE_A_FILE = re.compile(r".*\.[A-Za-z]{1,5}")
+_BUFFER_BYTES = 1 << 20
+"""Of one request to a remote storage."""
 
 
 class Row(NamedTuple):
@@ -25,28 +30,29 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
-def is_data_set_id(source: str) -> bool:
-    """Whether a source is a Hugging Face data set id: `gsm8k`, `openai/gsm8k`."""
-    return (
+def is_data_set(source: PromptSource) -> bool:
+    """Whether a source is a Hugging Face data set: an entry, or an id like `openai/gsm8k`."""
+    return isinstance(source, DataSetEntry) or (
         not Path(source).exists()
         and _DATA_SET_ID.fullmatch(source) is not None
         and _LOOKS_LIKE_A_FILE.fullmatch(source) is None
     )
 
 
-def read_rows(source: str, *, key: str) -> Iterator[Row]:
+def read_rows(source: PromptSource, *, key: str) -> Iterator[Row]:
     """The rows of a file or data set, read as they are asked for.
 
     In a csv file everything is text, so that a label 007 stays what it is.
 
     Args:
-        source: A file (jsonl, json with a list, parquet, csv) or a Hugging Face data set id.
+        source: A file (jsonl, json with a list, parquet, csv) by its path or URI, or a Hugging Face
+            data set.
         key: The config key that `source` comes from, for messages.
 
     Raises:
         ConfigError: the file is missing, has no rows, is of an unknown kind or cannot be read.
     """
-    if is_data_set_id(source):
+    if isinstance(source, DataSetEntry) or is_data_set(source):
         rows = _data_set(source, key)
     else:
         rows = _READERS[check_file(source, key=key)](source, key)
@@ -61,33 +67,45 @@ def check_file(source: str, *, key: str) -> str:
     """The extension of a data file that is there.
 
     Raises:
-        ConfigError: it is not there, a folder, or of an unknown kind.
+        ConfigError: it is not there, a folder, of an unknown kind, or its storage does not answer.
     """
-    path = Path(source)
-    known = ", ".join(extension[1:] for extension in EXTENSIONS)
-    if path.is_dir():
+    if is_uri(source):
+        is_folder, is_file, place = _looked_up(source, key)
+        suffix = Path(source.partition("?")[0]).suffix  # behind it are the storage's options
+    else:
+        path = Path(source)
+        is_folder, is_file, place = path.is_dir(), path.is_file(), str(path.absolute().parent)
+        suffix = path.suffix
+    known = ", ".join(extension[1:] for extension in DATA_FILES)
+    if is_folder:
         raise ConfigError(f"{key} ({source}): this is a folder. Name the files in it ({known}).")
-    if path.suffix.lower() not in EXTENSIONS:
+    if suffix.lower() not in DATA_FILES:
         raise ConfigError(
-            f"{key} ({source}): {path.suffix or 'no extension'} is no kind of file that raypo "
+            f"{key} ({source}): {suffix or 'no extension'} is no kind of file that raypo "
             f"reads. Give a file of the kind {known}, or a Hugging Face data set id."
         )
-    if not path.is_file():
-        raise ConfigError(f"{key} ({source}): there is no such file in {path.absolute().parent}.")
-    return path.suffix.lower()
+    if not is_file:
+        raise ConfigError(f"{key} ({source}): there is no such file in {place}.")
+    return suffix.lower()
 
 
-def check_data_set(source: str, *, key: str) -> None:
-    """Refuse a data set id where the library that loads it is missing."""
-    if find_spec("datasets") is None:
+def check_data_set(source: PromptSource, *, key: str) -> None:
+    """Refuse a data set where the library that loads it is missing."""
+    if find_spec("datasets") is not None:
+        return
+    if isinstance(source, DataSetEntry):
         raise ConfigError(
-            f"{key} ({source}): there is no such file, and a Hugging Face data set needs the "
-            "package datasets. Correct the path, or pip install datasets."
+            f"{key} ({source}): a Hugging Face data set needs the package datasets. "
+            "pip install datasets on every node."
         )
+    raise ConfigError(
+        f"{key} ({source}): there is no such file, and a Hugging Face data set needs the "
+        "package datasets. Correct the path, or pip install datasets."
+    )
 
 
 def _jsonl(source: str, key: str) -> Iterator[Row]:
-    with _opened(source) as file:
+    with _opened(source, key) as file:
         for number, line in enumerate(_decoded(file, source, key), start=1):
             if line.strip():
                 where = f"{source}:{number}"
@@ -95,7 +113,7 @@ def _jsonl(source: str, key: str) -> Iterator[Row]:
 
 
 def _json(source: str, key: str) -> Iterator[Row]:
-    with _opened(source) as file:
+    with _opened(source, key) as file:
         rows = _parsed("".join(_decoded(file, source, key)) or "[]", source, key)
     if not isinstance(rows, list):
         raise ConfigError(
@@ -109,7 +127,7 @@ def _json(source: str, key: str) -> Iterator[Row]:
 
 def _csv(source: str, key: str) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
-    with _opened(source, newline="") as file:
+    with _opened(source, key, newline="") as file:
         reader = csv.DictReader(_decoded(file, source, key), strict=True)
         while True:
             try:
@@ -131,8 +149,9 @@ def _parquet(source: str, key: str) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     number = 0
+    files, path = open_storage(source, key=key) if is_uri(source) else (None, source)
     try:
-        with pq.ParquetFile(source) as file:
+        with pq.ParquetFile(path, filesystem=files) as file:
             for batch in file.iter_batches(batch_size=1024):
                 for values in batch.to_pylist():
                     number += 1
@@ -141,16 +160,24 @@ def _parquet(source: str, key: str) -> Iterator[Row]:
         raise _unreadable(source, str(error), key) from None
 
 
-def _data_set(source: str, key: str) -> Iterator[Row]:
+def _data_set(source: PromptSource, key: str) -> Iterator[Row]:
     check_data_set(source, key=key)
     from datasets import load_dataset  # pyright: ignore[reportMissingImports]
 
+    entry = source if isinstance(source, DataSetEntry) else DataSetEntry(path=source)
     try:
-        rows = load_dataset(source, split="train")
+        rows = load_dataset(entry.path, entry.config, split=entry.split)
     except Exception as error:
+        if isinstance(source, DataSetEntry):
+            raise ConfigError(
+                f"{key} ({source}): this Hugging Face data set cannot be loaded: {error}. Correct "
+                "its path, config or split."
+            ) from error
         raise ConfigError(
             f"{key} ({source}): there is no such file, and the train split of a Hugging Face data "
-            f"set of this name cannot be loaded: {error}. Correct the path or the name."
+            f"set of this name cannot be loaded: {error}. Correct the path or the name; another "
+            f"split or a configuration is named by {key}={{path: {source}, config: NAME, split: "
+            "NAME}."
         ) from error
     for number, values in enumerate(rows, start=1):
         yield Row(f"{source}, row {number}", dict(values))
@@ -159,8 +186,27 @@ def _data_set(source: str, key: str) -> Iterator[Row]:
 _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
 
 
-def _opened(source: str, newline: str | None = None):
-    return open(source, encoding="utf-8-sig", newline=newline)  # -sig: Excel writes a mark
+def _looked_up(uri: str, key: str) -> tuple[bool, bool, str]:
+    """Whether there is a folder or a file at a URI, and the folder that it would lie in."""
+    from pyarrow.fs import FileType
+
+    files, path = open_storage(uri, key=key)
+    try:
+        kind = files.get_file_info(path).type
+    except OSError as error:
+        raise _unreadable(
+            uri, str(error), key, remedy="Correct the URI, or allow access."
+        ) from error
+    return kind == FileType.Directory, kind == FileType.File, uri.rpartition("/")[0]
+
+
+def _opened(source: str, key: str, newline: str | None = None) -> TextIO:
+    if is_uri(source):
+        files, path = open_storage(source, key=key)
+        binary: Any = files.open_input_stream(path, compression=None, buffer_size=_BUFFER_BYTES)
+    else:
+        binary = open(source, "rb")  # noqa: SIM115 (closed with the text)
+    return TextIOWrapper(binary, encoding="utf-8-sig", newline=newline)  # -sig: Excel's mark
 
 
 def _decoded(file: Iterator[str], source: str, key: str) -> Iterator[str]:
@@ -168,6 +214,8 @@ def _decoded(file: Iterator[str], source: str, key: str) -> Iterator[str]:
         yield from file
     except UnicodeDecodeError as error:
         raise _unreadable(source, f"it is not UTF-8: {error}", key) from None
+    except OSError as error:  # a storage that stops to answer
+        raise _unreadable(source, str(error), key, remedy="Try again.") from error
 
 
 def _parsed(text: str, where: str, key: str) -> Any:
@@ -183,5 +231,7 @@ def _object(value: Any, where: str, key: str) -> dict[str, Any]:
     raise _unreadable(where, f"a row must be an object, this is {type(value).__name__}", key)
 
 
-def _unreadable(where: str, problem: str, key: str) -> ConfigError:
-    return ConfigError(f"{key} ({where}): cannot be read: {problem}. Correct the file.")
+def _unreadable(
+    where: str, problem: str, key: str, *, remedy: str = "Correct the file."
+) -> ConfigError:
+    return ConfigError(f"{key} ({where}): cannot be read: {problem}. {remedy}")

@@ -7,9 +7,12 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from raypo.config import ConfigError
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
 
 TEMPORARY = ".partial-"
 """Names of files that are being written start so; they are never synced."""
@@ -33,6 +36,10 @@ class Folder(Protocol):
 
     def names(self, below: str = "") -> list[str]:
         """Names of files and folders directly below a folder, sorted."""
+        ...
+
+    def written_at(self, name: str) -> float | None:
+        """When a file was last written, in seconds since 1970; None where there is none."""
         ...
 
     def delete(self, name: str) -> None:
@@ -88,6 +95,11 @@ class LocalFolder:
         folder = self.path / below
         return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
+    def written_at(self, name: str) -> float | None:
+        """When a file was last written, in seconds since 1970; None where there is none."""
+        path = self.path / name
+        return path.stat().st_mtime if path.exists() else None
+
     def delete(self, name: str) -> None:
         """Remove one file."""
         (self.path / name).unlink(missing_ok=True)
@@ -105,7 +117,7 @@ class RemoteFolder:
     """A temporary local folder whose changed files are copied to a URI at each sync."""
 
     def __init__(self, storage_path: str, name: str) -> None:
-        self._file_system, root = _file_system(storage_path)
+        self._file_system, root = open_storage(storage_path, key="storage_path")
         self._root = f"{root.rstrip('/')}/{name}"
         self.location = f"{storage_path.rstrip('/')}/{name}"
         self.path = Path(tempfile.mkdtemp(prefix="raypo-run-"))
@@ -136,6 +148,11 @@ class RemoteFolder:
         selector = FileSelector(self._remote(below), allow_not_found=True)
         remote = {info.base_name for info in self._file_system.get_file_info(selector)}
         return sorted(remote | set(LocalFolder(self.path).names(below)))
+
+    def written_at(self, name: str) -> float | None:
+        """When a file came to the URI, in seconds since 1970; None where there is none."""
+        written = self._file_system.get_file_info(self._remote(name)).mtime
+        return None if written is None else written.timestamp()
 
     def delete(self, name: str) -> None:
         """Remove one file from the stage and from the URI."""
@@ -190,23 +207,28 @@ class RemoteFolder:
             return None
 
 
-def _file_system(storage_path: str) -> tuple[Any, str]:
+def open_storage(uri: str, *, key: str) -> tuple[FileSystem, str]:
+    """The file system of a URI and the path in it; `key` names the URI in messages.
+
+    Raises:
+        ConfigError: pyarrow does not know the scheme, or cannot open it.
+    """
     import pyarrow as pa
     from pyarrow.fs import FileSystem
 
     try:
-        return FileSystem.from_uri(storage_path)
-    except (pa.ArrowException, OSError) as error:
+        return FileSystem.from_uri(uri)
+    except (pa.ArrowException, OSError, ImportError) as error:
         raise ConfigError(
-            f"storage_path ({storage_path}): this storage cannot be opened: {error}. "
-            "Give a folder, or a URI that pyarrow opens (s3://, gs://, abfs://, hdfs://)."
+            f"{key} ({uri}): this storage cannot be opened: {error}. "
+            "Give a local path, or a URI that pyarrow opens (s3://, gs://, abfs://, hdfs://)."
         ) from error
 
 
 def _read(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

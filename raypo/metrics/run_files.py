@@ -103,8 +103,21 @@ class RunFiles:
         rows = [json.loads(line) for line in _whole_lines(content).splitlines()]
         return [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
 
+    def last_step(self) -> int:
+        """The last step that is done: its line is in metrics.jsonl; 0 where there is none.
+
+        A line is a step's last act. Whatever else a step left without one, such as the rollouts
+        of an update that was stopped half-way, is of no step that happened.
+        """
+        lines = _whole_lines(self._folder.read(_METRICS) or b"").splitlines()
+        return json.loads(lines[-1])["step"] if lines else 0
+
     def truncate(self, after_step: int) -> None:
-        """Drop metrics and rollouts of steps after `after_step`, which a resumed run redoes."""
+        """Drop metrics and rollouts of steps after `after_step`, which a resumed run redoes.
+
+        The summary goes too: it says how an earlier attempt ended, and counts its steps.
+        """
+        self._folder.delete(_SUMMARY)
         content = self._folder.read(_METRICS)
         if content is not None:
             lines = _whole_lines(content).splitlines(keepends=True)
@@ -142,17 +155,27 @@ class RunFiles:
         replace_file(self.folder / _rollouts_name(step, held_out), buffer.getvalue())
 
     def rollout_steps(self, *, held_out: bool = False) -> list[int]:
-        """Steps whose rollouts, or held-out samples, are saved, ascending."""
+        """Steps that are done whose rollouts, or held-out samples, are saved, ascending."""
         names = [_ROLLOUT_NAME.fullmatch(name) for name in self._folder.names(_ROLLOUTS)]
-        kind = "held_out" if held_out else "step"
-        return sorted(int(match[2]) for match in names if match and match[1] == kind)
+        kind, last_step = "held_out" if held_out else "step", self.last_step()
+        steps = (int(match[2]) for match in names if match and match[1] == kind)
+        return sorted(step for step in steps if step <= last_step)
 
-    def rollouts(self, step: int, *, held_out: bool = False) -> list[dict[str, Any]]:
-        """The rollouts, or held-out samples, of a step as rows; empty where there are none."""
+    def rollouts(
+        self, step: int, *, held_out: bool = False, columns: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """The rollouts, or held-out samples, of a step as rows; empty where there are none.
+
+        Args:
+            columns: Those that are wanted; None: all of them.
+        """
         import pyarrow.parquet as pq
 
         content = self._folder.read(_rollouts_name(step, held_out))
-        return [] if content is None else pq.read_table(io.BytesIO(content)).to_pylist()
+        if content is None:
+            return []
+        names = None if columns is None else list(columns)
+        return pq.read_table(io.BytesIO(content), columns=names).to_pylist()
 
     def tokenizer_json(self) -> bytes | None:
         """The saved policy's `tokenizer.json`; None where there is none yet."""
@@ -193,6 +216,14 @@ class RunFiles:
     def read(self, name: str) -> bytes | None:
         """The content of a file; None where there is none."""
         return self._folder.read(name)
+
+    def written_at(self, name: str) -> float | None:
+        """When a file was last written, in seconds since 1970; None where there is none."""
+        return self._folder.written_at(name)
+
+    def names(self) -> list[str]:
+        """Names of the files and folders in it, sorted; none where it is not there."""
+        return self._folder.names()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`; what is not finite is written as null."""

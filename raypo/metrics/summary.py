@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
+from raypo.metrics.run_files import RunFiles
+
 SUMMARISED = (
     "eval/score_mean",
     "eval/reward_model_mean",
@@ -56,6 +58,19 @@ def summarize(
         if values:
             summary[name] = {"first": values[0], "last": values[-1]}
     return summary | {"versions": dict(versions)}
+
+
+def recount(files: RunFiles) -> None:
+    """Bring the summary up to the metrics, where steps ended after it was written.
+
+    The processes of a run that is stopped at once work on until they are ended.
+    """
+    summary, rows = files.summary(), files.metrics()
+    if summary is None or not rows or summary["steps"] == rows[-1]["step"]:
+        return
+    kept = {name: summary[name] for name in ("status", "recipe", "wall_s", "versions")}
+    files.write_summary(summarize(rows, **kept))
+    files.sync()
 
 
 def installed_versions() -> dict[str, str]:

@@ -20,12 +20,17 @@ MAX_KL_A_RESPONSE = 50.0
 """Nats. Far beyond what published runs spend on a gain in score (arXiv:2210.10760)."""
 MAX_CLIP_FRACTION = 0.3
 MAX_MISMATCH_KL = 0.01
-"""Nats a token between engine and learner; bfloat16 rounding alone stays far below."""
+"""Nats per token between engine and learner; bfloat16 rounding alone stays far below."""
 MAX_DROPPED = 0.5
 """Share of the sampled tokens that a correction drops."""
 MAX_ZERO_VARIANCE = 0.6
 MAX_TRUNCATED = 0.5
 MAX_PHASE_SHARE = 0.75
+MIN_PHASE_S = 1.0
+"""Seconds of a step. A phase that takes less is no burden, whatever its share: handing a step to
+Ray Train alone waits for its controller's next look, half a second."""
+MIN_FALL = 0.2
+"""Of the spread of the scores: a held-out mean of some hundred answers moves less by chance."""
 
 _PHASE_REMEDIES = {
     "time/generate_s": "Give the engines more (rollout.engine.count, "
@@ -34,7 +39,7 @@ _PHASE_REMEDIES = {
     "time/evaluate_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers.",
     "time/update_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers, or lower "
     "ppo.num_epochs.",
-    "time/push_weights_s": "Push less often: more prompts a step (rollout.prompts_per_step).",
+    "time/push_weights_s": "Push less often: more prompts per step (rollout.prompts_per_step).",
     "time/held_out_s": "Raise eval.every, or evaluate fewer prompts.",
     "time/checkpoint_s": "Raise checkpoint.every.",
     "time/report_s": "Look at the storage behind storage_path, and raise checkpoint.every.",
@@ -89,7 +94,7 @@ def findings(rows: Iterable[Row], config: Mapping[str, Any] | None = None) -> li
 
 
 def phase_seconds(row: Row) -> dict[str, float]:
-    """Seconds of a step by phase: every `time/` figure but the whole step."""
+    """Seconds of a step by phase: every `time/` metric but the whole step."""
     return {
         name: value
         for name, value in row.items()
@@ -101,17 +106,28 @@ Words = tuple[str, str] | None
 
 
 def _kl_drift(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
-    token, response = _newest(rows, "kl/ref_mean"), _newest(rows, "kl/ref_response_mean")
+    token, response = (_drift(rows, name) for name in ("kl/ref_mean", "kl/ref_response_mean"))
+    is_adaptive = (_get(config, "ppo", "kl") or {}).get("controller") == "adaptive"
+    how = "Lower ppo.kl.target" if is_adaptive else "Raise ppo.kl.coef or use ppo.kl.controller: "
     remedy = (
-        "Raise ppo.kl.coef or use ppo.kl.controller: adaptive, and read the samples: a score that "
-        "rises at this distance is often a reward that is gamed."
+        f"{how if is_adaptive else how + 'adaptive'}, and read the samples: a score that rises at "
+        "this distance is often a reward that is gamed."
     )
     if token and min(token) > MAX_KL_A_TOKEN:
-        return f"the policy has drifted {token[-1]:.2f} nats a token from the reference.", remedy
+        return f"the policy has drifted {token[-1]:.2f} nats per token from the reference.", remedy
     if response and min(response) > MAX_KL_A_RESPONSE:
-        far = f"the policy has drifted {response[-1]:.0f} nats a response from the reference."
+        far = f"the policy has drifted {response[-1]:.0f} nats per response from the reference."
         return far, remedy
     return None
+
+
+def _drift(rows: Sequence[Row], name: str) -> list[float]:
+    """The last values of a distance, less what it was before the first update.
+
+    Only a run that starts away from its reference (`model.reference`) has any to begin with.
+    """
+    start = rows[0].get(name, 0.0) if rows[0].get("step") == 1 else 0.0
+    return [value - max(start, 0.0) for value in _newest(rows, name)]
 
 
 def _held_out_falls(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
@@ -122,7 +138,11 @@ def _held_out_falls(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     start = _values(rows[:1], "eval/initial_score_mean") or held_out[:1]
     best = max([*start, *held_out])
     gained, lost = best - start[0], best - max(held_out[-2:])
-    if gained > 0 and lost > 0.3 * gained and trained[-1] >= 0.95 * max(trained):
+    spread = rows[-1].get("rollout/score_std", 0.0)  # the held-out judge's may be another
+    if 0.0 <= held_out[-1] <= best <= 1.0:  # what scores between 0 and 1 spread at most
+        spread = min(spread, math.sqrt(held_out[-1] * (1.0 - held_out[-1])))
+    is_at_its_best = trained and max(trained) - trained[-1] <= 0.05 * (max(trained) - min(trained))
+    if gained > 0 and lost > max(0.3 * gained, MIN_FALL * spread) and is_at_its_best:
         return (
             f"the held-out score fell from {best:.3f} to {held_out[-1]:.3f} while the score that "
             "is trained on is at its best.",
@@ -157,7 +177,8 @@ def _truncated(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     if shares and min(shares) > MAX_TRUNCATED:
         return (
             f"{shares[-1]:.0%} of the responses are cut off at rollout.max_new_tokens.",
-            "Raise rollout.max_new_tokens, or check that the policy learned to end its answers.",
+            "Where answers should end by themselves, raise rollout.max_new_tokens, or check that "
+            "the policy learned to end them.",
         )
     return None
 
@@ -174,10 +195,12 @@ def _clipped(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
 
 def _engine_mismatch(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     gaps = _newest(rows, "mismatch/kl")
+    is_bare = (_get(config, "ppo", "correction") or {}).get("kind", "none") == "none"
     if gaps and min(gaps) > MAX_MISMATCH_KL:
         return (
-            f"engine and learner differ by {gaps[-1]:.3f} nats a token on the same weights.",
-            "Set ppo.correction.kind: tis, keep rollout.top_p at 1, or use model.dtype: float32.",
+            f"engine and learner differ by {gaps[-1]:.3f} nats per token on the same weights.",
+            f"{'Set ppo.correction.kind: tis, keep' if is_bare else 'Keep'} rollout.top_p at 1, or "
+            "use model.dtype: float32.",
         )
     return None
 
@@ -200,8 +223,13 @@ def _zero_variance(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     if shares and min(shares) > MAX_ZERO_VARIANCE:
         return (
             f"in {shares[-1]:.0%} of the groups all samples score the same, so they teach nothing.",
-            "Use prompts of fitting difficulty, more rollout.samples_per_prompt, or "
-            "ppo.filter.enabled: true to draw others instead.",
+            "Use prompts of fitting difficulty, "
+            + (
+                "or more rollout.samples_per_prompt; drawing others instead takes its time."
+                if (_get(config, "ppo", "filter") or {}).get("enabled")
+                else "more rollout.samples_per_prompt, or ppo.filter.enabled: true to draw others "
+                "instead."
+            ),
         )
     return None
 
@@ -212,26 +240,30 @@ def _entropy_collapses(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
         return None
     if entropy[0] > 0 and max(entropy[-PATIENCE:]) < 0.1 * entropy[0]:
         return (
-            f"entropy fell from {entropy[0]:.2f} to {entropy[-1]:.3f} nats a token: the samples of "
-            "a prompt are nearly the same.",
+            f"entropy fell from {entropy[0]:.2f} to {entropy[-1]:.3f} nats per token: the samples "
+            "of a prompt are nearly the same.",
             "Raise ppo.kl.coef or ppo.entropy_coef, or ppo.clip_high above ppo.clip_low.",
         )
     return None
 
 
 def _skipped_updates(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
-    skipped = rows[-1].get("ppo/skipped_updates", 0)
-    if skipped > 0:
-        return (
-            f"{skipped:.0f} updates were skipped because loss or gradients were not finite.",
-            "Lower learner.policy_lr, or use model.dtype: float32.",
-        )
+    for name, key in (("ppo/skipped_updates", "policy_lr"), ("train/skipped_updates", "lr")):
+        skipped = rows[-1].get(name, 0)
+        if skipped > 0:
+            which = "1 update was" if skipped == 1 else f"{skipped:.0f} updates were"
+            return (
+                f"{which} skipped because loss or gradients were not finite.",
+                f"Lower learner.{key}, or use model.dtype: float32.",
+            )
     return None
 
 
 def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     recent = rows[-2 * PATIENCE :]
     if len(rows) < 2 * PATIENCE + 1:  # the first step warms up
+        return None
+    if "time/generate_s" not in rows[-1]:  # updates are all that such a run has to do
         return None
     seconds: dict[str, float] = {}
     for row in recent:
@@ -241,9 +273,10 @@ def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
         return None
     name = max(seconds, key=lambda each: seconds[each])
     share = seconds[name] / (sum(seconds.values()) or 1.0)
-    if share <= MAX_PHASE_SHARE or name not in _PHASE_REMEDIES:
+    is_short = seconds[name] < MIN_PHASE_S * len(recent)
+    if share <= MAX_PHASE_SHARE or is_short or name not in _PHASE_REMEDIES:
         return None
-    return f"{share:.0%} of a step goes into {name}.", _PHASE_REMEDIES[name]
+    return f"{share:.0%} of a step's time goes into {name}.", _PHASE_REMEDIES[name]
 
 
 _RULES: dict[str, Callable[[Sequence[Row], Mapping[str, Any]], Words]] = {

@@ -51,7 +51,7 @@ def evaluate_model(
     function = load_function(spec, key=key)
     tokenizer = load_tokenizer(model)
     prompts = {
-        path: load_prompts(
+        str(path): load_prompts(
             config.data.model_copy(update={"prompts": (path,)}), tokenizer, key="eval.prompts"
         ).prompts
         for path in paths

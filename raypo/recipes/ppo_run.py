@@ -12,7 +12,7 @@ from raypo.cluster.handle import DeploymentHandle
 from raypo.cluster.monitor import Teller
 from raypo.collectives import Workers, as_tensor
 from raypo.config import PPOConfig
-from raypo.data.prompts import load_prompts
+from raypo.data.prompts import load_prompts, repetition_note
 from raypo.data.stream import Draw, PromptStream
 from raypo.learner.learner import Learner
 from raypo.learner.peak import peak_flops
@@ -92,6 +92,8 @@ class PPORun(Run[PPOConfig]):
                 f"{loaded.num_skipped} of {loaded.num_skipped + len(loaded.prompts)} prompts are "
                 f"longer than data.max_prompt_tokens ({config.data.max_prompt_tokens}) and skipped"
             )
+        if note := repetition_note(len(loaded.prompts), config.rollout.prompts_per_step):
+            tell.message(note)
         held_out: list[Prompt] = []
         if config.eval.prompts:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -116,17 +118,32 @@ def too_many_failures(
 
 
 def function_name(function: RewardFunction) -> str:
-    """How messages call a reward function: package.module.name, or file.py:name as in configs."""
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    module = getattr(function, "__module__", None)
-    if module and module.startswith(MODULE_OF_FILE):
-        return f"{Path(inspect.getfile(function)).name}:{name}"
-    return f"{module}.{name}" if module else name
+    """How messages call a reward function: package.module.name, or file.py:name as in configs.
+
+    A partial has the name of what it calls, an object with `__call__` that of its class.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    named = function if isinstance(getattr(function, "__qualname__", None), str) else type(function)
+    name, module = named.__qualname__, getattr(named, "__module__", None)
+    if not module or not module.startswith(MODULE_OF_FILE):
+        return f"{module}.{name}" if module else name
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return f"{Path(file).name}:{name}" if file else name
 
 
 def _name(function: RewardFunction) -> str:
     says_itself = type(function).__str__ is not object.__str__ and not inspect.isroutine(function)
-    return f"the reward function {function if says_itself else function_name(function)}"
+    with suppress(Exception):  # an object's own text may fail
+        return f"the reward function {function if says_itself else function_name(function)}"
+    return f"the reward function {function_name(function)}"
+
+
+def _text(error: Exception) -> str:
+    """What an exception says, an error of its own `__str__` aside."""
+    with suppress(Exception):
+        return str(error)
+    return "its text cannot be had"
 
 
 def _call(function: RewardFunction, rollouts: list[Rollout], name: str) -> Any:
@@ -137,7 +154,7 @@ def _call(function: RewardFunction, rollouts: list[Rollout], name: str) -> Any:
         raise
     except Exception as error:
         raise RewardError(
-            f"{name} raised {type(error).__name__}: {error} (for {len(rollouts)} rollouts). "
+            f"{name} raised {type(error).__name__}: {_text(error)} (for {len(rollouts)} rollouts). "
             "Correct the function; to leave single samples out, return None for them."
         ) from error
 
@@ -174,7 +191,7 @@ def _number(answer: Any, place: int, name: str) -> float:
     if answer is None:
         return math.nan
     if isinstance(answer, Exception):
-        return FailedScore(str(answer) or type(answer).__name__)
+        return FailedScore(_text(answer) or type(answer).__name__)
     if hasattr(answer, "item"):  # numpy, torch; it raises where there is more than one number
         with suppress(ValueError, RuntimeError):
             answer = answer.item()
@@ -188,5 +205,8 @@ def _number(answer: Any, place: int, name: str) -> float:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # an object's own text may fail
+        text = object.__repr__(value)
     return text if len(text) <= 200 else f"{text[:197]}..."

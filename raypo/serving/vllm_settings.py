@@ -8,6 +8,7 @@ from typing import Any
 
 from raypo.config import EngineSection
 from raypo.serving.checkpoint import kv_bytes_per_token
+from raypo.serving.vllm_arguments import check_extra
 
 OLDEST, NEWEST = (0, 23), (0, 32)
 """vLLM's (major, minor) versions that the engine supports."""
@@ -99,7 +100,12 @@ def engine_arguments(
     seed: int,
     device: str,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; `section.extra` wins over all of them."""
+    """Arguments of `vllm.LLM`; `section.extra` wins over all of them.
+
+    Raises:
+        ConfigError: `section.extra` holds what is no engine argument, or said by another key.
+    """
+    check_extra(section)
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": dtype,

@@ -31,7 +31,7 @@ from raypo.config import PPOConfig, RecipeConfig
 from raypo.config.paths import storage_path
 from raypo.metrics.console import Console
 from raypo.metrics.run_files import RunFiles
-from raypo.metrics.summary import installed_versions, summarize
+from raypo.metrics.summary import installed_versions, recount, summarize
 from raypo.plan.dedicated import dedicated_bundles
 from raypo.recipes.setup import RUNTIME_KEY, Runtime
 from raypo.rewards.scoring import RewardFunction
@@ -113,6 +113,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             finally:
                 if connected_here:
                     ray.shutdown()
+                recount(self._files)
 
     def _create_default_callbacks(self) -> list[Any]:
         """Ray Train's own, without those whose process this run does not need.
@@ -132,7 +133,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._tell_workers()
         self._files.write_config(self.config.model_dump(mode="json"))
         self._files.sync()
-        started = time.monotonic()
+        earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
+        started = time.monotonic() - earlier_s
         monitor = start_monitor(self.config.name)
         console = Console(config=self.config.model_dump())
         dedicated = Dedicated()

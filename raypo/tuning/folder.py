@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, ConfigError, PPOConfig
+from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep import SweepConfig
 from raypo.metrics.run_files import RunFiles
 
 TRIALS_FOLDER = "trials"
 """Below a sweep's folder: the run folders of its trials."""
-BASE = "base_config"
+BASE = RECORDED_BASE
 """Key of the resolved base in the config.yaml of a sweep's folder."""
 TRIALS_DO_NOT_DEPEND_ON = ("max_concurrent", "num_samples", "resources", "storage_path")
 """Keys of a sweep file that may change when it is resumed, or given more trials."""

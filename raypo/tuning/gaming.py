@@ -2,70 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from raypo.metrics.report.change import Change, held_out_change, paired_change
 from raypo.metrics.report.page import number
+from raypo.metrics.run_files import RunFiles
 from raypo.tuning.record import TrialRecord
 from raypo.tuning.view import point_text
 
 SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
-MIN_LOSS = 0.02
-"""Of the held-out score: less than this is chance."""
 MAX_NAMED = 4
 """Trials in one sentence."""
 
+Scores = Mapping[Hashable, float]
+"""By held-out prompt, the mean of its samples."""
+Changes = Mapping[str, Change]
+"""SCORE and REWARD_MODEL -> how they changed on the held-out prompts, as far as they are known."""
+
+
+def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
+    """How held-out score and reward model's score of a trial changed up to a step, in pairs."""
+    changes: dict[str, Change] = {}
+    score = held_out_change(files, step)
+    if score is None:
+        return changes
+    first, last, changes[SCORE] = score
+    weights = model_weights(files.config() or {})
+    liked = paired_change(*(model_scores(files, each, weights) for each in (first, last)))
+    return changes | ({REWARD_MODEL: liked} if liked else {})
+
+
+def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Scores:
+    """What the reward models say of each held-out prompt's samples: `eval/reward_model_mean`."""
+    columns = ("group_index", "prompt", "scores_by_source")
+    scores: dict[Hashable, list[float]] = {}
+    for row in files.rollouts(step, held_out=True, columns=columns):
+        said = dict(row["scores_by_source"] or ())
+        if weights and all(said.get(name) is not None for name in weights):
+            total = math.fsum(weight * said[name] for name, weight in weights.items())
+            scores.setdefault((row["group_index"], row["prompt"]), []).append(total)
+    return {prompt: statistics.fmean(values) for prompt, values in scores.items()}
+
+
+def model_weights(config: Mapping[str, Any]) -> dict[str, float]:
+    """Reward model among the sources of a score -> its weight, from a run's resolved config."""
+    entries = (config.get("model") or {}).get("reward") or ()
+    of_all = ((config.get("reward") or {}).get("weights") or {}).get("model", 1.0)
+    names = ["model"] if len(entries) == 1 else [f"model_{n}" for n in range(len(entries))]
+    return {name: of_all * each["weight"] for name, each in zip(names, entries, strict=True)}
+
 
 def gaming_words(
-    trials: Sequence[TrialRecord], starts: Mapping[str, Mapping[str, Any]]
+    trials: Sequence[TrialRecord],
+    changes: Mapping[str, Changes],
+    held_out: Mapping[str, Scores],
 ) -> list[str]:
     """What to say of trials that both have judged; nothing where fewer than two are.
 
     Args:
-        starts: By trial, its figures from before the first update.
+        changes: By trial, what happened to both scores.
+        held_out: By trial, its held-out scores by prompt.
     """
-    judged = [trial for trial in trials if {SCORE, REWARD_MODEL} <= trial.metrics.keys()]
+    judged = [trial for trial in trials if {SCORE, REWARD_MODEL} <= trial.judged.keys()]
     if len(judged) < 2:
         return []
-    pairs = [(trial, starts.get(trial.name, {})) for trial in judged]
-    gamed = [(trial, start) for trial, start in pairs if _is_gamed(trial.metrics, start)]
-    return list(filter(None, [_of_gamed(gamed), _of_favourite(judged, is_gamed=bool(gamed))]))
+    pairs = [(trial, changes.get(trial.name, {})) for trial in judged]
+    gamed = [(trial, change) for trial, change in pairs if _is_gamed(change)]
+    return list(filter(None, [_of_gamed(gamed), _of_favourite(judged, held_out)]))
 
 
-def _is_gamed(last: Mapping[str, float], start: Mapping[str, Any]) -> bool:
-    if not {SCORE, REWARD_MODEL} <= start.keys():
+def _is_gamed(change: Changes) -> bool:
+    """Whether the one rose and the other fell, both by more than chance."""
+    if not {SCORE, REWARD_MODEL} <= change.keys():
         return False
-    return last[REWARD_MODEL] > start[REWARD_MODEL] and last[SCORE] < start[SCORE] - MIN_LOSS
+    return change[REWARD_MODEL].direction == 1 and change[SCORE].direction == -1
 
 
-def _of_gamed(gamed: Sequence[tuple[TrialRecord, Mapping[str, Any]]]) -> str:
+def _of_gamed(gamed: Sequence[tuple[TrialRecord, Changes]]) -> str:
     """Trials whose policy got better for the one by getting worse for the other."""
     if not gamed:
         return ""
-    gamed = sorted(gamed, key=lambda pair: pair[0].metrics[SCORE] - pair[1][SCORE])
+    gamed = sorted(gamed, key=lambda pair: pair[1][SCORE].after - pair[1][SCORE].before)
     points = [point_text(trial.point) for trial, _ in gamed]
     more = f" and {len(points) - MAX_NAMED} more" if len(points) > MAX_NAMED else ""
-    worst, start = gamed[0]
+    worst, change = gamed[0]
     verb = "game" if len(gamed) > 1 else "games"
+    liked, score = change[REWARD_MODEL], change[SCORE]
     return (
         f"{', '.join(points[:MAX_NAMED])}{more} {verb} the reward model: in {worst.name} its "
-        f"score went from {number(start[REWARD_MODEL])} to {number(worst.metrics[REWARD_MODEL])} "
-        f"while the held-out score fell from {number(start[SCORE])} to "
-        f"{number(worst.metrics[SCORE])} by step {worst.step}."
+        f"score went from {number(liked.before)} to {number(liked.after)} while the held-out "
+        f"score fell from {score.before:.3f} to {score.after:.3f} by step {worst.scored_step} "
+        f"({score.words})."
     )
 
 
-def _of_favourite(judged: Sequence[TrialRecord], *, is_gamed: bool) -> str:
+def _of_favourite(judged: Sequence[TrialRecord], held_out: Mapping[str, Scores]) -> str:
     """Whether it is the reward model's favourite too, of the trials that came as far."""
-    best = max(judged, key=lambda trial: trial.metrics[SCORE])
-    as_far = [trial for trial in judged if trial.step == best.step]
+    last = max(trial.scored_step for trial in judged)
+    as_far = [trial for trial in judged if trial.scored_step == last]
+    best = max(as_far, key=lambda trial: trial.metrics[SCORE])
     liked = max(as_far, key=lambda trial: trial.metrics[REWARD_MODEL])
-    if best.metrics[SCORE] - liked.metrics[SCORE] < MIN_LOSS:
-        agrees = len(as_far) > 1 and not is_gamed
-        return "Reward model and held-out score agree on the best trial." if agrees else ""
-    return (
+    if len(as_far) < 2:
+        return ""
+    if liked is best:
+        return "Reward model and held-out score put the same trial first."
+    favourite = (
         f"The reward model likes {point_text(liked.point)} best "
         f"({number(liked.metrics[REWARD_MODEL])}, against {number(best.metrics[REWARD_MODEL])} at "
-        f"{point_text(best.point)}), but the held-out score there is only "
-        f"{number(liked.metrics[SCORE])} instead of {number(best.metrics[SCORE])}."
+        f"{point_text(best.point)})"
     )
+    scores = f"{number(liked.metrics[SCORE])} instead of {number(best.metrics[SCORE])}"
+    lead = paired_change(*(held_out.get(each.name, {}) for each in (liked, best)))
+    if lead is None or lead.direction != 1:
+        return f"{favourite}; that its held-out score is {scores} may be chance."
+    return f"{favourite}, but the held-out score there is only {scores}."

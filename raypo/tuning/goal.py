@@ -12,6 +12,8 @@ Metrics = Mapping[str, float]
 
 VALUE = "sweep/value"
 """One number a report for schedulers: larger is better, whatever the sweep maximises."""
+SCORED_STEP = "sweep/scored_step"
+"""The step that the first metric's last known value is of; 0: before the first update."""
 STEP = "step"
 INFEASIBLE = -1e9
 """Below every feasible value."""
@@ -73,12 +75,23 @@ class Goal:
     def ranks(self, trials: Sequence[Metrics]) -> list[int]:
         """Rank of each trial from 1, ties by their order.
 
-        Feasible ones first: Pareto front by front, within a front by the first metric. Then the
-        infeasible ones by how much they break, then those without a score.
+        Scores of different steps are never compared: the trials whose score is of a later step
+        come first, as those do that successive halving (arXiv:1810.05934) let go on. A trial that
+        came to its end is before all that were stopped.
+
+        Feasible ones first: of those of a step Pareto front by front, within a front by the first
+        metric. Then the infeasible ones, those of a step by how much they break, then those
+        without a score.
         """
         fronts = self._fronts(trials)
         keys = [
-            (fronts.get(row, len(trials)), -self.value(known), row)
+            (
+                fronts.get(row, len(trials)),
+                self.value(known) <= UNKNOWN,
+                -scored_step(known),
+                -self.value(known),
+                row,
+            )
             for row, known in enumerate(trials)
         ]
         order = sorted(range(len(trials)), key=keys.__getitem__)
@@ -88,16 +101,20 @@ class Goal:
         return ranks
 
     def front(self, trials: Sequence[Metrics]) -> set[int]:
-        """Rows that no feasible trial dominates; of one metric, the best."""
+        """Rows of the latest scores that no feasible trial of them dominates; of one metric, the
+        best.
+        """
         return {row for row, number in self._fronts(trials).items() if number == 0}
 
     def _fronts(self, trials: Sequence[Metrics]) -> dict[int, int]:
-        """Row of each feasible trial with a score -> number of its Pareto front."""
+        """Row of each feasible trial with a score -> number of its front, latest step first."""
         left = [row for row, known in enumerate(trials) if self.value(known) > INFEASIBLE]
         fronts: dict[int, int] = {}
         number = 0
         while left:
-            front = [row for row in left if not self._is_dominated(trials, row, left)]
+            latest = max(scored_step(trials[row]) for row in left)
+            peers = [row for row in left if scored_step(trials[row]) == latest]
+            front = [row for row in peers if not self._is_dominated(trials, row, peers)]
             fronts |= dict.fromkeys(front, number)
             left = [row for row in left if row not in fronts]
             number += 1
@@ -107,13 +124,28 @@ class Goal:
         return any(self.dominates(trials[other], trials[row]) for other in others)
 
 
-def known_metrics(rows: Iterable[Metrics]) -> dict[str, float]:
-    """The last value of each metric; an evaluation before the first update counts as its first."""
+def scored_step(known: Metrics) -> int:
+    """The step that a trial's score is of; 0 where none is known."""
+    return int(known.get(SCORED_STEP, 0))
+
+
+def known_metrics(rows: Iterable[Metrics], goal: Goal) -> dict[str, float]:
+    """The last value of each metric; an evaluation before the first update counts as its first.
+
+    Args:
+        rows: Metrics by step; what was known before may stand first.
+        goal: Of its first metric the step of the last value is kept: SCORED_STEP.
+    """
     known: dict[str, float] = {}
+    score = goal.metrics[0]
     for row in rows:
+        if score in row:
+            known[SCORED_STEP] = row.get(SCORED_STEP, row.get(STEP, 0))
         for name, value in row.items():
             known.setdefault(name.replace("eval/initial_", "eval/"), value)
             known[name] = value
+        if score in known:
+            known.setdefault(SCORED_STEP, 0)
     return known
 
 

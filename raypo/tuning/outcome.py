@@ -8,14 +8,15 @@ from typing import Any
 
 import yaml
 
-from raypo.config import PPOConfig
 from raypo.config.sweep import SweepConfig, with_values
+from raypo.metrics.report.change import held_out_scores
 from raypo.metrics.report.verdict import duration
 from raypo.metrics.run_files import RunFiles
 from raypo.metrics.summary import installed_versions
 from raypo.metrics.tensorboard import write_hparams
 from raypo.tuning.folder import TRIALS_FOLDER
 from raypo.tuning.goal import Goal
+from raypo.tuning.lead import who_is_best
 from raypo.tuning.record import TRIALS, TrialRecord, best_of, ranked, write_trials
 from raypo.tuning.view import point_text
 
@@ -37,6 +38,8 @@ class Outcome:
     failed: tuple[TrialRecord, ...]
     records: tuple[TrialRecord, ...]
     wall_s: float
+    lead: str = ""
+    """Whether the best one is better than the next by more than chance."""
 
     @property
     def device_s(self) -> float:
@@ -51,6 +54,7 @@ class Outcome:
         if self.best is not None:
             metrics = ", ".join(f"{k} {v:.4g}" for k, v in self._headline().items())
             lines.append(f"best: {self.best.name}, {point_text(self.best.point)}; {metrics}")
+            lines.append(self.lead)
             if self.broken:
                 lines.append(f"no trial keeps all constraints; it breaks {', '.join(self.broken)}")
             if len(self.front) > 1:
@@ -90,6 +94,7 @@ def write_outcome(
     best = best_of(ordered, goal)
     if best is None and status == "finished":
         status = "failed"
+    trials = f"{files.location}/{TRIALS_FOLDER}"
     outcome = Outcome(
         status=status,
         location=files.location,
@@ -99,6 +104,13 @@ def write_outcome(
         failed=tuple(record for record in ordered if record.status == "failed"),
         records=tuple(ordered),
         wall_s=wall_s,
+        lead=""
+        if best is None
+        else who_is_best(
+            ranked(ordered, goal),
+            goal,
+            lambda trial: held_out_scores(RunFiles(trials, trial.name), trial.scored_step),
+        ),
     )
     if ordered:
         write_trials(files, ordered, goal)
@@ -120,19 +132,13 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
         f"# Its base is {sweep.base}; relative paths start where the sweep was started.",
     ]
     if best.status == "stopped":
-        scored = _scored_step(sweep.metric[0], best.step, PPOConfig.parse(values))
+        scored = best.scored_step
         values["num_steps"] = scored or best.step
         which = f"of step {scored}" if scored else "from before the first update"
         head.append(f"# It was stopped after step {best.step}; its score is {which}.")
     if sweep.scheduler.kind == "pbt":
         head.append("# These are its last values; before each copy it trained under others.")
     return "\n".join(head) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _scored_step(metric: str, last_step: int, config: PPOConfig) -> int:
-    """The step at which a metric was measured for the last time; 0: before the first update."""
-    every = config.eval.every if metric.startswith("eval/") else 1
-    return last_step // every * every
 
 
 def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:

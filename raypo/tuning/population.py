@@ -193,7 +193,7 @@ def run_with_pointers(
             metrics, path = queue.get(timeout=POLL_S)
         except Empty:
             continue
-        known = known_metrics([known, metrics])
+        known = known_metrics([known, metrics], goal)
         pointer = None
         if path is not None:  # without the scheme of a URI
             checkpoint = f"{segment.location}/{Path(path).name}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raypo.metrics.run_files import RunFiles
-from raypo.tuning.goal import Goal
+from raypo.tuning.goal import SCORED_STEP, Goal, scored_step
 
 TRIALS = "trials.parquet"
 Status = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
@@ -40,7 +40,12 @@ class TrialRecord:
     @property
     def judged(self) -> dict[str, float]:
         """What it is ranked by: nothing where it failed."""
-        return {} if self.status == "failed" else self.metrics
+        return {} if self.status == "failed" else {SCORED_STEP: self.step, **self.metrics}
+
+    @property
+    def scored_step(self) -> int:
+        """The step that its score is of."""
+        return scored_step(self.judged)
 
     @property
     def has_ended(self) -> bool:
@@ -71,6 +76,7 @@ def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any
             "status": record.status,
             "feasible": goal.is_feasible(record.metrics),
             "step": record.step,
+            "scored_step": record.scored_step,
             "seconds": record.seconds,
             "device_s": record.device_s,
             "error": record.error,
@@ -113,7 +119,7 @@ def read_trials(files: RunFiles) -> list[TrialRecord]:
             metrics=json.loads(row["metrics"]),
             **{name: row[name] for name in _PLAIN},
         )
-        for row in pq.read_table(io.BytesIO(content)).to_pylist()
+        for row in pq.ParquetFile(io.BytesIO(content)).read().to_pylist()
     ]
     return sorted(records, key=lambda record: record.number)
 

@@ -22,22 +22,25 @@ from raypo.metrics.report import (
     parallel_chart,
     spans_decades,
 )
+from raypo.metrics.report.change import held_out_scores
 from raypo.metrics.report.page import number
 from raypo.metrics.report.verdict import duration
 from raypo.metrics.run_files import RunFiles
 from raypo.tuning.folder import BASE, TRIALS_FOLDER
-from raypo.tuning.gaming import REWARD_MODEL, SCORE, gaming_words
+from raypo.tuning.gaming import (
+    REWARD_MODEL,
+    SCORE,
+    Changes,
+    Scores,
+    gaming_words,
+    held_out_changes,
+)
 from raypo.tuning.goal import Goal
+from raypo.tuning.lead import WORDS, who_is_best
 from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
-from raypo.tuning.view import point_text, value_text
+from raypo.tuning.view import point_text, status_words, value_text
 
 KL = "kl/ref_response_mean"
-WORDS = {
-    SCORE: "held-out score",
-    REWARD_MODEL: "reward model's score, held out",
-    KL: "KL to the reference, nats a response",
-    "rollout/score_mean": "training score",
-}
 MAX_LABEL = 40
 """Characters of a legend."""
 
@@ -55,6 +58,10 @@ class SweepData:
     """Best first."""
     rows: dict[str, list[dict[str, Any]]]
     """Metrics by step of each trial's run."""
+    held_out: Mapping[str, Scores]
+    """Of each trial, the held-out scores by prompt that its score is the mean of."""
+    changes: Mapping[str, Changes]
+    """Of each trial, how its held-out scores changed until then."""
 
     @property
     def best(self) -> TrialRecord | None:
@@ -78,11 +85,18 @@ def load_sweep(files: RunFiles) -> SweepData:
     rows = {trial.name: RunFiles(storage, trial.name).metrics() for trial in trials}
     status = (files.summary() or {}).get("status", "unfinished")
     status = "running" if files.is_running() else status
-    return SweepData(config, base["num_steps"], goal, status, files, trials, rows)
+    runs = {trial.name: RunFiles(storage, trial.name) for trial in trials}
+    held_out = {
+        trial.name: held_out_scores(runs[trial.name], trial.scored_step) for trial in trials
+    }
+    changes = {t.name: held_out_changes(runs[t.name], t.scored_step) for t in trials}
+    return SweepData(
+        config, base["num_steps"], goal, status, files, trials, rows, held_out, changes
+    )
 
 
 def sweep_page(sweep: SweepData) -> Page:
-    """The page: result, why the best won, trials, score against KL, curves, cost."""
+    """The page: result, what the values did, trials, score against KL, curves, cost."""
     written = time.strftime("%Y-%m-%d %H:%M")
     page = Page(
         title=sweep.config.name,
@@ -90,8 +104,8 @@ def sweep_page(sweep: SweepData) -> Page:
         badge=sweep.status,
     )
     _result(page.section("Result"), sweep)
-    _why(page.section("Why the best one won", _WHY_NOTE), sweep)
-    _trials(page.section("Trials"), sweep)
+    _why(page.section("What the values did", _WHY_NOTE), sweep)
+    _trials(page.section("Trials", _TRIALS_NOTE), sweep)
     _front(page.section("Score against KL", _FRONT_NOTE), sweep)
     curves, labels = page.section("Learning curves"), _labels(sweep)
     for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
@@ -105,11 +119,19 @@ def sweep_page(sweep: SweepData) -> Page:
 
 
 _WHY_NOTE = (
-    "The last figures of each trial by the value that it tried. What trains (the reward model, the "
+    "The last metrics of each trial by the value that it tried. What trains (the reward model, the "
     "KL penalty) stands beside what judges: where the reward model rises and the held-out score "
     "falls, the policy games the reward model."
 )
-_FRONT_NOTE = "Trials on the line are beaten by no other one in both: a higher score costs KL."
+_TRIALS_NOTE = (
+    "Ranked by the step that a score is of, then by the score: scores of different steps are not "
+    "compared, so a trial that was stopped early is below all that went on."
+)
+_FRONT_NOTE = (
+    "Trials on the line are beaten in both by no other one that came as far: a higher score costs "
+    "KL. The intervals above are over held-out prompts; what another seed would change is not in "
+    "them."
+)
 
 
 def _result(section: Section, sweep: SweepData) -> None:
@@ -121,14 +143,9 @@ def _result(section: Section, sweep: SweepData) -> None:
         start = next(
             (r[0] for r in map(_with_start, sweep.rows.values()) if r and metric in r[0]), {}
         )
-        was = f", {number(start[metric])} before the first update" if start else ""
-        section.add(
-            Words(
-                f"{point_text(best.point)} is best: {WORDS.get(metric, metric)} "
-                f"{number(best.metrics[metric])} after {best.step} steps{was}.",
-                strong=True,
-            )
-        )
+        was = f" It was {number(start[metric])} before the first update." if start else ""
+        words = who_is_best(sweep.trials, sweep.goal, lambda trial: sweep.held_out[trial.name])
+        section.add(Words(f"{words}{was}", strong=True))
         if broken := sweep.goal.broken(best.metrics):
             section.add(Words(f"No trial keeps all constraints; this one breaks {broken[0]}."))
     count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
@@ -149,8 +166,7 @@ def _result(section: Section, sweep: SweepData) -> None:
 
 
 def _why(section: Section, sweep: SweepData) -> None:
-    starts = {name: _with_start(rows)[0] for name, rows in sweep.rows.items() if rows}
-    for words in gaming_words(sweep.trials, starts):
+    for words in gaming_words(sweep.trials, sweep.changes, sweep.held_out):
         section.add(Words(words, strong=True))
     for key, domain in sweep.config.domains.items():
         for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
@@ -168,7 +184,7 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
     trace = {
         "x": [trial.point[key] if is_number else str(trial.point[key]) for trial in seen],
         "y": [trial.metrics[metric] for trial in seen],
-        "text": [f"{trial.name}, {trial.status} at step {trial.step}" for trial in seen],
+        "text": [f"{t.name}, {t.status} at step {t.step}, score of {t.scored_step}" for t in seen],
         "mode": "markers",
         "slot": 0,
         "marker": {
@@ -186,20 +202,15 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
     return Chart(title, {"data": [trace], "layout": layout}, note=note)
 
 
-def _status(sweep: SweepData, trial: TrialRecord) -> str:
-    """Of a trial that came to something, also whether it keeps the constraints."""
-    came_to_something = trial.status in ("finished", "stopped")
-    is_broken = came_to_something and not sweep.goal.is_feasible(trial.metrics)
-    return "infeasible" if is_broken else trial.status
-
-
 def _trials(section: Section, sweep: SweepData) -> None:
     keys = list(sweep.config.domains)
     bounds = [text.split()[0] for text in sweep.goal.constraints]
     names = dict.fromkeys([*sweep.goal.metrics, *bounds, SCORE, REWARD_MODEL, KL])
     shown = [name for name in names if any(name in trial.metrics for trial in sweep.trials)]
-    headings = ["rank", "trial", "status", "steps", *keys]
-    headings += [*(WORDS.get(name, name) for name in shown), "device-seconds", "error"]
+    headings = ["rank", "trial", "status", "steps", "score at step", *keys]
+    headings += [*(WORDS.get(name, name) for name in shown), "device-seconds"]
+    has_errors = any(trial.error for trial in sweep.trials)
+    headings += ["error"] if has_errors else []
     section.add(
         Table(
             headings,
@@ -207,12 +218,13 @@ def _trials(section: Section, sweep: SweepData) -> None:
                 [
                     rank,
                     trial.name,
-                    _status(sweep, trial),
+                    status_words(trial, sweep.goal),
                     trial.step,
+                    trial.scored_step,
                     *(value_text(trial.point.get(key, "")) for key in keys),
                     *(trial.metrics.get(name) for name in shown),
                     round(trial.device_s),
-                    trial.error,
+                    *([trial.error] if has_errors else []),
                 ]
                 for rank, trial in enumerate(sweep.trials, start=1)
             ],
@@ -232,7 +244,7 @@ def _front(section: Section, sweep: SweepData) -> None:
         return
     mode = dict(zip(sweep.config.metric, sweep.config.mode, strict=True)).get(metric, "max")
     both = Goal((metric, KL), (1.0 if mode == "max" else -1.0, -1.0))
-    rows = sorted(both.front([trial.metrics for trial in seen]))
+    rows = sorted(both.front([trial.judged for trial in seen]))
     front = sorted((seen[row] for row in rows), key=lambda trial: trial.metrics[KL])
     section.add(
         Chart(

@@ -111,7 +111,7 @@ def reports_of(files: RunFiles, goal: Goal, *, last_step: int) -> list[dict[str,
     for row in files.metrics():
         if row[STEP] > last_step:
             break
-        known = known_metrics([known, row])
+        known = known_metrics([known, row], goal)
         reports.append(as_report(known, goal))
     return reports
 

@@ -75,7 +75,7 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
     run, files = setup.config(name, config[POINT]), RunFiles(setup.storage_path, name)
     _wait_for_predecessor(files)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
-    known = known_metrics(files.metrics())
+    known = known_metrics(files.metrics(), setup.goal)
     if is_finished(files):  # the driver was killed before it could note that
         tune.report(as_report(known, setup.goal))
     elif setup.is_population:
@@ -153,7 +153,7 @@ class TrialReports(TuneReportCallback):
         checkpoint: Checkpoint | None,
     ) -> None:
         """Ray Train calls it in its controller after each report of the workers."""
-        self._known = known_metrics([self._known, metrics[0]])
+        self._known = known_metrics([self._known, metrics[0]], self._goal)
         super().after_report(run_context, [as_report(self._known, self._goal)], checkpoint)
 
     def are_unwanted(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raypo.metrics.report.verdict import duration
@@ -16,12 +16,26 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_ROWS = 24
-_COLOURS = {
+_ALWAYS = ("at step", "steps", "status", "trial")
+"""Columns that are shown whatever the width, besides values and metrics."""
+_GAP = 2
+"""Spaces between two columns."""
+_RANKING = (
+    "Ranked by the step that the score is of (at step), then by the score: scores of different "
+    "steps are not compared."
+)
+_HEADINGS = {
+    "eval/score_mean": "held-out score",
+    "eval/reward_model_mean": "reward model",
+    "kl/ref_response_mean": "KL",
+    "rollout/score_mean": "training score",
+}
+_STYLES = {
     "running": "cyan",
-    "finished": "green",
     "stopped": "yellow",
     "failed": "red",
     "interrupted": "magenta",
+    "infeasible": "dim",
 }
 
 
@@ -90,39 +104,105 @@ class SweepView:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._console.print(self.table(records))
+        self._console.print(self.table(records), soft_wrap=False)
 
     def table(self, records: Sequence[TrialRecord]) -> Table:
-        """The trials, best first."""
-        from rich.table import Table
+        """The trials, best first: the values that were tried, then what they came to.
 
+        Nothing is cut. Where the console is too narrow, the columns that matter least are left
+        out (`trials.parquet` has all of them), and then the values share one column.
+        """
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        judged = [record.judged for record in records]
+        front = self._goal.front(judged)
+        order = sorted(range(len(records)), key=self._goal.ranks(judged).__getitem__)[:MOST_ROWS]
+        ranked = [records[row] for row in order]
+        steps = {record.scored_step for record in ranked if record.metrics}
         ended = sum(record.has_ended or record.status == "failed" for record in records)
-        table = Table(title=f"{ended} of {self._num_trials} trials ended", title_justify="left")
-        keys = list(dict.fromkeys(key for record in records for key in record.point))
-        extra = [text.split()[0] for text in self._goal.constraints]
-        extra += ["eval/reward_model_mean", "kl/ref_response_mean"]
-        metrics = list(dict.fromkeys([*self._goal.metrics, *extra]))
-        metrics = [m for m in metrics if any(m in record.metrics for record in records)]
-        for name in ("rank", "trial", "status", "step", *keys, *metrics, f"{self._device}-s"):
-            table.add_column(name, justify="right" if name not in ("trial", "status") else "left")
-        ranks = self._goal.ranks([record.judged for record in records])
-        front = self._goal.front([record.judged for record in records])
-        ranked = sorted(zip(ranks, range(len(records)), records, strict=True))[:MOST_ROWS]
-        for rank, row, record in ranked:
-            cells = [
-                f"{rank}{'*' if row in front else ''}",
-                record.name,
-                f"[{_COLOURS.get(record.status, '')}]{record.status}[/]"
-                if record.status in _COLOURS
-                else record.status,
-                f"{record.step}/{self._num_steps}",
-                *(value_text(record.point.get(key)) for key in keys),
-                *(_number(record.metrics.get(name, math.nan)) for name in metrics),
-                f"{record.device_s:.0f}",
-            ]
-            broken = not self._goal.is_feasible(record.metrics)
-            table.add_row(*cells, style="dim" if broken and record.has_ended else "")
+        table = Table(
+            title=f"{ended} of {self._num_trials} trials ended",
+            title_justify="left",
+            caption=_RANKING if len(steps) > 1 else None,
+            caption_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, _GAP - 1, 0, 0),  # and what the box puts between
+            show_edge=False,
+        )
+        marks = ["*" if row in front else "" for row in order]
+        ranks = {"rank": [f"{rank}{mark}" for rank, mark in enumerate(marks, start=1)]}
+        values, room = _values(ranked), self._console.width
+        columns = self._columns(ranked)
+        while len(columns) > self._num_needed and _width(ranks | values | columns) > room:
+            columns.popitem()
+        if _width(ranks | values | columns) > room:
+            each = [zip(values, row, strict=True) for row in zip(*values.values(), strict=True)]
+            values = {"values": [" ".join(f"{k}={v}" for k, v in pairs if v) for pairs in each]}
+        for name, cells in (ranks | values | columns).items():
+            is_free = name == "values"
+            table.add_column(
+                name,
+                justify="left" if is_free or name == "status" else "right",
+                overflow="fold",
+                min_width=None if is_free else _width({name: cells}),
+            )
+        for record, cells in zip(
+            ranked, zip(*(ranks | values | columns).values(), strict=True), strict=True
+        ):
+            table.add_row(*map(Text, cells), style=_STYLES.get(status_words(record, self._goal)))
         return table
+
+    @property
+    def _num_needed(self) -> int:
+        return len(self._goal.metrics) + len(_ALWAYS)
+
+    def _columns(self, ranked: Sequence[TrialRecord]) -> dict[str, list[str]]:
+        """What the trials came to, by heading; what matters least is last."""
+        metrics = [*self._goal.metrics, *(text.split()[0] for text in self._goal.constraints)]
+        metrics += ["eval/reward_model_mean", "kl/ref_response_mean"]
+        seen = [m for m in dict.fromkeys(metrics) if any(m in r.metrics for r in ranked)]
+        by_metric = {
+            _heading(name): [_number(record.metrics.get(name, math.nan)) for record in ranked]
+            for name in [*self._goal.metrics, *seen]
+        }
+        always = {
+            "at step": [str(record.scored_step) for record in ranked],
+            "steps": [f"{record.step}/{self._num_steps}" for record in ranked],
+            "status": [status_words(record, self._goal) for record in ranked],
+            "trial": [record.name.rpartition("-")[2] for record in ranked],
+        }
+        goal = {name: by_metric.pop(name) for name in map(_heading, self._goal.metrics)}
+        cost = {f"{self._device}-s": [f"{record.device_s:.0f}" for record in ranked]}
+        return goal | always | by_metric | cost
+
+
+def status_words(record: TrialRecord, goal: Goal) -> str:
+    """A trial's status; of one that came to something, whether it breaks a constraint."""
+    is_broken = record.has_ended and not goal.is_feasible(record.metrics)
+    return "infeasible" if is_broken else record.status
+
+
+def _values(ranked: Sequence[TrialRecord]) -> dict[str, list[str]]:
+    """The values that trials tried, by their keys without the section where that is enough."""
+    keys = list(dict.fromkeys(key for record in ranked for key in record.point))
+    tails = [key.partition(".")[2] or key for key in keys]
+    names = [t if tails.count(t) == 1 else key for key, t in zip(keys, tails, strict=True)]
+    return {
+        name: [value_text(record.point.get(key, "")) for record in ranked]
+        for key, name in zip(keys, names, strict=True)
+    }
+
+
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
+    """Characters of columns side by side: headings break between words, cells nowhere."""
+    widths = [max(map(len, [*name.split(), *cells])) for name, cells in columns.items()]
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _heading(metric: str) -> str:
+    return _HEADINGS.get(metric) or metric.rpartition("/")[2].replace("_", " ")
 
 
 def point_text(point: dict[str, Any]) -> str:

@@ -127,7 +127,8 @@ def test_the_page_of_a_sweep_says_who_won(three: SimpleNamespace):
     assert is_sweep(RunFiles.at(str(three.folder)))
     html = sweep_page(load_sweep(RunFiles.at(str(three.folder)))).html()
     assert "three-00001" in html
-    assert "is best" in html
+    assert "is first: training score" in html
+    assert "no other trial has such a score of that step" in html
 
 
 def test_ctrl_c_leaves_nothing_behind(task: Path, local_ray: None):

@@ -99,7 +99,8 @@ def test_a_model_that_vllm_cannot_cut_is_refused(
     values["rollout"] = {"engine": {"tensor_parallel": size}}
     values["placement"] = {"mode": "dedicated"}
     if said is None:
-        return check_inputs(PPOConfig.parse(values), on_this_machine=False)
+        check_inputs(PPOConfig.parse(values), on_this_machine=False)
+        return
     text = refusal(values)
     assert f"rollout.engine.tensor_parallel ({size}): must divide the" in text
     assert said in text
@@ -160,3 +161,32 @@ def test_only_a_run_that_says_so_is_finished(values: dict):
     assert not is_finished(files)
     files.write_summary({"status": "finished"})
     assert is_finished(files)
+
+
+def test_prompts_that_repeat_within_a_step_are_a_note_with_both_numbers(
+    values: dict, tmp_path: Path
+):
+    def notes() -> list[str]:
+        return check_inputs(PPOConfig.parse(values), on_this_machine=False)
+
+    values["rollout"] = {"prompts_per_step": 4, "samples_per_prompt": 8}
+    row = json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(row * 3)
+    assert notes() == [
+        "a step takes 4 prompts (rollout.prompts_per_step) and data.prompts has 3, so prompts "
+        "repeat within a step; give more, or set rollout.prompts_per_step to at most 3"
+    ]
+    values["data"]["prompts"] = [str(prompts), str(prompts)]
+    assert notes() == []
+    values["data"]["prompts"] = [str(prompts)]
+    prompts.write_text(row * 4)
+    assert notes() == []
+    values["rollout"] = {"prompts_per_step": 2000, "samples_per_prompt": 4}
+    prompts.write_text(row * 1500)  # more than are looked at before a run
+    assert notes() == []
+
+
+def test_an_engine_argument_that_vllm_does_not_have_is_refused_before_anything_starts(values: dict):
+    values["rollout"] = {"engine": {"extra": {"top_k": 20}}}
+    assert "rollout.engine.extra.top_k (20): the installed vLLM has no such" in refusal(values)

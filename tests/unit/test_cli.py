@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 import raypo.cli
+from raypo.config import RECIPES, PPOConfig
+from raypo.metrics.run_files import RunFiles
+from tests.recorded_run import write_run
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers")
 
@@ -46,6 +49,44 @@ def test_a_missing_model_is_status_2(
 ):
     assert exit_status(monkeypatch, "train", config) == 2
     assert "model.policy (none/such/folder)" in capsys.readouterr().err
+
+
+def test_plan_lists_the_recipes_where_an_override_names_none_of_them(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert exit_status(monkeypatch, "plan", config, "recipe=dppo") == 2
+    told = capsys.readouterr().err
+    assert f"recipe ('dppo'): must be {', '.join(RECIPES)}. Did you mean ppo?" in told
+
+
+def test_plan_of_another_recipe_by_an_override_says_what_it_knows(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert exit_status(monkeypatch, "plan", config, "recipe=sft") == 2
+    assert "recipe (sft): raypo plan knows the memory of ppo runs" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_finished_run_is_taken_for_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "reward.py").write_text("def score(rollouts):\n    return []\n")
+    (tmp_path / "config.json").write_text("{}")
+    run = PPOConfig.parse(
+        {
+            "name": "mine",
+            "num_steps": 2,
+            "model": {"policy": str(tmp_path)},
+            "data": {"prompts": str(tmp_path / "prompts.jsonl")},
+            "reward": {"function": f"{tmp_path}/reward.py:score"},
+        }
+    )
+    files = RunFiles(str(tmp_path / "runs"), "mine")
+    files.write_config(run.model_dump(mode="json"))
+    files.append_metrics(2, {"train/loss": 0.1})
+    files.write_summary({"status": "finished"})
+    assert exit_status(monkeypatch, "train", tmp_path / "runs" / "mine") == 0
+    assert f"mine is finished, files in {files.location}" in capsys.readouterr().out
 
 
 def test_an_unknown_command_is_status_2(monkeypatch: pytest.MonkeyPatch):
@@ -113,10 +154,37 @@ def test_what_is_wrong_and_what_fits_is_told_without_importing_anything_heavy(
     assert "Did you mean ppo.kl.coef?" in no_key[2]
     assert fits[0] == 0, fits[2]
     assert "run fits." in fits[1]
+    assert "Note: a step takes 32 prompts (rollout.prompts_per_step) and data" in fits[1]
     assert no_memory[0] == 2
     assert "memory (node 0 RAM): needs" in no_memory[2]
     assert no_gpu[0] == 2
     assert "run fits." not in no_gpu[1]
+
+
+def test_status_reads_runs_below_a_folder_or_one_of_them_without_anything_heavy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(raypo.__file__).parents[1]))
+    for name in ("first", "second"):
+        write_run(tmp_path / "runs", name, steps=2, with_rollouts=False)
+    (tmp_path / "runs" / "notes.txt").write_text("no run")
+    both, one, by_uri, none, empty = run_light(
+        ["status"],
+        ["status", "runs/first"],
+        ["status", (tmp_path / "runs" / "first").as_uri()],
+        ["status", "elsewhere"],
+        ["status", "runs/first/policy"],
+    )
+    assert both[0] == 0, both[2]
+    head, *lines = both[1].splitlines()
+    assert head.split() == ["run", "recipe", "status", "step", "score", "last", "a", "step"]
+    assert sorted(line.split()[0] for line in lines) == ["first", "second"]
+    assert one[1].startswith("first: ppo, finished, step 2 of 12\n")
+    assert "  go on      raypo report runs/first\n" in one[1]
+    assert by_uri[1].startswith("first: ppo, finished, step 2 of 12\n")
+    assert (none[0], empty[0]) == (2, 2)
+    assert none[2].startswith("raypo: RUN (elsewhere): no run is there, nor a folder of runs.")
 
 
 def test_export_copies_the_merged_model_or_the_adapter(

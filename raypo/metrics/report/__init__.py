@@ -9,7 +9,7 @@ together from the same blocks:
     trials.add(line_chart("Score", {"gentle": rows, "bold": others}, "eval/score_mean"))
     page.write("sweep.html")
 
-A chart of figures that no row has is None, and `add` leaves None out.
+A chart of metrics that no row has is None, and `add` leaves None out.
 """
 
 from raypo.metrics.report.charts import (

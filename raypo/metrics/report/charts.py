@@ -1,4 +1,4 @@
-"""Charts from rows of metrics; a chart of figures that no row has is None."""
+"""Charts from rows of metrics; a chart of metrics that no row has is None."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def line_chart(
     note: str = "",
     wide: bool = False,
 ) -> Chart | None:
-    """Figures by step; a colour is a run, or a figure where there is one run only.
+    """Metrics by step; a colour is a run, or a metric where there is one run only.
 
     Args:
         title: What is drawn.
@@ -98,7 +98,7 @@ def scatter_chart(
     note: str = "",
     wide: bool = False,
 ) -> Chart | None:
-    """One figure against another, a point a row; `joined` draws the path from row to row."""
+    """One metric against another, a point a row; `joined` draws the path from row to row."""
     traces: list[dict[str, Any]] = []
     for number, (run, rows) in enumerate(rows_by_run.items()):
         seen = [row for row in rows if _is_number(row.get(x)) and _is_number(row.get(y))]
@@ -197,11 +197,11 @@ def bar_chart(
 def parallel_chart(
     title: str, rows: Sequence[Row], columns: Mapping[str, str], *, colour: str, note: str = ""
 ) -> Chart | None:
-    """Parallel coordinates, a line a row, coloured by one figure; for sweeps.
+    """Parallel coordinates, a line a row, coloured by one metric; for sweeps.
 
     Args:
         title: What is drawn.
-        rows: One a trial; a row without the figure of `colour` is left out.
+        rows: One a trial; a row without the metric of `colour` is left out.
         columns: Keys of the rows with the words over the axes; text columns become ticks.
         colour: The key that colours a line.
         note: A sentence under the title.

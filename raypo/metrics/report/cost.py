@@ -33,16 +33,16 @@ def cost(section: Section, rows: Mapping[str, Rows], wall_s: Mapping[str, float 
     }
     section.add(bar_chart("Seconds by phase, all steps", seconds, x_title="seconds"))
     response_tokens = "perf/response_tokens_per_s"
-    section.add(line_chart("Response tokens a second", rows, response_tokens, y_title="tokens"))
+    section.add(line_chart("Response tokens per second", rows, response_tokens, y_title="tokens"))
     if len(rows) == 1:
         (each,) = rows.values()
         phases = {name: phase_words(name) for name in seconds_by_phase(each)}
         section.add(stacked_chart("Seconds by step", each, phases, y_title="seconds", wide=True))
     else:
-        section.add(line_chart("Seconds a step", rows, "time/step_s", y_title="seconds"))
+        section.add(line_chart("Seconds per step", rows, "time/step_s", y_title="seconds"))
     memory = {run: _memory(each) for run, each in rows.items()}
     section.add(
-        line_chart("Tokens a second while it lasts", rows, _PHASE_RATES, y_title="tokens"),
+        line_chart("Tokens per second while it lasts", rows, _PHASE_RATES, y_title="tokens"),
         line_chart("Model FLOPs utilisation", rows, _UTILISATION, y_title="share", note=_MFU_NOTE),
         bar_chart("Peak memory by role", memory, x_title="GB"),
     )

@@ -81,7 +81,7 @@ class Chart:
 
 @dataclass
 class Explorer:
-    """Any figure of any run, chosen by its name."""
+    """Any metric of any run, chosen by its name."""
 
     kind: ClassVar[str] = "explorer"
     rows_by_run: Mapping[str, Sequence[Mapping[str, Any]]]

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from raypo.config import ConfigError
+from raypo.metrics.report.change import held_out_change, held_out_scores, lead_words
 from raypo.metrics.report.charts import line_chart, scatter_chart
 from raypo.metrics.report.cost import cost
 from raypo.metrics.report.page import (
@@ -40,16 +41,16 @@ from raypo.metrics.warnings import findings
 
 _TILES = (
     ("eval/score_mean", "held-out score"),
-    ("rollout/score_mean", "score trained on"),
+    ("rollout/score_mean", "training score"),
     ("eval/accuracy", "held-out accuracy"),
     ("eval/loss", "held-out loss"),
     ("train/loss", "training loss"),
-    ("kl/ref_response_mean", "KL, nats a response"),
+    ("kl/ref_response_mean", "KL, nats per response"),
     ("rollout/response_tokens_mean", "response tokens"),
-    ("ppo/entropy", "entropy, nats a token"),
+    ("ppo/entropy", "entropy, nats per token"),
     ("ppo/clip_fraction", "clipped tokens"),
-    ("perf/response_tokens_per_s", "response tokens a second"),
-    ("time/step_s", "seconds a step"),
+    ("perf/response_tokens_per_s", "response tokens per second"),
+    ("time/step_s", "seconds per step"),
 )
 
 
@@ -111,7 +112,7 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
         if samples:
             page.section("Samples", _SAMPLES_NOTE).add(Samples(samples))
     if any(rows.values()):
-        page.section("Any figure").add(Explorer(rows))
+        page.section("Any metric").add(Explorer(rows))
     _config(page.section("Config and versions"), runs)
     return page
 
@@ -139,7 +140,7 @@ def _with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _start(rows: Mapping[str, Sequence[Mapping[str, Any]]], *names: str) -> dict[str, float]:
-    """By run, the first of the figures that was measured before the first update."""
+    """By run, the first of the metrics that was measured before the first update."""
     found: dict[str, float] = {}
     for run, each in rows.items():
         for name in names:
@@ -160,9 +161,14 @@ def _by_name(runs: Sequence[RunData]) -> dict[str, RunData]:
 
 def _headline(section: Section, runs: Sequence[RunData]) -> None:
     for name, run in _by_name(runs).items():
-        sentences = headline(run.rows, run.status, run.summary.get("wall_s"), run.config)
+        wall_s, held_out = run.summary.get("wall_s"), held_out_change(run.files)
+        sentences = headline(run.rows, run.status, wall_s, run.config, held_out)
         prefix = f"{name}: " if len(runs) > 1 else ""
-        section.add(Words(prefix + " ".join(sentences), strong=True))
+        section.add(Words(prefix + " ".join(sentences[:2]), strong=True))
+        if sentences[2:]:
+            section.add(Words(" ".join(sentences[2:])))
+    if len(runs) > 1:
+        section.add(Words(_comparison(_by_name(runs)), strong=True))
     if len(runs) == 1:
         section.add(Tiles(_tiles(runs[0].rows)))
         return
@@ -176,6 +182,26 @@ def _headline(section: Section, runs: Sequence[RunData]) -> None:
             ],
         )
     )
+
+
+def _comparison(runs: Mapping[str, RunData]) -> str:
+    """Which run ended with the best held-out score, where they answered the same prompts."""
+    last = {name: (run.files.rollout_steps(held_out=True) or [0])[-1] for name, run in runs.items()}
+    if not all(last.values()):
+        return "Which of them is best is not said: not all have held-out answers from training."
+    if len({str(_judges(run.config)) for run in runs.values()}) > 1:
+        return "Which of them is best is not said: their held-out scores have different judges."
+    scores = {name: held_out_scores(run.files, last[name]) for name, run in runs.items()}
+    if len({frozenset(each) for each in scores.values()}) > 1 or not all(scores.values()):
+        return "Which of them is best is not said: their held-out prompts are not the same."
+    return lead_words(scores, steps=last)
+
+
+def _judges(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides a held-out score."""
+    reward, function = config.get("reward") or {}, (config.get("eval") or {}).get("function")
+    models = (config.get("model") or {}).get("reward")
+    return (function,) if function else (reward, models)
 
 
 def _tiles(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
@@ -208,7 +234,9 @@ def _warnings(section: Section, runs: Sequence[RunData]) -> None:
         for name, run in _by_name(runs).items()
         for f in findings(run.rows, run.config)
     ]
+    is_ppo = any("ppo/policy_loss" in row for run in runs for row in run.rows[:1])
     watched = "KL, length, clipping, engine against learner, groups, entropy, phases"
+    watched = watched if is_ppo else "updates that had to be skipped"
     if any(run.rows for run in runs):
         section.add(Notices(notices, none=f"None: raypo watches {watched}."))
 
@@ -278,10 +306,10 @@ def _distance(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
             rows,
             kl,
             score,
-            x_title="nats a response from the reference",
+            x_title="nats per response from the reference",
             y_title="mean score",
         ),
-        line_chart("KL to the reference", rows, kl, y_title="nats a response"),
+        line_chart("KL to the reference", rows, kl, y_title="nats per response"),
         line_chart("KL coefficient", rows, "kl/coef")
         if len({row.get("kl/coef") for each in rows.values() for row in each}) > 1
         else None,
@@ -293,7 +321,7 @@ def _texts(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
     cut = {"rollout/truncated_fraction": ""}
     section.add(
         line_chart("Response length", rows, lengths, y_title="tokens"),
-        line_chart("Entropy", rows, "ppo/entropy", y_title="nats a token"),
+        line_chart("Entropy", rows, "ppo/entropy", y_title="nats per token"),
         line_chart("Cut off at max_new_tokens", rows, cut, y_title="share of responses"),
         line_chart(
             "Groups whose samples all score the same",
@@ -308,7 +336,7 @@ def _updates(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
     norms = {"ppo/policy_grad_norm": "policy", "ppo/critic_grad_norm": "critic"}
     section.add(
         line_chart("Clipped tokens", rows, "ppo/clip_fraction", y_title="share"),
-        line_chart("KL of an update", rows, "ppo/approx_kl", y_title="nats a token"),
+        line_chart("KL of an update", rows, "ppo/approx_kl", y_title="nats per token"),
         line_chart("Value loss", rows, "ppo/value_loss"),
         line_chart(
             "Variance of the returns that the critic explains", rows, "ppo/explained_variance"
@@ -316,7 +344,7 @@ def _updates(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
         line_chart("Gradient norms", rows, norms),
         line_chart("Gradient norm", rows, "train/grad_norm"),
         line_chart("Learning rate", rows, "train/lr"),
-        line_chart("Engine against learner", rows, "mismatch/kl", y_title="nats a token"),
+        line_chart("Engine against learner", rows, "mismatch/kl", y_title="nats per token"),
     )
     lags = {"rollout/staleness_mean": "mean", "rollout/staleness_max": "oldest"}
     if any(row.get("rollout/staleness_max") for each in rows.values() for row in each):

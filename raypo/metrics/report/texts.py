@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from raypo.metrics.report.change import held_out_scores
 from raypo.metrics.report.page import Section, Table, Words
 from raypo.metrics.run_files import RunFiles
 
 Row = Mapping[str, Any]
+Value = TypeVar("Value")
 
 MAX_PROMPTS = 6
 MAX_CHARACTERS = 400
@@ -30,14 +32,18 @@ def before_and_after_texts(section: Section, files: RunFiles) -> None:
 
 def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> None:
     before, after = (
-        {row["group_index"]: row for row in files.rollouts(step, held_out=True)[::-1]}
+        {
+            (row["group_index"], row["prompt"]): row
+            for row in files.rollouts(step, held_out=True)[::-1]
+        }
         for step in (first, last)
     )  # of several samples of a prompt, its first
-    shared = [group for group in before if group in after][::-1]
+    shared = [prompt for prompt in before if prompt in after][::-1]
+    scores = [held_out_scores(files, step) for step in (first, last)]
     judged = [
-        (before[group]["score"], after[group]["score"])
-        for group in shared
-        if before[group]["score"] is not None and after[group]["score"] is not None
+        [each[prompt] for each in scores]
+        for prompt in shared
+        if all(prompt in each for each in scores)
     ]
     up, down = (sum(sign * (b - a) > 0 for a, b in judged) for sign in (1, -1))
     when = "before the first update" if first == 0 else f"after step {first}"
@@ -50,14 +56,14 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
             ["prompt", "label", when, "score", f"after step {last}", "score"],
             [
                 [
-                    _cut(before[group]["prompt"]),
-                    before[group]["label"],
-                    _cut(before[group]["response"]),
-                    before[group]["score"],
-                    _cut(after[group]["response"]),
-                    after[group]["score"],
+                    _cut(before[prompt]["prompt"]),
+                    before[prompt]["label"],
+                    _cut(before[prompt]["response"]),
+                    before[prompt]["score"],
+                    _cut(after[prompt]["response"]),
+                    after[prompt]["score"],
                 ]
-                for group in _evenly(shared, MAX_PROMPTS)
+                for prompt in _evenly(shared, MAX_PROMPTS)
             ],
         ),
     )
@@ -82,7 +88,7 @@ def _by_score(rows: Sequence[Row]) -> dict[str, Row]:
     return {name: scored[round(place * last)] for name, place in PLACES.items()} if scored else {}
 
 
-def _evenly(values: Sequence[int], count: int) -> list[int]:
+def _evenly(values: Sequence[Value], count: int) -> list[Value]:
     gap = max(len(values) / count, 1.0)
     return [values[int(place * gap)] for place in range(min(count, len(values)))]
 

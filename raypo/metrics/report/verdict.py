@@ -1,4 +1,4 @@
-"""What a run did, in words: from its metrics alone."""
+"""What a run did, in words: from its metrics and its held-out answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raypo.metrics.report.change import Change, change_over_steps
 from raypo.metrics.warnings import phase_seconds
 
 Row = Mapping[str, Any]
@@ -14,16 +15,17 @@ HEADLINES: tuple[tuple[str, str, int], ...] = (
     ("eval/score_mean", "held-out score", 1),
     ("eval/accuracy", "held-out accuracy", 1),
     ("eval/loss", "held-out loss", -1),
-    ("rollout/score_mean", "score", 1),
+    ("rollout/score_mean", "training score", 1),
     ("train/accuracy", "training accuracy", 1),
     ("train/loss", "training loss", -1),
 )
 """Metrics that say whether a run worked, the first that it has counts; and which way is good."""
 
+TRAINED = tuple(each for each in HEADLINES if each[0] in ("rollout/score_mean", "train/loss"))
+"""What a run is trained on, by its recipe."""
+
 MIN_START_SHARE = 0.1
 """Share of a run's time that its start must take to be told."""
-MIN_STANDARD_ERRORS = 3.0
-"""Standard errors that a change of the score must exceed to be called one."""
 
 
 def before_and_after(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
@@ -54,19 +56,31 @@ def headline(
     status: str,
     wall_s: float | None,
     config: Mapping[str, Any] | None = None,
+    held_out: tuple[int, int, Change] | None = None,
 ) -> list[str]:
     """Sentences: how far it came, whether it learned, what it cost, where the time went.
 
     Args:
         config: The resolved config, which says who judges.
+        held_out: Steps of the first and the last evaluation whose answers are saved, and the
+            change of their scores.
     """
+    config = config or {}
     if not rows:
         done = "no step has ended yet" if status == "running" else "no step ended"
-        return [f"The run is {status}; {done}."]
+        return [f"{_STATUS.get(status, 'The run ended')}; {done}."]
     words = [_progress(rows, status, wall_s)]
-    parts = [_learning(rows), _judges(config or {}), _distance(rows), _texts(rows)]
+    parts = [_learning(rows, config, held_out), _judges(config), _distance(rows), _texts(rows)]
     words += filter(None, [*parts, _time(rows, wall_s)])
     return words
+
+
+_STATUS = {
+    "running": "The run is going on",
+    "failed": "The run failed",
+    "interrupted": "The run was stopped",
+    "unfinished": "The run ended without a word",
+}
 
 
 def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
@@ -96,55 +110,112 @@ def short(path: str) -> str:
 
 
 def _progress(rows: Sequence[Row], status: str, wall_s: float | None) -> str:
-    steps = rows[-1].get("step", len(rows))
-    lasted = f" in {duration(wall_s)}" if wall_s else ""
+    number = rows[-1].get("step", len(rows))
+    steps = f"{number} step" if number == 1 else f"{number} steps"
+    is_whole = wall_s and wall_s >= seconds_in_steps(rows)  # else of a part of its attempts
+    lasted = f" in {duration(wall_s)}" if wall_s and is_whole else ""
     how = {
-        "finished": f"The run finished: {steps} steps{lasted}.",
-        "running": f"The run is going on; {steps} steps are done.",
-        "failed": f"The run failed after {steps} steps{lasted}; its log is in logs/.",
-        "interrupted": f"The run was stopped after {steps} steps{lasted}; it can be resumed.",
+        "finished": f"The run finished: {steps}{lasted}.",
+        "running": f"The run is going on; {steps} {'is' if number == 1 else 'are'} done.",
+        "failed": f"The run failed after {steps}{lasted}; its log is in logs/.",
+        "interrupted": f"The run was stopped after {steps}{lasted}; the same command resumes it.",
     }
-    return how.get(status, f"The run is {status} after {steps} steps.")
+    gone = f"The run ended without a word after {steps}: its process is gone, or cannot be seen"
+    return how.get(status, f"{gone} from here. The same command resumes it.")
 
 
-def _learning(rows: Sequence[Row]) -> str:
+def _learning(
+    rows: Sequence[Row], config: Mapping[str, Any], held_out: tuple[int, int, Change] | None
+) -> str:
+    """The verdict, from held-out answers in pairs where they are saved, else from training.
+
+    A held-out metric whose answers are not saved is told beside it as it was measured.
+    """
+    name, label, sign = next((each for each in TRAINED if each[0] in rows[-1]), TRAINED[0])
+    samples = (config.get("rollout") or {}).get("samples_per_prompt")
+    trained = change_over_steps(rows, name, samples_per_prompt=samples)
+    if held_out is not None and (held_out[2].direction is not None or trained is None):
+        return _of_pairs(rows, config, held_out, trained)
+    others, got_worse = _held_out_as_measured(rows)
+    if held_out is not None:
+        others = [f"The {_held_out_text(rows, *held_out)}."]
+    if trained is None:
+        only = rows[-1].get(name, math.nan)
+        if len(rows) == 1 and math.isfinite(only):
+            unknown = "so whether it learned cannot be told"
+            others.insert(0, f"The {label} was {only:.3f} in its only step, {unknown}.")
+        return " ".join(others)
+    direction = None if trained.direction is None else sign * trained.direction
+    text = f"{label} {_moved(trained.before, trained.after)} ({trained.words})"
+    words = _with_verdict(direction, text)
+    if direction == 1 and got_worse:
+        words = words.replace("It learned.", "It learned its training examples alone.", 1)
+    return " ".join([words, *others])
+
+
+def _held_out_as_measured(rows: Sequence[Row]) -> tuple[list[str], bool]:
+    """What was measured on held-out examples, without an interval; whether it got worse there.
+
+    Their loss is no sample: it is of the same examples each time.
+    """
+    words, worse = [], set()
     for name, label, sign in HEADLINES:
-        change = before_and_after(rows, name)
+        change = before_and_after(rows, name) if name.startswith("eval/") else None
         if change is None:
             continue
-        start, end = change
-        verdict = _verdict(rows, name, sign * (end - start))
-        moved = "rose" if end > start else "fell" if end < start else "stayed"
-        text = f"{verdict} The {label} {moved} from {start:.3f} to {end:.3f}"
-        values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
-        best = max(values, key=lambda value: sign * value)
-        if abs(best - end) > 0.02 * max(abs(best), 1e-9):
-            step = next(row["step"] for row in rows if row.get(name) == best)
-            text += f" (best {best:.3f} at step {step})"
-        return text + "."
-    return ""
+        is_first = reference(rows, name) is None and sum(name in row for row in rows) == 1
+        words.append(f"The {label} {f'was {change[1]:.3f}' if is_first else _moved(*change)}.")
+        if sign * (change[1] - change[0]) < 0:
+            worse.add(name)
+    only_loss = all("eval/accuracy" not in row for row in rows)
+    return words, "eval/loss" in worse and (only_loss or "eval/accuracy" in worse)
 
 
-def _verdict(rows: Sequence[Row], name: str, gain: float) -> str:
-    """Whether a gain is one, judged by the spread of the samples where it is known."""
-    if name in ("eval/score_mean", "rollout/score_mean"):
-        noise = _noise(rows)
-        if noise is None:
-            return ""
-        if gain > MIN_STANDARD_ERRORS * noise:
-            return "It learned."
-        if gain < -MIN_STANDARD_ERRORS * noise:
-            return "It got worse."
-        return "It has not clearly learned: the change is within the noise of the samples."
-    return "It learned." if gain > 0 else "It has not learned."
+def _of_pairs(
+    rows: Sequence[Row],
+    config: Mapping[str, Any],
+    held_out: tuple[int, int, Change],
+    trained: Change | None,
+) -> str:
+    direction, text = held_out[2].direction, _held_out_text(rows, *held_out)
+    if trained is None or trained.direction in (None, direction):
+        return _with_verdict(direction, text)
+    training = f"training score {_moved(trained.before, trained.after)} ({trained.words})"
+    if direction == -1 and trained.direction == 1:
+        is_gamed = judge_of_held_out(config) is not None
+        how = "It games its reward" if is_gamed else "It fits its training prompts and no others"
+        return f"{how}: the {text}, while the {training}."
+    return f"{_with_verdict(direction, text)} The {training}."
 
 
-def _noise(rows: Sequence[Row]) -> float | None:
-    """Standard error of the difference of two steps' mean scores."""
-    std, count = rows[-1].get("rollout/score_std"), rows[-1].get("rollout/samples_sampled")
-    if std is None or not count or not math.isfinite(std):
-        return None
-    return math.sqrt(2.0) * std / math.sqrt(count)
+def _held_out_text(rows: Sequence[Row], first: int, last: int, change: Change) -> str:
+    text = f"held-out score {_moved(change.before, change.after)}"
+    if first != 0:
+        text += f" between steps {first} and {last}"
+    elif last != rows[-1]["step"]:
+        text += f" by step {last}"
+    text += f" ({change.words})"
+    known = [row for row in rows if math.isfinite(row.get("eval/score_mean", math.nan))]
+    best = max(known, key=lambda row: row["eval/score_mean"], default=None)
+    if best and best["eval/score_mean"] - change.after > (change.margin or 0.0):
+        text += f"; its best was {best['eval/score_mean']:.3f} at step {best['step']}"
+    return text
+
+
+def _with_verdict(direction: int | None, text: str) -> str:
+    if direction is None:
+        return f"Whether it learned cannot be told from so little: the {text}."
+    return f"{_VERDICTS[direction]} The {text}."
+
+
+_VERDICTS = {1: "It learned.", 0: "No clear change.", -1: "It got worse."}
+
+
+def _moved(start: float, end: float) -> str:
+    before, after = f"{start:.3f}", f"{end:.3f}"
+    if before == after:
+        return f"stayed at {before}"
+    return f"{'rose' if end > start else 'fell'} from {before} to {after}"
 
 
 def _distance(rows: Sequence[Row]) -> str:
@@ -152,8 +223,8 @@ def _distance(rows: Sequence[Row]) -> str:
     token = before_and_after(rows, "kl/ref_mean")
     if response is None:
         return ""
-    a_token = f" ({token[1]:.3f} a token)" if token else ""
-    return f"It moved {response[1]:.2f} nats a response{a_token} away from the reference."
+    per_token = f" ({token[1]:.3f} per token)" if token else ""
+    return f"It is {response[1]:.2f} nats per response{per_token} away from the reference."
 
 
 def _texts(rows: Sequence[Row]) -> str:
@@ -165,8 +236,7 @@ def _texts(rows: Sequence[Row]) -> str:
         was = "as at the start" if same else f"{length[0]:.1f} at the start"
         parts.append(f"Responses are {length[1]:.1f} tokens long, {was}")
     if entropy:
-        change = "fell" if entropy[1] < entropy[0] else "rose"
-        parts.append(f"entropy {change} from {entropy[0]:.2f} to {entropy[1]:.2f} nats a token")
+        parts.append(f"entropy went from {entropy[0]:.2f} to {entropy[1]:.2f} nats per token")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
@@ -187,7 +257,12 @@ def _time(rows: Sequence[Row], wall_s: float | None) -> str:
 
 def outside_steps(rows: Sequence[Row], wall_s: float | None) -> float:
     """Seconds of a run that no step has: starting engines, loading models, the first evaluation."""
-    return max((wall_s or 0.0) - sum(row.get("time/step_s", 0.0) for row in rows), 0.0)
+    return max((wall_s or 0.0) - seconds_in_steps(rows), 0.0)
+
+
+def seconds_in_steps(rows: Sequence[Row]) -> float:
+    """Seconds that the steps took together."""
+    return sum(row.get("time/step_s", 0.0) for row in rows)
 
 
 def seconds_by_phase(rows: Sequence[Row]) -> dict[str, float]:

@@ -8,9 +8,12 @@ from raypo.config import (
     NUMBERS_DO_NOT_DEPEND_ON,
     CheckpointSection,
     ConfigError,
+    DataSetEntry,
     PPOConfig,
     flatten,
+    load_run_config,
 )
+from raypo.config.base import remedy_for_unknown
 
 MINIMAL = {
     "name": "quick",
@@ -56,6 +59,10 @@ def file(tmp_path):
         ("rollout__engine__counts", "rollout.engine.count"),
         ("coef", "ppo.kl.coef"),
         ("num_step", "num_steps"),
+        ("ppo__kl_coef", "ppo.kl.coef"),
+        ("learner__temperature", "rollout.temperature or eval.temperature"),
+        ("temprature", "rollout.temperature or eval.temperature"),
+        ("learner__lr", "learner.policy_lr or learner.critic_lr"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key, nearest):
@@ -65,8 +72,45 @@ def test_an_unknown_key_names_the_nearest(key, nearest):
     )
 
 
-def test_an_unknown_key_without_a_near_one_is_to_be_removed():
-    assert refused(zzz=1) == "run.yaml: zzz: there is no such key. Remove it."
+@pytest.mark.parametrize(
+    "key", ["zzz", "learner__use_fsdp", "rollout__top_words", "ppo__kl__warm", "data__shuffle"]
+)
+def test_an_unknown_key_without_a_near_one_is_to_be_removed(key):
+    dotted = key.replace("__", ".")
+    assert refused(**{key: 1}) == f"run.yaml: {dotted}: there is no such key. Remove it."
+
+
+def test_what_a_key_begins_with_makes_no_other_key_of_its_section_near():
+    known = ["learner", "learner.use_gpu", "learner.num_workers", "ppo.critic_warmup_steps"]
+    assert remedy_for_unknown("learner.warmup_steps", known) == "Remove it."
+    of_sft = [*known, "learner.lr_warmup_steps"]
+    assert remedy_for_unknown("learner.warmup_steps", of_sft) == (
+        "Did you mean learner.lr_warmup_steps?"
+    )
+
+
+def test_the_folder_of_a_run_stands_for_its_config_wherever_the_folder_lies_now(tmp_path):
+    run = tmp_path / "moved" / "quick"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(TEXT + "storage_path: elsewhere\n")
+    config = load_run_config(run, ["num_steps=7"])
+    assert (config.storage_path, config.num_steps) == (str(tmp_path / "moved"), 7)
+
+
+def test_a_folder_that_is_no_runs_is_refused(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_run_config(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}: is a folder, and no run's, for it has no config.yaml. Give a run config "
+        "(YAML) or the folder of a run, <storage_path>/<name>."
+    )
+
+
+def test_a_sweep_is_not_taken_for_a_run(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text("name: s\nbase: ppo.yaml\nspace: {ppo.kl.coef: [0, 1]}\n")
+    with pytest.raises(ConfigError, match=r"this is a sweep, no run\. Start it by raypo sweep "):
+        load_run_config(file)
 
 
 def test_a_required_key():
@@ -77,6 +121,77 @@ def test_a_required_key():
         "Set it in the file or as model.policy=VALUE.",
         "run.yaml: data: this key is required. Set it in the file or as data=VALUE.",
     ]
+
+
+# Data sets with a configuration and a split
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.prompts={path: openai/gsm8k, config: main, split: test}",
+        "data.prompts=[{path: openai/gsm8k, config: main, split: test}]",
+    ],
+)
+def test_a_data_set_takes_a_configuration_and_a_split_and_survives_the_round_trip(file, override):
+    config = PPOConfig.load(file, [override])
+    entry = DataSetEntry(path="openai/gsm8k", config="main", split="test")
+    assert config.data.prompts == (entry,)
+    assert PPOConfig.parse(config.model_dump(mode="json")) == config
+    assert config.with_absolute_paths() == config
+
+
+def test_a_local_data_set_is_a_path_like_any_other(tmp_path):
+    (tmp_path / "set").mkdir()
+    config = PPOConfig.parse(with_keys(data__prompts=["b.jsonl", {"path": "set"}]))
+    assert config.with_absolute_paths(tmp_path).data.prompts == (
+        "b.jsonl",
+        DataSetEntry(path=str(tmp_path / "set")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"path": "a/b", "splitt": "x"}, "splitt: there is no such key. Remove it."),
+        (
+            {"split": "x"},
+            "path: this key is required. Set it in the file or as data.prompts.0.path=VALUE.",
+        ),
+        (
+            {"path": "s3://b/a.csv"},
+            "path ('s3://b/a.csv'): configuration and split are a Hugging Face data set's, and "
+            "this names a file. Write the file alone: prompts: s3://b/a.csv.",
+        ),
+        (
+            {"path": "a/b", "split": 3},
+            "split (3): must be a valid string. Set data.prompts.0.split to an allowed value.",
+        ),
+    ],
+)
+def test_a_wrong_data_set_is_one_mistake_with_its_key(entry, told):
+    assert refused(data__prompts=entry) == f"run.yaml: data.prompts.0.{told}"
+
+
+def test_an_override_replaces_a_value_of_another_kind(file):
+    """A list in the file by a section, a section by null, null by a key below it."""
+    config = PPOConfig.load(
+        file,
+        ["data.prompts=[a.jsonl]", "data.prompts={path: a/b}", "model.lora={}", "model.lora=null"],
+    )
+    assert config.data.prompts == (DataSetEntry(path="a/b"),)
+    assert config.model.lora is None
+    lora = PPOConfig.load(file, ["model.lora=null", "model.lora.rank=3"]).model.lora
+    assert lora is not None
+    assert lora.rank == 3
+
+
+def test_overrides_of_one_section_add_up_and_the_last_of_a_key_wins(file):
+    config = PPOConfig.load(
+        file, ["ppo.kl={coef: 0.3}", "ppo.kl={estimator: k2, placement: loss}", "ppo.kl.coef=0.4"]
+    )
+    kl = config.ppo.kl
+    assert (kl.coef, kl.estimator, kl.placement) == (0.4, "k2", "loss")
 
 
 # Wrong values

@@ -6,6 +6,8 @@ import pytest
 from raypo.config import ConfigError
 from raypo.config.space import Domain, flat_space
 from raypo.config.sweep import Constraint, SweepConfig, with_values
+from raypo.metrics.run_files import RunFiles
+from raypo.tuning.folder import check_sweep_folder, recorded_config
 
 BASE = """
 name: quick
@@ -222,3 +224,15 @@ def test_pbt_changes_only_what_a_checkpoint_can_go_on_under(base: Path):
     assert message in refused(base, space=workers)
     adaptive = {"ppo.kl": {"controller": "adaptive", "target": 1.0, "horizon": 1000}}
     assert "Search ppo.kl.target instead" in refused(base, **pbt, overrides=adaptive)
+
+
+def test_the_folder_of_a_sweep_stands_for_its_sweep_file(base: Path, tmp_path: Path):
+    sweep = sweep_of(base, num_samples=3)
+    files = RunFiles(str(tmp_path / "runs"), "s")
+    files.write_config(recorded_config(sweep, sweep.base_config()))
+
+    again = SweepConfig.load(files.folder, ["num_samples=5"])
+
+    assert again.num_samples == 5
+    assert again.storage_path == str(tmp_path / "runs")
+    check_sweep_folder(again, again.base_config(), files)

@@ -1,3 +1,5 @@
+import copy
+import json
 import re
 import subprocess
 import sys
@@ -174,3 +176,22 @@ def test_peek_imports_nothing_heavy(tmp_path):
 def test_a_message_ends_with_a_remedy(tmp_path):
     message = refused(peek, [str(tmp_path / "a.md")], "prompt")
     assert re.search(r"\. Give a file .*\.$", message)
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl"])
+def test_chat_messages_as_json_text_are_chat_and_a_label_stays_text(tmp_path, tokenizer, ending):
+    """A cell of a csv file can hold nothing but text."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}="
+    chat, path = json.dumps(CHAT), tmp_path / f"chat{ending}"
+    if ending == ".csv":
+        cell = '"' + chat.replace('"', '""') + '"'
+        path.write_text(f"prompt,answer\n{cell},{cell}\n[1] plain,x\n")
+    else:
+        rows = [{"prompt": chat, "answer": chat}, {"prompt": "[1] plain", "answer": "x"}]
+        write(path, rows)
+
+    read, plain = load_prompts(section(str(path), label_key="answer"), tokenizer).prompts
+
+    assert (read.messages, read.text, read.label) == (CHAT, "hi=", chat)
+    assert (plain.messages, plain.text) == (None, "[1] plain")

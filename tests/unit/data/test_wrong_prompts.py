@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raypo.config import DataSetEntry
 from raypo.data.prompts import load_prompts, peek
 from tests.unit.data.prompt_files import ROWS, refused, section, write
 
@@ -154,6 +155,40 @@ def test_peek_looks_at_the_first_rows_only_and_loading_at_all(tmp_path, tokenize
     assert f"{path}:1001" in refused(load_prompts, section(str(path)), tokenizer)
 
 
+# Chat messages as text
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        str([{"role": "user", "content": "hi"}]),  # what pandas writes of a list
+        '[{"role": "user"}]',
+        str([{"content": "hi", "role": "user"}]),
+        '[{"content": "hi", "role": "us',
+    ],
+)
+def test_a_text_that_looks_like_chat_messages_and_is_none(tmp_path, check, ending, text):
+    path = tmp_path / f"a{ending}"
+    if ending == ".csv":
+        path.write_text('prompt\n"' + text.replace('"', '""') + '"\n')
+    else:
+        write(path, [{"prompt": text}])
+    where = f"{path}, row 1" if ending == ".parquet" else f"{path}:{2 if ending == '.csv' else 1}"
+    assert refused(check, str(path)) == (
+        f"data.prompt_key (prompt): {where} has {text!r} there: chat messages as text, and no JSON "
+        "list of objects with role and content. Write it as json.dumps does, or lists of messages "
+        "into a jsonl or parquet file."
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ['{"role": "user", "content": "hi"}', '[{"content": 1}]', "[1]", "[{role: x}]", "[ {"]
+)
+def test_other_json_is_a_prompt_like_any_other_text(tmp_path, check, text):
+    check(write(tmp_path / "a.jsonl", [{"prompt": text}]))
+
+
 # Hugging Face data sets
 
 
@@ -170,7 +205,8 @@ def test_a_data_set_id_needs_the_package(check, monkeypatch, name):
 def data_sets(monkeypatch):
     """A package `datasets` with one data set, because the real one is not required."""
 
-    def load_dataset(name, split):
+    def load_dataset(path, config, split):
+        name = path
         if name != "openai/gsm8k":
             raise FileNotFoundError(f"Couldn't find any data file at {name}.")
         return {"train": ROWS}[split]
@@ -193,7 +229,16 @@ def test_a_data_set_that_is_not_there(data_sets, tokenizer):
     assert refused(load_prompts, section("openai/gsm9k"), tokenizer) == (
         "data.prompts (openai/gsm9k): there is no such file, and the train split of a Hugging Face "
         "data set of this name cannot be loaded: Couldn't find any data file at openai/gsm9k.. "
-        "Correct the path or the name."
+        "Correct the path or the name; another split or a configuration is named by "
+        "data.prompts={path: openai/gsm9k, config: NAME, split: NAME}."
+    )
+
+
+def test_a_data_set_entry_needs_the_package(check, monkeypatch):
+    monkeypatch.setattr("raypo.data.rows.find_spec", lambda _: None)
+    assert refused(check, DataSetEntry(path="openai/gsm8k", config="main")) == (
+        "data.prompts (openai/gsm8k, main, train): a Hugging Face data set needs the package "
+        "datasets. pip install datasets on every node."
     )
 
 

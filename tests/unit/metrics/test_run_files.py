@@ -112,6 +112,40 @@ def test_truncate_drops_what_a_resumed_run_does_again(storage):
     assert [p.name for p in (folder / "rollouts").iterdir()] == ["step_00001.parquet"]
 
 
+def test_a_step_is_done_once_its_metrics_are_there(storage):
+    uri, _ = storage
+    files = RunFiles(uri, "r")
+    files.write_rollouts(0, [row()], held_out=True)
+    assert (files.last_step(), files.rollout_steps()) == (0, [])
+    assert files.rollout_steps(held_out=True) == [0]  # before the first update
+    for step in (1, 2):
+        files.write_rollouts(step, [row()])
+        files.append_metrics(step, {})
+    files.write_rollouts(3, [row()])  # and then the run was stopped
+    files.write_rollouts(3, [row()], held_out=True)
+    files.sync()
+    reader = RunFiles(uri, "r")
+    assert (reader.last_step(), reader.rollout_steps()) == (2, [1, 2])
+    assert reader.rollout_steps(held_out=True) == [0]
+
+
+def test_what_an_earlier_attempt_said_at_its_end_goes_when_a_run_is_resumed(storage):
+    uri, _ = storage
+    files = RunFiles(uri, "r")
+    files.append_metrics(1, {})
+    files.write_summary({"status": "interrupted", "steps": 1})
+    files.sync()
+    resumed = RunFiles(uri, "r")
+    resumed.truncate(after_step=1)
+    assert RunFiles(uri, "r").summary() is None
+
+
+def test_only_the_columns_that_are_wanted_are_read(storage):
+    files = RunFiles(storage[0], "r")
+    files.write_rollouts(1, [row()])
+    assert files.rollouts(1, columns=("score", "group_index")) == [{"score": 1.0, "group_index": 2}]
+
+
 def test_truncate_of_a_run_that_has_nothing_does_nothing(storage):
     RunFiles(storage[0], "r").truncate(after_step=0)
 

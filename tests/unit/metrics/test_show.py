@@ -19,6 +19,13 @@ def test_samples_of_the_last_step_in_the_order_that_is_asked_for(tmp_path: Path)
     assert done.output.count("score 1.03") == 1
 
 
+def test_a_step_that_was_never_finished_is_not_shown(tmp_path: Path):
+    run = write_run(tmp_path, steps=3)
+    RunFiles.at(str(run)).write_rollouts(4, [rollout(4, 0, 0)])  # its update was stopped
+    done = CliRunner().invoke(app, ["show", str(run)])
+    assert "recorded, step 3: 9 samples" in done.output
+
+
 def test_orders():
     rows = [rollout(1, group, sample) for group in range(3) for sample in range(3)]
     rows[4]["score"] = None

@@ -1,4 +1,7 @@
-from raypo.metrics.summary import installed_versions, summarize
+from pathlib import Path
+
+from raypo.metrics.run_files import RunFiles
+from raypo.metrics.summary import installed_versions, recount, summarize
 
 ROWS = [
     {"step": 1, "rollout/score_mean": 0.25, "kl/ref_response_mean": 0.0, "ppo/clip_fraction": 0.1},
@@ -41,6 +44,17 @@ def test_a_run_without_steps_has_what_was_measured_before_it():
         "eval/score_mean": {"first": 0.5, "last": 0.5},
         "versions": {"ray": "2.60.0"},
     }
+
+
+def test_steps_that_ended_after_the_summary_was_written_are_counted(tmp_path: Path):
+    """A run that is stopped at once works on until its processes are ended."""
+    files = RunFiles(str(tmp_path), "r")
+    recount(files)  # nothing is there
+    for row in ROWS:
+        files.append_metrics(row["step"], {k: v for k, v in row.items() if k != "step"})
+    files.write_summary(summary(ROWS[:2], status="interrupted"))
+    recount(files)
+    assert files.summary() == summary(ROWS, status="interrupted")
 
 
 def test_metrics_that_a_run_does_not_have_are_left_out():

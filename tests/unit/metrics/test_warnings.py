@@ -28,9 +28,79 @@ def test_a_run_that_goes_well_has_no_warning():
     ],
 )
 def test_what_is_off_is_told_once_with_a_key_that_helps(rule: str, changes: dict, key: str):
-    found = findings(rows(**changes))
+    start = {"kl/ref_mean": 0.0, "kl/ref_response_mean": 0.0}
+    first, *others = rows(**changes)
+    found = findings([first | start, *others])
     assert [finding.rule for finding in found] == [rule]
     assert key in found[0].remedy
+
+
+def test_a_run_that_starts_away_from_its_reference_has_not_drifted():
+    """`model.reference` may be another model than the policy."""
+    assert findings(rows(**{"kl/ref_mean": 0.8, "kl/ref_response_mean": 90.0})) == []
+
+
+def test_an_update_is_all_that_runs_on_examples_have_to_do():
+    """Seconds of a step of the quickstart's reward model, ten times as long."""
+    took = {"time/update_s": 1.6, "time/held_out_s": 0.02, "time/report_s": 0.01}
+    each = [{"step": step, "train/loss": 1.0 / step, **took} for step in range(1, 30)]
+    assert findings(each, {"recipe": "reward_model"}) == []
+
+
+def test_a_phase_of_half_a_second_is_no_burden_whatever_its_share():
+    """Ray Train's controller looks every half second for what a step reports."""
+    fast = {"time/generate_s": 0.05, "time/score_s": 0.0, "time/update_s": 0.08}
+    fast |= {"time/report_s": 0.5}
+    assert findings(rows(**fast)) == []
+    slow = {name: 10 * seconds for name, seconds in fast.items()}
+    assert [finding.rule for finding in findings(rows(**slow))] == ["one_phase"]
+
+
+def test_updates_that_were_skipped_are_told_in_every_recipe():
+    skipped = {"train/loss": 1.0, "train/skipped_updates": 1.0}
+    (finding,) = findings([{"step": 1, **skipped}])
+    assert finding.text.startswith("1 update was skipped")
+    assert "learner.lr" in finding.remedy
+
+
+def test_a_remedy_is_not_what_the_config_has_already():
+    config = {"ppo": {"advantage": "grpo", "correction": {"kind": "tis"}}}
+    config["ppo"] |= {"kl": {"controller": "adaptive"}, "filter": {"enabled": True}}
+    off = {"mismatch/kl": 0.05, "rollout/zero_variance_fraction": 0.8, "kl/ref_mean": 0.9}
+    first, *others = rows(**off)
+    remedies = [f.remedy for f in findings([first | {"kl/ref_mean": 0.0}, *others], config)]
+    assert len(remedies) == 3
+    for key in ("ppo.correction.kind", "controller: adaptive", "ppo.filter.enabled"):
+        assert not any(key in remedy for remedy in remedies)
+    assert any("ppo.kl.target" in remedy for remedy in remedies)
+
+
+def test_a_held_out_score_that_only_trembles_is_no_fall():
+    """A tenth of the scores' spread, at a gain of as much: 256 answers differ so by chance."""
+    trembling = [0.30, 0.34, 0.30, 0.29, 0.31, 0.29]
+    each = rows(24)
+    each[0]["eval/initial_score_mean"] = 0.30
+    for row in each:
+        row |= {"eval/score_mean": trembling[row["step"] // 4 - 1]} if row["step"] % 4 == 0 else {}
+    assert findings(each) == []
+
+
+def test_the_spread_of_another_judge_does_not_hide_a_fall():
+    """A reward model whose scores spread by 2.7 trains, a verifier of 0 or 1 judges."""
+    gamed = rows(20, **{"rollout/score_std": 2.7})
+    for row in gamed:
+        if "eval/score_mean" in row and row["step"] > 8:
+            row["eval/score_mean"] = 0.3
+    assert [finding.rule for finding in findings(gamed)] == ["held_out_falls"]
+
+
+def test_scores_below_zero_can_be_at_their_best_too():
+    falling = rows(20)
+    for row in falling:
+        row["rollout/score_mean"] -= 2.0
+        if "eval/score_mean" in row and row["step"] > 8:
+            row["eval/score_mean"] = 0.3
+    assert [finding.rule for finding in findings(falling)] == ["held_out_falls"]
 
 
 def test_one_odd_step_says_nothing():

@@ -1,12 +1,14 @@
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from raypo.config import ConfigError
 from raypo.rewards.loader import check_function, load_function
-from raypo.rewards.scoring import function_name
+from raypo.rewards.scoring import RewardError, function_name, score
+from tests.unit.rewards.test_scoring import ROLLOUTS
 
 GOOD = "def score(rollouts):\n    return [1.0 for _ in rollouts]\n"
 
@@ -243,3 +245,74 @@ def test_a_module_in_nested_folders_without_init_files_is_found(
 def test_messages_name_a_function_of_a_file_as_the_config_does(tmp_path):
     function = load_function(f"{write(tmp_path / 'rewards.py', GOOD)}:score")
     assert function_name(function) == "rewards.py:score"
+
+
+OBJECTS = """
+from functools import partial
+
+class Judge:
+    def __init__(self, scale): self.scale = scale
+    def __call__(self, rollouts): return [self.scale * float(r.response) for r in rollouts]
+    def method(self, rollouts): return self(rollouts)
+
+class Shy(Judge):
+    def __str__(self): raise RuntimeError("no text")
+    __repr__ = __str__
+
+def scaled(rollouts, scale): return Judge(scale)(rollouts)
+
+judge, shy = Judge(2.0), Shy(2.0)
+method = judge.method
+halved = partial(scaled, scale=2.0)
+twice_partial = partial(partial(scaled), scale=2.0)
+partial_of_an_object = partial(judge)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("judge", "Judge"),
+        ("shy", "Shy"),
+        ("method", "Judge.method"),
+        ("halved", "scaled"),
+        ("twice_partial", "scaled"),
+        ("partial_of_an_object", "Judge"),
+    ],
+)
+def test_what_is_called_like_a_function_scores_and_has_the_name_of_what_is_called(
+    tmp_path, name, called
+):
+    spec = f"{write(tmp_path / 'rewards.py', OBJECTS)}:{name}"
+    check_function(spec)
+    function = load_function(spec)
+    assert function_name(function) == f"rewards.py:{called}"
+    assert score(function, ROLLOUTS, max_failed_fraction=0.0) == [0.0, 2.0, 4.0, 6.0]
+    with pytest.raises(RewardError, match=f"rewards.py:{called} raised AttributeError"):
+        score(function, [None], max_failed_fraction=0.0)  # type: ignore[list-item]
+
+
+def test_an_object_of_a_module_has_its_class_for_a_name():
+    assert function_name(Counter("a")) == "collections.Counter"
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text either")
+
+
+def test_an_error_whose_text_fails_is_named_by_its_class():
+    def fails(rollouts):
+        raise Unspeakable
+
+    with pytest.raises(RewardError, match=r"raised Unspeakable: its text cannot be had \("):
+        score(fails, ROLLOUTS, max_failed_fraction=0.0)
+
+
+def test_an_answer_whose_text_fails_is_told_all_the_same():
+    class Odd:
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    with pytest.raises(RewardError, match=r"returned <.*Odd object at .*> \(Odd\) as score 0"):
+        score(lambda rollouts: [Odd()] * 4, ROLLOUTS, max_failed_fraction=0.0)

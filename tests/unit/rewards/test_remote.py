@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -379,3 +380,29 @@ def test_a_failed_score_keeps_its_reason_between_processes():
     failed = pickle.loads(pickle.dumps(FailedScore("why")))
     assert np.isnan(failed)
     assert failed.reason == "why"
+
+
+class Judge:
+    def __call__(self, rollouts: list[Rollout]) -> list[float]:
+        return as_number(rollouts)
+
+
+class Fails:
+    def __call__(self, rollouts: list[Rollout]) -> list[float]:
+        raise ValueError("no such key")
+
+
+@pytest.mark.parametrize("judge", [Judge(), partial(as_number), Judge().__call__])
+def test_whatever_can_be_called_is_served(judge: Any):
+    with served(judge) as url:
+        assert score(client(url), ROLLOUTS, max_failed_fraction=0.0) == EXPECTED
+
+
+@pytest.mark.parametrize("judge", [Fails(), partial(Fails()), Fails().__call__])
+def test_what_is_served_and_fails_says_so_by_its_name_and_error(judge: Any):
+    with served(judge) as url:
+        answer = httpx.post(url, json=to_request(ROLLOUTS))
+    assert answer.status_code == 500
+    told = answer.json()["error"]
+    assert told.startswith(f"the reward function {__name__}.Fails")
+    assert "raised ValueError: no such key" in told

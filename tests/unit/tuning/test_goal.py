@@ -1,7 +1,14 @@
 import math
 
 from raypo.config.sweep import SweepConfig
-from raypo.tuning.goal import INFEASIBLE, UNKNOWN, Goal, known_metrics
+from raypo.tuning.goal import (
+    INFEASIBLE,
+    SCORED_STEP,
+    UNKNOWN,
+    Goal,
+    known_metrics,
+    scored_step,
+)
 
 SCORE, KL = "eval/score_mean", "kl/ref_response_mean"
 
@@ -58,7 +65,45 @@ def test_the_last_known_value_of_each_metric_counts():
         {"step": 2, "eval/score_mean": 0.6, KL: 0.2},
         {"step": 3, KL: 0.3},
     ]
-    assert known_metrics(rows[:1])[SCORE] == 0.2
-    known = known_metrics(rows)
+    assert known_metrics(rows[:1], goal())[SCORE] == 0.2
+    known = known_metrics(rows, goal())
     assert (known["step"], known[SCORE], known[KL]) == (3, 0.6, 0.3)
-    assert known_metrics([known_metrics(rows[:2]), rows[2]]) == known
+    assert known_metrics([known_metrics(rows[:2], goal()), rows[2]], goal()) == known
+
+
+def test_the_step_that_a_score_is_of_is_known():
+    rows = [{"step": 1, "eval/initial_score_mean": 0.2, KL: 0.1}, {"step": 2, SCORE: 0.6, KL: 0.2}]
+    known = [known_metrics([*rows, {"step": 3}][:count], goal()) for count in (1, 2, 3)]
+    assert [scored_step(each) for each in known] == [0, 2, 2]
+    assert scored_step(known_metrics(rows, goal(metric=KL, mode="min"))) == 2
+
+
+def test_scores_of_different_steps_are_not_compared():
+    """Asha stopped the second one at step 2 of 4, where its score was the highest of all."""
+    trials = [
+        {SCORE: 0.5, SCORED_STEP: 4},
+        {SCORE: 0.9, SCORED_STEP: 2},
+        {SCORE: 0.6, SCORED_STEP: 4},
+        {SCORE: 0.7, SCORED_STEP: 2},
+    ]
+    assert goal().ranks(trials) == [2, 3, 1, 4]
+    assert goal().front(trials) == {2}
+
+
+def test_a_pareto_front_is_of_trials_that_came_as_far():
+    """KL grows with the steps: one that was stopped at once has little of it."""
+    both = goal(metric=[SCORE, KL], mode=["max", "min"])
+    trials = [
+        {SCORE: 0.5, KL: 1.0, SCORED_STEP: 4},
+        {SCORE: 0.4, KL: 0.1, SCORED_STEP: 2},
+        {SCORE: 0.6, KL: 2.0, SCORED_STEP: 4},
+        {SCORE: 0.4, KL: 3.0, SCORED_STEP: 4},
+    ]
+    assert both.front(trials) == {0, 2}
+    assert both.ranks(trials) == [2, 4, 1, 3]
+
+
+def test_one_that_was_stopped_but_keeps_the_constraint_is_before_one_that_breaks_it():
+    bounded = goal(constraint=f"{KL} <= 10")
+    trials = [{SCORE: 0.9, KL: 30.0, SCORED_STEP: 4}, {SCORE: 0.1, KL: 1.0, SCORED_STEP: 2}]
+    assert bounded.ranks(trials) == [2, 1]

@@ -8,6 +8,7 @@ from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep import SweepConfig
 from raypo.metrics.run_files import RunFiles
 from raypo.tuning.folder import check_sweep_folder, is_done, recorded_config
+from raypo.tuning.goal import SCORED_STEP
 from raypo.tuning.outcome import write_outcome
 from raypo.tuning.record import TrialRecord, read_trials
 
@@ -65,11 +66,27 @@ def test_best_yaml_is_the_base_as_written_with_the_best_point(base: Path):
 
 def test_the_best_of_a_stopped_trial_ends_where_it_had_its_score(base: Path):
     records = trials()
+    records[0].status = "failed"
     records[1].status, records[1].step = "stopped", 7
+    records[1].metrics[SCORED_STEP] = 6
     _, files = outcome_in(base, records, overrides={"num_steps": 9, "eval.every": 3})
     best = files.folder / "best.yaml"
     assert PPOConfig.load(best).num_steps == 6
     assert "stopped after step 7; its score is of step 6" in best.read_text()
+
+
+def test_the_best_is_of_those_that_came_furthest(base: Path):
+    """Everywhere that a rank is: the outcome, the table and best.yaml."""
+    import pandas as pd
+
+    records = trials()
+    records[1].status, records[1].step = "stopped", 7
+    outcome, files = outcome_in(base, records)
+    assert outcome.best.name == outcome.front[0].name == "s-00000"
+    table = pd.read_parquet(files.folder / "trials.parquet")
+    assert table["name"].tolist() == ["s-00000", "s-00001", "s-00002"]
+    assert table["scored_step"].tolist()[:2] == [9, 7]
+    assert PPOConfig.load(files.folder / "best.yaml").ppo.kl.coef == 0.1
 
 
 def test_a_trial_that_failed_is_not_the_best(base: Path):

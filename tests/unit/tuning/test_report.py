@@ -10,6 +10,7 @@ from raypo.tuning.folder import recorded_config
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, write_trials
 from raypo.tuning.report import is_sweep, load_sweep, sweep_page
+from tests.recorded_run import rollout
 
 BASE = """
 name: quick
@@ -45,6 +46,27 @@ def folder(tmp_path: Path) -> RunFiles:
     return files
 
 
+def answer(
+    files: RunFiles, trial: TrialRecord, scores: dict[int, float], judge: dict[int, float]
+) -> None:
+    """Save a trial's answers to twenty held-out prompts: by step, their mean scores.
+
+    Around the mean the prompts differ by 0.1, in another order at each step and in each trial.
+    """
+    run = RunFiles(f"{files.location}/trials", trial.name)
+    run.write_config({"name": trial.name, "model": {"reward": [{"path": "judge", "weight": 1.0}]}})
+    start = {"eval/initial_score_mean": scores[0], "eval/initial_reward_model_mean": judge[0]}
+    for step in range(1, max(scores) + 1):
+        run.append_metrics(step, {"time/step_s": 1.0} | (start if step == 1 else {}))
+    for step, score in scores.items():
+        rows = [rollout(step, group, 0) for group in range(20)]
+        for row in rows:
+            place = row["group_index"] * (1, 3, 7, 9, 11, 13, 17)[(3 * step + trial.number) % 7]
+            tremble = 0.1 if place % 20 < 10 else -0.1
+            row |= {"score": score + tremble, "scores_by_source": {"model": judge[step] + tremble}}
+        run.write_rollouts(step, rows, held_out=True)
+
+
 def page_of(files: RunFiles, trials: list[TrialRecord]) -> tuple[Any, dict[str, list[Any]]]:
     write_trials(files, trials, Goal((SCORE,), (1.0,)))
     page = sweep_page(load_sweep(files))
@@ -58,12 +80,17 @@ def words(blocks: list[Any]) -> str:
 def test_the_page_names_the_reward_models_favourite_where_it_is_another(
     folder: RunFiles,
 ):
+    for each in GAMED:
+        answer(folder, each, {0: 0.4, 40: each.metrics[SCORE]}, {0: 1.0, 40: each.metrics[JUDGE]})
     page, sections = page_of(folder, GAMED)
-    assert "ppo.kl.coef=0.1 is best: held-out score 0.82" in words(sections["Result"])
-    why = words(sections["Why the best one won"])
+    result = words(sections["Result"])
+    assert "ppo.kl.coef=0.1 is best: held-out score 0.820, next ppo.kl.coef=3 with 0.5" in result
+    assert "(95 % interval of the difference +0.2" in result
+    assert "20 prompts better, 0 worse, of 20). Both are of step 40." in result
+    why = words(sections["What the values did"])
     assert "The reward model likes ppo.kl.coef=0.001 best (5, against 4 at" in why
     assert "but the held-out score there is only 0.29 instead of 0.82." in why
-    charts = {b.title: b.figure for b in sections["Why the best one won"] if isinstance(b, Chart)}
+    charts = {b.title: b.figure for b in sections["What the values did"] if isinstance(b, Chart)}
     judged = charts["held-out score by ppo.kl.coef"]
     assert judged["data"][0]["x"] == [0.001, 0.1, 3.0]
     assert judged["data"][0]["y"] == [0.29, 0.82, 0.5]
@@ -75,21 +102,58 @@ def test_a_trial_that_was_stopped_while_it_gamed_is_named(folder: RunFiles):
     """At step 10 its reward model's score is below that of the winner's step 40."""
     stopped = trial(3, 0.003, 0.35, 3.0, 4.0)
     stopped.status, stopped.step = "stopped", 10
-    start = {"eval/initial_score_mean": 0.48, "eval/initial_reward_model_mean": 1.0}
     for each in (GAMED[1], stopped):
-        run = RunFiles(f"{folder.location}/trials", each.name)
-        run.append_metrics(1, {**start, "loss/policy": 0.1})
+        scores, judge = {0: 0.48, each.step: each.metrics[SCORE]}, {0: 1.0, each.step: 3.0}
+        answer(folder, each, scores, judge)
     _, sections = page_of(folder, [*GAMED[1:], stopped])
-    why = words(sections["Why the best one won"])
+    why = words(sections["What the values did"])
     assert "ppo.kl.coef=0.003 games the reward model: in s-00003 its score went from 1 to 3" in why
-    assert "the held-out score fell from 0.48 to 0.35 by step 10" in why
-    assert "agree on the best trial" not in why
+    assert "while the held-out score fell from 0.480 to 0.350" in why
+    assert "by step 10 (95 % interval of the change -0." in why
+
+
+def test_a_held_out_score_that_fell_by_chance_is_no_gaming(folder: RunFiles):
+    unlucky = trial(3, 0.003, 0.45, 3.0, 4.0)
+    answer(folder, unlucky, {0: 0.48, 40: 0.45}, {0: 1.0, 40: 3.0})
+    _, sections = page_of(folder, [*GAMED, unlucky])
+    assert "game" not in words(sections["What the values did"])
+
+
+def test_a_lead_that_may_be_chance_makes_nobody_the_best(folder: RunFiles):
+    close = [trial(0, 0.1, 0.80, 4.0, 2.0), trial(1, 0.3, 0.81, 5.0, 2.0)]
+    for each in close:
+        answer(folder, each, {0: 0.4, 40: each.metrics[SCORE]}, {0: 1.0, 40: each.metrics[JUDGE]})
+    _, sections = page_of(folder, close)
+    result = words(sections["Result"])
+    assert "Which is best cannot be told: ppo.kl.coef=0.3 has the highest held-out score" in result
+    assert "is best:" not in result
+
+
+def test_a_favourite_that_may_be_as_good_is_not_held_against_the_reward_model(folder: RunFiles):
+    close = [trial(0, 0.1, 0.80, 5.0, 2.0), trial(1, 0.3, 0.81, 4.0, 2.0)]
+    for each in close:
+        answer(folder, each, {0: 0.4, 40: each.metrics[SCORE]}, {0: 1.0, 40: each.metrics[JUDGE]})
+    _, sections = page_of(folder, close)
+    why = words(sections["What the values did"])
+    assert "that its held-out score is 0.8 instead of 0.81 may be chance" in why
+
+
+def test_a_trial_that_was_stopped_early_is_not_the_best(folder: RunFiles):
+    stopped = trial(3, 1.0, 0.9, 1.0, 0.1)
+    stopped.status, stopped.step = "stopped", 10
+    _, sections = page_of(folder, [*GAMED, stopped])
+    assert words(sections["Result"]).startswith("ppo.kl.coef=0.1 is first: held-out score 0.82 at")
+    assert "how much of that is chance is not known" in words(sections["Result"])
+    (table,) = [block for block in sections["Trials"] if isinstance(block, Table)]
+    assert [row[1] for row in table.rows] == ["s-00001", "s-00002", "s-00000", "s-00003"]
+    (chart,) = sections["Score against KL"]
+    assert chart.figure["data"][0]["x"] == [0.1, 2.0]  # not the stopped one's, little as it is
 
 
 def test_judges_that_agree_are_no_gaming(folder: RunFiles):
     agreeing = [trial(0, 0.001, 0.3, 1.0, 2.0), trial(1, 0.1, 0.8, 2.0, 3.0)]
     _, sections = page_of(folder, agreeing)
-    assert "agree on the best trial" in words(sections["Why the best one won"])
+    assert "put the same trial first" in words(sections["What the values did"])
 
 
 def test_the_front_holds_what_no_trial_beats_in_score_and_kl(folder: RunFiles):

@@ -25,8 +25,11 @@ def titles(html: str) -> set[str]:
 
 def test_the_page_says_in_words_how_the_run_went(run: Path):
     html = page_text(run)
-    assert "The run finished: 12 steps in 2 min 47 s. It learned." in html
-    assert "The held-out score rose from 0.250 to 0.682." in html
+    assert "The run finished: 12 steps in 2 min 47 s. It learned. The training score rose" in html
+    assert (
+        "The held-out score rose from 0.000 to 0.750 (3 prompts better, 0 worse, of 4: too few "
+        "for an interval)." in html
+    )
     assert "Starting and ending took 2 min 23 s, the steps 24 s. " in html
     assert "Most of the time of its steps went into update 50% and generate 30%." in html
     assert {"Score", "Score against KL", "Entropy", "Seconds by phase, all steps"} <= titles(html)
@@ -150,7 +153,7 @@ def test_a_run_under_way_and_one_that_failed(tmp_path: Path):
         assert load_run(str(going)).status == "running"
         assert "The run is going on; 2 steps are done." in page_text(going)
     failed = write_run(tmp_path, "failed", steps=0, status="failed")
-    assert "The run is failed; no step ended." in page_text(failed)
+    assert "The run failed; no step ended." in page_text(failed)
 
 
 def test_a_run_of_another_recipe_shows_what_it_has(tmp_path: Path):

@@ -1,0 +1,48 @@
+"""`raypo status`: how runs and sweeps stand."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from raypo.cli.status import exit_status
+
+
+@exit_status()
+def status(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(help="Folders or URIs of runs, of sweeps, or of many. Default: runs"),
+    ] = None,
+) -> None:
+    """Say of each run whether it goes on, how far it is, its scores, and the time left."""
+    import shutil
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    from raypo.metrics.run_files import RunFiles
+    from raypo.metrics.run_status import RunStatus, no_run, paragraph, run_status, table
+    from raypo.tuning.sweep_status import as_trial, sweep_status
+
+    now = time.time()
+
+    def status_at(files: RunFiles) -> RunStatus | None:
+        run = run_status(files, now)
+        return sweep_status(files, now) or (run and as_trial(run, files))
+
+    found: list[RunStatus] = []
+    with ThreadPoolExecutor(8) as threads:  # a storage answers one request in a tenth of a second
+        for location in runs or ["runs"]:
+            files = RunFiles.at(location)
+            own = status_at(files)
+            names = [] if own else [name for name in files.names() if not name.startswith(".")]
+            below = threads.map(status_at, [RunFiles(files.location, name) for name in names])
+            each = [own] if own else [run for run in below if run is not None]
+            if not each:
+                raise no_run(location)
+            found += sorted(each, key=lambda run: run.age_s or 0.0)
+    single = len(found) == 1
+    columns = max(shutil.get_terminal_size().columns, 80)
+    for line in paragraph(found[0]) if single else table(found, columns):
+        typer.echo(line)

@@ -1,0 +1,79 @@
+"""Which arguments `rollout.engine.extra` may hold, known from vLLM's source without its import."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from raypo.config import ConfigError, EngineSection
+
+SET_BY = {
+    "dtype": "model.dtype",
+    "enable_lora": "model.lora",
+    "enable_prefix_caching": "rollout.engine.prefix_caching",
+    "enable_sleep_mode": "rollout.engine.sleep",
+    "gpu_memory_utilization": "rollout.engine.gpu_memory_fraction",
+    "kv_cache_memory_bytes": "rollout.engine.kv_cache_gb",
+    "max_lora_rank": "model.lora.rank",
+    "max_loras": "model.lora",
+    "max_model_len": "data.max_prompt_tokens and rollout.max_new_tokens",
+    "model": "model.policy",
+    "seed": "seed",
+    "tensor_parallel_size": "rollout.engine.tensor_parallel",
+}
+"""Argument of vLLM -> the keys of a run file that say it."""
+FIXED = {
+    "distributed_executor_backend": "weights are pushed into processes that raypo knows",
+    "generation_config": "sampling follows the rollout section alone",
+    "load_format": "the weights come by raypo's pushes",
+    "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "worker_extension_cls": "the weights come by raypo's own",
+}
+"""Argument of vLLM -> why it is not for users to set."""
+
+
+def check_extra(section: EngineSection) -> None:
+    """Refuse what is no engine argument of the installed vLLM, or is said by another key.
+
+    Where vLLM is not installed only the latter is refused: engines check once more where they run.
+
+    Raises:
+        ConfigError: with the key of the first wrong one.
+    """
+    known = engine_argument_names()
+    for name, value in section.extra.items():
+        key = f"rollout.engine.extra.{name} ({value!r})"
+        if name in SET_BY:
+            raise ConfigError(f"{key}: is said by {SET_BY[name]}. Set that, and remove this.")
+        if name in FIXED:
+            raise ConfigError(f"{key}: cannot be changed, for {FIXED[name]}. Remove it.")
+        if known is not None and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            hint = f"Did you mean {near[0]}?" if near else "Remove it."
+            raise ConfigError(f"{key}: the installed vLLM has no such engine argument. {hint}")
+
+
+@cache
+def engine_argument_names() -> frozenset[str] | None:
+    """The fields of vLLM's dataclass `EngineArgs`; None where there is no vLLM, or no such class.
+
+    They are read from its source, in 0.1 s: the import of vLLM takes 10 s and more.
+    """
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        return None
+    source = Path(found.origin).parent / "engine" / "arg_utils.py"
+    if not source.is_file():
+        return None
+    for node in ast.parse(source.read_bytes()).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs" and not node.bases:
+            return frozenset(
+                field.target.id
+                for field in node.body
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            )
+    return None

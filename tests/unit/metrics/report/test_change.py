@@ -1,0 +1,137 @@
+import math
+
+import pytest
+
+from raypo.metrics.report.change import (
+    change_over_steps,
+    lead_words,
+    paired_change,
+    scores_by_prompt,
+    t_quantile,
+    unpaired_change,
+)
+
+
+def scores(*values: float) -> dict[int, float]:
+    return dict(enumerate(values))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "tabulated"), [(4, 2.776), (9, 2.262), (30, 2.042), (255, 1.969), (1e9, 1.960)]
+)
+def test_the_quantile_is_that_of_the_tables(degrees: float, tabulated: float):
+    assert t_quantile(degrees) == pytest.approx(tabulated, abs=1e-3)
+
+
+def test_a_paired_interval_by_hand():
+    """Of 16 prompts 12 gain 1, 4 lose 1: mean 0.5, variance 12/15, 2.131 * sqrt(0.8 / 16)."""
+    before = scores(*[0.0] * 12, *[1.0] * 4)
+    change = paired_change(before, {key: 1.0 - value for key, value in before.items()})
+    assert change is not None
+    assert (change.before, change.after, change.num_changed) == (0.25, 0.75, 16)
+    assert change.margin == pytest.approx(2.1314 * math.sqrt(0.8 / 16), abs=1e-4)
+    assert change.direction == 1
+    assert change.words == (
+        "95 % interval of the change +0.02 to +0.98; 12 prompts better, 4 worse, of 16"
+    )
+
+
+def test_pairs_see_what_means_do_not():
+    """Prompts differ by 10, each gains about 0.1: as two samples that would be nothing."""
+    before = scores(*(float(number) for number in range(20)))
+    after = {key: value + 0.1 + 0.01 * (-1) ** key for key, value in before.items()}
+    paired = paired_change(before, after)
+    variance = 35.0  # of 0 to 19
+    unpaired = unpaired_change((9.5, variance, 20.0), (9.6, variance, 20.0), "")
+    assert paired is not None
+    assert (paired.direction, unpaired.direction) == (1, 0)
+
+
+def test_the_better_of_two_is_the_worse_of_the_other_way_round():
+    before, after = scores(*range(12)), scores(*(2.0 * number for number in range(12)))
+    there, back = paired_change(before, after), paired_change(after, before)
+    assert there is not None
+    assert back is not None
+    assert (there.direction, back.direction) == (1, -1)
+    assert there.margin == back.margin
+
+
+def test_few_prompts_and_few_that_changed_say_nothing():
+    nine = scores(*[0.0] * 9)
+    few = paired_change(nine, dict.fromkeys(nine, 1.0))
+    assert few is not None
+    assert (few.margin, few.direction) == (None, None)
+    many = scores(*[0.0] * 1000)
+    rare = paired_change(many, many | dict.fromkeys(range(9), 1.0))
+    assert rare is not None
+    assert rare.margin is not None
+    assert rare.margin < 0.009  # a t interval would not hold 0
+    assert rare.direction == 0
+    none = paired_change(many, many)
+    assert none is not None
+    assert none.words.startswith("no single one changed")
+    assert paired_change(scores(1.0), {}) is None
+
+
+def test_samples_of_a_prompt_are_one_unit():
+    rows = [
+        {"group_index": group, "prompt": "p", "score": score}
+        for group, score in ((0, 0.0), (0, 1.0), (0, None), (1, 1.0), (2, None))
+    ]
+    assert scores_by_prompt(rows) == {(0, "p"): 0.5, (1, "p"): 1.0}
+
+
+def test_a_welch_interval_by_hand():
+    """Variances 1 and 3 over 4 and 4: standard error 1, degrees (1+3)^2 * 3 / (1+9) = 4.8."""
+    change = unpaired_change((0.0, 1.0, 4.0), (2.0, 3.0, 4.0), "halves")
+    assert change.margin == pytest.approx(2.602, abs=2e-3)
+    assert change.direction == 0
+    assert change.words == "95 % interval of the change -0.60 to +4.60; halves"
+
+
+def step(number: int, mean: float, *, std: float = 1.0, samples: int = 512) -> dict[str, float]:
+    return {
+        "step": number,
+        "rollout/score_mean": mean,
+        "rollout/score_std": std,
+        "rollout/samples_sampled": samples,
+    }
+
+
+def test_of_few_steps_the_prompts_are_the_units_and_not_the_samples():
+    """A rise of 0.2 at a spread of 1: clear of 512 prompts, not of 64 with eight samples each."""
+    rows = [step(1, 0.0), step(2, 0.2)]
+    alone, grouped = (
+        change_over_steps(rows, "rollout/score_mean", samples_per_prompt=count) for count in (1, 8)
+    )
+    assert alone is not None
+    assert grouped is not None
+    assert (alone.direction, grouped.direction) == (1, 0)
+    assert alone.basis == "step 1 against step 2, 512 prompts each"
+    unknown = change_over_steps(rows, "rollout/score_mean")
+    assert unknown is not None
+    assert unknown.direction is None
+
+
+def test_of_many_steps_the_steps_are_the_units():
+    rows = [
+        step(number, 0.1 * number + 0.05 * (-1) ** number, samples=2) for number in range(1, 31)
+    ]
+    change = change_over_steps(rows, "rollout/score_mean", samples_per_prompt=2)
+    assert change is not None
+    assert change.direction == 1
+    assert change.basis == "means of the first and of the last 7 steps"
+    flat = [step(number, (-1.0) ** number) for number in range(1, 31)]
+    still = change_over_steps(flat, "rollout/score_mean", samples_per_prompt=1)
+    assert still is not None
+    assert still.direction == 0
+
+
+def test_a_lead_is_told_with_its_interval_or_called_chance():
+    low = {prompt: 0.1 * (prompt % 3) for prompt in range(30)}
+    high = {prompt: 0.5 + 0.1 * (prompt % 2) for prompt in range(30)}
+    assert lead_words({"a": low, "b": high}).startswith(
+        "b is best: held-out score 0.550, next a with 0.100 (95 % interval of the difference +0.4"
+    )
+    same = {prompt: 0.1 * ((prompt + 1) % 3) for prompt in range(30)}
+    assert lead_words({"a": low, "b": same}).startswith("Which is best cannot be told")

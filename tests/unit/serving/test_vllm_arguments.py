@@ -1,0 +1,91 @@
+"""What `rollout.engine.extra` may hold, against the vLLM that is installed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from raypo.config import ConfigError, EngineSection
+from raypo.serving import vllm_arguments
+from raypo.serving.vllm_arguments import FIXED, SET_BY, check_extra, engine_argument_names
+
+
+def refused(**extra: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_extra(EngineSection(extra=extra))
+    return str(error.value)
+
+
+def test_engine_arguments_pass():
+    check_extra(EngineSection(extra={"max_num_seqs": 3, "enforce_eager": True}))
+
+
+def test_what_is_no_engine_argument_is_refused_with_its_key():
+    assert refused(top_k=20) == (
+        "rollout.engine.extra.top_k (20): the installed vLLM has no such engine argument. "
+        "Remove it."
+    )
+
+
+def test_a_near_miss_names_the_argument():
+    assert refused(max_num_seq=3).endswith("Did you mean max_num_seqs?")
+
+
+@pytest.mark.parametrize("name", SET_BY)
+def test_what_another_key_says_is_refused_with_that_key(name):
+    told = refused(**{name: 1})
+    assert told == (
+        f"rollout.engine.extra.{name} (1): is said by {SET_BY[name]}. Set that, and remove this."
+    )
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_raypo_rests_on_cannot_be_changed(name):
+    assert refused(**{name: 1}).startswith(
+        f"rollout.engine.extra.{name} (1): cannot be changed, for "
+    )
+
+
+def test_the_tables_name_engine_arguments_only():
+    names = engine_argument_names()
+    assert names is not None
+    assert {*SET_BY, *FIXED} <= names
+
+
+def test_without_vllm_a_name_is_checked_where_the_engine_starts(monkeypatch):
+    monkeypatch.setattr(vllm_arguments, "engine_argument_names", lambda: None)
+    check_extra(EngineSection(extra={"top_k": 20}))
+    assert "is said by seed" in refused(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("class EngineArgs:\n    model: str\n    x: int = field(default=1)\n", {"model", "x"}),
+        ("class EngineArgs(Other):\n    model: str\n", None),  # fields may stand elsewhere
+        ("class Others:\n    model: str\n", None),
+    ],
+)
+def test_fields_are_read_from_the_source_of_whichever_vllm_is_found(
+    tmp_path, monkeypatch, source, names
+):
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('too slow')\n")
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert engine_argument_names.__wrapped__() == names
+
+
+def test_an_unknown_argument_is_refused_without_importing_vllm():
+    code = (
+        "import sys\n"
+        "from raypo.config import ConfigError, EngineSection\n"
+        "from raypo.serving.vllm_arguments import check_extra\n"
+        "try:\n    check_extra(EngineSection(extra={'top_k': 20}))\n"
+        "except ConfigError as error:\n    print(error)\n"
+        "print([name for name in ('vllm', 'torch', 'ray') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told, heavy = done.stdout.splitlines()
+    assert "extra.top_k (20)" in told
+    assert heavy == "[]"

@@ -1,0 +1,82 @@
+"""`raypo status` of sweeps and their trials."""
+
+from pathlib import Path
+
+import pytest
+
+from raypo.config.sweep import SweepConfig
+from raypo.metrics.run_files import RunFiles
+from raypo.metrics.run_status import paragraph, run_status
+from raypo.tuning.folder import TRIALS_FOLDER, recorded_config
+from raypo.tuning.goal import Goal
+from raypo.tuning.record import TrialRecord, write_trials
+from raypo.tuning.sweep_status import as_trial, sweep_status
+from tests.unit.tuning.test_report import BASE, SCORE
+
+
+def trial(number: int, status: str, score: float) -> TrialRecord:
+    step = 40 if status == "finished" else 10
+    name = f"s-{number:05d}"
+    return TrialRecord(number, name, {"ppo.kl.coef": 0.1}, status, step, {SCORE: score})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    (tmp_path / "base.yaml").write_text(BASE)
+    space = {"ppo.kl.coef": {"loguniform": [1e-3, 3.0]}}
+    values = {"name": "s", "base": str(tmp_path / "base.yaml"), "space": space}
+    sweep = SweepConfig.parse(values | {"num_samples": 4})
+    files = RunFiles(str(tmp_path), "s")
+    files.write_config(recorded_config(sweep, sweep.base_config()))
+    trials = [trial(0, "finished", 0.8), trial(1, "stopped", 0.3), trial(2, "running", 0.7)]
+    write_trials(files, trials, Goal((SCORE,), (1.0,)))
+    return files
+
+
+def test_a_sweep_counts_trials_and_names_the_best(files: RunFiles):
+    written = files.written_at("trials.parquet")
+    assert written is not None
+    with files.lock():
+        run = sweep_status(files, written + 7.0)
+    assert run is not None
+    assert paragraph(run) == [
+        "s: sweep, running, trial 2 of 4",
+        "  last trial 7 s ago",
+        f"  scores     {SCORE} 0.8",
+        f"  files      {files.location}",
+        f"  go on      raypo sweep {files.location}",
+        f"  Its trials: 1 finished, 1 running, 1 stopped; raypo status {files.location}/trials",
+        "  The best so far is s-00000.",
+    ]
+
+
+def test_a_sweep_that_was_killed_is_dead_and_one_that_grew_too(files: RunFiles):
+    def status() -> str:
+        run = sweep_status(files, 0.0)
+        assert run is not None
+        return run.status
+
+    assert status() == "dead"
+    files.write_summary({"status": "finished", "num_trials": 3})
+    assert status() == "dead"
+    files.write_summary({"status": "finished", "num_trials": 4})
+    assert status() == "finished"
+
+
+def test_a_trial_that_the_scheduler_stopped_is_not_dead(files: RunFiles):
+    told = {}
+    for number in range(3):
+        run_files = RunFiles(f"{files.location}/{TRIALS_FOLDER}", f"s-{number:05d}")
+        run_files.write_config({"name": run_files.name, "num_steps": 40})
+        run_files.append_metrics(10, {"time/step_s": 1.0})
+        run = run_status(run_files, 0.0)
+        assert run is not None
+        trial = as_trial(run, run_files)
+        told[number] = (trial.status, trial.go_on.split()[1])
+    assert told == {0: ("finished", "report"), 1: ("stopped", "report"), 2: ("dead", "sweep")}
+
+
+def test_a_run_is_no_sweep(tmp_path: Path):
+    files = RunFiles(str(tmp_path), "run")
+    files.write_config({"name": "run"})
+    assert sweep_status(files, 0.0) is None
