@@ -71,12 +71,12 @@ def policy_objective(
 ) -> PolicyOutput:
     """The surrogate, less the entropy bonus, plus the KL term where `ppo.kl.placement` is loss.
 
-    All three are aggregated alike. A correction's weights weigh the surrogate alone.
+    All three are aggregated alike. A correction's weights weigh the surrogate alone. Without
+    `old_log_probs` this is the first update, and they are the log-probs themselves.
 
     Args:
         kl_coef: This step's weight of the KL term.
     """
-    assert batch.old_log_probs is not None
     assert batch.advantages is not None
     mask = batch.response_mask
     aggregation: dict[str, Any] = {
@@ -86,7 +86,7 @@ def policy_objective(
     }
     surrogate, statistics = losses.policy_loss(
         log_probs,
-        batch.old_log_probs,
+        log_probs if batch.old_log_probs is None else batch.old_log_probs,
         batch.advantages,
         mask,
         kind=ppo.policy_loss,

@@ -21,9 +21,11 @@ from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection, RewardSection
 from raypo.learner import learner as learner_module
 from raypo.learner.learner import Learner
+from raypo.metrics.clock import Clock
 from raypo.models import critic as critic_module
 from raypo.models.networks import Policy
-from raypo.rollout.advantages import AdvantageState, with_advantages, with_corrections
+from raypo.recipes.ppo import ppo_step
+from raypo.rollout.advantages import AdvantageState
 from raypo.rollout.dealing import Deal, deal, to_experience
 from raypo.rollout.refill import Collected, fill_step
 from raypo.types import Experience, Rollout, ScoredRollout
@@ -217,22 +219,21 @@ def one_step(
     if shuffled:  # in another order, and wider
         order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(3))
         experience = widened(experience.select(order))
-    experience = learner.evaluate(experience)
-    experience, figures, state = with_advantages(
+    experience, metrics, state = ppo_step(
+        learner,
         experience,
         ppo,
         AdvantageState.of(ppo.kl),
         workers,
         max_new_tokens=MAX_NEW_TOKENS,
         step=step,
+        clock=Clock(),
     )
-    experience, mismatch = with_corrections(experience, ppo.correction, workers, version=0)
-    updated = learner.update(experience, step=step, kl_coef=ppo.kl.coef)
     models: Any = learner
     return Outcome(
         collected,
         experience,
-        {**collected.figures, **figures, **mismatch, **updated},
+        collected.figures | metrics,
         state,
         models._policy.gradients,
         models._critic.gradients if models._critic else [],
