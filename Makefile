@@ -2,7 +2,7 @@
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix clean
+.PHONY: help setup demo test check docs fix clean
 
 help: ## What can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
@@ -22,6 +22,9 @@ check: setup ## Lint, format, types, floors, unit tests; two minutes on two slow
 	pyright
 	lint-imports
 	python -m pytest -m unit
+
+docs: setup ## Write docs/configuration.md from the config classes
+	python -m scripts.config_reference
 
 fix: setup ## Format, and repair what ruff can repair
 	ruff check --fix

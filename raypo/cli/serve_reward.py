@@ -58,6 +58,8 @@ def serve_reward(
 
     try:
         serve(app, host=host, port=port, ready=ready)
+    except KeyboardInterrupt:
+        typer.echo("raypo: ended.")
     except OSError as error:
         raise ConfigError(
             f"--port ({port}): cannot be listened on at {host} ({error.strerror}). Choose another."

@@ -36,6 +36,7 @@ class GpuShares(Config):
     engine: float = Field(default=1.0, gt=0.0, le=1.0)
     """Of each of its `rollout.engine.tensor_parallel` GPUs."""
     reference: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Of the reference."""
     reward: float = Field(default=0.5, gt=0.0, le=1.0)
     """Of each reward model."""
 

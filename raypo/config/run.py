@@ -41,6 +41,7 @@ class RecipeConfig(RunFile):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Run folder: <storage_path>/<name>/."""
     recipe: str
+    """What the file is of: ppo, sft or reward_model; without the key it is ppo."""
     seed: int = Field(default=0, ge=0)
     """Of sampling, data order, dealing and new weights."""
     num_steps: int = Field(default=40, ge=1)

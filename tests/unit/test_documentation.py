@@ -1,0 +1,181 @@
+"""README and docs agree with the program; what they tell a user to run is run in other tiers."""
+
+import ast
+import re
+import shutil
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.core import TyperGroup
+
+import raypo.cli
+from raypo import Rollout
+from raypo.config import PPOConfig, RewardModelConfig, SFTConfig, parse_run_config
+from raypo.config.base import known_keys, read_yaml
+from raypo.config.sweep import SweepConfig
+from scripts.config_reference import PAGE, page
+from tests.documentation import (
+    DEMO,
+    LANGUAGES,
+    NOT_RUN,
+    REPOSITORY,
+    SLOW,
+    Block,
+    blocks,
+    commands,
+    pages,
+    prose,
+    split_commands,
+)
+
+PATHS = r"(?:examples|raypo|scripts|sweeps|tests|docs)/[\w./-]*\w/?"
+MADE = ("examples/quickstart/data", "examples/smollm2_positive/data")
+"""Folders that examples write."""
+ROOTS = (PPOConfig, SFTConfig, RewardModelConfig, SweepConfig)
+BASES = {
+    "ppo": "examples/quickstart/ppo.yaml",
+    "sft": "examples/quickstart/sft.yaml",
+    "reward_model": "examples/quickstart/reward_model.yaml",
+}
+
+
+def test_the_configuration_page_is_what_the_classes_say():
+    assert PAGE.read_text() == page(), "Write it anew: make docs"
+
+
+def test_every_block_is_of_a_language_that_a_test_knows():
+    for block in blocks():
+        assert block.language in LANGUAGES, f"{block.where}: name one of {LANGUAGES}"
+
+
+def test_every_beginning_on_the_lists_stands_before_a_command():
+    texts = [command.text for command in commands()]
+    for begin in (*DEMO, *SLOW, *NOT_RUN):
+        assert any(text.startswith(begin) for text in texts), f"{begin}: remove it from the list"
+
+
+def test_commands_are_split_at_lines_and_lose_their_comments():
+    text = "raypo plan a.yaml --cluster 8xGPU80G \\\n    seed=3   # two nodes\n# nothing\nmake x\n"
+    assert split_commands(text) == ["raypo plan a.yaml --cluster 8xGPU80G seed=3", "make x"]
+
+
+def test_bash_blocks_are_bash():
+    bash = shutil.which("bash")
+    assert bash is not None
+    every = "\n".join(block.text for block in blocks("bash"))
+    done = subprocess.run([bash, "-n"], input=every, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.where)
+def test_python_blocks_are_python(block: Block):
+    ast.parse(block.text, filename=block.where)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.where)
+def test_yaml_blocks_are_what_the_config_classes_take(block: Block, monkeypatch: Any):
+    """Whole files as they are, parts of one on top of the quickstart's file of the same recipe."""
+    monkeypatch.chdir(REPOSITORY)
+    values = yaml.safe_load(block.text)
+    if "space" in values:
+        SweepConfig.parse(values, origin=block.where).base_config()
+        return
+    if "name" not in values:
+        values = merged(read_yaml(Path(BASES[values.get("recipe", "ppo")]), ()), values)
+    parse_run_config(values, origin=block.where)
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        under = result.get(key)
+        nests = isinstance(under, dict) and isinstance(value, dict)
+        result[key] = merged(under, value) if nests else value
+    return result
+
+
+@pytest.mark.parametrize("path", [p for p in pages() if p != PAGE], ids=lambda path: path.name)
+def test_keys_that_a_page_names_exist(path: Path):
+    known = {key for root in ROOTS for key in known_keys(root)}
+    known |= {f"rollout.{field.name}" for field in fields(Rollout)}
+    sections = {key.split(".")[0] for key in known if "." in key}
+    for code in re.findall(r"`([^`\n]+)`", prose(path)):
+        match = re.match(r"([a-z_]+(?:\.[a-z_]+)+)(?=$|[ :=])", code)
+        if match is None or match[1].split(".")[0] not in sections:
+            continue
+        if not match[1].endswith((".py", ".yaml", ".sh", ".md", ".json", ".jsonl")):
+            assert match[1] in known, f"{path.name}: there is no key {match[1]}"
+
+
+def test_what_make_is_asked_for_is_in_the_makefile():
+    makefile = (REPOSITORY / "Makefile").read_text()
+    made = {text for command in commands() for text in re.findall(r"^make (\w+)", command.text)}
+    assert made <= set(re.findall(r"^(\w+):", makefile, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_raypo_commands_that_a_page_names_in_passing_exist(path: Path):
+    program = typer.main.get_command(raypo.cli.app)
+    assert isinstance(program, TyperGroup)
+    for command, rest in re.findall(r"`raypo ([a-z-]+)([^`]*)`", prose(path)):
+        assert command in program.commands, f"{path.name}: raypo {command}"
+        options = {name for each in program.commands[command].params for name in each.opts}
+        for option in re.findall(r"--[a-z-]+", rest):
+            assert option in options, f"{path.name}: raypo {command}{rest}"
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_links_and_files_that_a_page_names_exist(path: Path):
+    text = prose(path)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), f"{path.name}: {target}"
+        assert not anchor or anchor in anchors(linked), f"{path.name}: {target}"
+    for name in re.findall(rf"`({PATHS})`", text):
+        assert name.startswith(MADE) or (REPOSITORY / name).exists(), f"{path.name}: {name}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    words = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {word.replace(" ", "-") for word in words}
+
+
+def test_every_page_is_linked_from_the_readme():
+    readme = (REPOSITORY / "README.md").read_text()
+    for path in pages()[1:]:
+        assert f"(docs/{path.name}" in readme, path.name
+
+
+def test_messages_that_the_troubleshooting_page_explains_exist():
+    """Its first column quotes them, with ... for what differs from case to case."""
+    texts = source_texts()
+    table = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)`", table, flags=re.MULTILINE)
+    assert quoted
+    for message in quoted:
+        parts = [part.strip() for part in message.split("...") if part.strip()]
+        found = any(all(part in text for part in parts) for text in texts)
+        assert found, f"{message}: no source has it"
+
+
+def source_texts() -> list[str]:
+    """Every text of the package's sources, the values in it left out."""
+    texts = []
+    for file in (REPOSITORY / "raypo").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
+                texts.append("".join(map(str, parts)))
+    return texts
