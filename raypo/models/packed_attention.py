@@ -138,13 +138,14 @@ def _of_group(
     if padded is None:  # one sequence
         return _attend(q[None], k[None], v[None], **kind)[0]
     there, back = padded
-    shared = group.prompt
-    prompt = _attend(q[None, :shared], k[None, :shared], v[None, :shared], **kind)[0]
-    rows = [each[shared:][there] for each in (q, k, v)]  # [n, longest, H, D]
+    # Copied, for a view that is kept for the backward pass would keep all tokens.
+    shared = [each[None, : group.prompt].clone() for each in (q, k, v)]  # [1, P, H, D]
+    rows = [each[group.prompt :][there] for each in (q, k, v)]  # [n, longest, H, D]
     keys, values = (
-        torch.cat([each[:shared].expand(len(there), -1, -1, -1), own], dim=1)
-        for each, own in zip((k, v), rows[1:], strict=True)
+        torch.cat([of_prompt.expand(len(there), -1, -1, -1), own], dim=1)
+        for of_prompt, own in zip(shared[1:], rows[1:], strict=True)
     )
+    prompt = _attend(*shared, **kind)[0]
     responses = _attend(rows[0], keys, values, **kind)  # [n, longest, H, D]
     return torch.cat([prompt, responses.flatten(0, 1)[back]])
 
