@@ -42,6 +42,8 @@ def deal(
 ) -> Deal:
     """This worker's share of all workers' rollouts.
 
+    All workers know the lengths of all; a rollout itself goes to the worker that trains it alone.
+
     Args:
         scored: The rollouts that this worker sampled.
         minibatch_size: Most responses of one optimizer step over all workers. A batch that is no
@@ -49,24 +51,36 @@ def deal(
         seed: Of the permutation of the whole batch's groups.
         workers: All of them call it together.
     """
-    everyone = [rollout for share in workers.gather(scored) for rollout in share]
-    everyone.sort(key=lambda s: (s.rollout.group_index, s.rollout.sample_index))
-    prompt_lengths = [len(scored.rollout.prompt_ids) for scored in everyone]
-    response_lengths = [len(scored.rollout.response_ids) for scored in everyone]
+    known = [  # of each rollout: where it belongs, its lengths, and who has it
+        (r.group_index, r.sample_index, len(r.prompt_ids), len(r.response_ids), workers.rank)
+        for r in (each.rollout for each in scored)
+    ]
+    everyone = sorted(each for share in workers.gather(known) for each in share)
+    prompt_lengths, response_lengths = ([each[place] for each in everyone] for place in (2, 3))
 
     def group_of(index: int) -> int:
-        return everyone[index].rollout.group_index
+        return everyone[index][0]
 
     groups = [list(members) for _, members in groupby(range(len(everyone)), key=group_of)]
     order = np.random.default_rng((_SEED_WORD, *seed)).permutation(len(groups))
     in_order = np.array([index for group in order for index in groups[group]], dtype=np.int64)
     num_minibatches = max(math.ceil(len(in_order) / minibatch_size), 1)
-    mine: list[tuple[int, int]] = []  # (minibatch, index into everyone)
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(workers.count)]
     for number, minibatch in enumerate(np.array_split(in_order, num_minibatches)):
         pieces = [list(members) for _, members in groupby(minibatch.tolist(), key=group_of)]
         shares = balanced_shares(pieces, prompt_lengths, response_lengths, workers.count)
-        mine += [(number, index) for index in shares[workers.rank]]
-    return Deal([everyone[index] for _, index in mine], [number for number, _ in mine])
+        for hand, share in zip(dealt, shares, strict=True):
+            hand += [(number, index) for index in share]
+    own = {(each.rollout.group_index, each.rollout.sample_index): each for each in scored}
+    parcels = [
+        {index: own[everyone[index][:2]] for _, index in hand if everyone[index][4] == workers.rank}
+        for hand in dealt
+    ]
+    received: dict[int, ScoredRollout] = {}
+    for parcel in workers.exchange(parcels):
+        received |= parcel
+    mine = dealt[workers.rank]
+    return Deal([received[index] for _, index in mine], [number for number, _ in mine])
 
 
 def balanced_shares(

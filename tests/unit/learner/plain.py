@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -255,6 +255,9 @@ class ThreadWorkers(Workers):
         everyone = list(box)
         barrier.wait(30)
         return everyone
+
+    def exchange(self, parcels: Sequence[Any]) -> list[Any]:
+        return [of_one[self.rank] for of_one in self.gather(list(parcels))]
 
     def sum(self, values: Tensor) -> Tensor:
         return torch.stack(self.gather(values)).sum(0)
