@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +42,29 @@ class Workers:
         dist.all_gather_object(gathered, value)
         return gathered
 
+    def exchange(self, parcels: Sequence[Any]) -> list[Any]:
+        """What every worker has for this one, in the order of ranks.
+
+        Args:
+            parcels: One for each worker, which alone receives it; anything that can be pickled.
+        """
+        if self.count == 1:
+            return list(parcels)
+        sent = [
+            torch.frombuffer(bytearray(pickle.dumps(each)), dtype=torch.uint8) for each in parcels
+        ]
+        sizes = self.gather([len(each) for each in sent])
+        received = [torch.empty(size[self.rank], dtype=torch.uint8) for size in sizes]
+        received[self.rank] = sent[self.rank]
+        device = self._device()
+        moved = [each.to(device) for each in received]
+        others = [rank for rank in range(self.count) if rank != self.rank]
+        calls = [dist.P2POp(dist.isend, sent[rank].to(device), rank) for rank in others]
+        calls += [dist.P2POp(dist.irecv, moved[rank], rank) for rank in others]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
+        return [pickle.loads(each.cpu().numpy().tobytes()) for each in moved]
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every worker."""
         if self.count == 1:
@@ -56,10 +81,12 @@ class Workers:
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
         if self.count == 1:
             return values
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        total = values.to(device, copy=True)
+        total = values.to(self._device(), copy=True)
         dist.all_reduce(total, op=op)
         return total.to(values.device)
+
+    def _device(self) -> str:
+        return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def as_tensor(*values: float) -> Tensor:

@@ -100,8 +100,8 @@ class Pair:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of both sequences, the shorter one padded to the longer one."""
-        return 2 * (len(self.prompt_ids) + max(len(self.chosen_ids), len(self.rejected_ids)))
+        """Tokens that a pass reads: the prompt once, and both responses."""
+        return len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
 
 
 _BY_PROMPT_TOKEN = ("prompt_ids", "prompt_mask")
@@ -161,16 +161,6 @@ class Experience:
         moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in held}
         return Experience(**moved)
 
-    def widened(self) -> Experience:
-        """The same batch with one more response position, False in every mask."""
-        wide: dict[str, Any] = {}
-        for field in fields(self):
-            value: Any = getattr(self, field.name)
-            if value is not None and value.dim() == 2 and field.name not in _BY_PROMPT_TOKEN:
-                value = _with_zero_column(value)
-            wide[field.name] = value
-        return Experience(**wide)
-
     def blank(self) -> Experience:
         """One row of one prompt and one response token that no loss counts, fields as here."""
         row: dict[str, Any] = {}
@@ -199,9 +189,3 @@ class Experience:
             else:
                 picked[field.name] = value[rows, :responses] if value.dim() == 2 else value[rows]
         return Experience(**picked)
-
-
-def _with_zero_column(value: Tensor) -> Tensor:
-    wide = value.new_zeros(value.shape[0], value.shape[1] + 1)
-    wide[:, :-1] = value
-    return wide

@@ -334,3 +334,13 @@ class PPOSection(Config):
     def needs_reference(self) -> bool:
         """Whether log-probs of the reference model are used."""
         return self.kl.coef > 0.0
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether the token rewards have a KL penalty in them."""
+        return self.needs_reference and self.kl.placement == "reward"
+
+    @property
+    def reads_old_log_probs(self) -> bool:
+        """Whether old log-probs are read before a step's first update, or in its second epoch."""
+        return self.num_epochs > 1 or self.has_kl_in_reward or self.correction.acts

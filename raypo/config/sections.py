@@ -253,7 +253,7 @@ class WorkersSection(Config):
     """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights. In bfloat16
     0 runs as 1, whose updates are the same: DeepSpeed's own 0 would sum gradients in bfloat16."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
-    """Tokens (padding included) of one forward and backward pass."""
+    """Tokens of one forward and backward pass; a prompt of several responses counts once."""
     max_skipped_updates: int = Field(default=3, ge=0)
     """Non-finite updates in a row that are skipped before the run stops."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)

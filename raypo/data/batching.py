@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 
-def batches_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Rows of like length together, as many as the budget takes once they are padded.
+def batches_by_tokens(
+    prompts: Sequence[Hashable],
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_tokens: int,
+) -> list[list[int]]:
+    """Rows in packs of at most `max_tokens`, where the rows of a pack share their prompt's tokens.
 
     Args:
-        lengths: Tokens of each row.
-        max_tokens: Most tokens of a batch, rows times its longest row; only a single row that is
-            longer than that exceeds it.
+        prompts: What tells the rows of one prompt from those of another.
+        prompt_lengths: Tokens of each row's prompt.
+        response_lengths: Tokens of each row's response.
+        max_tokens: Most tokens of a pack; only a single row that is longer exceeds it.
 
     Returns:
-        Indices of rows, every row once; the longest rows come first, so that a budget that does
-        not fit into memory fails at once, and rows of one length keep their order.
+        Indices of rows, every row once. Rows of one prompt stay together as far as the budget
+        allows. The prompts with most tokens come first, so that a budget that does not fit into
+        memory fails at once; prompts and rows of one length keep their order.
 
-    Example: `batches_by_tokens([3, 5, 3, 4], 8)` is `[[1], [3, 0], [2]]`.
+    Example: with prompts `a a b` of 3, 3 and 2 tokens, responses of 4, 1 and 2 and a budget of 8
+    the packs are `[[0, 1], [2]]`; with a budget of 7 they are `[[0], [1], [2]]`.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens ({max_tokens}): a batch takes at least one token.")
+    rows_of: dict[Hashable, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(prompt, []).append(row)
+
+    def tokens(rows: list[int]) -> int:
+        return prompt_lengths[rows[0]] + sum(response_lengths[row] for row in rows)
+
     batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        longest = lengths[batches[-1][0]] if batches else 0
-        if batches and (len(batches[-1]) + 1) * longest <= max_tokens:
+    room = 0
+    for rows in sorted(rows_of.values(), key=tokens, reverse=True):
+        if batches and tokens(rows) <= room:
+            batches[-1] += rows
+            room -= tokens(rows)
+            continue
+        room = -1  # a prompt that is cut starts a pack
+        for row in rows:
+            if response_lengths[row] > room:
+                batches.append([])
+                room = max_tokens - prompt_lengths[row]
             batches[-1].append(row)
-        else:
-            batches.append([row])
+            room -= response_lengths[row]
     return batches

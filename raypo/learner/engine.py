@@ -39,7 +39,9 @@ class TrainedModel:
         parameters = list(module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._has_frozen = len(trained) < len(parameters)
-        optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=section.weight_decay)
+        optimizer = torch.optim.AdamW(
+            trained, lr=learning_rate, weight_decay=section.weight_decay, fused=True
+        )
         is_rounded = dtype == "bfloat16"
         self._heads = [m for m in module.modules() if is_rounded and isinstance(m, Float32Linear)]
         self._masters = {p: p.detach().clone() for head in self._heads for p in head.parameters()}

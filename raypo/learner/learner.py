@@ -86,11 +86,15 @@ class Learner:
     def evaluate(self, experience: Experience) -> Experience:
         """The experience with `old_log_probs` and, where there is a critic, `values`.
 
-        With `ppo.bootstrap_truncated` also `last_values`, 0 for responses that ended; where the
-        policy without its adapter is the reference, also `ref_log_probs`. All is cut as the update
-        cuts it, so that the first update has a ratio of exactly 1.
+        Where the step is a single update and nothing before it reads the old log-probs, they are
+        the update's own, which adds them. With `ppo.bootstrap_truncated` also `last_values`, 0 for
+        responses that ended; where the policy without its adapter is the reference, also
+        `ref_log_probs`. All is cut as the update cuts it, so that the first update has a ratio of
+        exactly 1.
         """
-        evaluated = experience.with_(old_log_probs=self._policy_log_probs(experience))
+        evaluated = experience
+        if self._ppo.reads_old_log_probs or len(self._minibatches(experience)) > 1:
+            evaluated = experience.with_(old_log_probs=self._policy_log_probs(experience))
         if self._is_reference:
             with adapter_off(self._policy.module):
                 evaluated = evaluated.with_(ref_log_probs=self._policy_log_probs(experience))
@@ -98,7 +102,7 @@ class Learner:
 
     def update(
         self, experience: Experience, *, step: int, kl_coef: float = 0.0
-    ) -> dict[str, float]:
+    ) -> tuple[Experience, dict[str, float]]:
         """PPO epochs over the experience; every minibatch is one optimizer step of each model.
 
         Args:
@@ -106,23 +110,32 @@ class Learner:
             kl_coef: Of this step, for a KL placed in the loss.
 
         Returns:
-            The figures of the step, reduced over workers: they do not depend on how it was cut.
+            experience: With `old_log_probs`, where `evaluate` left them to the update.
+            figures: Of the step, reduced over workers: they do not depend on how it was cut.
 
         Raises:
             NonFiniteUpdateError: more than `learner.max_skipped_updates` updates in a row were
                 skipped.
         """
         statistics = UpdateStatistics()
+        with_policy = step > self._ppo.critic_warmup_steps
+        if experience.old_log_probs is None and not with_policy:
+            experience = experience.with_(old_log_probs=self._policy_log_probs(experience))
+        log_probs = torch.zeros(experience.response_mask.shape)
         minibatches = self._minibatches(experience)
         for epoch in range(self._ppo.num_epochs):
             for number in minibatch_order(self._seed, step, epoch, len(minibatches)):
-                rows = minibatches[number]
-                with_policy = step > self._ppo.critic_warmup_steps
                 applied = self._update_on(
-                    experience, rows, statistics, kl_coef=kl_coef, with_policy=with_policy
+                    experience,
+                    minibatches[number],
+                    statistics,
+                    kl_coef=kl_coef,
+                    log_probs=log_probs if with_policy else None,
                 )
                 self._skipped.count(applied)
-        return statistics.reduce(self._workers)
+        if experience.old_log_probs is None:
+            experience = experience.with_(old_log_probs=log_probs)
+        return experience, statistics.reduce(self._workers)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their checkpoint names; all workers iterate together."""
@@ -217,9 +230,8 @@ class Learner:
         for rows in self._pieces(experience):
             batch = self._on_device(experience, rows)
             new, _ = self._policy(batch)
-            if len(rows):
-                log_probs[rows, : new.shape[1]] = new.to(log_probs)
-        return torch.where(mask, log_probs, 0.0)
+            _put(new, into=log_probs, rows=rows, mask=mask)
+        return log_probs
 
     def _with_values(self, experience: Experience, critic: TrainedModel) -> Experience:
         mask, with_last = experience.response_mask, self._ppo.bootstrap_truncated
@@ -240,22 +252,27 @@ class Learner:
         statistics: UpdateStatistics,
         *,
         kl_coef: float,
-        with_policy: bool,
+        log_probs: Tensor | None,  # [B, T]
     ) -> bool:
-        """One optimizer step of policy and critic; False when either was skipped."""
+        """One optimizer step of policy and critic; False when either was skipped.
+
+        Args:
+            log_probs: Those of the rows are put there; None: the policy rests.
+        """
         counts, critic = StepCounts.of(experience.select(rows), self._workers), self._critic
         for piece in self._microbatches(experience, rows):
             batch = self._on_device(experience, piece)
-            if with_policy:
-                output = self._policy_output(batch, counts, kl_coef)
+            if log_probs is not None:
+                new, output = self._policy_output(batch, counts, kl_coef)
                 self._policy.backward(output.loss)
                 statistics.add_policy(output)
+                _put(new.detach(), into=log_probs, rows=piece, mask=experience.response_mask)
             if critic:
                 loss, sums = value_objective(critic(batch), batch, ppo=self._ppo, counts=counts)
                 critic.backward(loss)
                 statistics.add_value(loss.detach(), sums)
         all_applied = True
-        if with_policy:
+        if log_probs is not None:
             applied, norm = self._policy.step()
             statistics.end_policy_step(applied=applied, grad_norm=norm)
             all_applied = applied
@@ -265,11 +282,13 @@ class Learner:
             all_applied = all_applied and applied
         return all_applied
 
-    def _policy_output(self, batch: Experience, counts: StepCounts, kl_coef: float) -> PolicyOutput:
+    def _policy_output(
+        self, batch: Experience, counts: StepCounts, kl_coef: float
+    ) -> tuple[Tensor, PolicyOutput]:
         log_probs, entropy = self._policy(
             batch, with_entropy=True, entropy_grad=self._ppo.entropy_coef > 0.0
         )
-        return policy_objective(
+        return log_probs, policy_objective(
             log_probs,
             entropy,
             batch,
@@ -292,9 +311,13 @@ class Learner:
 
     def _microbatches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
         """Rows cut by token budget; every worker gets as many pieces, some of them empty."""
-        lengths = experience.prompt_mask.sum(1) + experience.attention_mask.sum(1)
-        budget = self._section.max_tokens_per_microbatch
-        pieces = batches_by_tokens(lengths[rows].tolist(), budget) if len(rows) else []
+        prompts, tokens = experience.prompt_ids[rows], experience.prompt_mask[rows]
+        pieces = batches_by_tokens(
+            [tuple(ids[own].tolist()) for ids, own in zip(prompts, tokens, strict=True)],
+            tokens.sum(1).tolist(),
+            experience.attention_mask[rows].sum(1).tolist(),
+            self._section.max_tokens_per_microbatch,
+        )
         count = int(self._workers.max(torch.tensor(len(pieces))))
         cut = [rows[torch.tensor(piece)] for piece in pieces]
         return cut + [rows[:0]] * (count - len(cut))
@@ -303,3 +326,10 @@ class Learner:
         """Some rows on the device; for no rows a blank one that weighs nothing."""
         batch = experience.select(rows) if len(rows) else experience.blank()
         return batch.to(self._policy.device)
+
+
+def _put(new: Tensor, *, into: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """What a micro-batch says of its rows, at their place in [B, T], zero where masked."""
+    if len(rows):
+        width = new.shape[1]
+        into[rows, :width] = torch.where(mask[rows, :width], new.to(into), 0.0)

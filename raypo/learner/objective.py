@@ -71,12 +71,12 @@ def policy_objective(
 ) -> PolicyOutput:
     """The surrogate, less the entropy bonus, plus the KL term where `ppo.kl.placement` is loss.
 
-    All three are aggregated alike. A correction's weights weigh the surrogate alone.
+    All three are aggregated alike. A correction's weights weigh the surrogate alone. Without
+    `old_log_probs` this is the first update, and they are the log-probs themselves.
 
     Args:
         kl_coef: This step's weight of the KL term.
     """
-    assert batch.old_log_probs is not None
     assert batch.advantages is not None
     mask = batch.response_mask
     aggregation: dict[str, Any] = {
@@ -86,7 +86,7 @@ def policy_objective(
     }
     surrogate, statistics = losses.policy_loss(
         log_probs,
-        batch.old_log_probs,
+        log_probs if batch.old_log_probs is None else batch.old_log_probs,
         batch.advantages,
         mask,
         kind=ppo.policy_loss,
@@ -110,7 +110,7 @@ def policy_objective(
 
 
 def values_of(
-    critic: Callable[[Experience], Tensor], batch: Experience, *, with_last: bool
+    critic: Callable[..., Tensor], batch: Experience, *, with_last: bool
 ) -> tuple[Tensor, Tensor]:
     """The critic's values, and that of the state that a truncated response stopped in.
 
@@ -121,7 +121,7 @@ def values_of(
     if not with_last:
         values = critic(batch)
         return values, values.new_zeros(len(batch))
-    values = critic(batch.widened())  # [B, T + 1]
+    values = critic(batch, with_last=True)  # [B, T + 1]
     place = torch.arange(1, batch.response_mask.shape[1] + 1, device=values.device)
     after = torch.where(batch.response_mask, place, 0).amax(1, keepdim=True)  # [B, 1]
     last_values = values.gather(1, after).squeeze(1)

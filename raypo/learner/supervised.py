@@ -131,8 +131,11 @@ class SupervisedLearner(Generic[Item]):
 
     def _microbatches(self, items: Sequence[Item]) -> list[list[Item]]:
         """Examples cut by token budget; every worker gets as many pieces, some of them empty."""
-        lengths = [item.num_tokens for item in items]
-        pieces = batches_by_tokens(lengths, self._section.max_tokens_per_microbatch)
+        prompts = [item.prompt_ids.tobytes() for item in items]
+        prompt_lengths = [len(item.prompt_ids) for item in items]
+        lengths = [item.num_tokens - len(item.prompt_ids) for item in items]
+        budget = self._section.max_tokens_per_microbatch
+        pieces = batches_by_tokens(prompts, prompt_lengths, lengths, budget)
         count = int(self._workers.max(torch.tensor(len(pieces))))
         cut = [[items[row] for row in piece] for piece in pieces]
         return cut + [[] for _ in range(count - len(cut))]

@@ -96,12 +96,9 @@ class PairTask(Task[Pair]):
 
     def loss(self, model: Any, items: Sequence[Pair], device: Any) -> tuple[Tensor, Sums]:
         """Loss of the pairs, and how many are in order."""
-        chosen = [np.concatenate([pair.prompt_ids, pair.chosen_ids]) for pair in items]
-        rejected = [np.concatenate([pair.prompt_ids, pair.rejected_ids]) for pair in items]
-        sequences = chosen + rejected
-        ids = pad_right(sequences, torch.int64)
-        mask = pad_right([np.ones(len(each)) for each in sequences], torch.bool)
-        better, worse = model(ids.to(device), mask.to(device)).chunk(2)  # [B] each
+        prompts = [pair.prompt_ids for pair in items] * 2
+        responses = [pair.chosen_ids for pair in items] + [pair.rejected_ids for pair in items]
+        better, worse = model(prompts, responses).chunk(2)  # [B] each
         margins = torch.tensor([pair.margin for pair in items], device=device)
         losses = -logsigmoid(better - worse - margins)
         losses = losses + self._centering_coef * (better + worse).square()

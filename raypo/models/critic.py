@@ -17,8 +17,9 @@ from raypo.config import ModelSection, PolicyLoraSection, RewardWeights
 from raypo.models.heads import Float32Linear
 from raypo.models.loading import load_backbone, load_reward_model, same_vocabulary
 from raypo.models.lora import add_adapter
+from raypo.models.packed_attention import hidden_states
+from raypo.models.packing import pack_padded
 from raypo.models.scores import has_score_head
-from raypo.models.token_log_probs import response_hidden
 from raypo.types import Experience
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -119,16 +120,21 @@ class Critic(nn.Module):
             return critic, f"starts from the critic {start.path}, value head included"
         return critic, f"starts from {start.path}, with a value head of zeros"
 
-    def forward(self, batch: Experience) -> Tensor:
-        """Values [B, T] float32 of the states before each response token is chosen."""
-        hidden = response_hidden(
-            self.backbone,
+    def forward(self, batch: Experience, *, with_last: bool = False) -> Tensor:
+        """Values [B, T] float32 of the states before each response token is chosen, 0 on padding.
+
+        Args:
+            with_last: Also of the state after the last token: [B, T + 1].
+        """
+        packed = pack_padded(
             batch.prompt_ids,
             batch.prompt_mask,
             batch.response_ids,
             batch.attention_mask,
-        )  # [B, T, H]
-        return self.value_head(hidden).squeeze(-1).to(torch.float32)
+            with_last=with_last,
+        )
+        values = self.value_head(hidden_states(self.backbone, packed)).squeeze(-1)
+        return packed.unpacked(values.to(torch.float32))
 
 
 def save_value_head(folder: Path, weights: dict[str, Tensor]) -> None:

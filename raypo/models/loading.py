@@ -19,6 +19,7 @@ from transformers import (
 
 from raypo.config import ConfigError
 from raypo.models.heads import HEADS, with_float32_heads
+from raypo.models.packed_attention import can_read_packed, use_packed_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -106,6 +107,8 @@ def _load(kind: Any, path: str, dtype: str, **config_values: Any) -> nn.Module:
     for module in model.modules():  # those that do not ask the config
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    if can_read_packed(model):
+        use_packed_attention(model)
     return model.train()
 
 

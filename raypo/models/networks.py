@@ -1,12 +1,14 @@
 """Policy and reward model as modules that return what their updates need.
 
-B responses, T response tokens, L tokens of a whole sequence.
+B responses, T response tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from raypo.models.scores import sequence_scores
@@ -45,6 +47,6 @@ class SequenceScorer(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Scores [B] float32 of sequences [B, L], padded on either side."""
-        return sequence_scores(self.model, ids, mask)
+    def forward(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Tensor:
+        """Scores [B] float32 of prompts with their responses."""
+        return sequence_scores(self.model, prompts, responses)

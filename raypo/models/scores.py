@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from raypo.models.packed_attention import hidden_states
+from raypo.models.packing import pack
 
 # B sequences, L tokens, H hidden.
 
 
 def sequence_scores(
     model: Any,  # a Hugging Face sequence classifier with one label
-    ids: Tensor,  # [B, L] int64
-    mask: Tensor,  # [B, L] bool, False on padding, which may stand on either side
+    prompts: Sequence[np.ndarray],  # int [P] each
+    responses: Sequence[np.ndarray],  # int [T] each
 ) -> Tensor:
-    """One score a sequence, [B] float32.
+    """One score for each prompt with its response, [B] float32.
 
-    Decoders (those with a `score` head) are read at the last token that the mask keeps. Their own
-    forward looks for the last id that is not the padding id, and so misses an end of sequence
-    that serves as padding too.
+    Decoders (those with a `score` head) are read at the last token, and a prompt that several
+    sequences begin with is read once. Their own forward looks for the last id that is not the
+    padding id, and so misses an end of sequence that serves as padding too.
     """
-    positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    device = model.device
     if not has_score_head(model):
-        return model(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()
-    hidden = model.base_model(
-        input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False
-    ).last_hidden_state  # [B, L, H]
-    last = positions.argmax(dim=1)  # [B], the first of the largest: the last real token
-    rows = last.new_tensor(range(len(last)))
-    return model.score(hidden[rows, last]).squeeze(-1).float()
+        rows = [np.concatenate(each) for each in zip(prompts, responses, strict=True)]
+        ids = [torch.from_numpy(row).long().to(device)[None] for row in rows]
+        return torch.cat([model(input_ids=each).logits for each in ids])[:, 0].float()
+    packed = pack(prompts, responses, with_last=True, device=device)
+    ends = torch.tensor([len(response) + 1 for response in responses]).cumsum(0) - 1
+    last = replace(packed, states=packed.states[ends.to(device)])
+    return model.score(hidden_states(model.base_model, last)).squeeze(-1).float()
 
 
 def has_score_head(model: Any) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-# B responses, P prompt tokens (padded left), T response tokens (padded right), V vocabulary,
-# H hidden, N = B * T. Log-probs are float32, except that float64 logits stay float64.
+# B responses, P prompt tokens, T response tokens, M of them all, V vocabulary, H hidden,
+# N logits' rows. Log-probs are float32, except that float64 logits stay float64.
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from raypo.models.packed_attention import hidden_states, own_logits
+from raypo.models.packing import Packed, pack_padded
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that are held in float32 besides the model's own at any time (64 MB)."""
+"""Logits that are made, and held in float32 besides, at any time (64 MB)."""
 
 
 def response_log_probs(
@@ -26,8 +30,7 @@ def response_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of the responses' tokens under softmax(logits / temperature), and the entropy.
 
-    Besides the model's own logits nothing of their size is held in the forward pass, and their
-    gradient alone in the backward pass. `T` may be zero-padded at will: padding changes nothing.
+    No padding is read, and a prompt that several rows have only once.
 
     Args:
         temperature: Positive; the one that the responses were sampled at.
@@ -35,33 +38,74 @@ def response_log_probs(
         entropy_grad: Let gradients flow through the entropy.
 
     Returns:
-        log_probs: [B, T], nats; position t belongs to response token t; masked positions hold
-            the log-prob of whatever id stands there.
-        entropy: [B, T], nats, of the distribution that token t was drawn from, or None.
+        log_probs: [B, T], nats; position t belongs to response token t, 0 on padding.
+        entropy: [B, T], nats, of the distribution that token t was drawn from, 0 on padding; or
+            None.
     """
-    if temperature <= 0.0:
-        raise ValueError(f"temperature ({temperature}): log-probs need a positive one.")
-    inputs = _inputs(prompt_ids, prompt_mask, response_ids, attention_mask)
-    logits = model(**inputs, logits_to_keep=response_ids.shape[1]).logits  # [B, T, V]
-    log_probs, entropy = token_log_probs(
-        logits, response_ids, temperature=temperature, with_entropy=with_entropy
+    packed = pack_padded(prompt_ids, prompt_mask, response_ids, attention_mask)
+    log_probs, entropy = packed_log_probs(
+        model, packed, temperature=temperature, with_entropy=with_entropy
     )
     if entropy is not None and not entropy_grad:
         entropy = entropy.detach()
-    return log_probs, entropy
+    return packed.unpacked(log_probs), None if entropy is None else packed.unpacked(entropy)
 
 
-def response_hidden(
-    backbone: Any,  # a Hugging Face model without a head
-    prompt_ids: Tensor,  # [B, P] int64
-    prompt_mask: Tensor,  # [B, P] bool, False on padding
-    response_ids: Tensor,  # [B, T] int64
-    attention_mask: Tensor,  # [B, T] bool, False on padding
-) -> Tensor:
-    """Hidden states [B, T, H] that precede each response token: the states a critic values."""
-    inputs = _inputs(prompt_ids, prompt_mask, response_ids, attention_mask)
-    hidden = backbone(**inputs).last_hidden_state  # [B, P + T - 1, H]
-    return hidden[:, prompt_ids.shape[1] - 1 :]
+def packed_log_probs(
+    model: Any,  # a Hugging Face causal language model
+    packed: Packed,
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """As `response_log_probs`, of packed rows: [M] each, both differentiable.
+
+    The head is applied to a chunk of tokens at a time, in the backward pass once more, so that
+    logits of [tokens, vocabulary] never exist. A model that does more to its logits than its head
+    (a cap, a scale) makes all of them by itself.
+    """
+    if temperature <= 0.0:
+        raise ValueError(f"temperature ({temperature}): log-probs need a positive one.")
+    if not has_plain_head(model):
+        logits = own_logits(model, packed)
+        return token_log_probs(
+            logits, packed.response_ids, temperature=temperature, with_entropy=with_entropy
+        )
+    head = model.get_output_embeddings()
+
+    def of_chunk(states: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        return token_log_probs(
+            head(states), token_ids, temperature=temperature, with_entropy=with_entropy
+        )
+
+    rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
+    states = hidden_states(model.base_model, packed)  # [M, H]
+    chunks = list(zip(states.split(rows), packed.response_ids.split(rows), strict=True))
+    if len(chunks) > 1 and torch.is_grad_enabled():
+        made = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    else:
+        made = [of_chunk(*chunk) for chunk in chunks]
+    log_probs = torch.cat([log_probs for log_probs, _ in made])
+    entropies = [entropy for _, entropy in made if entropy is not None]
+    return log_probs, torch.cat(entropies) if with_entropy else None
+
+
+def has_plain_head(model: Any) -> bool:
+    """Whether a causal language model's logits are its head's outputs, and nothing else.
+
+    Tried once, to the bit: some models cap or scale their logits.
+    """
+    if "raypo_has_plain_head" not in model.__dict__:
+        model.raypo_has_plain_head = model.base_model is not model and _is_plain(model)
+    return model.raypo_has_plain_head
+
+
+@torch.no_grad()
+def _is_plain(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    ids = torch.arange(4, device=head.weight.device)[None]
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.equal(head(states), model(input_ids=ids, use_cache=False).logits)
 
 
 def token_log_probs(
@@ -82,19 +126,6 @@ def token_log_probs(
         logits.reshape(-1, logits.shape[-1]), token_ids.reshape(-1), temperature, with_entropy
     )
     return log_probs.view(shape), entropy.view(shape) if with_entropy else None
-
-
-def _inputs(
-    prompt_ids: Tensor, prompt_mask: Tensor, response_ids: Tensor, attention_mask: Tensor
-) -> dict[str, Any]:
-    """Arguments of a forward pass over prompt and response; the last token predicts nothing."""
-    mask = torch.cat([prompt_mask, attention_mask], dim=1)[:, :-1].long()  # [B, P + T - 1]
-    return {
-        "input_ids": torch.cat([prompt_ids, response_ids], dim=1)[:, :-1],
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-        "use_cache": False,
-    }
 
 
 class _TokenLogProbs(torch.autograd.Function):

@@ -251,10 +251,9 @@ def _worst(config: PPOConfig, shape: ModelShape, *, rows: int) -> Batch:
     return memory.worst_batch(
         max_tokens=config.learner.max_tokens_per_microbatch,
         max_rows=-(-rows // config.learner.num_workers),
+        samples=config.rollout.samples_per_prompt,
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=config.rollout.max_new_tokens,
-        vocabulary=shape.vocabulary,
-        hidden=shape.hidden,
     )
 
 

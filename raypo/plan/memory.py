@@ -36,22 +36,20 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest micro-batch that a phase may see."""
+    """The largest micro-batch that a phase may see: prompts, each with its responses."""
 
-    rows: int
+    prompts: int
+    responses: int
+    """To each prompt."""
     prompt_tokens: int
-    """Of each row, padding included."""
+    """Of each prompt."""
     response_tokens: int
+    """Of each response."""
 
     @property
     def tokens(self) -> int:
-        """All of them."""
-        return self.rows * (self.prompt_tokens + self.response_tokens)
-
-    @property
-    def logits(self) -> int:
-        """Positions whose logits are computed: `logits_to_keep` is the longest response."""
-        return self.rows * self.response_tokens
+        """All of them; a prompt is read once."""
+        return self.prompts * (self.prompt_tokens + self.responses * self.response_tokens)
 
 
 @dataclass(frozen=True)
@@ -100,45 +98,41 @@ class Memory:
 
 
 def worst_batch(
-    *,
-    max_tokens: int,
-    max_rows: int,
-    prompt_tokens: int,
-    response_tokens: int,
-    vocabulary: int,
-    hidden: int,
+    *, max_tokens: int, max_rows: int, samples: int, prompt_tokens: int, response_tokens: int
 ) -> Batch:
     """The micro-batch of most memory that a token budget allows.
 
-    Long prompts make the most tokens, short ones the most logits; the one whose logits and
-    activations of one layer weigh more is taken. Of `raypo.data.batching.batches_by_tokens`.
+    All prompts and responses are as long as they may be; of `batches_by_tokens`.
+
+    Args:
+        max_rows: Responses of a worker's share.
+        samples: Responses to each prompt.
     """
-
-    def of(prompt: int) -> Batch:
-        rows = max(1, min(max_rows, max_tokens // (prompt + response_tokens)))
-        return Batch(rows, prompt, response_tokens)
-
-    long, short = of(prompt_tokens), of(1)
-    return max(
-        long, short, key=lambda batch: batch.tokens * 100 * hidden + batch.logits * vocabulary
-    )
+    of_a_prompt = prompt_tokens + samples * response_tokens
+    if max_tokens < of_a_prompt:
+        responses = max(1, (max_tokens - prompt_tokens) // response_tokens)
+        return Batch(1, min(max_rows, responses), prompt_tokens, response_tokens)
+    prompts = max(1, min(max_rows // samples, max_tokens // of_a_prompt))
+    return Batch(prompts, min(max_rows, samples), prompt_tokens, response_tokens)
 
 
 def activations(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
     """Bytes that a forward pass saves for the backward pass; no checkpointing.
 
-    Of transformers' Llama with SDPA. A norm saves its input in float32, the normalised input and
-    its output (4h + 2bh); attention saves queries, keys and values, repeated for every query
-    head where there is a mask, and its output (4ba); an MLP with a gate saves gate, silu(gate),
-    up and their product (4bi), one without two (2bi). With padding the mask is saved too.
+    Of transformers' Llama with packed attention. A norm saves its input in float32, the normalised
+    input and its output (4h + 2bh); attention saves queries, keys, values and its output, where
+    each of several responses has a copy of its prompt's keys and values, and the outputs joined
+    (ba); an MLP with a gate saves gate, silu(gate), up and their product (4bi), one without two
+    (2bi).
     Compare Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """
     norm = (4 + 2 * itemsize) * shape.hidden
     mlp = (4 if shape.gated else 2) * itemsize * shape.intermediate
-    layer = 2 * norm + 4 * itemsize * shape.attention + mlp
-    length = batch.prompt_tokens + batch.response_tokens
-    mask = batch.rows * length * length * itemsize
-    return shape.layers * (layer * batch.tokens + mask) + norm * batch.tokens
+    attended = 4 * batch.tokens
+    if batch.responses > 1:
+        attended += 2 * batch.prompts * batch.responses * batch.prompt_tokens
+    attention = (attended + batch.tokens) * itemsize * shape.attention
+    return shape.layers * ((2 * norm + mlp) * batch.tokens + attention) + norm * batch.tokens
 
 
 def layer_scratch(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
@@ -147,12 +141,13 @@ def layer_scratch(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
 
 
 def logits(shape: ModelShape, batch: Batch, *, itemsize: int, copies: int) -> int:
-    """Bytes of logits (and their gradient: two copies) and of the float32 scratch beside them.
+    """Bytes of a chunk's logits (and their gradient: two copies) and of the scratch beside them.
 
-    Of `raypo.models.token_log_probs._TokenLogProbs`.
+    Of `raypo.models.token_log_probs.packed_log_probs`.
     """
-    elements = batch.logits * shape.vocabulary
-    return copies * elements * itemsize + SCRATCH_COPIES * 4 * min(elements, SCRATCH_LOGITS)
+    positions = batch.prompts * batch.responses * batch.response_tokens
+    elements = min(positions * shape.vocabulary, SCRATCH_LOGITS)
+    return elements * (copies * itemsize + SCRATCH_COPIES * 4)
 
 
 def trained(

@@ -51,7 +51,12 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     def draw_batch(self) -> list[Item]:
         """This worker's share of the next batch, about as many tokens as the others'."""
         batch = [item for _, item in self.stream.take(self.config.learner.batch_size)]
-        shares = balanced_shares([item.num_tokens for item in batch], self.workers.count)
+        shares = balanced_shares(
+            [[position] for position in range(len(batch))],
+            [len(item.prompt_ids) for item in batch],
+            [item.num_tokens - len(item.prompt_ids) for item in batch],
+            self.workers.count,
+        )
         return [batch[position] for position in shares[self.workers.rank]]
 
     def evaluate_held_out(self, learner: SupervisedLearner[Item]) -> dict[str, float]:

@@ -6,16 +6,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from raypo.collectives import Workers
+from raypo.config import PPOSection
+from raypo.learner.learner import Learner
 from raypo.metrics.clock import Clock
 from raypo.recipes.phases import Phase
 from raypo.recipes.ppo_run import PPORun
 from raypo.recipes.run import open_run
 from raypo.recipes.services import Services
-from raypo.rollout.advantages import with_advantages, with_corrections
+from raypo.rollout.advantages import (
+    AdvantageState,
+    distance_to_engine,
+    distance_to_reference,
+    with_advantages,
+    with_corrections,
+)
 from raypo.rollout.collect import judge, sample
 from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.refill import Collected, fill_step
-from raypo.types import ScoredRollout
+from raypo.types import Experience, ScoredRollout
 
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
@@ -44,27 +53,19 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 workers=workers,
             )
             run.enter(Phase.LEARN)
-            experience = learner.evaluate(to_experience(dealt))  # old log-probs and values
-            clock.lap("time/evaluate_s")
-
-            experience, figures, next_state = with_advantages(  # 5. advantages,
-                experience,
+            experience, metrics, run.advantage_state = ppo_step(  # 5. advantages, PPO epochs, below
+                learner,
+                to_experience(dealt),
                 config.ppo,
                 run.advantage_state,
                 workers,
                 max_new_tokens=config.rollout.max_new_tokens,
                 step=step,
+                clock=clock,
             )
-            experience, mismatch = with_corrections(
-                experience, config.ppo.correction, workers, version=run.last_step
-            )
-            metrics = figures | mismatch | run.describe(step, collected)
+            metrics |= run.describe(step, collected)
             run.save_rollouts(step, dealt, experience)
             clock.lap("time/save_rollouts_s")
-            kl_coef = run.advantage_state.kl.coef
-            metrics |= learner.update(experience, step=step, kl_coef=kl_coef)  # PPO epochs
-            run.advantage_state = next_state
-            clock.lap("time/update_s")
 
             metrics |= run.push_weights(learner, services, version=step)  # 6. versioned, verified
             clock.lap("time/push_weights_s")
@@ -76,6 +77,43 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             run.report(step, metrics, clock, checkpoint)  # report
 
         return run.finish()
+
+
+def ppo_step(
+    learner: Learner,
+    experience: Experience,
+    ppo: PPOSection,
+    state: AdvantageState,
+    workers: Workers,
+    *,
+    max_new_tokens: int,
+    step: int,
+    clock: Clock,
+) -> tuple[Experience, dict[str, float], AdvantageState]:
+    """The update of one step, on this worker's share of its experience; all workers together.
+
+    Args:
+        max_new_tokens: Longest response, in tokens.
+        step: Counted from 1.
+
+    Returns:
+        experience: With all that the update computed of it.
+        metrics: Of the step, over all workers.
+        state: For the next step.
+    """
+    experience = learner.evaluate(experience)  # old log-probs, values
+    clock.lap("time/evaluate_s")
+    experience, metrics, next_state = with_advantages(
+        experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step
+    )
+    experience = with_corrections(experience, ppo.correction)
+    experience, updated = learner.update(experience, step=step, kl_coef=state.kl.coef)
+    to_reference, next_state = distance_to_reference(
+        experience, ppo, next_state, workers, step=step
+    )
+    to_engine = distance_to_engine(experience, ppo.correction, workers, version=step - 1)
+    clock.lap("time/update_s")
+    return experience, metrics | to_reference | to_engine | updated, next_state
 
 
 def collect(run: PPORun, services: Services, clock: Clock) -> Collected:

@@ -9,6 +9,7 @@ from raypo.collectives import Workers, as_tensor
 from raypo.config import ConfigError, PPOConfig
 from raypo.metrics.flops import Lengths, forward_flops
 from raypo.plan.estimate import Models
+from raypo.plan.model_shape import ModelShape
 from raypo.rollout.refill import Collected
 from raypo.types import ScoredRollout
 
@@ -42,19 +43,20 @@ def step_work(
 ) -> dict[str, Work]:
     """The work of a step by phase; all workers call it together.
 
-    Generating counts each response token and, once a group, the prompt; its rate is of response
-    tokens. Evaluating passes policy and critic once, an update `ppo.num_epochs` times forward
-    and backward.
+    Every pass counts each response token and, once per group, the prompt; the rate of generating is
+    of response tokens. Evaluating passes critic and policy once (the policy not where the step is
+    one update that reads no old log-probs), an update `ppo.num_epochs` times forward and backward.
 
     Args:
         elsewhere: Roles with devices of their own: the learner workers do not do their FLOPs.
     """
-    sampled, trained, shared = (
+    sampled, trained, shared, shared_trained = (
         Lengths(*workers.sum(as_tensor(*lengths.values())).tolist())
         for lengths in (
             _lengths(collected.scored),
             _lengths(collected.trained),
             _shared_prompts(collected.scored),
+            _shared_prompts(collected.trained),
         )
     )
     epochs = config.ppo.num_epochs
@@ -66,21 +68,30 @@ def step_work(
     }
     if models is None:
         return work
-    policy = forward_flops(models.policy, trained)
-    critic = forward_flops(models.critic, trained, with_logits=False) if models.critic else 0.0
+
+    def passed(
+        shape: ModelShape, read: tuple[Lengths, Lengths], *, with_logits: bool = True
+    ) -> float:
+        every, again = (forward_flops(shape, each, with_logits=with_logits) for each in read)
+        return every - again
+
+    scoring, learning = (sampled, shared), (trained, shared_trained)
+    policy = passed(models.policy, learning)
+    critic = passed(models.critic, learning, with_logits=False) if models.critic else 0.0
     learns = step > config.ppo.critic_warmup_steps
+    is_one_update = trained.sequences <= config.ppo.minibatch_size and learns
     judges = [
-        forward_flops(shape, sampled, with_logits=False)
+        passed(shape, scoring, with_logits=False)
         for number, shape in enumerate(models.rewards)
         if f"reward_{number}" not in elsewhere
     ]
     if models.reference and "reference" not in elsewhere:
-        judges.append(forward_flops(models.reference, sampled))
-    generate = forward_flops(models.policy, sampled) - forward_flops(models.policy, shared)
+        judges.append(passed(models.reference, scoring))
     flops = {
-        "generate": 0.0 if "engine" in elsewhere else generate,
+        "generate": 0.0 if "engine" in elsewhere else passed(models.policy, scoring),
         "score": sum(judges),
-        "evaluate": policy + critic,
+        "evaluate": critic
+        + (0.0 if is_one_update and not config.ppo.reads_old_log_probs else policy),
         "update": 3 * epochs * (critic + (policy if learns else 0.0)),
     }
     return {phase: Work(each.samples, each.tokens, flops[phase]) for phase, each in work.items()}
@@ -116,7 +127,7 @@ def _lengths(scored: list[ScoredRollout]) -> Lengths:
 
 
 def _shared_prompts(scored: list[ScoredRollout]) -> Lengths:
-    """The prompts of a group's samples but one: the engine needs their keys and values once."""
+    """The prompts of a group's samples but one: passes read them once."""
     groups = {each.rollout.group_index: len(each.rollout.prompt_ids) for each in scored}
     every = Lengths.of((len(each.rollout.prompt_ids), 0) for each in scored)
     once = Lengths.of((length, 0) for length in groups.values())

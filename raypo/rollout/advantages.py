@@ -56,17 +56,15 @@ def with_advantages(
     max_new_tokens: int,
     step: int,
 ) -> tuple[Experience, dict[str, float], AdvantageState]:
-    """The experience with `advantages` and `returns`, the figures, and the next step's state.
+    """The experience with `advantages` and `returns`, the figures, and the state with its scores.
 
-    Called by all workers together: group baselines, whitening, normalisation and the KL
-    coefficient are of the whole batch. This step's coefficient is that of `state`.
+    Called by all workers together: group baselines, whitening and normalisation are of the whole
+    batch. This step's KL coefficient is that of `state`.
 
     Args:
         max_new_tokens: Longest response, in tokens.
-        step: Counted from 1; while the critic warms up, the KL coefficient rests, and the
-            critic's lambda may differ.
+        step: Counted from 1; while the critic warms up, its lambda may differ.
     """
-    assert experience.old_log_probs is not None
     mask = experience.response_mask
     scores, seen = shaping.shape_scores(
         experience.scores,
@@ -76,7 +74,12 @@ def with_advantages(
         seen=state.scores,
         gather=workers.gather,
     )
-    penalty, figures = _kl_to_reference(experience, ppo, workers)
+    penalty = None
+    if ppo.has_kl_in_reward:
+        assert experience.old_log_probs is not None
+        assert experience.ref_log_probs is not None
+        pair = experience.old_log_probs, experience.ref_log_probs
+        penalty = kl.kl_reward_terms(*pair, mask, kind=ppo.kl.estimator)
     advantages, returns = estimate_advantages(
         scores,
         mask,
@@ -88,28 +91,54 @@ def with_advantages(
             else ppo.gae_lambda
         ),
         critic_lambda=ppo.critic_lambda_at(step),
-        kl=penalty if ppo.kl.placement == "reward" else None,
+        kl=penalty,
         kl_coef=state.kl.coef,
         values=experience.values,
         last_values=experience.last_values,
         group_index=experience.group_index,
         workers=workers,
     )
-    controller = state.kl
-    if ppo.needs_reference:
-        figures["kl/coef"] = controller.coef
-        if step > ppo.critic_warmup_steps:
-            responses = int(workers.sum(mask.any(1).sum().double()))
-            controller = controller.updated(figures["kl/ref_response_mean"], responses)
     experience = experience.with_(advantages=advantages, returns=returns)
-    figures |= _score_figures(scores, experience, workers)
-    return experience, figures, replace(state, kl=controller, scores=seen)
+    return experience, _score_figures(scores, experience, workers), replace(state, scores=seen)
 
 
-def with_corrections(
+def with_corrections(experience: Experience, section: CorrectionSection) -> Experience:
+    """The experience with the `weights` of its correction."""
+    if not section.acts:
+        return experience
+    return experience.with_(weights=_bounded_weights(experience, section)[0])
+
+
+def distance_to_reference(
+    experience: Experience, ppo: PPOSection, state: AdvantageState, workers: Workers, *, step: int
+) -> tuple[dict[str, float], AdvantageState]:
+    """KL of the step's policy to the reference, and the state with the next step's coefficient.
+
+    Args:
+        step: Counted from 1; while the critic warms up, the coefficient rests.
+    """
+    if not ppo.needs_reference:
+        return {}, state
+    assert experience.old_log_probs is not None
+    assert experience.ref_log_probs is not None
+    pair, mask = (experience.old_log_probs, experience.ref_log_probs), experience.response_mask
+    stats = kl.kl_statistics(*pair, mask)
+    means = WeightedMeans()
+    means.add("kl/ref_mean", stats["kl"], stats["tokens"])
+    means.add("kl/ref_response_mean", stats["kl"], stats["responses"])
+    means.total("kl/clamped_tokens", stats["clamped"])
+    figures = means.reduce(workers) | {"kl/coef": state.kl.coef}
+    if step <= ppo.critic_warmup_steps:
+        return figures, state
+    responses = int(workers.sum(mask.any(1).sum().double()))
+    updated = state.kl.updated(figures["kl/ref_response_mean"], responses)
+    return figures, replace(state, kl=updated)
+
+
+def distance_to_engine(
     experience: Experience, section: CorrectionSection, workers: Workers, *, version: int
-) -> tuple[Experience, dict[str, float]]:
-    """The experience with the `weights` of its correction, and how far engine and learner differ.
+) -> dict[str, float]:
+    """How far the log-probs of engine and learner differ, and what the correction makes of it.
 
     Args:
         version: Of the learner's weights; figures by lag come where a response is of an older one.
@@ -117,16 +146,7 @@ def with_corrections(
     assert experience.old_log_probs is not None
     pair = experience.old_log_probs, experience.rollout_log_probs
     mask = experience.response_mask
-    weights, clipped = corrections.bounded_weights(
-        *pair,
-        mask,
-        kind=section.kind,
-        low=section.low,
-        high=section.high,
-        cap=section.cap,
-        mask_ratio=section.mask_ratio,
-        token_veto=section.token_veto,
-    )
+    weights, clipped = _bounded_weights(experience, section)
     means = WeightedMeans()
     stats = corrections.mismatch_statistics(*pair, mask, clipped=clipped)
     _add_mismatch(means, stats, suffix="")
@@ -144,9 +164,23 @@ def with_corrections(
         by_lag = corrections.mismatch_by_lag(*pair, mask, lag, max_lag=max_lag, clipped=clipped)
         for number, lagging in enumerate(by_lag):
             _add_mismatch(means, lagging, suffix=f"_lag_{number}")
-    if section.acts:
-        experience = experience.with_(weights=weights)
-    return experience, means.reduce(workers)
+    return means.reduce(workers)
+
+
+def _bounded_weights(experience: Experience, section: CorrectionSection) -> tuple[Tensor, Tensor]:
+    """Weights [B, T], and where they were bounded, [B, T] bool."""
+    assert experience.old_log_probs is not None
+    return corrections.bounded_weights(
+        experience.old_log_probs,
+        experience.rollout_log_probs,
+        experience.response_mask,
+        kind=section.kind,
+        low=section.low,
+        high=section.high,
+        cap=section.cap,
+        mask_ratio=section.mask_ratio,
+        token_veto=section.token_veto,
+    )
 
 
 def _rules(ppo: PPOSection, max_new_tokens: int) -> shaping.ShapingRules:
@@ -161,26 +195,6 @@ def _rules(ppo: PPOSection, max_new_tokens: int) -> shaping.ShapingRules:
         clip_low=section.clip_low,
         clip_high=section.clip_high,
     )
-
-
-def _kl_to_reference(
-    experience: Experience, ppo: PPOSection, workers: Workers
-) -> tuple[Tensor | None, dict[str, float]]:
-    """Per-token KL [B, T] for the reward, and the KL by token and by response; None without one."""
-    if not ppo.needs_reference:
-        return None, {}
-    assert experience.old_log_probs is not None
-    assert experience.ref_log_probs is not None
-    pair, mask = (experience.old_log_probs, experience.ref_log_probs), experience.response_mask
-    stats = kl.kl_statistics(*pair, mask)
-    means = WeightedMeans()
-    means.add("kl/ref_mean", stats["kl"], stats["tokens"])
-    means.add("kl/ref_response_mean", stats["kl"], stats["responses"])
-    means.total("kl/clamped_tokens", stats["clamped"])
-    figures = means.reduce(workers)
-    if ppo.kl.placement == "loss":
-        return None, figures
-    return kl.kl_reward_terms(*pair, mask, kind=ppo.kl.estimator), figures
 
 
 def _score_figures(scores: Tensor, experience: Experience, workers: Workers) -> dict[str, float]:

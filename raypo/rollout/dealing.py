@@ -1,12 +1,15 @@
 """Who trains what: one seeded cut of the whole batch, dealt to the workers by token count.
 
 The cut knows nothing of who sampled a rollout, so a step does not depend on the number of workers.
+The samples of a prompt stay together where they can, because passes over them share the prompt.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -17,6 +20,8 @@ from raypo.types import Experience, ScoredRollout
 
 _SEED_WORD = 2
 """First of the numbers that seed the cut; the prompt stream has 1, the learner 3, requests 4."""
+MOST_LOAD = 1.1
+"""Tokens of a worker's share of a minibatch, of the mean, above which prompts are cut."""
 
 
 @dataclass(frozen=True)
@@ -37,40 +42,86 @@ def deal(
 ) -> Deal:
     """This worker's share of all workers' rollouts.
 
+    All workers know the lengths of all; a rollout itself goes to the worker that trains it alone.
+
     Args:
         scored: The rollouts that this worker sampled.
         minibatch_size: Most responses of one optimizer step over all workers. A batch that is no
             multiple of it is cut into minibatches of like size, so that none is a single response.
-        seed: Of the permutation of the whole batch.
+        seed: Of the permutation of the whole batch's groups.
         workers: All of them call it together.
     """
-    everyone = [rollout for share in workers.gather(scored) for rollout in share]
-    everyone.sort(key=lambda s: (s.rollout.group_index, s.rollout.sample_index))
-    order = np.random.default_rng((_SEED_WORD, *seed)).permutation(len(everyone))
-    num_minibatches = max(math.ceil(len(order) / minibatch_size), 1)
-    mine: list[tuple[int, int]] = []  # (minibatch, index into everyone)
-    for number, minibatch in enumerate(np.array_split(order, num_minibatches)):
-        members = minibatch.tolist()
-        lengths = [everyone[index].rollout.num_tokens for index in members]
-        shares = balanced_shares(lengths, workers.count)
-        mine += [(number, members[position]) for position in shares[workers.rank]]
-    return Deal([everyone[index] for _, index in mine], [number for number, _ in mine])
+    known = [  # of each rollout: where it belongs, its lengths, and who has it
+        (r.group_index, r.sample_index, len(r.prompt_ids), len(r.response_ids), workers.rank)
+        for r in (each.rollout for each in scored)
+    ]
+    everyone = sorted(each for share in workers.gather(known) for each in share)
+    prompt_lengths, response_lengths = ([each[place] for each in everyone] for place in (2, 3))
+
+    def group_of(index: int) -> int:
+        return everyone[index][0]
+
+    groups = [list(members) for _, members in groupby(range(len(everyone)), key=group_of)]
+    order = np.random.default_rng((_SEED_WORD, *seed)).permutation(len(groups))
+    in_order = np.array([index for group in order for index in groups[group]], dtype=np.int64)
+    num_minibatches = max(math.ceil(len(in_order) / minibatch_size), 1)
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(workers.count)]
+    for number, minibatch in enumerate(np.array_split(in_order, num_minibatches)):
+        pieces = [list(members) for _, members in groupby(minibatch.tolist(), key=group_of)]
+        shares = balanced_shares(pieces, prompt_lengths, response_lengths, workers.count)
+        for hand, share in zip(dealt, shares, strict=True):
+            hand += [(number, index) for index in share]
+    own = {(each.rollout.group_index, each.rollout.sample_index): each for each in scored}
+    parcels = [
+        {index: own[everyone[index][:2]] for _, index in hand if everyone[index][4] == workers.rank}
+        for hand in dealt
+    ]
+    received: dict[int, ScoredRollout] = {}
+    for parcel in workers.exchange(parcels):
+        received |= parcel
+    mine = dealt[workers.rank]
+    return Deal([received[index] for _, index in mine], [number for number, _ in mine])
 
 
-def balanced_shares(lengths: list[int], num_shares: int) -> list[list[int]]:
-    """Positions dealt so that the sums of lengths are close: longest first, to the lightest.
+def balanced_shares(
+    pieces: list[list[int]],
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    num_shares: int,
+) -> list[list[int]]:
+    """Rows dealt so that all shares have about as many tokens to read.
 
-    Shares also differ by at most one in their number of positions, so that nobody is left without.
+    The longest piece goes first, to the lightest share. While a share is more than a tenth above
+    the mean, or empty, a piece of the heaviest one is halved, and its prompt is then read twice.
+
+    Args:
+        pieces: Rows of one prompt each.
+        prompt_lengths: Tokens of each row's prompt.
+        response_lengths: Tokens of each row's response.
+        num_shares: How many shares.
     """
-    shares: list[list[int]] = [[] for _ in range(num_shares)]
-    loads = [0] * num_shares
-    for position in sorted(range(len(lengths)), key=lambda p: (-lengths[p], p)):
-        fewest = min(len(share) for share in shares)
-        open_shares = [s for s in range(num_shares) if len(shares[s]) == fewest]
-        lightest = min(open_shares, key=lambda s: loads[s])
-        shares[lightest].append(position)
-        loads[lightest] += lengths[position]
-    return shares
+
+    def tokens(piece: list[int]) -> int:
+        return prompt_lengths[piece[0]] + sum(response_lengths[row] for row in piece)
+
+    def load(share: list[list[int]]) -> int:
+        return sum(map(tokens, share))
+
+    pieces = list(pieces)
+    while True:
+        shares: list[list[list[int]]] = [[] for _ in range(num_shares)]
+        for piece in sorted(pieces, key=lambda piece: (-tokens(piece), piece)):
+            min(shares, key=load).append(piece)
+        heaviest = max(shares, key=load)
+        divisible = [piece for piece in heaviest if len(piece) > 1] or [
+            piece for piece in pieces if len(piece) > 1 and not all(shares)
+        ]
+        mean = sum(map(load, shares)) / num_shares
+        if not divisible or (all(shares) and load(heaviest) <= MOST_LOAD * mean):
+            return [[row for piece in share for row in piece] for share in shares]
+        largest = max(divisible, key=tokens)
+        pieces.remove(largest)
+        pieces += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
 
 
 def to_experience(deal: Deal) -> Experience:

@@ -50,7 +50,7 @@ class TorchModel(FrozenModel):
         Args:
             name: Folder or hub id, for people.
             network: A Hugging Face model.
-            max_batch_tokens: Most tokens, padding included, of one forward pass.
+            max_batch_tokens: Most tokens of one forward pass.
             num_threads: Threads of this process's tensor operations; None: as they are.
         """
         super().__init__(name, num_threads=num_threads)

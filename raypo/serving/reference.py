@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from raypo.data.batching import batches_by_tokens
 from raypo.models.loading import load_causal_lm
-from raypo.models.token_log_probs import response_log_probs
+from raypo.models.packing import pack
+from raypo.models.token_log_probs import packed_log_probs
 from raypo.serving.frozen import TorchModel, frozen_memory_advice
 from raypo.types import Rollout
 
@@ -31,7 +31,7 @@ class ReferenceModel(TorchModel):
             model: Folder or hub id.
             dtype: float32 or bfloat16.
             temperature: The one that the responses are sampled at.
-            max_batch_tokens: Most tokens, padding included, of one forward pass.
+            max_batch_tokens: Most tokens of one forward pass.
             num_threads: Threads of this process's tensor operations; None: as they are.
         """
         with frozen_memory_advice(model):
@@ -42,53 +42,28 @@ class ReferenceModel(TorchModel):
         self._temperature = temperature
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
-        """float32 [T] for each rollout, in the order given, at the sampling temperature."""
+        """float32 [T] for each rollout, in the order given."""
         answers = [np.zeros(0, dtype=np.float32)] * len(rollouts)
-        rows = [row for row, rollout in enumerate(rollouts) if len(rollout.response_ids)]
-        lengths = [rollouts[row].num_tokens for row in rows]
-        for batch in batches_by_tokens(lengths, self._max_batch_tokens):
-            members = [rows[i] for i in batch]
+        batches = batches_by_tokens(
+            [rollout.prompt_ids.tobytes() for rollout in rollouts],
+            [len(rollout.prompt_ids) for rollout in rollouts],
+            [len(rollout.response_ids) for rollout in rollouts],
+            self._max_batch_tokens,
+        )
+        for rows in batches:
             with frozen_memory_advice(self._name):
-                told = self._batch([rollouts[row] for row in members])
-            for row, values in zip(members, told, strict=True):
+                told = self._batch([rollouts[row] for row in rows])
+            for row, values in zip(rows, told, strict=True):
                 answers[row] = values
         return answers
 
     @torch.inference_mode()
     def _batch(self, rollouts: list[Rollout]) -> list[np.ndarray]:
-        ids, mask = right_aligned(rollouts)  # [B, L] each
-        longest = max(len(rollout.response_ids) for rollout in rollouts)
-        ids, mask = ids.to(self._device), mask.to(self._device)
-        log_probs, _ = response_log_probs(
-            self._model,
-            ids[:, :-longest],
-            mask[:, :-longest],
-            ids[:, -longest:],
-            mask[:, -longest:],
-            temperature=self._temperature,
+        packed = pack(
+            [rollout.prompt_ids for rollout in rollouts],
+            [rollout.response_ids for rollout in rollouts],
+            device=self._device,
         )
-        values = log_probs.float().cpu().numpy()
-        return [
-            row[-len(rollout.response_ids) :].copy()
-            for row, rollout in zip(values, rollouts, strict=True)
-        ]
-
-
-def right_aligned(rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:
-    """Prompt and response of each rollout as one row that ends at the last column.
-
-    No row is padded beyond the longest one, and the last columns hold every response, a short
-    one together with the end of its prompt.
-
-    Returns:
-        ids: [B, L] int64, zero where padded.
-        mask: [B, L] bool, False where padded.
-    """
-    width = max(rollout.num_tokens for rollout in rollouts)
-    ids = torch.zeros(len(rollouts), width, dtype=torch.int64)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for row, rollout in enumerate(rollouts):
-        tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-        ids[row, width - len(tokens) :] = torch.from_numpy(tokens.astype(np.int64))
-        mask[row, width - len(tokens) :] = True
-    return ids, mask
+        log_probs, _ = packed_log_probs(self._model, packed, temperature=self._temperature)
+        ends = np.cumsum([len(rollout.response_ids) for rollout in rollouts])
+        return np.split(log_probs.float().cpu().numpy(), ends[:-1])

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from raypo.data.batching import batches_by_tokens
 from raypo.models.loading import load_reward_model, load_tokenizer, same_vocabulary
@@ -39,7 +38,7 @@ class RewardModel(TorchModel):
             policy: Folder or hub id of the policy, whose vocabulary is compared; None: texts are
                 encoded, whatever the policy is.
             dtype: float32 or bfloat16.
-            max_batch_tokens: Most tokens, padding included, of one forward pass.
+            max_batch_tokens: Most tokens of one forward pass.
             num_threads: Threads of this process's tensor operations; None: as they are.
         """
         with frozen_memory_advice(model):
@@ -54,36 +53,33 @@ class RewardModel(TorchModel):
         """A score for each rollout, in the order given; NaN for one without tokens."""
         sequences = [sequence_ids(self._tokenizer, rollout) for rollout in rollouts]
         scores = [float("nan")] * len(rollouts)
-        rows = [row for row, ids in enumerate(sequences) if len(ids)]
-        lengths = [len(sequences[row]) for row in rows]
-        for batch in batches_by_tokens(lengths, self._max_batch_tokens):
+        rows = [row for row, (prompt, _) in enumerate(sequences) if len(prompt)]
+        batches = batches_by_tokens(
+            [sequences[row][0].tobytes() for row in rows],
+            [len(sequences[row][0]) for row in rows],
+            [len(sequences[row][1]) for row in rows],
+            self._max_batch_tokens,
+        )
+        for batch in batches:
             members = [rows[i] for i in batch]
-            with frozen_memory_advice(self._name):
-                values = self._batch([sequences[row] for row in members])
+            prompts, responses = zip(*(sequences[row] for row in members), strict=True)
+            with frozen_memory_advice(self._name), torch.inference_mode():
+                values = sequence_scores(self._model, prompts, responses)
             for row, value in zip(members, values.tolist(), strict=True):
                 scores[row] = value
         return scores
 
-    @torch.inference_mode()
-    def _batch(self, sequences: list[np.ndarray]) -> Tensor:
-        width = max(map(len, sequences))
-        ids = torch.zeros(len(sequences), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids, dtype=torch.bool)
-        for row, tokens in enumerate(sequences):
-            ids[row, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
-            mask[row, : len(tokens)] = True
-        return sequence_scores(self._model, ids.to(self._device), mask.to(self._device)).cpu()
 
-
-def sequence_ids(tokenizer: Any | None, rollout: Rollout) -> np.ndarray:
-    """Prompt and response as a reward model reads them, int [L].
+def sequence_ids(tokenizer: Any | None, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and response as a reward model reads them, int [P] and [T].
 
     Args:
-        tokenizer: The reward model's; None: it has the policy's vocabulary.
+        tokenizer: The reward model's; None: it has the policy's vocabulary. Elsewhere the text is
+            encoded as a whole, and stands in the place of the prompt.
     """
     if tokenizer is None:
-        return np.concatenate([rollout.prompt_ids, rollout.response_ids])
-    return np.asarray(_encode(tokenizer, rollout), dtype=np.int64)
+        return rollout.prompt_ids, rollout.response_ids
+    return np.asarray(_encode(tokenizer, rollout), dtype=np.int64), np.zeros(0, np.int64)
 
 
 def _encode(tokenizer: Any, rollout: Rollout) -> list[int]:

@@ -202,7 +202,7 @@ class VllmRewardModel(VllmModel):
         """A score for each rollout, in the order given; NaN for one without tokens."""
         from vllm import PoolingParams
 
-        sequences = [sequence_ids(self._tokenizer, rollout) for rollout in rollouts]
+        sequences = [np.concatenate(sequence_ids(self._tokenizer, each)) for each in rollouts]
         scores = [float("nan")] * len(rollouts)
         rows = [row for row, ids in enumerate(sequences) if len(ids)]
         if not rows:

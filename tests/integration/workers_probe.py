@@ -19,7 +19,9 @@ import torch.distributed as dist
 from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.learner.learner import Learner
-from raypo.rollout.advantages import AdvantageState, with_advantages
+from raypo.metrics.clock import Clock
+from raypo.recipes.ppo import ppo_step
+from raypo.rollout.advantages import AdvantageState
 from raypo.rollout.dealing import deal, to_experience
 from raypo.types import Rollout, ScoredRollout
 
@@ -77,11 +79,16 @@ def one_step(model: str, dtype: str, stage: int, workers: Workers, lora: Any) ->
     )
     mine = scored_rollouts() if workers.rank == 0 else []
     dealt = deal(mine, minibatch_size=PPO.minibatch_size, seed=(0, 1), workers=workers)
-    experience = learner.evaluate(to_experience(dealt))
-    experience, figures, _ = with_advantages(
-        experience, PPO, AdvantageState.of(PPO.kl), workers, max_new_tokens=LONGEST, step=1
+    _, figures, _ = ppo_step(
+        learner,
+        to_experience(dealt),
+        PPO,
+        AdvantageState.of(PPO.kl),
+        workers,
+        max_new_tokens=LONGEST,
+        step=1,
+        clock=Clock(),
     )
-    figures |= learner.update(experience, step=1, kl_coef=PPO.kl.coef)
     tokens = sum(each.rollout.num_tokens for each in dealt.rollouts)
     weights = {name: tensor.float().clone() for name, tensor in learner.named_weights()}
     return {"figures": figures, "tokens": workers.gather(tokens), "weights": weights}

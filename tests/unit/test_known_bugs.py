@@ -104,8 +104,8 @@ def test_bug_8_an_engine_that_kept_its_old_weights_stops_the_run():
 
 
 def test_bug_10_the_token_budget_is_used_to_its_last_token():
-    assert batches_by_tokens([4, 4, 4, 4], 16) == [[0, 1, 2, 3]]
-    assert batches_by_tokens([4, 4, 4, 4], 15) == [[0, 1, 2], [3]]
+    assert batches_by_tokens("abcd", [1, 1, 1, 1], [3, 3, 3, 3], 16) == [[0, 1, 2, 3]]
+    assert batches_by_tokens("abcd", [1, 1, 1, 1], [3, 3, 3, 3], 15) == [[0, 1, 2], [3]]
     # and the longest sequence that the config admits is exactly the budget
     PPOConfig.parse(with_keys(learner__max_tokens_per_microbatch=256 + 64))
 

@@ -93,7 +93,7 @@ def learned(ppo: PPOSection, *, sign: float) -> float:
         batch, _, state = with_advantages(
             learner.evaluate(batch), ppo, state, workers, max_new_tokens=TOKENS, step=step
         )
-        batch, _ = with_corrections(batch, ppo.correction, workers, version=0)
+        batch = with_corrections(batch, ppo.correction)
         assert batch.advantages is not None
         learner.update(replace(batch, advantages=sign * batch.advantages), step=step)
     return float(scores[-1] - scores[0])

@@ -55,11 +55,3 @@ def test_a_field_of_another_shape_is_refused_by_name():
         AssertionError, match=r"Experience.scores has shape \(3,\), expected \(2,\)"
     ):
         dataclasses.replace(batch(), scores=torch.zeros(3))
-
-
-def test_a_wider_batch_has_one_more_response_position_that_no_mask_keeps():
-    wide = batch().with_(last_values=torch.zeros(2)).widened()
-    assert wide.response_ids.tolist() == [[9, 2, 0], [2, 0, 0]]
-    assert wide.prompt_ids.tolist() == batch().prompt_ids.tolist()
-    assert not wide.response_mask[:, -1].any()
-    assert not wide.attention_mask[:, -1].any()

@@ -7,32 +7,48 @@ from hypothesis import strategies as st
 from raypo.data.batching import batches_by_tokens
 
 
-def test_rows_of_like_length_share_a_batch() -> None:
-    assert batches_by_tokens([3, 5, 3, 4], 8) == [[1], [3, 0], [2]]
+def test_rows_of_a_prompt_stay_together_and_pay_for_it_once() -> None:
+    assert batches_by_tokens("aab", [3, 3, 2], [4, 1, 2], 8) == [[0, 1], [2]]
+    assert batches_by_tokens("aab", [3, 3, 2], [4, 1, 2], 12) == [[0, 1, 2]]
 
 
-def test_rows_of_one_length_keep_their_order() -> None:
-    assert batches_by_tokens([2, 2, 2, 2, 2], 4) == [[0, 1], [2, 3], [4]]
+def test_a_prompt_of_too_many_rows_is_cut_and_paid_for_in_each_pack() -> None:
+    assert batches_by_tokens("aaaa", [3, 3, 3, 3], [2, 2, 2, 2], 7) == [[0, 1], [2, 3]]
+
+
+def test_prompts_with_most_tokens_come_first() -> None:
+    assert batches_by_tokens("abc", [1, 1, 1], [2, 4, 3], 5) == [[1], [2], [0]]
 
 
 def test_a_row_over_the_budget_is_alone() -> None:
-    assert batches_by_tokens([1, 9, 1], 4) == [[1], [0, 2]]
+    assert batches_by_tokens("abc", [1, 1, 1], [1, 9, 1], 4) == [[1], [0, 2]]
 
 
 def test_no_rows_no_batches() -> None:
-    assert batches_by_tokens([], 4) == []
+    assert batches_by_tokens([], [], [], 4) == []
 
 
 def test_budget_is_positive() -> None:
     with pytest.raises(ValueError, match=r"max_tokens \(0\)"):
-        batches_by_tokens([1], 0)
+        batches_by_tokens("a", [1], [1], 0)
 
 
-@given(st.lists(st.integers(1, 30)), st.integers(1, 100))
-def test_every_row_once_and_padding_counts(lengths: list[int], max_tokens: int) -> None:
-    batches = batches_by_tokens(lengths, max_tokens)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30)), max_size=20),
+    st.lists(st.integers(1, 20), min_size=5, max_size=5),
+    st.integers(1, 100),
+)
+def test_every_row_once_and_the_budget_is_exact(
+    rows: list[tuple[int, int]], of_prompt: list[int], max_tokens: int
+) -> None:
+    prompts = [prompt for prompt, _ in rows]
+    responses = [length for _, length in rows]
+    prompt_lengths = [of_prompt[prompt] for prompt in prompts]
 
-    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    batches = batches_by_tokens(prompts, prompt_lengths, responses, max_tokens)
+
+    assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
     for batch in batches:
-        padded = len(batch) * max(lengths[row] for row in batch)
-        assert padded <= max_tokens or len(batch) == 1
+        shared = sum(of_prompt[prompt] for prompt in {prompts[row] for row in batch})
+        tokens = shared + sum(responses[row] for row in batch)
+        assert tokens <= max_tokens or len(batch) == 1

@@ -64,7 +64,7 @@ def test_pairs_have_both_responses_and_their_margin(tmp_path, tokenizer):
     assert text(tokenizer, pair.chosen_ids) == "good<eos>"
     assert text(tokenizer, pair.rejected_ids) == "no<eos>"
     assert pair.margin == 3.0
-    assert pair.num_tokens == 2 * (1 + 5)
+    assert pair.num_tokens == 1 + 5 + 3
 
 
 def test_long_rows_are_skipped_and_counted_or_refused(tmp_path, tokenizer):

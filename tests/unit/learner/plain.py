@@ -5,24 +5,27 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection, RewardSection
 from raypo.learner import learner as learner_module
 from raypo.learner.learner import Learner
+from raypo.metrics.clock import Clock
 from raypo.models import critic as critic_module
 from raypo.models.networks import Policy
-from raypo.rollout.advantages import AdvantageState, with_advantages, with_corrections
+from raypo.recipes.ppo import ppo_step
+from raypo.rollout.advantages import AdvantageState
 from raypo.rollout.dealing import Deal, deal, to_experience
 from raypo.rollout.refill import Collected, fill_step
 from raypo.types import Experience, Rollout, ScoredRollout
@@ -215,23 +218,22 @@ def one_step(
     experience = to_experience(dealt)
     if shuffled:  # in another order, and wider
         order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(3))
-        experience = experience.select(order).widened().widened()
-    experience = learner.evaluate(experience)
-    experience, figures, state = with_advantages(
+        experience = widened(experience.select(order))
+    experience, metrics, state = ppo_step(
+        learner,
         experience,
         ppo,
         AdvantageState.of(ppo.kl),
         workers,
         max_new_tokens=MAX_NEW_TOKENS,
         step=step,
+        clock=Clock(),
     )
-    experience, mismatch = with_corrections(experience, ppo.correction, workers, version=0)
-    updated = learner.update(experience, step=step, kl_coef=ppo.kl.coef)
     models: Any = learner
     return Outcome(
         collected,
         experience,
-        {**collected.figures, **figures, **mismatch, **updated},
+        collected.figures | metrics,
         state,
         models._policy.gradients,
         models._critic.gradients if models._critic else [],
@@ -253,6 +255,9 @@ class ThreadWorkers(Workers):
         everyone = list(box)
         barrier.wait(30)
         return everyone
+
+    def exchange(self, parcels: Sequence[Any]) -> list[Any]:
+        return [of_one[self.rank] for of_one in self.gather(list(parcels))]
 
     def sum(self, values: Tensor) -> Tensor:
         return torch.stack(self.gather(values)).sum(0)
@@ -282,3 +287,13 @@ def on_workers(count: int, function: Callable[[Workers], Any]) -> list[Any]:
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return results
+
+
+def widened(experience: Experience) -> Experience:
+    """The same batch with two more response positions, False in every mask."""
+    wide: dict[str, Any] = {}
+    for name in (each.name for each in fields(experience)):
+        value = getattr(experience, name)
+        is_padded = value is not None and value.dim() == 2 and not name.startswith("prompt_")
+        wide[name] = pad(value, (0, 2)) if is_padded else value
+    return Experience(**wide)

@@ -101,19 +101,16 @@ def test_equal_scores_are_half_right(classifier):
     assert sums["accuracy"] == (1.0, 2.0)
 
 
-def test_scores_are_those_of_plain_transformers_whatever_the_padding(classifier):
+def test_scores_are_those_of_plain_transformers_wherever_the_prompt_ends(classifier):
     scorer = SequenceScorer(classifier)
     sequences = [torch.tensor([5, 6, 7, 2]), torch.tensor([8, 2])]
     classifier.config.pad_token_id = None
     alone = [float(classifier(s[None]).logits) for s in sequences]
-    right = torch.zeros(2, 6, dtype=torch.int64)
-    left = torch.zeros(2, 6, dtype=torch.int64)
-    right_mask, left_mask = right.bool(), left.bool()
-    for row, s in enumerate(sequences):
-        right[row, : len(s)], right_mask[row, : len(s)] = s, True
-        left[row, 6 - len(s) :], left_mask[row, 6 - len(s) :] = s, True
-    assert scorer(right, right_mask).tolist() == pytest.approx(alone, abs=1e-5)
-    assert scorer(left, left_mask).tolist() == pytest.approx(alone, abs=1e-5)
+    rows = [s.numpy() for s in sequences]
+    nothing = [np.zeros(0, np.int64)] * 2
+    assert scorer(rows, nothing).tolist() == pytest.approx(alone, abs=1e-5)
+    begun, ended = [row[:-1] for row in rows], [row[-1:] for row in rows]
+    assert scorer(begun, ended).tolist() == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["responses", "pairs"])

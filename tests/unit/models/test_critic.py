@@ -9,7 +9,7 @@ from raypo.config import ModelSection, RewardWeights
 from raypo.models.critic import Critic, critic_start
 from raypo.models.loading import load_reward_model
 from raypo.models.scores import sequence_scores
-from tests.unit.models.test_heads import IDS, LLAMA, MASK, batch, saved
+from tests.unit.models.test_heads import IDS, LLAMA, NOTHING, batch, saved
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_first_values_are_on_the_scale_of_what_ppo_trains_on(folder: str):
     with torch.no_grad():
         values = critic(batch())[:, -1]  # before the last token
         scores = sequence_scores(
-            load_reward_model(folder, dtype="float32"), IDS[:, :-1], MASK[:, :-1]
+            load_reward_model(folder, dtype="float32"), IDS[:, :-1].numpy(), NOTHING
         )
     assert scores.abs().min() > 1e-3
     torch.testing.assert_close(values, 0.2 * 0.5 * scores)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,8 +20,9 @@ from transformers import (
 from raypo.models.critic import Critic
 from raypo.models.heads import Float32Linear
 from raypo.models.loading import load_reward_model
+from raypo.models.packed_attention import hidden_states
+from raypo.models.packing import pack_padded
 from raypo.models.scores import sequence_scores
-from raypo.models.token_log_probs import response_hidden
 from raypo.types import Experience
 
 SIZES: dict[str, Any] = {
@@ -39,6 +41,7 @@ CONFIGS = {
 }
 IDS = torch.arange(2, 32).view(3, 10)
 MASK = torch.ones_like(IDS, dtype=torch.bool)
+NOTHING = [np.zeros(0, np.int64)] * 3
 
 
 def saved(folder: Path, config: PretrainedConfig, scale: float = 1.0) -> str:
@@ -85,14 +88,16 @@ def test_a_reward_model_in_bfloat16_has_the_head_of_its_folder_to_the_last_digit
     assert exact < set(held)
     for parameter in exact:
         assert torch.equal(model.get_parameter(parameter), held[parameter])
-    assert sequence_scores(model, IDS, MASK).isfinite().all()
+    assert sequence_scores(model, IDS.numpy(), NOTHING).isfinite().all()
 
     model.save_pretrained(tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert {n for n, tensor in again.items() if tensor.dtype == torch.float32} == exact
     assert torch.equal(
-        sequence_scores(load_reward_model(str(tmp_path / "again"), dtype="bfloat16"), IDS, MASK),
-        sequence_scores(model, IDS, MASK),
+        sequence_scores(
+            load_reward_model(str(tmp_path / "again"), dtype="bfloat16"), IDS.numpy(), NOTHING
+        ),
+        sequence_scores(model, IDS.numpy(), NOTHING),
     )
 
 
@@ -103,7 +108,10 @@ def test_scores_are_those_of_a_float32_head_on_the_same_states(tmp_path: Path):
         assert hidden.dtype == torch.bfloat16
         exact = hidden.double() @ model.score.weight.double().T
         torch.testing.assert_close(
-            sequence_scores(model, IDS, MASK).double(), exact.squeeze(-1), rtol=1e-6, atol=1e-6
+            sequence_scores(model, IDS.numpy(), NOTHING).double(),
+            exact.squeeze(-1),
+            rtol=1e-6,
+            atol=1e-6,
         )
 
 
@@ -119,14 +127,14 @@ def test_values_about_ten_are_told_apart_on_a_body_in_bfloat16():
         bias.fill_(10.0)
         values = critic(batch())  # [3, 6]
         states = batch()
-        hidden = response_hidden(
-            critic.backbone,
+        packed = pack_padded(
             states.prompt_ids,
             states.prompt_mask,
             states.response_ids,
             states.attention_mask,
         )
-        exact = (hidden.double() @ weight.double().T + bias.double()).squeeze(-1)
+        hidden = hidden_states(critic.backbone, packed)
+        exact = packed.unpacked((hidden.double() @ weight.double().T + bias.double()).squeeze(-1))
 
     assert float(values.std()) == pytest.approx(0.05, rel=1e-3)
     assert len(values.unique()) == values.numel()

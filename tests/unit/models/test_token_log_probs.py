@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from raypo.models import token_log_probs as module
-from raypo.models.token_log_probs import response_hidden, response_log_probs, token_log_probs
+from raypo.models.token_log_probs import response_log_probs, token_log_probs
 
 TEMPERATURE = 0.7
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
@@ -164,18 +164,6 @@ def test_logits_are_left_as_they_are() -> None:
     before = logits.clone()
     token_log_probs(logits, torch.tensor([0, 1]), temperature=0.5, with_entropy=True)
     assert torch.equal(logits, before)
-
-
-def test_hidden_states_precede_their_tokens(model) -> None:
-    batch = padded(1, 2)
-
-    hidden = response_hidden(model.model, *batch)
-
-    assert hidden.shape == (*batch[2].shape, 16)
-    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-        alone = model.model(torch.tensor([prompt + response])).last_hidden_state[0]
-        expected = alone[len(prompt) - 1 : -1]
-        torch.testing.assert_close(hidden[row, : len(response)], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_temperature_is_positive(model) -> None:

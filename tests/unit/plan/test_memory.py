@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from raypo.config import LearnerSection, LoraSection, PPOConfig
 from raypo.learner.engine import deepspeed_config
 from raypo.models import token_log_probs
+from raypo.models.loading import load_causal_lm
 from raypo.models.lora import add_adapter
+from raypo.models.packed_attention import hidden_states
+from raypo.models.packing import pack
 from raypo.plan import estimate, memory
 from raypo.plan.estimate import Models
 from raypo.plan.memory import Batch, Sharding, activations, sharding_of, trained, worst_batch
@@ -87,10 +90,11 @@ def test_stage_0_is_deepspeeds_stage_1_in_bfloat16(dtype: str, stage: int, keys:
     assert config.get("communication_data_type") == ("fp32" if stage == 1 else None)
 
 
-def test_saved_activations_are_what_autograd_saves(tmp_path: Path):
+@pytest.mark.parametrize("samples", [1, 4])
+def test_saved_activations_are_what_autograd_saves(tmp_path: Path, samples: int):
     """Every tensor that torch keeps for the backward pass, weights aside, counted once."""
     folder = tiny_policy(tmp_path, hidden=64, layers=4)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = load_causal_lm(str(folder), dtype="float32")
     shape = ModelShape.read(str(folder))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
@@ -101,25 +105,26 @@ def test_saved_activations_are_what_autograd_saves(tmp_path: Path):
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    rows, length = 4, 96
-    ids = torch.randint(4, 90, (rows, length))
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
+    batch = Batch(2, samples, prompt_tokens=64, response_tokens=33)
+    ids = np.arange(200) % 80
+    prompts = [ids[n : n + 64] for n in range(2) for _ in range(samples)]
+    responses = [ids[n : n + 33] for n in range(2 * samples)]
+    packed = pack(prompts, responses)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        hidden_states(model.model, packed)
 
-    predicted = activations(shape, Batch(rows, length - 8, 8), itemsize=4)
+    predicted = activations(shape, batch, itemsize=4)
     assert predicted == pytest.approx(sum(saved.values()), rel=0.05)
 
 
 def test_the_worst_batch_is_within_the_budget_and_has_the_rows_there_are():
-    limits = {"prompt_tokens": 60, "response_tokens": 40, "hidden": 64}
-    batch = worst_batch(max_tokens=1_000, max_rows=100, vocabulary=100, **limits)
-    assert (batch.rows, batch.prompt_tokens) == (10, 60)
-    assert worst_batch(max_tokens=1_000, max_rows=3, vocabulary=100, **limits).rows == 3
-    short = worst_batch(max_tokens=1_000, max_rows=100, vocabulary=10**6, **limits)
-    assert short.prompt_tokens == 1  # most logits
-    assert short.tokens <= 1_000
+    limits = {"prompt_tokens": 60, "response_tokens": 40}
+    batch = worst_batch(max_tokens=1_000, max_rows=100, samples=8, **limits)
+    assert (batch.prompts, batch.responses, batch.tokens) == (2, 8, 760)
+    part = worst_batch(max_tokens=300, max_rows=100, samples=8, **limits)
+    assert (part.prompts, part.responses, part.tokens) == (1, 6, 300)
+    assert worst_batch(max_tokens=1_000, max_rows=3, samples=8, **limits).responses == 3
+    assert worst_batch(max_tokens=1_000, max_rows=100, samples=1, **limits).tokens == 1_000
 
 
 def test_frozen_weights_have_no_moments_and_are_sharded_at_stage_3():
@@ -137,7 +142,7 @@ def test_an_adapter_has_the_weights_that_peft_gives_it(
 ):
     shape = ModelShape.read(str(tiny_policy(tmp_path)))
     section = LoraSection(rank=4, target_modules=targets or "all-linear")
-    model = add_adapter(AutoModelForCausalLM.from_pretrained(tmp_path), section)
+    model = add_adapter(load_causal_lm(str(tmp_path), dtype="float32"), section)
     learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert shape.adapter_parameters(4, targets) == learning
 

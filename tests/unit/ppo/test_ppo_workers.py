@@ -70,7 +70,10 @@ def run_worker(rank: int, folder: str) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{folder}/store{count}", rank=rank, world_size=count
             )
-            torch.save(reduced_step(Workers.current()), f"{folder}/{count}_{rank}.pt")
+            workers = Workers.current()
+            torch.save(reduced_step(workers), f"{folder}/{count}_{rank}.pt")
+            parcels = [{"from": rank, "to": to, "long": [rank] * 1000 * to} for to in range(count)]
+            torch.save(workers.exchange(parcels), f"{folder}/parcels_{count}_{rank}.pt")
             dist.destroy_process_group()
 
 
@@ -86,3 +89,5 @@ def test_one_two_and_three_processes_agree(tmp_path):
     for count in (2, 3):
         for rank in range(count):
             torch.testing.assert_close(torch.load(tmp_path / f"{count}_{rank}.pt"), alone)
+            for sender, parcel in enumerate(torch.load(tmp_path / f"parcels_{count}_{rank}.pt")):
+                assert parcel == {"from": sender, "to": rank, "long": [sender] * 1000 * rank}

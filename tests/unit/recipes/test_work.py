@@ -55,11 +55,22 @@ def test_each_phase_has_what_passes_it(config: PPOConfig):
         "update": (2, 14),
     }
     assert work["update"].flops == 3 * 2 * work["evaluate"].flops
-    assert work["score"].flops > work["generate"].flops  # the prompt is read once a group
+    assert work["score"].flops == work["generate"].flops
 
     alone = [scored(i, 0, prompt=4, response=3) for i in range(2)]
     apart = step_work(Collected(alone, [], 0, {}), models_of(config), config, Workers(), step=2)
-    assert apart["generate"].flops == apart["score"].flops == work["score"].flops
+    assert apart["generate"].flops == apart["score"].flops
+    assert apart["score"].flops > work["score"].flops  # a group's prompt is read once
+
+
+def test_a_step_of_one_update_makes_no_pass_for_old_log_probs(config: PPOConfig):
+    every = [scored(0, i, prompt=4, response=3) for i in range(2)]
+    keys = {"advantage": "grpo", "num_epochs": 1, "critic_warmup_steps": 0, "kl": {"coef": 0.0}}
+    for size, passes in ((2, 0), (1, 1)):
+        ppo = config.ppo.model_validate({**keys, "minibatch_size": size})
+        one = config.model_copy(update={"ppo": ppo})
+        work = step_work(Collected(every, every, 0, {}), models_of(one), one, Workers(), step=1)
+        assert 3 * work["evaluate"].flops == passes * work["update"].flops
 
 
 def test_what_has_devices_of_its_own_is_not_the_workers_work(config: PPOConfig):

@@ -10,7 +10,11 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import KLSection, PPOSection
 from raypo.ppo.shaping import RunningMoments
-from raypo.rollout.advantages import AdvantageState, with_advantages
+from raypo.rollout.advantages import (
+    AdvantageState,
+    distance_to_reference,
+    with_advantages,
+)
 from raypo.types import Experience
 from tests.unit.learner.plain import one_step, plain_models
 from tests.unit.learner.test_knobs import section
@@ -77,7 +81,8 @@ def shaped(keys: dict[str, Any], *, coef: float | None = None) -> tuple[Experien
     if coef is not None:
         state = replace(state, kl=replace(state.kl, coef=coef))
     batch = two_turns_and_one()
-    return with_advantages(batch, ppo, state, Workers(), max_new_tokens=3, step=1)[:2]
+    batch, figures, state = with_advantages(batch, ppo, state, Workers(), max_new_tokens=3, step=1)
+    return batch, figures | distance_to_reference(batch, ppo, state, Workers(), step=1)[0]
 
 
 def test_the_penalty_is_the_learners_kl_at_the_controllers_coefficient():

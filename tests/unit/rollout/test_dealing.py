@@ -1,5 +1,6 @@
 """Who trains what: a cut of the whole batch that knows nothing of workers."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -41,8 +42,20 @@ def test_the_minibatches_do_not_depend_on_the_workers(count):
     assert members(deals) == alone
     assert [len(cut) for cut in alone.values()] == [4, 4, 4]
     for number in alone:
-        sizes = [each.minibatch.count(number) for each in deals]
-        assert max(sizes) - min(sizes) <= 1
+        assert all(each.minibatch.count(number) for each in deals)
+
+
+def test_samples_of_a_prompt_are_trained_together_by_one_worker():
+    batch = [ScoredRollout(rollout(n // 2, n % 2, 3), float(n), {}) for n in range(12)]
+
+    deals = on_workers(
+        2, lambda w: deal(batch[w.rank :: 2], minibatch_size=4, seed=(0, 1), workers=w)
+    )
+
+    for each in deals:
+        placed = zip(each.minibatch, each.rollouts, strict=True)
+        of_a_group = Counter((number, one.rollout.group_index) for number, one in placed)
+        assert set(of_a_group.values()) == {2}
 
 
 @pytest.mark.parametrize(
@@ -54,8 +67,9 @@ def test_fewer_responses_than_planned_are_minibatches_of_like_size(responses, si
 
 
 def test_bug_9_a_worker_is_left_without_only_where_there_are_fewer_responses_than_workers():
-    assert [len(share) for share in balanced_shares([100, 1, 1, 1, 1], 2)] == [2, 3]
-    assert [len(share) for share in balanced_shares([7, 7], 3)] == [1, 1, 0]
+    shares = balanced_shares([[0, 1, 2, 3, 4]], [3] * 5, [100, 1, 1, 1, 1], 2)
+    assert sorted(map(sorted, shares)) == [[0], [1, 2, 3, 4]]
+    assert balanced_shares([[0, 1]], [3, 3], [7, 7], 3) == [[0], [1], []]
     deals = on_workers(
         3, lambda w: deal(scored(2)[w.rank :: 3], minibatch_size=4, seed=(0,), workers=w)
     )
@@ -63,12 +77,21 @@ def test_bug_9_a_worker_is_left_without_only_where_there_are_fewer_responses_tha
     assert sorted(len(batch) for batch in batches) == [0, 1, 1]
 
 
+def test_long_groups_are_shared_out_and_short_ones_kept():
+    whole = [[0, 1, 2, 3], [4, 5], [6, 7]]
+    assert balanced_shares(whole, [1] * 8, [10] * 8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    shares = balanced_shares([[0, 1, 2, 3]], [1] * 4, [10] * 4, 2)
+    assert sorted(map(sorted, shares)) == [[0, 1], [2, 3]]
+
+
 def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
     count = 40
     prompts = [Prompt(n, "", np.array([n], np.int32)) for n in range(count)]
     stream = PromptStream(prompts, seed=0)
     drawn = [d.prompt.index for d in stream.take(2 * count)][count:]  # epoch 1
-    dealt = deal(scored(count), minibatch_size=1, seed=(0, 1), workers=Workers())
+    batch = [ScoredRollout(rollout(n, 0, 1), float(n), {}) for n in range(count)]
+    dealt = deal(batch, minibatch_size=1, seed=(0, 1), workers=Workers())
     cut = [int(one.score) for one in dealt.rollouts]
     orders = [drawn, cut, minibatch_order(0, 1, 0, count)]
 

@@ -1,0 +1,227 @@
+"""Attention over packed rows (`raypo.models.packing`), in the place of a model's own.
+
+N packed tokens, H heads, D their size, n responses of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from raypo.models.packing import Group, Layout, Packed
+
+NAME = "raypo_packed"
+"""As transformers knows it."""
+UNDERSTOOD_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def can_read_packed(model: Any) -> bool:
+    """Whether a Hugging Face model's attention is one that `packed_attention` can stand in for."""
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ()) or {"full_attention"}
+    has_sinks = any(hasattr(module, "sinks") for module in model.modules())
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    is_decoder = bool(causal) and all(causal) and model._supports_attention_backend
+    return bool(is_decoder and layers <= UNDERSTOOD_LAYERS and not has_sinks)
+
+
+def use_packed_attention(model: Any) -> None:
+    """From now on the model can read packed rows; what it reads otherwise, it reads as before."""
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+
+
+def hidden_states(backbone: Any, packed: Packed) -> Tensor:
+    """Hidden states [M, H] that the answers of packed rows are made of.
+
+    Args:
+        backbone: A Hugging Face model without a head. One whose attention cannot be stood in for
+            reads the rows one by one.
+    """
+    if backbone.config._attn_implementation == NAME:
+        hidden = backbone(**packed_inputs(packed)).last_hidden_state[0]  # [N, H]
+        return hidden[packed.states]
+    return _one_by_one(
+        lambda ids: backbone(input_ids=ids, use_cache=False).last_hidden_state, packed
+    )
+
+
+def own_logits(model: Any, packed: Packed) -> Tensor:
+    """Logits [M, V] as a causal language model's own forward pass makes them of those states."""
+    if model.config._attn_implementation == NAME:
+        return model(**packed_inputs(packed), logits_to_keep=packed.states).logits[0]
+    return _one_by_one(lambda ids: model(input_ids=ids, use_cache=False).logits, packed)
+
+
+def packed_inputs(packed: Packed) -> dict[str, Any]:
+    """Arguments of a forward pass over packed rows, of a model that `use_packed_attention` got."""
+    return {
+        "input_ids": packed.input_ids,
+        "position_ids": packed.position_ids,
+        "attention_mask": torch.ones(1, 1, 1, 1, device=packed.input_ids.device),  # 4D: as it is
+        "layout": packed.layout,
+        "use_cache": False,
+    }
+
+
+def _one_by_one(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
+    """What `read` makes of each response's row ([1, L] -> [1, L, ...]), for the M answers."""
+    parts = []
+    for group in packed.layout.groups:
+        lengths = (group.prompt, *group.responses)
+        own = packed.input_ids[0, group.first : group.first + group.tokens].split(lengths)
+        rows = [torch.cat([own[0], response]) for response in own[1:]] or [own[0]]
+        made = [read(row[None])[0] for row in rows]
+        parts += [made[0][: group.prompt], *(row[group.prompt :] for row in made)]
+    return torch.cat(parts)[packed.states]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, N, D]
+    key: Tensor,  # [1, H_kv, N, D]
+    value: Tensor,  # [1, H_kv, N, D]
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for each layer: [1, N, H, D]; without a layout its own SDPA.
+
+    On a GPU flex attention reads the blocks that the layout allows; elsewhere each prompt attends
+    to itself and its responses, padded to the longest of them, to the prompt and to themselves.
+    """
+    if layout is None:
+        more |= {"scaling": scaling, "dropout": dropout}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+    assert dropout == 0.0, "models are loaded with their dropout off"
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if query.is_cuda:
+        attend = partial(_flex_attention(), scale=scale)
+        mixed = flex(query, key, value, layout, attend, window=sliding_window, softcap=softcap)
+        return mixed.transpose(1, 2), None
+    heads = query.shape[1] // key.shape[1]
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [N, H, D]
+    if heads > 1:
+        k, v = (each.repeat_interleave(heads, dim=1) for each in (k, v))
+    by_group = [
+        _of_group(q, k, v, group, padded, scale=scale, window=sliding_window, softcap=softcap)
+        for group, padded in zip(layout.groups, layout.padded, strict=True)
+    ]
+    return torch.cat(by_group)[None], None
+
+
+def _of_group(
+    q: Tensor,  # [N, H, D]
+    k: Tensor,  # [N, H, D]
+    v: Tensor,  # [N, H, D]
+    group: Group,
+    padded: tuple[Tensor, Tensor] | None,
+    **kind: Any,
+) -> Tensor:
+    """The group's tokens, [tokens, H, D]."""
+    own = slice(group.first, group.first + group.tokens)
+    q, k, v = q[own], k[own], v[own]
+    if padded is None:  # one sequence
+        return _attend(q[None], k[None], v[None], **kind)[0]
+    there, back = padded
+    # Copied, for a view that is kept for the backward pass would keep all tokens.
+    shared = [each[None, : group.prompt].clone() for each in (q, k, v)]  # [1, P, H, D]
+    rows = [each[group.prompt :][there] for each in (q, k, v)]  # [n, longest, H, D]
+    keys, values = (
+        torch.cat([of_prompt.expand(len(there), -1, -1, -1), own], dim=1)
+        for of_prompt, own in zip(shared[1:], rows[1:], strict=True)
+    )
+    prompt = _attend(*shared, **kind)[0]
+    responses = _attend(rows[0], keys, values, **kind)  # [n, longest, H, D]
+    return torch.cat([prompt, responses.flatten(0, 1)[back]])
+
+
+def _attend(
+    q: Tensor,  # [n, Q, H, D], the last Q positions of
+    k: Tensor,  # [n, K, H, D]
+    v: Tensor,  # [n, K, H, D]
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Causal attention of n rows, [n, Q, H, D]."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    queries, keys = q.shape[2], k.shape[2]
+    if queries == keys and keys <= (window or keys) and softcap is None:
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return mixed.transpose(1, 2)
+    last = torch.arange(keys - queries, keys, device=q.device)[:, None]
+    seen = torch.arange(keys, device=q.device)
+    mask = (seen <= last) & (seen > last - (window or keys))  # [Q, K]
+    if softcap is None:
+        mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return mixed.transpose(1, 2)
+    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scale / softcap)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+
+
+def flex(
+    query: Tensor,  # [1, H, N, D]
+    key: Tensor,  # [1, H_kv, N, D]
+    value: Tensor,  # [1, H_kv, N, D]
+    layout: Layout,
+    attend: Any,  # torch's flex_attention, compiled or not
+    *,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """The same by flex attention, which skips the blocks that nobody sees: [1, H, N, D]."""
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    return attend(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else capped,
+        block_mask=_block_mask(layout, window),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+@cache
+def _flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _block_mask(layout: Layout, window: int | None) -> Any:
+    """Made once a layout and window: all layers of a pass share it."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    made: dict[int | None, Any] = layout.__dict__.setdefault("_block_masks", {})
+    if window not in made:
+        group, part, position = layout.segments
+
+        def sees(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            same = (part[q] == part[k]) | (part[k] == 0)
+            near = position[q] - position[k] < (window or len(position))
+            return (group[q] == group[k]) & same & (position[k] <= position[q]) & near
+
+        size = len(position)
+        made[window] = create_block_mask(sees, None, None, size, size, device=str(layout.device))
+    return made[window]

@@ -1,0 +1,185 @@
+"""Rows of prompt and response laid one after the other, without padding and each prompt once.
+
+Responses to one prompt share its tokens: `prompt | response 1 | response 2 | ...`, where every
+response sees the prompt and itself, and its positions go on where the prompt's end. What a model
+computes so equals what it computes of separate rows, to rounding.
+
+B rows, T response tokens, N packed tokens, M hidden states that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where a prompt and its responses lie among the packed tokens."""
+
+    first: int
+    """Position of the prompt's first token."""
+    prompt: int
+    """Tokens of the prompt."""
+    responses: tuple[int, ...]
+    """Tokens of each response; they follow the prompt in this order."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt and all responses."""
+        return self.prompt + sum(self.responses)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who sees whom among N packed tokens; what attention needs to know."""
+
+    groups: tuple[Group, ...]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def to(self, device: torch.device) -> Layout:
+        """The same layout, its tensors on a device."""
+        return Layout(self.groups, device)
+
+    @cached_property
+    def padded(self) -> list[tuple[Tensor, Tensor] | None]:
+        """For each group of several responses the way to a padded batch of them and back.
+
+        The first tensor, [n, longest] int64, says which of the group's response tokens stands at
+        each place (padding repeats the first one); the second, [tokens] int64, where each token
+        stands in the flattened batch. None for a group of at most one response.
+        """
+        return [self._padded(group) for group in self.groups]
+
+    def _padded(self, group: Group) -> tuple[Tensor, Tensor] | None:
+        if len(group.responses) < 2:
+            return None
+        lengths = torch.tensor(group.responses)
+        place = torch.arange(max(group.responses))
+        inside = place < lengths[:, None]  # [n, longest]
+        first = lengths.cumsum(0) - lengths
+        there = torch.where(inside, first[:, None] + place, 0)
+        return there.to(self.device), inside.flatten().nonzero().flatten().to(self.device)
+
+    @cached_property
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each of the N tokens: its group, its response within it (0: the prompt), its position.
+
+        Three tensors [N] int64.
+        """
+        groups, parts, positions = [], [], []
+        for number, group in enumerate(self.groups):
+            lengths = torch.tensor((group.prompt, *group.responses))
+            groups.append(torch.full((group.tokens,), number))
+            parts.append(torch.repeat_interleave(torch.arange(len(lengths)), lengths))
+            positions.append(torch.arange(group.prompt))
+            positions += [group.prompt + torch.arange(length) for length in group.responses]
+        return tuple(torch.cat(each).to(self.device) for each in (groups, parts, positions))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows as one row that a model reads, and the way back."""
+
+    input_ids: Tensor  # [1, N] int64
+    position_ids: Tensor  # [1, N] int64
+    layout: Layout
+    states: Tensor  # [M] int64, the packed token whose hidden state each answer is made of
+    mask: Tensor  # [B, T] bool, where the M answers stand, row by row
+    response_ids: Tensor  # int64, all response tokens, row by row
+
+    def unpacked(self, answers: Tensor) -> Tensor:
+        """Answers [M] as [B, T], 0 where the row has no such token."""
+        return answers.new_zeros(self.mask.shape).masked_scatter(self.mask, answers)
+
+
+def pack(
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    *,
+    with_last: bool = False,
+    width: int = 0,
+    device: torch.device | str = "cpu",
+) -> Packed:
+    """Rows as one packed row; equal prompts are read once.
+
+    Args:
+        prompts: Token ids of each row's prompt, at least one.
+        responses: Token ids of each row's response.
+        with_last: Also ask for the state after the last token of a response. Without it that token
+            is not read at all: it predicts nothing.
+        width: Least T of the answers, where rows are wider than their longest response.
+
+    Returns:
+        The answer at [b, t] is that of the state before response token t of row b is chosen;
+        with `with_last` T is one more than the longest response.
+
+    Example: prompts `[5 6]`, `[5 6]`, responses `[7 8]`, `[9]` are read as `5 6 7`, at the
+    positions `0 1 2`; the three answers are made of the states 1, 2 and 1.
+    """
+    extra = int(with_last)
+    rows_of: dict[bytes, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(np.asarray(prompt, np.int64).tobytes(), []).append(row)
+    groups: list[Group] = []
+    ids: list[np.ndarray] = []
+    states: list[np.ndarray] = [np.zeros(0, np.int64)] * len(prompts)
+    end = 0
+    for rows in rows_of.values():
+        prompt = prompts[rows[0]]
+        read = [responses[row][: max(len(responses[row]) - 1 + extra, 0)] for row in rows]
+        group = Group(end, len(prompt), tuple(len(each) for each in read if len(each)))
+        first = end + len(prompt)
+        for row, tokens in zip(rows, read, strict=True):
+            if len(responses[row]) + extra:
+                own = np.arange(first, first + len(tokens))
+                states[row] = np.concatenate([[end + len(prompt) - 1], own])
+            first += len(tokens)
+        groups.append(group)
+        ids += [prompt, *read]
+        end = first
+    layout = Layout(tuple(groups), torch.device(device))
+    answers = np.array([len(each) for each in states])
+    width = max(width, int(answers.max(initial=0)))
+    mask = torch.from_numpy(np.arange(width) < answers[:, None])
+    return Packed(
+        input_ids=_ids(ids, device)[None],
+        position_ids=layout.segments[2][None],
+        layout=layout,
+        states=_ids(states, device),
+        mask=mask.to(device),
+        response_ids=_ids(responses, device),
+    )
+
+
+def pack_padded(
+    prompt_ids: Tensor,  # [B, P] int64
+    prompt_mask: Tensor,  # [B, P] bool
+    response_ids: Tensor,  # [B, T] int64
+    attention_mask: Tensor,  # [B, T] bool
+    *,
+    with_last: bool = False,
+) -> Packed:
+    """`pack` of padded rows; masks are False on padding, which may stand on either side."""
+    return pack(
+        _unpadded(prompt_ids, prompt_mask),
+        _unpadded(response_ids, attention_mask),
+        with_last=with_last,
+        width=attention_mask.shape[1] + int(with_last),
+        device=prompt_ids.device,
+    )
+
+
+def _unpadded(ids: Tensor, mask: Tensor) -> list[np.ndarray]:
+    rows = zip(ids.cpu().numpy(), mask.cpu().numpy(), strict=True)
+    return [row[kept] for row, kept in rows]
+
+
+def _ids(parts: Sequence[np.ndarray], device: torch.device | str) -> Tensor:
+    joined = np.concatenate([np.zeros(0, np.int64), *parts])
+    return torch.from_numpy(joined.astype(np.int64)).to(device)

@@ -1,0 +1,63 @@
+"""Where a step is one update, its old log-probs are the new ones: no pass is made for them."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from raypo.config import PPOSection
+from raypo.models.networks import Policy
+from tests.unit.learner.plain import Outcome, one_step, plain_models
+from tests.unit.learner.test_knobs import section
+
+ONE = {"advantage": "grpo", "kl.placement": "loss", "kl.estimator": "k3", "minibatch_size": 12}
+"""All twelve responses in one minibatch, one epoch, the KL in the loss."""
+
+
+def step_and_passes(keys: dict, **how) -> tuple[Outcome, int]:
+    """The step, and how many passes of the policy it made."""
+    with plain_models():
+        one_step(section(keys), **how)  # the groups are sampled once for all tests
+    forward, passes = Policy.forward, 0
+
+    def counted(*args, **more):
+        nonlocal passes
+        passes += 1
+        return forward(*args, **more)
+
+    with patch.object(Policy, "forward", counted), plain_models():
+        outcome = one_step(section(keys), **how)
+    return outcome, passes
+
+
+@pytest.mark.parametrize("tokens", [10_000, 30])
+def test_the_step_is_the_same_with_half_the_passes(tokens: int):
+    once, passes = step_and_passes(ONE, tokens=tokens)
+    with patch.object(PPOSection, "reads_old_log_probs", True):
+        twice, more_passes = step_and_passes(ONE, tokens=tokens)
+
+    assert more_passes == 2 * passes
+    assert once.figures == pytest.approx(twice.figures, rel=1e-6, abs=1e-7)  # kept as float32
+    torch.testing.assert_close(once.policy[0], twice.policy[0], rtol=1e-6, atol=1e-7)
+    mine, theirs = once.experience.old_log_probs, twice.experience.old_log_probs
+    assert mine is not None
+    assert theirs is not None
+    assert torch.equal(mine, theirs)
+    assert once.figures["ppo/ratio_mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_epochs": 2},
+        {"minibatch_size": 6},
+        {"kl.placement": "reward", "kl.estimator": "k1"},
+        {"correction.kind": "tis"},
+    ],
+    ids=str,
+)
+def test_old_log_probs_that_something_reads_are_made_first(keys: dict):
+    _, passes = step_and_passes(ONE | keys)
+
+    pieces = 2 if "minibatch_size" in keys else 1
+    assert passes == pieces * (1 + keys.get("num_epochs", 1))

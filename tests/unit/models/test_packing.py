@@ -1,0 +1,162 @@
+"""Packed rows: each prompt once and no padding, and the numbers of separate rows."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from raypo.models import packed_attention
+from raypo.models.packed_attention import can_read_packed, use_packed_attention
+from raypo.models.packing import Packed, pack
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GATED = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**GATED),
+    "qwen2: biases": Qwen2Config(**GATED),
+    "qwen3: normalised heads": Qwen3Config(**GATED, head_dim=8),
+    "mistral: sliding windows": MistralConfig(**GATED, sliding_window=3),
+    "gemma2: capped scores, windows in every other layer": Gemma2Config(
+        **GATED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4, attn_logit_softcapping=0.5
+    ),
+    "gpt2: learned positions": GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4),
+    "opt: learned positions": OPTConfig(**SIZES, ffn_dim=24, word_embed_proj_dim=32, dropout=0.0),
+}
+PROMPTS = [[5, 6, 7], [8], [5, 6, 7], [9, 10, 11, 12, 13], [5, 6, 7], [8]]
+RESPONSES = [[14, 15], [16, 17, 18, 19, 20, 21], [21], [22, 23], [24, 25, 26, 27, 28], [29, 30]]
+
+
+def rows() -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return [np.array(p, np.int32) for p in PROMPTS], [np.array(r, np.int32) for r in RESPONSES]
+
+
+def model_of(config: PretrainedConfig) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        deepcopy(config), dtype=torch.float64, attn_implementation="eager"
+    ).eval()
+    for parameter in model.parameters():  # far from uniform, so that mistakes are large
+        parameter.data.mul_(8.0 if parameter.dim() == 2 else 1.0)
+    return model
+
+
+def states_of(model: Any, packed: Packed) -> Tensor:
+    """[M, H]"""
+    read = model.base_model(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        use_cache=False,
+        layout=packed.layout,
+    )
+    return read.last_hidden_state[0][packed.states]
+
+
+def separate_states(model: Any, *, with_last: bool) -> Tensor:
+    states = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        hidden = model.base_model(torch.tensor([prompt + response])).last_hidden_state[0]
+        states.append(hidden[len(prompt) - 1 : None if with_last else -1])
+    return torch.cat(states)
+
+
+def gradients(model: Any, states: Tensor) -> list[Tensor]:
+    weights = torch.linspace(-1.0, 2.0, states.numel(), dtype=states.dtype).view_as(states)
+    parameters = [p for p in model.base_model.parameters() if p.requires_grad]
+    return list(torch.autograd.grad((weights * states).sum(), parameters, allow_unused=True))
+
+
+@pytest.mark.parametrize("with_last", [False, True])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_states_and_gradients_are_those_of_separate_rows(config, with_last: bool) -> None:
+    model = model_of(config)
+    expected = separate_states(model, with_last=with_last)
+    expected_gradients = gradients(model, expected)
+    assert can_read_packed(model)
+
+    use_packed_attention(model)
+    states = states_of(model, pack(*rows(), with_last=with_last))
+
+    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)  # norms are in float32
+    scale = max(float(gradient.abs().max()) for gradient in expected_gradients)
+    for mine, theirs in zip(gradients(model, states), expected_gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6 * scale)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_flex_attention_says_the_same(config, monkeypatch) -> None:
+    """As it runs on GPUs, but not compiled."""
+    model = model_of(config)
+    model.requires_grad_(False)  # torch has no backward pass of it on CPU
+    expected = separate_states(model, with_last=False)
+
+    def by_flex(module, query, key, value, attention_mask, *, layout, scaling=None, **kind):
+        attend = lambda *args, **more: flex_attention(*args, scale=scaling, **more)  # noqa: E731
+        mixed = packed_attention.flex(
+            query, key, value, layout, attend,
+            window=kind.get("sliding_window"), softcap=kind.get("softcap"),
+        )  # fmt: skip
+        return mixed.transpose(1, 2), None
+
+    monkeypatch.setattr(packed_attention, "packed_attention", by_flex)
+    use_packed_attention(model)
+
+    states = states_of(model, pack(*rows()))
+
+    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_each_prompt_is_read_once_and_last_tokens_not_at_all() -> None:
+    packed = pack(*rows())
+
+    tokens = 3 + (1 + 0 + 4) + 1 + (5 + 1) + 5 + 1
+    assert packed.input_ids.shape == (1, tokens)
+    assert packed.input_ids[0, :8].tolist() == [5, 6, 7, 14, 24, 25, 26, 27]
+    assert packed.position_ids[0, :8].tolist() == [0, 1, 2, 3, 3, 4, 5, 6]
+
+
+def test_answers_return_to_their_places() -> None:
+    packed = pack(*rows())
+    lengths = torch.tensor([len(response) for response in RESPONSES])
+    assert torch.equal(packed.mask.sum(1), lengths)
+
+    answers = torch.arange(1.0, 1.0 + int(lengths.sum()))
+    square = packed.unpacked(answers)
+
+    assert square.shape == (6, 6)
+    assert square[0].tolist() == [1.0, 2.0, 0.0, 0.0, 0.0, 0.0]
+    assert square[1].tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    assert square[2].tolist() == [9.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_row_without_a_response_has_no_answer() -> None:
+    prompts, responses = [np.array([3]), np.array([3])], [np.zeros(0, np.int32), np.array([4, 5])]
+
+    packed = pack(prompts, responses)
+
+    assert packed.input_ids.tolist() == [[3, 4]]
+    assert packed.states.tolist() == [0, 1]
+    assert packed.mask.tolist() == [[False, False], [True, True]]
