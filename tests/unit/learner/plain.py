@@ -294,6 +294,7 @@ def widened(experience: Experience) -> Experience:
     wide: dict[str, Any] = {}
     for name in (each.name for each in fields(experience)):
         value = getattr(experience, name)
-        is_padded = value is not None and value.dim() == 2 and not name.startswith("prompt_")
-        wide[name] = pad(value, (0, 2)) if is_padded else value
+        if value is not None and value.dim() == 2 and not name.startswith("prompt_"):
+            value = pad(value, (0, 2))
+        wide[name] = value
     return Experience(**wide)

@@ -41,7 +41,7 @@ def test_first_values_are_on_the_scale_of_what_ppo_trains_on(folder: str):
     with torch.no_grad():
         values = critic(batch())[:, -1]  # before the last token
         scores = sequence_scores(
-            load_reward_model(folder, dtype="float32"), IDS[:, :-1].numpy(), NOTHING
+            load_reward_model(folder, dtype="float32"), list(IDS[:, :-1].numpy()), NOTHING
         )
     assert scores.abs().min() > 1e-3
     torch.testing.assert_close(values, 0.2 * 0.5 * scores)

@@ -41,7 +41,7 @@ CONFIGS = {
 }
 IDS = torch.arange(2, 32).view(3, 10)
 MASK = torch.ones_like(IDS, dtype=torch.bool)
-NOTHING = [np.zeros(0, np.int64)] * 3
+ROWS, NOTHING = list(IDS.numpy()), [np.zeros(0, np.int64)] * 3
 
 
 def saved(folder: Path, config: PretrainedConfig, scale: float = 1.0) -> str:
@@ -88,16 +88,16 @@ def test_a_reward_model_in_bfloat16_has_the_head_of_its_folder_to_the_last_digit
     assert exact < set(held)
     for parameter in exact:
         assert torch.equal(model.get_parameter(parameter), held[parameter])
-    assert sequence_scores(model, IDS.numpy(), NOTHING).isfinite().all()
+    assert sequence_scores(model, ROWS, NOTHING).isfinite().all()
 
     model.save_pretrained(tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert {n for n, tensor in again.items() if tensor.dtype == torch.float32} == exact
     assert torch.equal(
         sequence_scores(
-            load_reward_model(str(tmp_path / "again"), dtype="bfloat16"), IDS.numpy(), NOTHING
+            load_reward_model(str(tmp_path / "again"), dtype="bfloat16"), ROWS, NOTHING
         ),
-        sequence_scores(model, IDS.numpy(), NOTHING),
+        sequence_scores(model, ROWS, NOTHING),
     )
 
 
@@ -108,7 +108,7 @@ def test_scores_are_those_of_a_float32_head_on_the_same_states(tmp_path: Path):
         assert hidden.dtype == torch.bfloat16
         exact = hidden.double() @ model.score.weight.double().T
         torch.testing.assert_close(
-            sequence_scores(model, IDS.numpy(), NOTHING).double(),
+            sequence_scores(model, ROWS, NOTHING).double(),
             exact.squeeze(-1),
             rtol=1e-6,
             atol=1e-6,

@@ -26,14 +26,14 @@ from raypo.models import packed_attention
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
 from raypo.models.packing import Packed, pack
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-GATED = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2}
+GATED: dict[str, Any] = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**GATED),
     "qwen2: biases": Qwen2Config(**GATED),
