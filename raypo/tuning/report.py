@@ -23,7 +23,8 @@ from raypo.metrics.report import (
     spans_decades,
 )
 from raypo.metrics.report.change import held_out_scores
-from raypo.metrics.report.page import number
+from raypo.metrics.report.charts import chart_of, new_figure
+from raypo.metrics.report.page import COLOURS, number
 from raypo.metrics.report.verdict import duration
 from raypo.metrics.run_files import RunFiles
 from raypo.tuning.folder import BASE, TRIALS_FOLDER
@@ -181,25 +182,23 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
     is_number = all(isinstance(trial.point[key], int | float) for trial in seen)
     if is_number:
         seen = sorted(seen, key=lambda trial: trial.point[key])
-    trace = {
-        "x": [trial.point[key] if is_number else str(trial.point[key]) for trial in seen],
-        "y": [trial.metrics[metric] for trial in seen],
-        "text": [f"{t.name}, {t.status} at step {t.step}, score of {t.scored_step}" for t in seen],
-        "mode": "markers",
-        "slot": 0,
-        "marker": {
-            "size": 10,
-            "symbol": ["circle-open" if trial.status == "stopped" else "circle" for trial in seen],
-        },
-        "hovertemplate": "%{text}<br>%{x:.4g}: %{y:.4g}<extra></extra>",
-    }
-    log_x = log_x or spans_decades(trace["x"])  # of a grid
-    axis = {"title": {"text": key}, **({"type": "log"} if log_x else {})}
-    layout = {"xaxis": axis, "yaxis": {"title": {"text": ""}}, "showlegend": False}
+    values = [trial.point[key] if is_number else str(trial.point[key]) for trial in seen]
+    log_x = log_x or spans_decades(values)  # of a grid
+    figure = new_figure(key, xaxis_type="log" if log_x else None)
+    figure.add_scatter(
+        x=values,
+        y=[trial.metrics[metric] for trial in seen],
+        text=[f"{t.name}, {t.status} at step {t.step}, score of {t.scored_step}" for t in seen],
+        mode="markers",
+        marker_color=COLOURS[0],
+        marker_size=10,
+        marker_symbol=["circle-open" if trial.status == "stopped" else "circle" for trial in seen],
+        hovertemplate="%{text}<br>%{x:.4g}: %{y:.4g}<extra></extra>",
+    )
     title = f"{WORDS.get(metric, metric)} by {key}"
     hollow = any(trial.status == "stopped" for trial in seen)
     note = "Hollow: stopped early." if hollow else ""
-    return Chart(title, {"data": [trace], "layout": layout}, note=note)
+    return chart_of(title, figure, note=note)
 
 
 def _trials(section: Section, sweep: SweepData) -> None:
@@ -246,40 +245,23 @@ def _front(section: Section, sweep: SweepData) -> None:
     both = Goal((metric, KL), (1.0 if mode == "max" else -1.0, -1.0))
     rows = sorted(both.front([trial.judged for trial in seen]))
     front = sorted((seen[row] for row in rows), key=lambda trial: trial.metrics[KL])
-    section.add(
-        Chart(
-            f"{WORDS.get(metric, metric)} against KL",
-            {
-                "data": [
-                    _points(front, metric, "Pareto front", "lines+markers", slot=1),
-                    _points(
-                        [t for t in seen if t not in front], metric, "trials", "markers", slot=0
-                    ),
-                ],
-                "layout": {
-                    "xaxis": {"title": {"text": WORDS[KL]}},
-                    "yaxis": {"title": {"text": WORDS.get(metric, metric)}},
-                    "showlegend": True,
-                },
-            },
-            wide=True,
+    figure = new_figure(WORDS[KL], WORDS.get(metric, metric), showlegend=True)
+    others = [trial for trial in seen if trial not in front]
+    for name, mode, colour, trials in (
+        ("Pareto front", "lines+markers", COLOURS[1], front),
+        ("trials", "markers", COLOURS[0], others),
+    ):
+        figure.add_scatter(
+            x=[trial.metrics[KL] for trial in trials],
+            y=[trial.metrics[metric] for trial in trials],
+            text=[f"{trial.name}, {point_text(trial.point)}" for trial in trials],
+            name=name,
+            mode=mode,
+            line_color=colour,
+            marker_size=10,
+            hovertemplate="%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
         )
-    )
-
-
-def _points(
-    trials: Sequence[TrialRecord], metric: str, name: str, mode: str, *, slot: int
-) -> dict[str, Any]:
-    return {
-        "x": [trial.metrics[KL] for trial in trials],
-        "y": [trial.metrics[metric] for trial in trials],
-        "text": [f"{trial.name}, {point_text(trial.point)}" for trial in trials],
-        "name": name,
-        "mode": mode,
-        "slot": slot,
-        "marker": {"size": 10},
-        "hovertemplate": "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
-    }
+    section.add(chart_of(f"{WORDS.get(metric, metric)} against KL", figure, wide=True))
 
 
 def _cost(section: Section, sweep: SweepData) -> None:

@@ -46,7 +46,7 @@ def line_chart(
     """
     names = {metrics: ""} if isinstance(metrics, str) else metrics
     several = len(rows_by_run) > 1
-    figure = _figure(x, y_title, yaxis_type="log" if log_y else None)
+    figure = new_figure(x, y_title, yaxis_type="log" if log_y else None)
     steps: list[float] = []
     for run_number, (run, rows) in enumerate(rows_by_run.items()):
         for name_number, (name, label) in enumerate(names.items()):
@@ -78,7 +78,7 @@ def line_chart(
                 line_dash="dash",
                 line_width=1.5,
             )
-    return _chart(title, figure, note, wide)
+    return chart_of(title, figure, note, wide)
 
 
 def scatter_chart(
@@ -95,7 +95,7 @@ def scatter_chart(
     wide: bool = False,
 ) -> Chart | None:
     """One metric against another, a point a row; `joined` draws the path from row to row."""
-    figure = _figure(x_title or x, y_title or y)
+    figure = new_figure(x_title or x, y_title or y)
     for number, (run, rows) in enumerate(rows_by_run.items()):
         seen = _rows_with(rows, x, y)
         if not seen:
@@ -116,7 +116,7 @@ def scatter_chart(
             figure.update_traces(
                 marker_color=labels, marker_colorscale="Viridis", marker_colorbar=_bar(label)
             )
-    return _chart(title, figure, note, wide)
+    return chart_of(title, figure, note, wide)
 
 
 def stacked_chart(
@@ -131,7 +131,7 @@ def stacked_chart(
 ) -> Chart | None:
     """Parts that add up, one bar a row; `metrics` are names with the words for the legend."""
     look = {"barmode": "stack", "bargap": 0.1, "showlegend": True, "legend_traceorder": "normal"}
-    figure = _figure(x, y_title, **look)
+    figure = new_figure(x, y_title, **look)
     for number, (name, label) in enumerate(metrics.items()):
         if any(_is_number(row.get(name)) for row in rows):
             figure.add_bar(
@@ -140,7 +140,7 @@ def stacked_chart(
                 name=label,
                 marker_color=_colour(number),
             )
-    return _chart(title, figure, note, wide)
+    return chart_of(title, figure, note, wide)
 
 
 def bar_chart(
@@ -153,7 +153,7 @@ def bar_chart(
 ) -> Chart | None:
     """Lying bars, one a label and run, the first label on top."""
     several = len(values_by_run) > 1
-    figure = _figure(x_title, barmode="group", showlegend=several, yaxis_autorange="reversed")
+    figure = new_figure(x_title, barmode="group", showlegend=several, yaxis_autorange="reversed")
     for number, (run, values) in enumerate(values_by_run.items()):
         if values:
             figure.add_bar(
@@ -167,7 +167,7 @@ def bar_chart(
                 textangle=0,
                 hovertemplate="%{y}: %{x:.4g}<extra></extra>",
             )
-    return _chart(title, figure, note, wide)
+    return chart_of(title, figure, note, wide)
 
 
 def parallel_chart(
@@ -186,7 +186,7 @@ def parallel_chart(
     if not seen:
         return None
     dimensions = [_dimension(seen, key, label) for key, label in columns.items()]
-    figure = _figure(margin={"l": 60, "r": 40, "t": 60, "b": 30})
+    figure = new_figure(margin={"l": 60, "r": 40, "t": 60, "b": 30})
     figure.add_parcoords(
         dimensions=[dimension for dimension in dimensions if dimension],
         line_color=[row[colour] for row in seen],
@@ -194,7 +194,7 @@ def parallel_chart(
         line_showscale=True,
         line_colorbar=_bar(columns.get(colour, colour)),
     )
-    return _chart(title, figure, note, wide=True)
+    return chart_of(title, figure, note, wide=True)
 
 
 def _dimension(rows: Sequence[Row], key: str, label: str) -> dict[str, Any] | None:
@@ -223,7 +223,7 @@ def spans_decades(values: Sequence[Any]) -> bool:
     return max(values) >= 100 * min(values)
 
 
-def _figure(x_title: str = "", y_title: str = "", **layout: Any) -> Figure:
+def new_figure(x_title: str = "", y_title: str = "", **layout: Any) -> Figure:
     """A figure without traces. Plotly is loaded here: half a second that only a report takes."""
     from plotly.graph_objects import Figure
 
@@ -231,7 +231,8 @@ def _figure(x_title: str = "", y_title: str = "", **layout: Any) -> Figure:
     return figure.update_layout(xaxis_title_text=x_title, yaxis_title_text=y_title, **layout)
 
 
-def _chart(title: str, figure: Figure, note: str, wide: bool) -> Chart | None:
+def chart_of(title: str, figure: Figure, note: str = "", wide: bool = False) -> Chart | None:
+    """The figure as a block of a page; None without traces."""
     if not figure.data:
         return None
     return Chart(title, figure.to_plotly_json(), note=note, wide=wide)

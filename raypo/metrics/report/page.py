@@ -79,10 +79,7 @@ class Details:
 
 @dataclass
 class Chart:
-    """A plotly figure as `Figure.to_plotly_json` gives it; text and grid take the page's colours.
-
-    A trace may have a key `slot`, which is the number of its colour in COLOURS.
-    """
+    """A plotly figure as `Figure.to_plotly_json` gives it; text takes the page's colours."""
 
     kind: ClassVar[str] = "chart"
     title: str

@@ -4,7 +4,6 @@
   const PAGE = 24;
   const byId = (id) => document.getElementById(id);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const slot = (which) => COLOURS[which % COLOURS.length];
 
   const unpack = async (id) => {
     const packed = byId(id).textContent.trim();
@@ -31,12 +30,6 @@
       xaxis: { ...layout.xaxis, ...axis }, yaxis: { ...layout.yaxis, ...axis },
     };
   };
-  const traceOf = ({ slot: which, ...trace }) => {
-    if (which === undefined) return trace;
-    const own = { ...trace, marker: { color: slot(which), ...trace.marker } };
-    if (trace.type !== "bar") own.line = { color: slot(which), ...trace.line };
-    return own;
-  };
   const drawn = new Map();
   const draw = (element, figure) => {
     drawn.set(element, figure);
@@ -44,7 +37,7 @@
     if (figure.data.some((trace) => trace.hovertemplate || trace.orientation === "h")) layout.hovermode = "closest";
     const parallel = figure.data.some((trace) => trace.type === "parcoords");
     if (parallel) { delete layout.xaxis; delete layout.yaxis; }
-    return Plotly.react(element, figure.data.map(traceOf), layout, {
+    return Plotly.react(element, figure.data, layout, {
       responsive: true, displaylogo: false,
       displayModeBar: narrow() ? false : "hover",
       modeBarButtons: parallel ? [["toImage"]] : [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
