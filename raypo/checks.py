@@ -17,11 +17,11 @@ from raypo.config import (
     parse_run_config,
 )
 from raypo.data.prompts import peek, repetition_note
-from raypo.metrics.run_files import RunFiles
-from raypo.metrics.sinks import check_installed
 from raypo.plan.model_shape import ModelShape
 from raypo.rewards.loader import check_function
 from raypo.serving.vllm_arguments import check_extra
+from raypo.storage.run_files import RunFiles
+from raypo.tracking.sinks import check_installed
 
 
 def check_inputs(

@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from raypo.config import PPOConfig, RecipeConfig, RewardModelConfig, SFTConfig
-from raypo.config.sweep import SweepConfig
+from raypo.config.sweep_config import SweepConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration

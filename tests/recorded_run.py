@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 
 RECORDED = Path(__file__).with_name("recorded_runs.json")
 _KEPT = (
@@ -148,7 +148,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def page_data(html: str) -> dict[str, Any]:
     """What the page's script draws: data by block."""
-    from raypo.metrics.report.page import unpack
+    from raypo.report.page import unpack
 
     packed = html.partition('id="packed-data">')[2].partition("</script>")[0]
     return json.loads(unpack(packed))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypo.calls import Here
-from raypo.serving.sampling import Completion, SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from raypo.weights.store import Kept
 from raypo.weights.transport import NamedTensors, PushedEngines, Receivers

@@ -32,7 +32,7 @@ from raypo import (
 )
 from raypo.checks import is_finished
 from raypo.cluster.connect import connect
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 
 HERE = Path(__file__).parent
 MIN_SFT_SCORE = 0.25

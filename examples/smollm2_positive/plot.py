@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 
 OUT = Path(__file__).parent / "curve.png"
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from raypo.cli.status import exit_status, tell
+from raypo.cli.exit_status import exit_status, tell
 
 
 @exit_status()
@@ -46,8 +46,8 @@ def evaluate(
     check_evaluation(policy, settings)
     for variable, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("VLLM_LOGGING_LEVEL", "ERROR")):
         os.environ.setdefault(variable, value)
-    from raypo.metrics.logs import log_to_file
-    from raypo.recipes.evaluate import evaluate_model, joined
+    from raypo.run.evaluate_model import evaluate_model, joined
+    from raypo.tracking.logs import log_to_file
 
     log_to_file(Path(tempfile.gettempdir()) / f"raypo-eval-{os.getpid()}.log")
     results = evaluate_model(policy, settings, tell)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from raypo.cli.status import exit_status
+from raypo.cli.exit_status import exit_status
 
 PROMETHEUS_MISSING = (
     "Prometheus is not installed, so there are no curves over time. Install it (Debian, Ubuntu: "
@@ -42,7 +42,7 @@ def monitor(
 ) -> None:
     """Start Prometheus and Grafana for the runs of this machine's Ray, until Ctrl-C."""
     from raypo.config import ConfigError
-    from raypo.metrics.grafana import UID, grafana_dashboard, prometheus_url
+    from raypo.tracking.grafana import UID, grafana_dashboard, prometheus_url
 
     text = json.dumps(grafana_dashboard(), indent=2) + "\n"
     if dashboard is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raypo.cli.status import WRONG_INPUT, exit_status, tell
+from raypo.cli.exit_status import WRONG_INPUT, exit_status, tell
 
 if TYPE_CHECKING:
     from raypo.config import PPOConfig
@@ -68,9 +68,9 @@ def plan(
 def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) -> None:
     """Trials, what each takes, how many run at a time, what all will cost."""
     from raypo.checks import check_inputs
-    from raypo.config.sweep import SweepConfig
+    from raypo.config.sweep_config import SweepConfig
     from raypo.plan import parse_cluster
-    from raypo.tuning.plan import describe, plan_sweep
+    from raypo.tuning.capacity import describe, plan_sweep
 
     sweep = SweepConfig.load(file, overrides)
     base = sweep.base_config()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raypo.cli.status import exit_status
+from raypo.cli.exit_status import exit_status
 
 
 @exit_status()
@@ -19,9 +19,9 @@ def report(
     samples: Annotated[bool, typer.Option(help="Put samples of the rollouts in.")] = True,
 ) -> None:
     """Write one HTML page: result, curves, time, samples, config; several runs are compared."""
-    from raypo.metrics.report import load_run, run_page
-    from raypo.metrics.run_files import RunFiles
-    from raypo.tuning.report import is_sweep, load_sweep, sweep_page
+    from raypo.report import load_run, run_page
+    from raypo.storage.run_files import RunFiles
+    from raypo.tuning.sweep_page import is_sweep, load_sweep, sweep_page
 
     files = RunFiles.at(runs[0])
     if len(runs) == 1 and is_sweep(files):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raypo.cli.status import exit_status
+from raypo.cli.exit_status import exit_status
 
 
 @exit_status()
@@ -21,8 +21,8 @@ def status(
     import time
     from concurrent.futures import ThreadPoolExecutor
 
-    from raypo.metrics.run_files import RunFiles
-    from raypo.metrics.run_status import RunStatus, no_run, paragraph, run_status, table
+    from raypo.storage.run_files import RunFiles
+    from raypo.storage.run_state import RunStatus, no_run, paragraph, run_status, table
     from raypo.tuning.sweep_status import as_trial, sweep_status
 
     now = time.time()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from raypo.cli.status import exit_status
+from raypo.cli.exit_status import exit_status
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raypo.cli.status import exit_status
+from raypo.cli.exit_status import exit_status
 
 
 @exit_status()
@@ -20,8 +20,8 @@ def show(
 ) -> None:
     """Print samples of a step: prompt, response, score, advantage, KL."""
     from raypo.config import ConfigError
-    from raypo.metrics.run_files import RunFiles
-    from raypo.metrics.show import ORDERS, print_samples
+    from raypo.report.terminal import ORDERS, print_samples
+    from raypo.storage.run_files import RunFiles
 
     wishes = {"best": best, "worst": worst, "longest": longest}
     orders = [name for name in ORDERS if wishes.get(name)]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raypo.cli.status import FAILED, INTERRUPTED, exit_status
+from raypo.cli.exit_status import FAILED, INTERRUPTED, exit_status
 
 if TYPE_CHECKING:
     from raypo.config import PPOConfig
-    from raypo.config.sweep import SweepConfig
+    from raypo.config.sweep_config import SweepConfig
 
 
 @exit_status()
@@ -30,9 +30,9 @@ def sweep(
     """Search the keys of a run config: start, resume, add trials, or say that it is finished."""
     from raypo.checks import check_inputs
     from raypo.config.paths import storage_path
-    from raypo.config.sweep import SweepConfig
-    from raypo.metrics.run_files import RunFiles
-    from raypo.tuning.folder import check_sweep_folder, is_done
+    from raypo.config.sweep_config import SweepConfig
+    from raypo.storage.run_files import RunFiles
+    from raypo.tuning.sweep_folder import check_sweep_folder, is_done
 
     config = SweepConfig.load(file, overrides)
     base = config.base_config()
@@ -53,7 +53,7 @@ def sweep(
                 f"starts over."
             )
             return
-        from raypo.tuning.sweep import run_sweep  # Ray and torch from here on
+        from raypo.tuning.tune import run_sweep  # Ray and torch from here on
 
         outcome = run_sweep(config, base, files)
     if outcome.status == "interrupted":
@@ -63,8 +63,8 @@ def sweep(
 
 
 def _print_plan(config: SweepConfig, base: PPOConfig) -> None:
+    from raypo.tuning.capacity import describe, plan_sweep
     from raypo.tuning.cluster import find_nodes
-    from raypo.tuning.plan import describe, plan_sweep
 
     nodes, use_gpu = find_nodes(base)
     plan = plan_sweep(config, base, nodes, use_gpu=use_gpu)

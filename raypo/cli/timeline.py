@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raypo.cli.status import exit_status
+from raypo.cli.exit_status import exit_status
 
 
 @exit_status()
@@ -19,8 +19,8 @@ def timeline(
 ) -> None:
     """Write a trace of phases and calls by worker and replica, for ui.perfetto.dev."""
     from raypo.config import ConfigError
-    from raypo.metrics.run_files import RunFiles
-    from raypo.metrics.timeline import trace_json
+    from raypo.storage.run_files import RunFiles
+    from raypo.tracking.trace import trace_json
 
     files = RunFiles.at(run)
     if not files.timeline():

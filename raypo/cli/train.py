@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raypo.cli.status import INTERRUPTED, exit_status
+from raypo.cli.exit_status import INTERRUPTED, exit_status
 
 
 @exit_status()
@@ -22,7 +22,7 @@ def train(
     from raypo.checks import check_inputs, check_run_folder, is_finished
     from raypo.config import load_run_config
     from raypo.config.paths import storage_path
-    from raypo.metrics.run_files import RunFiles
+    from raypo.storage.run_files import RunFiles
 
     run = load_run_config(config, overrides)
     check_inputs(run)

@@ -17,7 +17,7 @@ from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAc
 
 from raypo.cluster.devices import check_choice, users_choice
 from raypo.config import ClusterSection, ConfigError
-from raypo.metrics.console import Console
+from raypo.tracking.console import Console
 
 PROBE_TIMEOUT_S = 5.0
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"

@@ -1,8 +1,8 @@
 """Every config class: frozen pydantic, torch-free."""
 
 from raypo.config.base import Config, ConfigError, RunFile, flatten
-from raypo.config.placement import DeploymentSection, FrozenSection, PlacementSection
-from raypo.config.ppo import (
+from raypo.config.placement_section import DeploymentSection, FrozenSection, PlacementSection
+from raypo.config.ppo_section import (
     CorrectionSection,
     FilterSection,
     KLSection,
@@ -10,9 +10,9 @@ from raypo.config.ppo import (
     ShapingSection,
 )
 from raypo.config.presets import PRESETS
-from raypo.config.recipes import RECIPES, load_run_config, parse_run_config
-from raypo.config.rollout import EngineSection, RolloutSection, SamplingSection
-from raypo.config.run import NUMBERS_DO_NOT_DEPEND_ON, PPOConfig, RecipeConfig
+from raypo.config.recipe_config import RECIPES, load_run_config, parse_run_config
+from raypo.config.rollout_section import EngineSection, RolloutSection, SamplingSection
+from raypo.config.run_config import NUMBERS_DO_NOT_DEPEND_ON, PPOConfig, RecipeConfig
 from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
@@ -32,7 +32,7 @@ from raypo.config.sections import (
     WandbSection,
     WorkersSection,
 )
-from raypo.config.supervised import (
+from raypo.config.supervised_config import (
     ExamplesLearnerSection,
     PairsSection,
     ResponsesSection,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TextIO
 from raypo.config import ConfigError, DataSetEntry, PromptSource
 from raypo.config.paths import is_uri
 from raypo.config.sections import DATA_FILES
-from raypo.metrics.folder import open_storage
+from raypo.storage.folder import open_storage
 
 _DATA_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _LOOKS_LIKE_A_FILE = re.compile(r".*\.[A-Za-z]{1,5}")

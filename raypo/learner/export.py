@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import LoraSection
-from raypo.learner.engine import TrainedModel
+from raypo.learner.trained_model import TrainedModel
 from raypo.models import lora
 from raypo.models.critic import save_value_head
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.data.batching import batches_by_tokens
-from raypo.learner.engine import TrainedModel
 from raypo.learner.export import kept, save_adapter, save_critic, save_folder
 from raypo.learner.objective import (
     PolicyOutput,
@@ -31,6 +30,7 @@ from raypo.learner.state import (
     save_worker_state,
 )
 from raypo.learner.statistics import UpdateStatistics
+from raypo.learner.trained_model import TrainedModel
 from raypo.models import lora
 from raypo.models.critic import Critic, CriticStart
 from raypo.models.loading import load_causal_lm

@@ -12,11 +12,11 @@ from torch import Tensor
 from raypo.collectives import Workers, as_tensor
 from raypo.config import ExamplesLearnerSection, LoraSection
 from raypo.data.batching import batches_by_tokens
-from raypo.learner.engine import TrainedModel
 from raypo.learner.export import save_adapter, save_folder
-from raypo.learner.schedule import learning_rate
+from raypo.learner.learning_rate import learning_rate
 from raypo.learner.state import SkippedUpdates, load_worker_state, save_worker_state
 from raypo.learner.tasks import Item, Sums, Task
+from raypo.learner.trained_model import TrainedModel
 from raypo.metrics.reduce import WeightedMeans
 from raypo.types import Experience
 

@@ -33,3 +33,12 @@ class Clock:
     def total(self) -> float:
         """Seconds from the start to the last lap: what the laps add up to."""
         return self._last - self._start
+
+
+def duration(seconds: float) -> str:
+    """Like `2 min 47 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypo.config import ConfigError, PPOConfig
-from raypo.config.placement import RoleKind
+from raypo.config.placement_section import RoleKind
 from raypo.plan import estimate
 from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
 from raypo.plan.estimate import LEARNER, Device, Models, Role

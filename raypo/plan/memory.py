@@ -244,7 +244,7 @@ def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
 def sharding_of(stage: int, workers: int, deepspeed: dict[str, Any], *, dtype: str) -> Sharding:
     """What `learner.zero_stage` and `learner.deepspeed` say together; the latter wins.
 
-    As `raypo.learner.engine.deepspeed_config` has it, stage 0 is stage 1 in bfloat16.
+    As `raypo.learner.trained_model.deepspeed_config` has it, stage 0 is stage 1 in bfloat16.
     """
     zero = deepspeed.get("zero_optimization", {})
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from raypo.plan.estimate import Role
+from raypo.plan.fit import DeviceLoad, Plan
 from raypo.plan.hardware import GB
-from raypo.plan.plan import DeviceLoad, Plan
 
 
 def tables(plan: Plan) -> Iterator[Table]:

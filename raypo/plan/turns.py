@@ -1,4 +1,4 @@
-"""Who holds how much of a shared GPU in each phase of a step: `raypo.recipes.phases` in bytes."""
+"""Who holds how much of a shared GPU in each phase of a step: `raypo.run.phases` in bytes."""
 
 from __future__ import annotations
 

@@ -10,20 +10,20 @@ from raypo.collectives import Workers
 from raypo.config import PPOSection
 from raypo.learner.learner import Learner
 from raypo.metrics.clock import Clock
-from raypo.recipes.phases import Phase
-from raypo.recipes.ppo_run import PPORun
-from raypo.recipes.run import open_run
-from raypo.recipes.services import Services
-from raypo.rollout.advantages import (
+from raypo.rollout.collect import judge, sample
+from raypo.rollout.dealing import deal, to_experience
+from raypo.rollout.experience import (
     AdvantageState,
     distance_to_engine,
     distance_to_reference,
     with_advantages,
     with_corrections,
 )
-from raypo.rollout.collect import judge, sample
-from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.refill import Collected, fill_step
+from raypo.run.phases import Phase
+from raypo.run.ppo_run import PPORun
+from raypo.run.run import open_run
+from raypo.run.services import Services
 from raypo.types import Experience, ScoredRollout
 
 

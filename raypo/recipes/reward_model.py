@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from raypo.cluster.monitor import Teller
+from raypo.cluster.messenger import Teller
 from raypo.collectives import Workers
 from raypo.config import RewardModelConfig
 from raypo.data.examples import load_pairs
 from raypo.data.stream import ShuffledStream
 from raypo.learner.tasks import PairTask
 from raypo.metrics.clock import Clock
-from raypo.metrics.run_files import RunFiles
 from raypo.models.loading import load_reward_model, load_tokenizer, stop_token_ids
 from raypo.models.lora import add_adapter
-from raypo.recipes.examples_run import ExamplesRun, tell_skipped
-from raypo.recipes.run import open_run
-from raypo.recipes.setup import Runtime
+from raypo.run.examples_run import ExamplesRun, tell_skipped
+from raypo.run.run import open_run
+from raypo.run.setup import Runtime
+from raypo.storage.run_files import RunFiles
 from raypo.types import Pair
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from raypo.cluster.monitor import Teller
+from raypo.cluster.messenger import Teller
 from raypo.collectives import Workers
 from raypo.config import SFTConfig
 from raypo.data.examples import load_examples
@@ -14,21 +14,21 @@ from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import ResponseTask
 from raypo.metrics.clock import Clock
-from raypo.metrics.run_files import RunFiles
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from raypo.models.lora import add_adapter
-from raypo.recipes.examples_run import ExamplesRun, tell_skipped
-from raypo.recipes.handles import EngineHandle
-from raypo.recipes.run import open_run
-from raypo.recipes.services import start_engines
-from raypo.recipes.setup import Runtime
-from raypo.recipes.transport import open_transport
 from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.collect import Sampling
 from raypo.rollout.evaluation import evaluate_policy
-from raypo.rollout.sync_weights import Probe, push_weights
+from raypo.run.examples_run import ExamplesRun, tell_skipped
+from raypo.run.handles import EngineHandle
+from raypo.run.run import open_run
+from raypo.run.services import start_engines
+from raypo.run.setup import Runtime
+from raypo.storage.run_files import RunFiles
 from raypo.types import Example, Prompt
+from raypo.weight_sync.push import Probe, push_weights
+from raypo.weight_sync.roads import open_transport
 from raypo.weights.transport import Transport
 
 NUM_PROBES = 2

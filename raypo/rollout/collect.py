@@ -17,7 +17,7 @@ from raypo.data.stream import Draw
 from raypo.rewards.scoring import first_reason, too_many_failures
 from raypo.rollout.first_answers import Recall
 from raypo.rollout.judges import Judges
-from raypo.serving.sampling import Completion, SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout, ScoredRollout
 
 

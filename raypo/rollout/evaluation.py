@@ -12,7 +12,7 @@ from raypo.collectives import Workers
 from raypo.config import EvalSection
 from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans
-from raypo.ppo.sampling import pass_at_k
+from raypo.ppo.groups import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
 from raypo.rollout.collect import Decoder, PushAgain, Sampler, Sampling, sample
 from raypo.rollout.judges import Judges

@@ -20,7 +20,7 @@ from ray.actor import ActorHandle
 from raypo.cluster.actors import is_alive
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
-from raypo.serving.sampling import Completion, SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 
 LOOK_EVERY_S = 0.5
 """How often one that waits looks whether the answers are there, or their maker has died."""

@@ -10,7 +10,7 @@ import torch
 from raypo.collectives import Workers, as_tensor
 from raypo.config import FilterSection, RewardSection
 from raypo.metrics.reduce import WeightedMeans
-from raypo.ppo.sampling import filter_groups
+from raypo.ppo.groups import filter_groups
 from raypo.rollout.collect import is_trainable, refuse_too_many_failures
 from raypo.types import ScoredRollout
 

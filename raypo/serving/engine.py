@@ -15,7 +15,7 @@ from raypo.config import EngineSection, LoraSection
 from raypo.models.loading import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.checkpoint import Checkpoint
-from raypo.serving.sampling import Completion, SamplingRequest, validate_request
+from raypo.serving.requests import Completion, SamplingRequest, validate_request
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_requests import completion_of, sampling_params
 from raypo.serving.vllm_settings import engine_arguments, start_llm

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from raypo.serving.sampling import Completion, SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 
 
 def sampling_params(request: SamplingRequest) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raypo.config import PPOConfig, RecipeConfig, RewardModelConfig, SFTConfig
-from raypo.trainer.base import RecipeTrainer
+from raypo.trainer.trainer import RecipeTrainer
 
 __all__ = ["PPOTrainer", "RecipeTrainer", "RewardModelTrainer", "SFTTrainer", "trainer_for"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from raypo.metrics.console import Console
 from raypo.metrics.process_memory import peak_memory
+from raypo.tracking.console import Console
 
 
 def show_events(console: Console, monitor: ActorHandle) -> None:

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from raypo.metrics.report.change import Change, held_out_change, paired_change
-from raypo.metrics.report.page import number
-from raypo.metrics.run_files import RunFiles
+from raypo.report.change import Change, held_out_change, paired_change
+from raypo.report.page import number
+from raypo.storage.run_files import RunFiles
 from raypo.tuning.record import TrialRecord
 from raypo.tuning.view import point_text
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from raypo.config.sweep import Constraint, SweepConfig
+from raypo.config.sweep_config import Constraint, SweepConfig
 
 Metrics = Mapping[str, float]
 

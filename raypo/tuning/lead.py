@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from raypo.metrics.report.change import lead_words
-from raypo.metrics.report.page import number
+from raypo.report.change import lead_words
+from raypo.report.page import number
 from raypo.tuning.gaming import REWARD_MODEL, SCORE, Scores
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord

@@ -8,16 +8,16 @@ from typing import Any
 
 import yaml
 
-from raypo.config.sweep import SweepConfig, with_values
-from raypo.metrics.report.change import held_out_scores
-from raypo.metrics.report.verdict import duration
-from raypo.metrics.run_files import RunFiles
-from raypo.metrics.summary import installed_versions
-from raypo.metrics.tensorboard import write_hparams
-from raypo.tuning.folder import TRIALS_FOLDER
+from raypo.config.sweep_config import SweepConfig, with_values
+from raypo.metrics.clock import duration
+from raypo.report.change import held_out_scores
+from raypo.storage.run_files import RunFiles
+from raypo.storage.summary import installed_versions
+from raypo.tracking.tensorboard import write_hparams
 from raypo.tuning.goal import Goal
 from raypo.tuning.lead import who_is_best
 from raypo.tuning.record import TRIALS, TrialRecord, best_of, ranked, write_trials
+from raypo.tuning.sweep_folder import TRIALS_FOLDER
 from raypo.tuning.view import point_text
 
 BEST = "best.yaml"

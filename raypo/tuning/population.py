@@ -25,7 +25,7 @@ from ray import tune
 from ray.train import Checkpoint, CheckpointConfig, RunConfig, UserCallback
 from ray.util.queue import Empty, Queue
 
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal, as_report, known_metrics
 
 POINTER, SEGMENT, TAKEN = "pointer.json", "segment.json", "taken.json"

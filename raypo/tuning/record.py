@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import SCORED_STEP, Goal, scored_step
 
 TRIALS = "trials.parquet"

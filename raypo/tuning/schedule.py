@@ -17,8 +17,8 @@ from ray.tune.schedulers import (
 
 from raypo.config import PPOConfig
 from raypo.config.space import Domain
-from raypo.config.sweep import SweepConfig
-from raypo.metrics.run_files import RunFiles
+from raypo.config.sweep_config import SweepConfig
+from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP, VALUE, Goal, as_report, known_metrics
 from raypo.tuning.population import take_along
 from raypo.tuning.search import POINT, as_tune

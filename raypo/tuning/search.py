@@ -19,9 +19,9 @@ from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
 
 from raypo.config.space import Domain
-from raypo.config.sweep import SweepConfig
+from raypo.config.sweep_config import SweepConfig
+from raypo.tuning.capacity import grid_points
 from raypo.tuning.goal import INFEASIBLE, Goal
-from raypo.tuning.plan import grid_points
 from raypo.tuning.record import TrialRecord
 
 Point = dict[str, Any]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raypo.config.sweep import SweepConfig
-from raypo.metrics.run_files import RunFiles
-from raypo.metrics.run_status import PATIENCE_S, RunStatus, shown_location, status_of
-from raypo.tuning.folder import BASE, TRIALS_FOLDER
+from raypo.config.sweep_config import SweepConfig
+from raypo.storage.run_files import RunFiles
+from raypo.storage.run_state import PATIENCE_S, RunStatus, shown_location, status_of
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TRIALS, best_of, read_trials
+from raypo.tuning.sweep_folder import BASE, TRIALS_FOLDER
 
 
 def sweep_status(files: RunFiles, now: float) -> RunStatus | None:

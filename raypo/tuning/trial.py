@@ -23,14 +23,14 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from ray.util.queue import Empty
 
 from raypo.checks import is_finished
-from raypo.cluster.reserve import Dedicated
 from raypo.config import PPOConfig
-from raypo.config.sweep import with_values
-from raypo.metrics.run_files import RunFiles
-from raypo.recipes.setup import Runtime, Shared
+from raypo.config.sweep_config import with_values
+from raypo.deployment.reserve import Dedicated
+from raypo.run.setup import Runtime, Shared
+from raypo.storage.run_files import RunFiles
 from raypo.trainer import PPOTrainer
+from raypo.tuning.capacity import trial_name
 from raypo.tuning.goal import Goal, as_report, known_metrics
-from raypo.tuning.plan import trial_name
 from raypo.tuning.population import Segment, next_segment, run_with_pointers
 from raypo.tuning.search import POINT, Point
 

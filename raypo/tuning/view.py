@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from raypo.metrics.report.verdict import duration
+from raypo.metrics.clock import duration
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord
 

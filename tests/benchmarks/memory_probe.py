@@ -79,7 +79,7 @@ def experience(rows: int, prompt: int, response: int, vocabulary: int) -> Experi
 
 
 def learner(config: PPOConfig) -> dict[str, int]:
-    import raypo.learner.engine as engine
+    import raypo.learner.trained_model as engine
     import raypo.recipes.ppo  # noqa: F401
     from raypo.learner.learner import Learner
 
@@ -182,7 +182,7 @@ def reward_0(config: PPOConfig) -> dict[str, int]:
 
 def engine(config: PPOConfig) -> dict[str, int]:
     from raypo.serving.engine import Engine
-    from raypo.serving.sampling import SamplingRequest
+    from raypo.serving.requests import SamplingRequest
     from raypo.serving.vllm_settings import prepare_environment
     from raypo.weights.manifest import Manifest
     from raypo.weights.transport import PushStart

@@ -19,7 +19,7 @@ import pytest
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.config import PPOSection
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 from tests.integration.task import NOT_NUMBERS
 from tests.unit.learner.plain import one_step, plain_models
 

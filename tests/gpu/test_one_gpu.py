@@ -26,7 +26,7 @@ def test_after_a_large_change_the_engine_samples_under_the_pushed_weights(
     from raypo.models.loading import DTYPES
     from raypo.models.token_log_probs import response_log_probs
     from raypo.serving.engine import Engine
-    from raypo.serving.sampling import SamplingRequest
+    from raypo.serving.requests import SamplingRequest
     from raypo.weights.buckets import pack
     from raypo.weights.transport import LocalTransport
 

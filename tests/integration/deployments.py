@@ -10,7 +10,7 @@ import numpy as np
 import ray
 import torch
 
-from raypo.serving.sampling import Completion, SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.broadcast import Group, Membership
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError

@@ -39,12 +39,12 @@ def cluster(nodes: list[dict[str, Any]]) -> Cluster:
 
 
 def placement() -> dict[str, Any]:
-    from raypo.cluster.deployment import Deployment, start_deployment
     from raypo.cluster.placement import PlacementError
-    from raypo.cluster.reserve import nodes_of, reserve
     from raypo.config import PPOConfig
+    from raypo.deployment.deployment import Deployment, start_deployment
+    from raypo.deployment.reserve import nodes_of, reserve
     from raypo.plan.dedicated import dedicated_bundles
-    from raypo.recipes.dedicated import places_in
+    from raypo.run.dedicated_services import places_in
     from tests.integration.deployments import Doubler
 
     made = cluster([{"num_cpus": 0}, *[{"num_cpus": 4, "num_gpus": 4}] * 3])
@@ -110,12 +110,12 @@ def beside_workers(count: int, strategy: str) -> dict[str, Any] | str:
 
 def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
     """The train loop: starts a plain class where the models of a run would be."""
-    from raypo.cluster.deployment import Deployment, start_deployment
     from raypo.cluster.placement import PlacementError
     from raypo.collectives import Workers
     from raypo.config import PPOConfig
-    from raypo.recipes.roles import roles_of
-    from raypo.recipes.services import places_beside
+    from raypo.deployment.deployment import Deployment, start_deployment
+    from raypo.run.roles import roles_of
+    from raypo.run.services import places_beside
     from tests.integration.deployments import Doubler
 
     workers = Workers.current()

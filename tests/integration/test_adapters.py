@@ -15,7 +15,7 @@ from raypo.config import EngineSection, LoraSection
 from raypo.models.lora import adapter_config, adapter_off, adapter_weights, add_adapter
 from raypo.serving.adapters import SHARED_MEMORY
 from raypo.serving.engine import Engine
-from raypo.serving.sampling import SamplingRequest
+from raypo.serving.requests import SamplingRequest
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.buckets import pack
 from raypo.weights.manifest import WeightError

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from raypo.config import EngineSection
 from raypo.models.token_log_probs import response_log_probs
 from raypo.serving.engine import Engine
-from raypo.serving.sampling import Completion, SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.buckets import Bucket, pack
 from raypo.weights.manifest import WeightError
 from raypo.weights.transport import LocalTransport, PushStart, WeightPush

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, PretrainedConfig, Q
 
 from raypo.config import EngineSection
 from raypo.serving.engine import Engine
-from raypo.serving.sampling import SamplingRequest
+from raypo.serving.requests import SamplingRequest
 from raypo.weights.buckets import pack
 from raypo.weights.transport import LocalTransport
 

@@ -17,8 +17,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
-from raypo.cluster.spec import Life
-from raypo.metrics.run_files import RunFiles
+from raypo.deployment.spec import Life
+from raypo.storage.run_files import RunFiles
 from tests.integration.task import (
     digit_share,
     kill_train_workers,

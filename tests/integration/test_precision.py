@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
-from raypo.learner.engine import TrainedModel
 from raypo.learner.learner import Learner
+from raypo.learner.trained_model import TrainedModel
 from raypo.models.critic import Critic, CriticStart, save_value_head
 from raypo.models.heads import Float32Linear
 from tests.integration.learning import LR, STAGES, experience, learner, with_targets

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypo.config import LoggingSection
-from raypo.metrics.sinks import Sinks
+from raypo.tracking.sinks import Sinks
 
 FORGOTTEN_AFTER_S = 40.0
 """By then Ray no longer tells a gauge that was set once."""

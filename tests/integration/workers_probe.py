@@ -21,8 +21,8 @@ from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.learner.learner import Learner
 from raypo.metrics.clock import Clock
 from raypo.recipes.ppo import ppo_step
-from raypo.rollout.advantages import AdvantageState
 from raypo.rollout.dealing import deal, to_experience
+from raypo.rollout.experience import AdvantageState
 from raypo.types import Rollout, ScoredRollout
 
 GROUPS, SAMPLES, LONGEST = 12, 2, 24

@@ -18,8 +18,8 @@ import pytest
 from raypo.cluster.actors import start_named
 from raypo.cluster.connect import dashboard_token, dashboard_url
 from raypo.config import LoggingSection
-from raypo.metrics.grafana import PANELS, PHASES, expression, grafana_dashboard
-from raypo.metrics.sinks import Sinks
+from raypo.tracking.grafana import PANELS, PHASES, expression, grafana_dashboard
+from raypo.tracking.sinks import Sinks
 from tests.integration.browser import CHROMIUM, DRIVER, chromium
 
 pytestmark = pytest.mark.usefixtures("local_ray")

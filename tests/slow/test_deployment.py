@@ -15,7 +15,7 @@ import ray
 from ray.util.state import list_actors
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
-from raypo.cluster.deployment import Deployment, DeploymentHandle, Place, start_deployment
+from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
 from tests.integration.deployments import Client, Doubler, Stillborn, done, pids
 from tests.integration.task import own_ray
 

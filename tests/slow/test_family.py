@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypo import PPOConfig, PPOTrainer, Rollout
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 from tests.integration.task import digit_share, read_metrics, write_task
 
 pytestmark = pytest.mark.usefixtures("local_ray")

@@ -14,13 +14,13 @@ import ray
 import torch
 
 from raypo.cluster.actors import DeploymentError, ReplicaLost
-from raypo.cluster.deployment import Deployment, DeploymentHandle, Place, start_deployment
 from raypo.collectives import Workers
 from raypo.data.stream import Draw
-from raypo.recipes.handles import EngineHandle
+from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
 from raypo.rollout.collect import PushAgain, Sampling, sample
-from raypo.rollout.sync_weights import transfer
+from raypo.run.handles import EngineHandle
 from raypo.types import Experience, Prompt
+from raypo.weight_sync.push import transfer
 from raypo.weights.broadcast import BroadcastTransport
 from raypo.weights.transport import ObjectTransport, Transport
 from tests.integration.deployments import Receiver

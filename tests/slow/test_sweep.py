@@ -14,8 +14,8 @@ import pytest
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.config.paths import storage_path
-from raypo.config.sweep import SweepConfig
-from raypo.metrics.run_files import RunFiles
+from raypo.config.sweep_config import SweepConfig
+from raypo.storage.run_files import RunFiles
 from tests.integration.task import (
     kill_train_workers,
     numbers,
@@ -82,7 +82,7 @@ def wait_until_nothing_is_left(before: set[str]) -> None:
 @pytest.fixture(scope="module")
 def three(task: Path, local_ray: None) -> SimpleNamespace:
     """One trial after the other: to the end, stopped as worse than the first, failing."""
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.tune import run_sweep
 
     path = write_sweep(
         task,
@@ -135,7 +135,7 @@ def test_best_yaml_runs_and_reproduces_its_trial(three: SimpleNamespace):
 
 
 def test_the_page_of_a_sweep_says_who_won(three: SimpleNamespace):
-    from raypo.tuning.report import is_sweep, load_sweep, sweep_page
+    from raypo.tuning.sweep_page import is_sweep, load_sweep, sweep_page
 
     assert is_sweep(RunFiles.at(str(three.folder)))
     html = sweep_page(load_sweep(RunFiles.at(str(three.folder)))).html()
@@ -147,7 +147,7 @@ def test_the_page_of_a_sweep_says_who_won(three: SimpleNamespace):
 def test_a_trial_that_loses_its_worker_goes_on_where_the_base_allows_it(
     three: SimpleNamespace, task: Path, local_ray: None
 ):
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.tune import run_sweep
 
     path = write_sweep(
         task,
@@ -182,7 +182,7 @@ metric: rollout/score_mean
 
 def test_ctrl_c_leaves_nothing_behind(task: Path, local_ray: None):
     """While one trial steps and another one starts."""
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.tune import run_sweep
 
     path = write_sweep(
         task,
@@ -251,7 +251,7 @@ metric: rollout/score_mean
 
 def test_a_population_goes_on_from_copies_of_its_best(task: Path, local_ray: None):
     """Two trials at a time; the one with the larger coefficient is the worse one by definition."""
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.tune import run_sweep
 
     path = write_sweep(
         task,
@@ -287,7 +287,7 @@ scheduler: {kind: pbt, perturb_every: 2, quantile: 0.5}
 def test_adapters_of_trials_at_a_time_live_in_one_engine(task: Path, local_ray: None):
     """Each trial says to the digit what it says alone, with an engine of its own."""
 
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.tune import run_sweep
 
     path = write_sweep(
         task,

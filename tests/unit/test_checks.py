@@ -8,7 +8,7 @@ import pytest
 
 from raypo.checks import check_inputs, check_run_folder, is_finished
 from raypo.config import ConfigError, PPOConfig
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 import raypo.cli
 from raypo.config import RECIPES, PPOConfig
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 from tests.recorded_run import write_run
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "plotly")

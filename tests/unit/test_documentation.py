@@ -17,7 +17,7 @@ import raypo.cli
 from raypo import Rollout
 from raypo.config import PPOConfig, RewardModelConfig, SFTConfig, parse_run_config
 from raypo.config.base import known_keys, read_yaml
-from raypo.config.sweep import SweepConfig
+from raypo.config.sweep_config import SweepConfig
 from scripts.config_reference import PAGE, page
 from tests.documentation import (
     DEMO,

@@ -3,7 +3,7 @@
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from raypo.cluster.monitor import Monitor
+from raypo.cluster.messenger import Monitor
 from raypo.trainer.failures import advice, failures_left, is_lost_controller
 
 

@@ -17,9 +17,9 @@ from raypo.ppo.estimators import estimate_advantages
 from raypo.rollout.collect import Sampling, judge, sample
 from raypo.rollout.dealing import Deal, to_experience
 from raypo.rollout.judges import Judges
-from raypo.rollout.sync_weights import Probe, WeightError, push_weights
-from raypo.serving.sampling import Completion
+from raypo.serving.requests import Completion
 from raypo.types import Experience, Prompt, Rollout
+from raypo.weight_sync.push import Probe, WeightError, push_weights
 from tests.stand_ins import Engine, Lossy, NoTransport, Reference
 from tests.unit.config.test_run_config import with_keys
 

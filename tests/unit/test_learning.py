@@ -16,8 +16,8 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import PPOSection
 from raypo.learner.learner import Learner
-from raypo.rollout.advantages import AdvantageState, with_advantages, with_corrections
 from raypo.rollout.dealing import deal, to_experience
+from raypo.rollout.experience import AdvantageState, with_advantages, with_corrections
 from raypo.types import Rollout, ScoredRollout
 from tests.unit.learner.plain import (
     TEMPERATURE,

@@ -20,7 +20,7 @@ from ray.train import (
 )
 
 from raypo.config import ConfigError, PPOConfig, SFTConfig
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 from raypo.trainer import PPOTrainer, SFTTrainer
 from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of
 

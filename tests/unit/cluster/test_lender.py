@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from raypo.cluster import lender
-from raypo.cluster.lender import Lender, Loan
+from raypo.deployment import lender
+from raypo.deployment.lender import Lender, Loan
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raypo.cluster.replica import KEPT_ANSWERS, Replica
-from raypo.cluster.spec import Deployment, Refused, Request, Unhealthy, Unprepared
+from raypo.deployment.replica import KEPT_ANSWERS, Replica
+from raypo.deployment.spec import Deployment, Refused, Request, Unhealthy, Unprepared
 
 
 class Counter:

@@ -3,8 +3,8 @@
 import pytest
 
 from raypo.config import PRESETS, PPOConfig, PPOSection, flatten
-from raypo.config.ppo import GROUP_ADVANTAGES
-from raypo.config.run import MAX_KL_ERROR
+from raypo.config.ppo_section import GROUP_ADVANTAGES
+from raypo.config.run_config import MAX_KL_ERROR
 from raypo.ppo.corrections import CORRECTION_KINDS, MASK_RATIOS
 from raypo.ppo.estimators import ESTIMATORS
 from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS, MAX_RELATIVE_ERROR

@@ -5,9 +5,9 @@ import pytest
 
 from raypo.config import ConfigError
 from raypo.config.space import Domain, flat_space
-from raypo.config.sweep import Constraint, SweepConfig, with_values
-from raypo.metrics.run_files import RunFiles
-from raypo.tuning.folder import check_sweep_folder, recorded_config
+from raypo.config.sweep_config import Constraint, SweepConfig, with_values
+from raypo.storage.run_files import RunFiles
+from raypo.tuning.sweep_folder import check_sweep_folder, recorded_config
 
 BASE = """
 name: quick

@@ -25,8 +25,8 @@ from raypo.metrics.clock import Clock
 from raypo.models import critic as critic_module
 from raypo.models.networks import Policy
 from raypo.recipes.ppo import ppo_step
-from raypo.rollout.advantages import AdvantageState
 from raypo.rollout.dealing import Deal, deal, to_experience
+from raypo.rollout.experience import AdvantageState
 from raypo.rollout.refill import Collected, fill_step
 from raypo.types import Experience, Rollout, ScoredRollout
 

@@ -1,6 +1,6 @@
 import pytest
 
-from raypo.learner.schedule import learning_rate
+from raypo.learner.learning_rate import learning_rate
 
 
 def rates(schedule, *, num_steps=4, warmup_steps=0):

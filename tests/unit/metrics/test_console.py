@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from raypo.metrics.console import Console, step_line
-from raypo.metrics.live_view import curve_line
+from raypo.tracking.console import Console, step_line
+from raypo.tracking.live_view import curve_line
 from tests.recorded_run import metrics
 
 METRICS = {

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from raypo.metrics.logs import log_to_file
+from raypo.tracking.logs import log_to_file
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_another_path_moves_the_log(tmp_path):
 def test_it_works_in_a_process_of_its_own(tmp_path):
     code = (
         "import logging, sys, warnings\n"
-        "from raypo.metrics.logs import log_to_file\n"
+        "from raypo.tracking.logs import log_to_file\n"
         "logging.basicConfig(stream=sys.stdout)\n"
         "log_to_file(sys.argv[1])\n"
         "logging.getLogger('x').error('broken')\n"

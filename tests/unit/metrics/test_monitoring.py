@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from raypo.cli import app
-from raypo.metrics.grafana import PANELS, grafana_dashboard, prometheus_url
+from raypo.tracking.grafana import PANELS, grafana_dashboard, prometheus_url
 
 
 @pytest.fixture

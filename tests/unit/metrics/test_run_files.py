@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from raypo.config import ConfigError
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 
 
 @pytest.fixture(params=["local", "remote"])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from raypo.metrics.report.verdict import HEADLINES
-from raypo.metrics.run_files import RunFiles
-from raypo.metrics.run_status import RunStatus, paragraph, run_status, table
+from raypo.metrics.headlines import HEADLINES
+from raypo.storage.run_files import RunFiles
+from raypo.storage.run_state import RunStatus, paragraph, run_status, table
 from tests.recorded_run import write_run
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from raypo.cli import app
-from raypo.metrics.run_files import RunFiles
-from raypo.metrics.show import chosen, print_samples
+from raypo.report.terminal import chosen, print_samples
+from raypo.storage.run_files import RunFiles
 from tests.recorded_run import rollout, write_run
 
 

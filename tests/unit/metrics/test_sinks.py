@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from raypo.config import ConfigError, LoggingSection
-from raypo.metrics.sinks import Sinks, check_installed, prometheus_name
+from raypo.tracking.sinks import Sinks, check_installed, prometheus_name
 
 ONLY_FILES = {"tensorboard": False, "prometheus": False}
 
@@ -33,7 +33,7 @@ def test_tensorboard_is_one_of_them(tmp_path: Path):
 def test_what_is_not_installed_is_refused_with_the_remedy(
     key: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("raypo.metrics.sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("raypo.tracking.sinks.find_spec", lambda name: None)
     section = LoggingSection.model_validate({key: {}})
     with pytest.raises(ConfigError, match=rf"logging\.{key}.*pip install {key}"):
         check_installed(section)

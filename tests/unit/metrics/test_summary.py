@@ -1,7 +1,7 @@
 from pathlib import Path
 
-from raypo.metrics.run_files import RunFiles
-from raypo.metrics.summary import installed_versions, recount, summarize
+from raypo.storage.run_files import RunFiles
+from raypo.storage.summary import installed_versions, recount, summarize
 
 ROWS = [
     {"step": 1, "rollout/score_mean": 0.25, "kl/ref_response_mean": 0.0, "ppo/clip_fraction": 0.1},

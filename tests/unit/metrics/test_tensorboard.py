@@ -1,7 +1,7 @@
 import math
 from typing import Any
 
-from raypo.metrics.tensorboard import TensorBoard, write_hparams
+from raypo.tracking.tensorboard import TensorBoard, write_hparams
 
 
 def events(folder):

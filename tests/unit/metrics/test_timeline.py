@@ -6,8 +6,8 @@ from typer.testing import CliRunner
 
 from raypo.cli import app
 from raypo.metrics.clock import Clock
-from raypo.metrics.run_files import RunFiles
-from raypo.metrics.timeline import note_call, trace, write_spans
+from raypo.storage.run_files import RunFiles
+from raypo.tracking.trace import note_call, trace, write_spans
 
 
 @pytest.fixture

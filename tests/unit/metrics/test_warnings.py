@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from raypo.metrics.warnings import Watch, findings
+from raypo.tracking.warnings import Watch, findings
 from tests.recorded_run import metrics
 
 

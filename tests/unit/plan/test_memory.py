@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raypo.config import LearnerSection, LoraSection, PPOConfig
-from raypo.learner.engine import deepspeed_config
+from raypo.learner.trained_model import deepspeed_config
 from raypo.models import token_log_probs
 from raypo.models.loading import load_causal_lm
 from raypo.models.lora import add_adapter

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypo.ppo.sampling import filter_groups, pass_at_k
+from raypo.ppo.groups import filter_groups, pass_at_k
 from tests.unit.ppo.steps import NAN, few
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from raypo.cluster.monitor import Teller
+from raypo.cluster.messenger import Teller
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
-from raypo.metrics.run_files import RunFiles
-from raypo.recipes.ppo_run import PPORun
-from raypo.recipes.setup import Runtime
+from raypo.run.ppo_run import PPORun
+from raypo.run.setup import Runtime
+from raypo.storage.run_files import RunFiles
 from tests.tiny import tiny_policy
 
 

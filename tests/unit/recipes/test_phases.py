@@ -9,7 +9,7 @@ import pytest
 
 from raypo.calls import Here
 from raypo.collectives import Workers
-from raypo.recipes.phases import ALLOWED, PRESENT, Phase, PhaseError, Phases
+from raypo.run.phases import ALLOWED, PRESENT, Phase, PhaseError, Phases
 
 STEP = [Phase.PUSH, Phase.PROBE, Phase.GENERATE, Phase.SCORE, Phase.LEARN]
 

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.cluster.monitor import Teller
+from raypo.cluster.messenger import Teller
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
-from raypo.metrics.run_files import RunFiles
-from raypo.recipes.ppo_run import PPORun
-from raypo.recipes.services import Services
-from raypo.recipes.setup import Runtime
 from raypo.rewards.scoring import RewardError
 from raypo.rollout.collect import judge, refuse_too_many_failures
+from raypo.run.ppo_run import PPORun
+from raypo.run.services import Services
+from raypo.run.setup import Runtime
+from raypo.storage.run_files import RunFiles
 from raypo.types import Rollout, ScoredRollout
 from tests.tiny import tiny_policy
 

@@ -5,8 +5,8 @@ import pytest
 
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
-from raypo.recipes.work import Work, models_of, step_work, work_figures
 from raypo.rollout.refill import Collected
+from raypo.run.utilization import Work, models_of, step_work, work_figures
 from raypo.types import Rollout, ScoredRollout
 from tests.tiny import tiny_policy
 

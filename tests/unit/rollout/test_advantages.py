@@ -10,7 +10,7 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import KLSection, PPOSection
 from raypo.ppo.shaping import RunningMoments
-from raypo.rollout.advantages import (
+from raypo.rollout.experience import (
     AdvantageState,
     distance_to_reference,
     with_advantages,

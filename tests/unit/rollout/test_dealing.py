@@ -9,8 +9,8 @@ import pytest
 from raypo.collectives import Workers
 from raypo.data.stream import PromptStream
 from raypo.learner.learner import minibatch_order
-from raypo.recipes.figures import rollout_figures
 from raypo.rollout.dealing import Deal, balanced_shares, deal, to_experience
+from raypo.run.rollout_metrics import rollout_figures
 from raypo.types import Prompt, ScoredRollout
 from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_refill import rollout

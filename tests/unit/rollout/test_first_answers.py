@@ -10,7 +10,7 @@ import pytest
 from raypo.config import PPOConfig
 from raypo.rollout import first_answers
 from raypo.rollout.first_answers import FirstAnswers, digest, made_from
-from raypo.serving.sampling import Completion, SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 
 REQUEST = SamplingRequest(np.array([5, 6], np.int32), max_new_tokens=4, temperature=1.0, seed=3)
 ANSWER = Completion(np.array([7], np.int32), np.array([-0.5], np.float32), "stop", 0)

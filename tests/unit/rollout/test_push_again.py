@@ -11,9 +11,9 @@ import torch
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers
 from raypo.data.stream import Draw
-from raypo.recipes.services import own_engines
 from raypo.rollout.collect import PushAgain, Sampling, sample
-from raypo.serving.sampling import Completion, SamplingRequest
+from raypo.run.services import own_engines
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt
 from tests.stand_ins import Engine, Lossy
 

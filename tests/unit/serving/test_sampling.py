@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raypo.serving.sampling import SamplingRequest, validate_request
+from raypo.serving.requests import SamplingRequest, validate_request
 
 REQUEST = SamplingRequest(np.array([1, 2, 3], dtype=np.int32), max_new_tokens=5, temperature=1.0)
 

@@ -1,6 +1,6 @@
 import math
 
-from raypo.config.sweep import SweepConfig
+from raypo.config.sweep_config import SweepConfig
 from raypo.tuning.goal import (
     INFEASIBLE,
     SCORED_STEP,

@@ -5,12 +5,12 @@ import pytest
 import yaml
 
 from raypo.config import ConfigError, PPOConfig
-from raypo.config.sweep import SweepConfig
-from raypo.metrics.run_files import RunFiles
-from raypo.tuning.folder import check_sweep_folder, is_done, recorded_config
+from raypo.config.sweep_config import SweepConfig
+from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import SCORED_STEP
 from raypo.tuning.outcome import write_outcome
 from raypo.tuning.record import TrialRecord, read_trials
+from raypo.tuning.sweep_folder import check_sweep_folder, is_done, recorded_config
 
 SCORE = "eval/score_mean"
 BASE = """

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from raypo.config import ConfigError, PPOConfig
-from raypo.config.sweep import SweepConfig
-from raypo.tuning.plan import describe, estimate, grid_points, plan_sweep
+from raypo.config.sweep_config import SweepConfig
+from raypo.tuning.capacity import describe, estimate, grid_points, plan_sweep
 
 SPACE = {"ppo.kl.coef": {"loguniform": [1e-4, 1.0]}}
 

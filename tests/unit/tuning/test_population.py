@@ -9,7 +9,7 @@ from ray import tune
 from ray.train import CheckpointConfig, RunConfig
 
 from raypo.config.space import Domain
-from raypo.metrics.run_files import RunFiles
+from raypo.storage.run_files import RunFiles
 from raypo.tuning.population import (
     POINTER,
     copy_checkpoint,

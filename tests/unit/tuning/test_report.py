@@ -3,13 +3,13 @@ from typing import Any
 
 import pytest
 
-from raypo.config.sweep import SweepConfig
-from raypo.metrics.report import Chart, Table, Words
-from raypo.metrics.run_files import RunFiles
-from raypo.tuning.folder import recorded_config
+from raypo.config.sweep_config import SweepConfig
+from raypo.report import Chart, Table, Words
+from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, write_trials
-from raypo.tuning.report import is_sweep, load_sweep, sweep_page
+from raypo.tuning.sweep_folder import recorded_config
+from raypo.tuning.sweep_page import is_sweep, load_sweep, sweep_page
 from tests.recorded_run import rollout
 
 BASE = """

@@ -7,8 +7,8 @@ import pytest
 from ray import tune
 
 from raypo.config import PPOConfig
-from raypo.config.sweep import SweepConfig
-from raypo.metrics.run_files import RunFiles
+from raypo.config.sweep_config import SweepConfig
+from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import VALUE, Goal
 from raypo.tuning.population import POINTER
 from raypo.tuning.schedule import PastTrial, reports_of, scheduler_of, tell_past

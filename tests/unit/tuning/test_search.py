@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from raypo.config.sweep import SweepConfig
+from raypo.config.sweep_config import SweepConfig
 from raypo.tuning.record import TrialRecord
 from raypo.tuning.search import random_point, searcher_of
 

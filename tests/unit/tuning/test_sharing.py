@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from raypo.config import ConfigError, PPOConfig
-from raypo.config.sweep import SweepConfig, with_values
-from raypo.recipes.sharing import roles_alike
-from raypo.tuning.plan import SweepPlan, describe, plan_sweep
-from raypo.tuning.sharing import MADE_FROM, Sharing
+from raypo.config.sweep_config import SweepConfig, with_values
+from raypo.run.shared_services import roles_alike
+from raypo.tuning.capacity import SweepPlan, describe, plan_sweep
+from raypo.tuning.shared import MADE_FROM, Sharing
 
 BASE: dict[str, Any] = {
     "name": "b",

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from raypo.config.sweep import SweepConfig
-from raypo.metrics.run_files import RunFiles
-from raypo.metrics.run_status import paragraph, run_status
-from raypo.tuning.folder import TRIALS_FOLDER, recorded_config
+from raypo.config.sweep_config import SweepConfig
+from raypo.storage.run_files import RunFiles
+from raypo.storage.run_state import paragraph, run_status
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, write_trials
+from raypo.tuning.sweep_folder import TRIALS_FOLDER, recorded_config
 from raypo.tuning.sweep_status import as_trial, sweep_status
 from tests.unit.tuning.test_report import BASE, SCORE
 

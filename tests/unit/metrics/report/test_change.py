@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from raypo.metrics.report.change import (
+from raypo.report.change import (
     change_over_steps,
     lead_words,
     paired_change,

@@ -1,6 +1,6 @@
 import pytest
 
-from raypo.metrics.report import (
+from raypo.report import (
     Page,
     Table,
     line_chart,
@@ -8,7 +8,7 @@ from raypo.metrics.report import (
     scatter_chart,
     spans_decades,
 )
-from raypo.metrics.report.page import COLOURS
+from raypo.report.page import COLOURS
 
 ROWS = [{"step": 1, "a": 1.0, "b": 3.0}, {"step": 2, "a": 2.0}, {"step": 3, "a": float("nan")}]
 

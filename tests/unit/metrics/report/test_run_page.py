@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from raypo.config import ConfigError
-from raypo.metrics.report import load_run, run_page
-from raypo.metrics.report.samples import choose, run_samples
-from raypo.metrics.run_files import RunFiles
+from raypo.report import load_run, run_page
+from raypo.report.samples import choose, run_samples
+from raypo.storage.run_files import RunFiles
 from tests.recorded_run import page_data, rollout, write_run
 
 

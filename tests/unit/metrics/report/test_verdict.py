@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from raypo.metrics.report import load_run, run_page
-from raypo.metrics.report.page import Words
-from raypo.metrics.run_files import RunFiles
+from raypo.report import load_run, run_page
+from raypo.report.page import Words
+from raypo.storage.run_files import RunFiles
 from tests.recorded_run import write_recorded
 
 PPO, SFT, REWARD_MODEL = "quickstart", "quickstart-sft", "quickstart-reward-model"

@@ -1,0 +1,42 @@
+"""From a run file to the config class of its recipe."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raypo.config.base import ConfigError, read_yaml
+from raypo.config.run_config import PPOConfig, RecipeConfig
+from raypo.config.supervised_config import RewardModelConfig, SFTConfig
+
+RECIPES: dict[str, type[RecipeConfig]] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "reward_model": RewardModelConfig,
+}
+"""Recipe -> its config class."""
+
+
+def load_run_config(
+    path: str | Path, overrides: Mapping[str, Any] | Sequence[str] | None = None
+) -> RecipeConfig:
+    """The config of a run file of any recipe, overrides on top; without `recipe` it is ppo.
+
+    Raises:
+        ConfigError: as `RunFile.load`, or the recipe is unknown.
+    """
+    return parse_run_config(read_yaml(Path(path), overrides or {}), origin=str(path))
+
+
+def parse_run_config(values: Mapping[str, Any], *, origin: str) -> RecipeConfig:
+    """The config of plain nested values of any recipe."""
+    if "space" in values and "base" in values:
+        raise ConfigError(f"{origin}: this is a sweep, no run. Start it by raypo sweep {origin}.")
+    recipe = values.get("recipe", "ppo")
+    if recipe not in RECIPES:
+        near = difflib.get_close_matches(str(recipe), RECIPES, n=1)
+        hint = f"Did you mean {near[0]}?" if near else "Set recipe to one of them."
+        raise ConfigError(f"{origin}: recipe ({recipe!r}): must be {', '.join(RECIPES)}. {hint}")
+    return RECIPES[recipe].parse(values, origin=origin)

@@ -1,0 +1,141 @@
+"""The run files of the recipes that learn from examples: sft and reward_model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from raypo.config.base import Config
+from raypo.config.rollout_section import SamplingSection
+from raypo.config.run_config import RecipeConfig
+from raypo.config.sections import (
+    DataSection,
+    EvalSection,
+    LoraSection,
+    PromptSources,
+    WorkersSection,
+)
+
+
+class TrainedModelSection(Config):
+    """The model that is trained."""
+
+    policy: str
+    """The model to start from: a Hugging Face folder or a hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """On CPU float32 is faster and exact."""
+    lora: LoraSection | None = None
+    """Train an adapter (and a reward model's score head); {} for the defaults, null: all
+    weights."""
+
+
+class ExamplesLearnerSection(WorkersSection):
+    """The workers that train on examples."""
+
+    lr: float = Field(default=1e-5, ge=0.0)
+    """Highest learning rate (AdamW)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """After the warm-up: constant, or down to zero at num_steps, on a line or half a cosine."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Steps on which the learning rate rises from zero on a line."""
+    batch_size: int = Field(default=32, ge=1)
+    """Examples of one optimizer step, over all workers."""
+
+
+class ResponsesSection(DataSection):
+    """Where prompts and responses come from."""
+
+    response_key: str = "response"
+    """Column of the response: a text, or one chat message of the assistant."""
+    max_response_tokens: int = Field(default=1024, ge=1)
+    """Longest response in tokens, its end included; longer ones follow `too_long`."""
+
+
+class PairsSection(DataSection):
+    """Where pairs of responses come from."""
+
+    chosen_key: str = "chosen"
+    """Column of the better response: a text, or one chat message of the assistant."""
+    rejected_key: str = "rejected"
+    """Column of the worse one."""
+    margin_key: str | None = None
+    """Column of how much better the chosen one is (arXiv:2307.09288, eq. 2); null: 0."""
+    max_response_tokens: int = Field(default=1024, ge=1)
+    """Longest response in tokens, its end included; longer ones follow `too_long`."""
+
+
+class PairsEvalSection(Config):
+    """Held-out pairs."""
+
+    prompts: PromptSources | None = None
+    """Files or data sets like data.prompts, with the same keys; null: no evaluation."""
+    every: Annotated[int, Field(ge=1)] = 50
+    """Steps between evaluations; the first is before the first update, the last after the last."""
+
+
+class RewardModelSection(Config):
+    """How a reward model learns from pairs."""
+
+    centering_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the mean square of a pair's summed scores, which keeps them around zero
+    (arXiv:2312.09244)."""
+
+
+class SFTConfig(RecipeConfig):
+    """The whole run file of the `sft` recipe: supervised fine-tuning on responses."""
+
+    paths: ClassVar[tuple[str, ...]] = ("model.policy", "data.prompts", "eval.prompts")
+    functions: ClassVar[tuple[str, ...]] = ("eval.function",)
+
+    recipe: Literal["sft"] = "sft"  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: TrainedModelSection
+    data: ResponsesSection
+    rollout: SamplingSection = SamplingSection()
+    learner: ExamplesLearnerSection = ExamplesLearnerSection()
+    eval: EvalSection = EvalSection()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _check_batch(self.learner)
+        _check_lengths(self.learner, self.data)
+        return self
+
+
+class RewardModelConfig(RecipeConfig):
+    """The whole run file of the `reward_model` recipe: a sequence classifier from pairs."""
+
+    paths: ClassVar[tuple[str, ...]] = ("model.policy", "data.prompts", "eval.prompts")
+
+    recipe: Literal["reward_model"] = "reward_model"  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: TrainedModelSection
+    data: PairsSection
+    reward_model: RewardModelSection = RewardModelSection()
+    learner: ExamplesLearnerSection = ExamplesLearnerSection()
+    eval: PairsEvalSection = PairsEvalSection()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _check_batch(self.learner)
+        _check_lengths(self.learner, self.data)
+        return self
+
+
+def _check_batch(learner: ExamplesLearnerSection) -> None:
+    if learner.num_workers > learner.batch_size:
+        raise ValueError(
+            f"learner.num_workers ({learner.num_workers}): every worker needs an example of each "
+            f"step (learner.batch_size = {learner.batch_size}). Set learner.num_workers to at "
+            f"most {learner.batch_size}."
+        )
+
+
+def _check_lengths(learner: ExamplesLearnerSection, data: Any) -> None:
+    longest = data.max_prompt_tokens + data.max_response_tokens
+    if longest > learner.max_tokens_per_microbatch:
+        raise ValueError(
+            f"learner.max_tokens_per_microbatch ({learner.max_tokens_per_microbatch}): one "
+            f"sequence may have {longest} tokens (data.max_prompt_tokens + "
+            f"data.max_response_tokens). Set learner.max_tokens_per_microbatch to at least "
+            f"{longest}, or the other two lower."
+        )

@@ -1,0 +1,366 @@
+"""The sweep file: which keys of a run config are searched, how, and what judges the trials."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from raypo.config.base import (
+    Config,
+    ConfigError,
+    RunFile,
+    flatten,
+    known_keys,
+    read_yaml,
+    remedy_for_unknown,
+)
+from raypo.config.run_config import PPOConfig
+from raypo.config.space import Domain, flat_space
+
+SET_BY_THE_SWEEP = (
+    "name",
+    "recipe",
+    "storage_path",
+    "cluster",
+    "logging",
+    "checkpoint.keep",
+    "max_failures",
+    "placement",
+    "num_steps",
+    "learner.num_workers",
+    "learner.cpus_per_worker",
+    "learner.use_gpu",
+)
+"""Keys and sections of the run config that no space can hold."""
+SharedRole = Literal["reward", "reference", "engine"]
+MAX_TEST_POINTS = 1000
+"""Points of the space that are tried against the run config."""
+_NOT_COPIED = ("model.", "learner.zero_stage")
+"""How keys begin that a run cannot change when it goes on from a checkpoint."""
+_CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _as_section(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class SchedulerSection(Config):
+    """Which trials go on; `scheduler: asha` is short for `scheduler: {kind: asha}`."""
+
+    kind: Literal["none", "asha", "median", "pbt"] = "none"
+    """asha: the best share goes on at each rung (arXiv:1810.05934); median: stops what is worse
+    than the others' median; pbt: copies the best and perturbs (arXiv:1711.09846)."""
+    grace_steps: int | None = Field(default=None, ge=1)
+    """asha, median: steps before a trial may be stopped; null: `eval.every` of the base."""
+    reduction_factor: float = Field(default=3.0, gt=1.0)
+    """asha: one of this many trials goes on at each rung."""
+    perturb_every: int | None = Field(default=None, ge=1)
+    """pbt: steps between two perturbations; null: `eval.every` of the base."""
+    quantile: float = Field(default=0.25, gt=0.0, le=0.5)
+    """pbt: share of the trials that is replaced by copies of the best."""
+    resample: float = Field(default=0.25, ge=0.0, le=1.0)
+    """pbt: probability that a key is drawn anew instead of multiplied by 0.8 or 1.2."""
+
+    _SETTINGS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "none": (),
+        "asha": ("grace_steps", "reduction_factor"),
+        "median": ("grace_steps",),
+        "pbt": ("perturb_every", "quantile", "resample"),
+    }
+
+    @model_validator(mode="after")
+    def _settings_are_the_kinds_own(self) -> Self:
+        strange = self.model_fields_set - {"kind", *self._SETTINGS[self.kind]}
+        if strange:
+            key = min(strange)
+            raise ValueError(
+                f"scheduler.{key} ({getattr(self, key)}): the scheduler {self.kind} has no such "
+                f"setting. Remove it, or set scheduler.kind to "
+                f"{next(k for k, keys in self._SETTINGS.items() if key in keys)}."
+            )
+        return self
+
+
+class SweepResources(Config):
+    """The most that a sweep takes at a time."""
+
+    cpus: float | None = Field(default=None, gt=0.0)
+    """CPU cores; null: all of the cluster's."""
+    gpus: float | None = Field(default=None, gt=0.0)
+    """GPUs; null: all of the cluster's."""
+
+
+class Constraint:
+    """`kl/ref_response_mean <= 10`: a trial that breaks it ranks below all that keep it."""
+
+    def __init__(self, text: str) -> None:
+        """Read the text.
+
+        Raises:
+            ValueError: it is no constraint.
+        """
+        match = _CONSTRAINT.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                "must be METRIC <= NUMBER or METRIC >= NUMBER. Write it like "
+                "'kl/ref_response_mean <= 10'."
+            )
+        self.metric, self.sign, self.bound = match[1], match[2], float(match[3])
+
+    def excess(self, value: float) -> float:
+        """By how much a value breaks it; 0 or less where it is kept, infinite where unknown."""
+        if math.isnan(value):
+            return math.inf
+        return value - self.bound if self.sign == "<=" else self.bound - value
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.sign} {self.bound:g}"
+
+
+class SweepConfig(RunFile):
+    """A whole sweep file."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Folder of the sweep: <storage_path>/<name>/."""
+    base: str
+    """The run config (YAML) that each trial starts from; a relative path is the driver's."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the base that all trials change, like {num_steps: 8}."""
+    space: dict[str, dict[str, list[Any]]] = Field(min_length=1)
+    """Dotted key of the base -> {choice | grid | uniform | loguniform | randint | quniform}."""
+    metric: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ("eval/score_mean",)
+    """What the trials are judged by: its last value; several: their Pareto front."""
+    mode: Annotated[tuple[Literal["max", "min"], ...], BeforeValidator(_as_tuple)] = ("max",)
+    """max or min, one for each metric."""
+    num_samples: int | None = Field(default=None, ge=1)
+    """Trials; null: 8, or the whole grid. Raise it to add trials to a finished sweep."""
+    searcher: Literal["optuna", "random", "grid"] = "optuna"
+    """optuna: TPE (arXiv:2304.11127); random: independent draws; grid: every combination."""
+    scheduler: Annotated[SchedulerSection, BeforeValidator(_as_section)] = SchedulerSection()
+    max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Trials at a time; auto: as many as fit; more than fit wait for their turn."""
+    resources: SweepResources = SweepResources()
+    constraint: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Like `kl/ref_response_mean <= 10`; trials that break one rank below all that keep them."""
+    share: Annotated[tuple[SharedRole, ...], BeforeValidator(_as_tuple)] | Literal["auto"] = "auto"
+    """What is started once for all trials, unless the space changes it: reward, reference, engine
+    (handed on from trial to trial, with GPUs each trial's own; engines that hold adapters serve
+    all trials at a time). auto: all of them; with GPUs, what takes no place from a trial."""
+    share_first_rollout: bool = False
+    """Whether trials with the same policy, prompts, sampling and seed take the responses of before
+    their first update from the trial that came first."""
+    seed: int = Field(default=0, ge=0)
+    """Of the searcher; a run's own seed is the key `seed` of the base."""
+
+    @field_validator("space", mode="before")
+    @classmethod
+    def _domains(cls, written: Any) -> Any:
+        if not isinstance(written, Mapping):
+            return written
+        flat = flat_space({str(key): value for key, value in written.items()})
+        return {key: Domain.parse(key, value).as_written() for key, value in flat.items()}
+
+    @field_validator("constraint")
+    @classmethod
+    def _constraints_can_be_read(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(Constraint(text)) for text in texts)
+
+    @model_validator(mode="after")
+    def _every_metric_has_its_mode(self) -> Self:
+        if len(self.mode) != len(self.metric) or not self.metric:
+            raise ValueError(
+                f"mode ({list(self.mode)}): there must be one for each metric "
+                f"({list(self.metric)}). Write as many."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _grid_and_searcher_belong_together(self) -> Self:
+        if self.searcher == "grid":
+            ranges = [key for key, domain in self.domains.items() if not domain.is_list]
+            if ranges:
+                raise ValueError(
+                    f"searcher (grid): space.{ranges[0]} is a range and has no last value. Write "
+                    f"grid: [...] there, or set searcher to random or optuna."
+                )
+            if self.num_samples is not None:
+                raise ValueError(
+                    f"num_samples ({self.num_samples}): a grid is tried whole, "
+                    f"{self.num_trials} trials. Remove num_samples, or set searcher to random."
+                )
+            return self
+        grids = [key for key, domain in self.domains.items() if domain.kind == "grid"]
+        if grids:
+            raise ValueError(
+                f"space.{grids[0]} (grid): only searcher: grid tries every value. Write choice: "
+                f"[...] there, or set searcher to grid."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pbt_has_one_goal_and_numbers(self) -> Self:
+        if self.scheduler.kind != "pbt":
+            return self
+        if len(self.metric) > 1:
+            raise ValueError(
+                f"scheduler.kind (pbt): copies the best trial, and {len(self.metric)} metrics "
+                f"have no best one. Give one metric, or another scheduler."
+            )
+        if self.searcher == "optuna":
+            raise ValueError(
+                "searcher (optuna): pbt changes the values while trials run, which optuna cannot "
+                "follow. Set searcher to random or grid."
+            )
+        return self
+
+    @cached_property
+    def domains(self) -> dict[str, Domain]:
+        """Dotted key of the base -> what it may become."""
+        return {key: Domain.parse(key, written) for key, written in self.space.items()}
+
+    @cached_property
+    def constraints(self) -> tuple[Constraint, ...]:
+        """The constraints as rules."""
+        return tuple(Constraint(text) for text in self.constraint)
+
+    @property
+    def num_trials(self) -> int:
+        """Trials in all."""
+        if self.searcher == "grid":
+            return math.prod(len(domain.values) for domain in self.domains.values())
+        return self.num_samples or 8
+
+    def base_config(self) -> PPOConfig:
+        """The run config that each trial starts from.
+
+        Raises:
+            ConfigError: the base or an override is wrong, `space` names a key that it has not, or
+                holds values that it refuses.
+        """
+        values = self.base_values()
+        base = PPOConfig.parse(values, origin=self.base)
+        for key in self.domains:
+            _check_key(key)
+        for point in _test_points(self):
+            words = ", ".join(f"{key}={value}" for key, value in point.items())
+            _check_metrics(
+                self, PPOConfig.parse(with_values(values, point), origin=f"space, {words}"), words
+            )
+        _check_placement(base)
+        _check_pbt(self, base)
+        return base
+
+    def perturb_every(self, base: PPOConfig) -> int:
+        """Steps between two perturbations of pbt."""
+        return self.scheduler.perturb_every or base.eval.every
+
+    def base_values(self) -> dict[str, Any]:
+        """The base as written, with the overrides; what it leaves to a preset stays unsaid."""
+        return read_yaml(Path(self.base), flatten(self.overrides))
+
+
+def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values with those of a point, by dotted key, on top."""
+    tree = copy.deepcopy(dict(values))
+    for key, value in point.items():
+        *sections, last = key.split(".")
+        section = tree
+        for name in sections:
+            if not isinstance(section.get(name), dict):
+                section[name] = {}
+            section = section[name]
+        section[last] = value
+    return tree
+
+
+def _check_key(key: str) -> None:
+    keys = known_keys(PPOConfig)
+    if key not in keys:
+        hint = remedy_for_unknown(key, keys)
+        raise ConfigError(f"space.{key}: the run config has no such key. {hint}")
+    below = [known for known in keys if known.startswith(f"{key}.")]
+    if below:
+        raise ConfigError(
+            f"space.{key}: is a section of the run config. Name one of its keys, like "
+            f"space.{below[0]}."
+        )
+    if any(key == fixed or key.startswith(f"{fixed}.") for fixed in SET_BY_THE_SWEEP):
+        raise ConfigError(f"space.{key}: is the same for all trials. Remove it from the space.")
+
+
+def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
+    """All combinations of test values, or as many random ones as are quick to try."""
+    by_key = {key: domain.test_values for key, domain in sweep.domains.items()}
+    if math.prod(map(len, by_key.values())) <= MAX_TEST_POINTS:
+        for values in itertools.product(*by_key.values()):
+            yield dict(zip(by_key, values, strict=True))
+        return
+    draw = random.Random(0)
+    for _ in range(MAX_TEST_POINTS):
+        yield {key: draw.choice(values) for key, values in by_key.items()}
+
+
+def _check_metrics(sweep: SweepConfig, trial: PPOConfig, words: str) -> None:
+    for metric in (*sweep.metric, *(each.metric for each in sweep.constraints)):
+        if metric.startswith("eval/") and not trial.eval.prompts:
+            raise ConfigError(
+                f"metric ({metric}): the base evaluates nothing. Set eval.prompts in "
+                f"{sweep.base}, or choose a metric of the rollouts like rollout/score_mean."
+            )
+        coef = sweep.domains.get("ppo.kl.coef")
+        is_end_of_range = coef is not None and coef.kind == "uniform"  # 0 itself is never drawn
+        if metric.startswith("kl/") and not trial.ppo.needs_reference and not is_end_of_range:
+            raise ConfigError(
+                f"metric ({metric}): a trial with {words} has no reference, so there is no KL to "
+                f"it. Choose another metric, or a ppo.kl.coef above 0 for all trials."
+            )
+
+
+def _check_placement(base: PPOConfig) -> None:
+    if base.placement.is_dedicated:
+        raise ConfigError(
+            f"placement.mode ({base.placement.mode}): a trial of a sweep takes one placement group "
+            f"at once, so that trials never wait for each other. Set overrides.placement.mode to "
+            f"colocated."
+        )
+
+
+def _check_pbt(sweep: SweepConfig, base: PPOConfig) -> None:
+    if sweep.scheduler.kind != "pbt":
+        return
+    for key in sweep.domains:
+        if key.startswith(_NOT_COPIED):
+            raise ConfigError(
+                f"space ({key}): pbt changes values while a trial runs, and a checkpoint is of one "
+                f"model and one number of workers. Leave {key} out, or use another scheduler."
+            )
+    if "ppo.kl.coef" in sweep.domains and base.ppo.kl.controller == "adaptive":
+        raise ConfigError(
+            "space (ppo.kl.coef): the adaptive controller steers it, from where the copied trial "
+            "had it. Search ppo.kl.target instead, or set overrides.ppo.kl.controller to fixed."
+        )
+    every, kept = sweep.perturb_every(base), base.checkpoint.every
+    if any(metric.startswith("eval/") for metric in sweep.metric) and every % base.eval.every:
+        raise ConfigError(
+            f"scheduler.perturb_every ({every}): trials are judged by {sweep.metric[0]}, which is "
+            f"measured every {base.eval.every} steps (eval.every). Set it to a multiple of that."
+        )
+    if every != kept:
+        raise ConfigError(
+            f"checkpoint.every ({kept}): pbt copies checkpoints every {every} steps "
+            f"(scheduler.perturb_every, else eval.every of the base), and others would take their "
+            f"place before they are copied. Set overrides.checkpoint.every to {every}."
+        )

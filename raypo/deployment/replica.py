@@ -1,0 +1,157 @@
+"""One replica of a deployment: a plain object behind a queue that is bounded and knows its ids."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import traceback
+import uuid
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from raypo.cluster.devices import narrowed
+from raypo.deployment.spec import Deployment, Life, Refused, Request, Unhealthy, Unprepared
+from raypo.tracking.logs import log_to_file
+
+KEPT_ANSWERS = 32
+"""Answers that a replica remembers, for callers that did not get theirs and ask again."""
+
+
+class Replica:
+    """Runs as a Ray actor whose event loop stays free: it tells its load and health at work.
+
+    The object is made and called in threads of a pool; with one ongoing request at a time, all
+    happens in one thread. Where the process ends, Ray starts the actor again, in the same bundle
+    and with the same environment; the object then knows nothing of what it was told before, and
+    each request says what must be done first.
+    """
+
+    def __init__(self, deployment: Deployment, index: int, bundle: int = 0) -> None:
+        self._deployment, self._index, self._bundle = deployment, index, bundle
+        self._target: Any = None  # `repr` is asked even where it cannot be made
+        self._life = uuid.uuid4().hex
+        self._requests: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._is_draining = False
+        self._making = threading.Lock()
+        self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
+        is_again = False
+        if ray.is_initialized():  # to ask where it is not would start it
+            context = ray.get_runtime_context()
+            is_again = context.was_current_actor_reconstructed
+            # Hide the devices of other actors before anything looks for some.
+            os.environ.update(narrowed(context.get_accelerator_ids().get("GPU", [])))
+        if deployment.takes_turns and is_again:
+            return
+        try:
+            self._pool.submit(self._made).result()
+        except Exception:
+            if not is_again:
+                raise
+            traceback.print_exc()  # the memory of its last life may not be free yet
+            os._exit(1)  # for Ray to start it again, as often as it may
+
+    def __repr__(self) -> str:
+        if self._target is None:
+            return f"{type(self).__name__}(not made)"
+        return repr(self._target)
+
+    async def call(self, request: Request) -> Any:
+        """What the object's method returns; a request that is known by its id is not run twice.
+
+        Returns:
+            The answer; or `Refused` where the queue is full, `Unprepared` where what comes first
+            failed, `Unhealthy` where the request is not for this life, or the method failed and
+            the object says that it cannot go on.
+        """
+        if request.life not in (None, self._life):
+            return Unhealthy("it was started again in the middle of this", request.life or "")
+        future = self._requests.get(request.id)
+        if future is None or future.cancelled():
+            if request.life is None and self._is_full():
+                return Refused()
+            future = self._pool.submit(self._run, request)
+            self._requests[request.id] = future
+            self._forget_old()
+        return await asyncio.wrap_future(future)  # a caller that gives up takes a waiting one away
+
+    async def where(self) -> Life:
+        """Which life of the replica this is, and where."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return Life(self._life, node_id, os.getpid(), self._bundle)
+
+    async def load(self) -> int:
+        """Requests that are worked on or wait."""
+        return self._count()
+
+    async def health(self) -> Unhealthy | None:
+        """What is wrong, if the object says that it cannot go on."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._what_is_wrong)
+
+    async def leave(self, life: str) -> None:
+        """End this process, for Ray to start the replica again; a later life goes on."""
+        if life == self._life:
+            os._exit(1)
+
+    async def drain(self) -> None:
+        """Take no more requests, and return when the last one is answered."""
+        self._is_draining = True
+        futures = [asyncio.wrap_future(each) for each in self._requests.values() if not each.done()]
+        await asyncio.gather(*futures, return_exceptions=True)
+
+    def _run(self, request: Request) -> Any:
+        if self._target is None and request.method in ("sleep", "wake_up"):
+            return None  # it has no memory to give, and takes what it needs when it is made
+        target = self._made()
+        try:
+            if request.required is not None:
+                method, arguments = request.required
+                with self._making:
+                    getattr(target, method)(*arguments)
+        except Exception as error:
+            return self._what_is_wrong() or Unprepared(f"{type(error).__name__}: {error}")
+        try:
+            return getattr(target, request.method)(*request.args, **request.kwargs)
+        except Exception:
+            if (wrong := self._what_is_wrong()) is not None:
+                return wrong
+            raise
+
+    def _made(self) -> Any:
+        """The object itself; its process's log goes to a file of the run."""
+        with self._making:
+            if self._target is None:
+                deployment, path = self._deployment, None
+                if deployment.logs_dir is not None:
+                    path = f"{deployment.logs_dir}/{deployment.role}_{self._index}.log"
+                    log_to_file(path)
+                self._target = deployment.cls(**deployment.kwargs)
+                if path is not None:
+                    log_to_file(path)  # libraries have brought their own loggers meanwhile
+        return self._target
+
+    def _what_is_wrong(self) -> Unhealthy | None:
+        try:
+            getattr(self._target, "check_health", lambda: None)()
+        except Exception as error:
+            return Unhealthy(str(error), self._life)
+        return None
+
+    def _is_full(self) -> bool:
+        queued = self._deployment.max_queued_requests
+        if self._is_draining:
+            return True
+        return (
+            queued is not None and self._count() >= self._deployment.max_ongoing_requests + queued
+        )
+
+    def _count(self) -> int:
+        return sum(not future.done() for future in self._requests.values())
+
+    def _forget_old(self) -> None:
+        done = [id for id, future in self._requests.items() if future.done()]
+        for id in done[:-KEPT_ANSWERS]:
+            del self._requests[id]

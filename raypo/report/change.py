@@ -1,0 +1,228 @@
+"""Whether a mean has changed: the difference of two means with its 95 % interval."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypo.storage.run_files import RunFiles
+
+MIN_UNITS = 10
+"""Prompts that an interval needs, and of paired ones those whose score changed: with fewer of
+them a chance in twenty is no longer what the interval says."""
+MIN_STEPS = 5
+"""Steps at either end of a run whose means are compared."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Two means and how sure their difference is."""
+
+    before: float
+    after: float
+    margin: float | None
+    """The 95 % interval of the difference is `after - before` plus and minus so much; None: there
+    is too little data for one."""
+    basis: str
+    """What was compared, in words."""
+    num_changed: int | None = None
+    """Of paired values, how many differ; None where nothing is paired."""
+
+    @property
+    def direction(self) -> int | None:
+        """1: it rose; -1: it fell; 0: it did neither clearly; None: that cannot be told."""
+        if self.margin is None:
+            return None
+        is_rare = self.num_changed is not None and self.num_changed < MIN_UNITS
+        gain = self.after - self.before
+        return 0 if is_rare or abs(gain) <= self.margin else int(math.copysign(1, gain))
+
+    @property
+    def words(self) -> str:
+        """The interval and what was compared: `95 % interval of the change +0.30 to +0.41; ...`."""
+        if self.margin is None:
+            return f"{self.basis}: too few for an interval"
+        if self.num_changed == 0:
+            return f"no single one changed; {self.basis}"
+        gain = self.after - self.before
+        low, high = gain - self.margin, gain + self.margin
+        digits = decimals(self.margin)
+        return f"95 % interval of the change {low:+.{digits}f} to {high:+.{digits}f}; {self.basis}"
+
+
+def paired_change(before: Mapping[Any, float], after: Mapping[Any, float]) -> Change | None:
+    """The change of the mean over the prompts that both have, by Student's t of the differences.
+
+    Paper: Student 1908.
+
+    Args:
+        before: By prompt, the mean score of its samples.
+
+    Returns:
+        None where they share no prompt.
+    """
+    shared = [key for key in before if key in after]
+    if not shared:
+        return None
+    gains = [after[key] - before[key] for key in shared]
+    up, down = (sum(sign * gain > 0 for gain in gains) for sign in (1, -1))
+    count = len(gains)
+    margin = None
+    if count >= MIN_UNITS:
+        margin = t_quantile(count - 1) * statistics.stdev(gains) / math.sqrt(count)
+    return Change(
+        statistics.fmean(before[key] for key in shared),
+        statistics.fmean(after[key] for key in shared),
+        margin,
+        f"{up} prompts better, {down} worse, of {count}",
+        num_changed=up + down,
+    )
+
+
+def unpaired_change(
+    before: tuple[float, float, float], after: tuple[float, float, float], basis: str
+) -> Change:
+    """The change between two independent samples, by Welch's t.
+
+    Paper: Welch 1947.
+
+    Args:
+        before: Mean, sample variance and number of units.
+        after: The same.
+        basis: What was compared, in words.
+    """
+    (mean, variance, count), (last_mean, last_variance, last_count) = before, after
+    squares = variance / count, last_variance / last_count
+    total = sum(squares)
+    margin = 0.0
+    if total > 0:
+        degrees = total**2 / (squares[0] ** 2 / (count - 1) + squares[1] ** 2 / (last_count - 1))
+        margin = t_quantile(degrees) * math.sqrt(total)
+    return Change(mean, last_mean, margin, basis)
+
+
+def t_quantile(degrees: float) -> float:
+    """What Student's t stays within 95 % of the time."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, 0.975))
+
+
+def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
+    """The mean score of each prompt's samples, which are not independent of each other.
+
+    Args:
+        rows: Rollouts with `group_index`, `prompt` and `score`; those without a score are left out.
+    """
+    scores: dict[Hashable, list[float]] = {}
+    for row in rows:
+        if row["score"] is not None:
+            scores.setdefault((row["group_index"], row["prompt"]), []).append(row["score"])
+    return {key: statistics.fmean(values) for key, values in scores.items()}
+
+
+def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int, Change] | None:
+    """The held-out score of a run's first evaluation and of a later one, prompt by prompt.
+
+    Args:
+        step: Of the later evaluation, or of the last one before it; None: the last of all.
+
+    Returns:
+        The steps of both evaluations, 0 before the first update, and the change; None where the
+        answers of two are not saved.
+    """
+    steps = [s for s in files.rollout_steps(held_out=True) if step is None or s <= step]
+    if len(steps) < 2:
+        return None
+    first, last = steps[0], steps[-1]
+    change = paired_change(*(held_out_scores(files, each) for each in (first, last)))
+    return None if change is None else (first, last, change)
+
+
+def held_out_scores(files: RunFiles, step: int) -> dict[Any, float]:
+    """The mean score of each held-out prompt's samples in an evaluation."""
+    columns = ("group_index", "prompt", "score")
+    return scores_by_prompt(files.rollouts(step, held_out=True, columns=columns))
+
+
+def lead_words(
+    scores: Mapping[str, Mapping[Any, float]],
+    *,
+    label: str = "held-out score",
+    steps: Mapping[str, int] | None = None,
+) -> str:
+    """Whether the best of several is better than the second, by the prompts that both answered.
+
+    Args:
+        scores: Of two or more, by name, the scores of the same prompts.
+        label: What the scores are called.
+        steps: By name, when they were measured; None: it is told elsewhere.
+    """
+    means = {name: statistics.fmean(each.values()) for name, each in scores.items()}
+    best, second = sorted(means, key=lambda name: -means[name])[:2]
+    lead = paired_change(scores[second], scores[best])
+    assert lead is not None, f"{best} and {second} have no prompt in common"
+    when = {name: f" at step {steps[name]}" if steps else "" for name in (best, second)}
+    of_best, of_second = (f"{means[name]:.3f}{when[name]}" for name in (best, second))
+    interval = lead.words.replace("of the change", "of the difference")
+    if lead.direction == 1:
+        return f"{best} is best: {label} {of_best}, next {second} with {of_second} ({interval})."
+    return (
+        f"Which is best cannot be told: {best} has the highest {label}, {of_best}, but the "
+        f"difference to {second} with {of_second} may be chance ({interval})."
+    )
+
+
+def change_over_steps(
+    rows: Sequence[Mapping[str, Any]], name: str, *, samples_per_prompt: int | None = None
+) -> Change | None:
+    """How a metric that is measured anew on other data in each step has changed over a run.
+
+    Where there are enough steps, the first ones against the last ones: each step is a unit, so
+    it does not matter what its samples have in common. Else the first step's scores against the
+    last one's, by their spread, with each prompt as a unit: samples of one prompt say little more
+    than one of them does. Where even the prompts are few, nothing is said of chance.
+
+    Args:
+        rows: The run's metrics by step.
+        samples_per_prompt: Responses to each prompt; None: unknown, or the metric is no score.
+
+    Returns:
+        None where fewer than two steps have the metric.
+    """
+    seen = [row for row in rows if math.isfinite(row.get(name, math.nan))]
+    if len(seen) < 2:
+        return None
+    if len(seen) >= 2 * MIN_STEPS:
+        count = max(MIN_STEPS, len(seen) // 4)
+        ends = [[row[name] for row in part] for part in (seen[:count], seen[-count:])]
+        start, end = ((statistics.fmean(e), statistics.variance(e), float(count)) for e in ends)
+        return unpaired_change(start, end, f"means of the first and of the last {count} steps")
+    samples = [_of_a_step(row, samples_per_prompt) for row in (seen[0], seen[-1])]
+    steps = f"step {seen[0]['step']} against step {seen[-1]['step']}"
+    if name == "rollout/score_mean" and samples[0] and samples[1]:
+        count = math.floor(min(each[2] for each in samples if each))
+        if count >= MIN_UNITS:
+            return unpaired_change(samples[0], samples[1], f"{steps}, {count} prompts each")
+        steps += f", {count} {'prompt' if count == 1 else 'prompts'} each"
+    return Change(seen[0][name], seen[-1][name], None, steps)
+
+
+def _of_a_step(
+    row: Mapping[str, Any], samples_per_prompt: int | None
+) -> tuple[float, float, float] | None:
+    """Mean, variance and number of prompts; the spread of prompts is at most that of samples."""
+    std, count = row.get("rollout/score_std"), row.get("rollout/samples_sampled")
+    if not samples_per_prompt or not count or std is None or not math.isfinite(std):
+        return None
+    prompts = count / samples_per_prompt
+    of_sample = prompts / (prompts - 1) if prompts > 1 else math.nan
+    return row["rollout/score_mean"], std**2 * of_sample, prompts
+
+
+def decimals(margin: float) -> int:
+    """Digits after the point that show two of the margin's own, at least two."""
+    return 2 if margin < 1e-9 else min(max(2, 1 - math.floor(math.log10(margin))), 5)

@@ -1,0 +1,254 @@
+"""Charts from rows of metrics; a chart of metrics that no row has is None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from raypo.report.page import COLOURS, Chart
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+Row = Mapping[str, Any]
+RowsByRun = Mapping[str, Sequence[Row]]
+
+_GREY = "#8a94a6"
+
+
+def line_chart(
+    title: str,
+    rows_by_run: RowsByRun,
+    metrics: str | Mapping[str, str],
+    *,
+    x: str = "step",
+    y_title: str = "",
+    reference: Mapping[str, float] | None = None,
+    reference_name: str = "at the start",
+    log_y: bool = False,
+    note: str = "",
+    wide: bool = False,
+) -> Chart | None:
+    """Metrics by step; a colour is a run, or a metric where there is one run only.
+
+    Args:
+        title: What is drawn.
+        rows_by_run: Metrics by step for each run.
+        metrics: A metric's name, or names with the words for the legend.
+        x: The metric on the horizontal axis.
+        y_title: Unit of the vertical axis.
+        reference: By run, a value that is drawn as a dashed line over all steps.
+        reference_name: What the dashed line is.
+        log_y: Whether the vertical axis is logarithmic.
+        note: A sentence under the title.
+        wide: Over the whole page.
+    """
+    names = {metrics: ""} if isinstance(metrics, str) else metrics
+    several = len(rows_by_run) > 1
+    figure = new_figure(x, y_title, yaxis_type="log" if log_y else None)
+    steps: list[float] = []
+    for run_number, (run, rows) in enumerate(rows_by_run.items()):
+        for name_number, (name, label) in enumerate(names.items()):
+            seen = _rows_with(rows, x, name)
+            if not seen:
+                continue
+            steps += [row[x] for row in seen]
+            sparse = len(seen) < 0.7 * len(rows) or len(seen) < 3
+            figure.add_scatter(
+                x=[row[x] for row in seen],
+                y=[row[name] for row in seen],
+                name=", ".join(filter(None, [run if several else "", label])) or title,
+                mode="lines+markers" if sparse else "lines",
+                line_color=_colour(run_number if several else name_number),
+                line_dash="dot" if several and name_number else "solid",
+                line_width=2,
+                marker_size=8,
+            )
+    if not steps:
+        return None
+    for number, (run, value) in enumerate((reference or {}).items()):
+        if math.isfinite(value):
+            figure.add_scatter(
+                x=[min(steps), max(steps)],
+                y=[value, value],
+                name=f"{run} {reference_name}" if several else reference_name,
+                mode="lines",
+                line_color=_colour(number) if several else _GREY,
+                line_dash="dash",
+                line_width=1.5,
+            )
+    return chart_of(title, figure, note, wide)
+
+
+def scatter_chart(
+    title: str,
+    rows_by_run: RowsByRun,
+    x: str,
+    y: str,
+    *,
+    x_title: str = "",
+    y_title: str = "",
+    label: str = "step",
+    joined: bool = True,
+    note: str = "",
+    wide: bool = False,
+) -> Chart | None:
+    """One metric against another, a point a row; `joined` draws the path from row to row."""
+    figure = new_figure(x_title or x, y_title or y)
+    for number, (run, rows) in enumerate(rows_by_run.items()):
+        seen = _rows_with(rows, x, y)
+        if not seen:
+            continue
+        labels = [row.get(label) for row in seen]
+        figure.add_scatter(
+            x=[row[x] for row in seen],
+            y=[row[y] for row in seen],
+            text=[f"{label} {value}" for value in labels],
+            name=run,
+            mode="lines+markers" if joined else "markers",
+            line_color=_colour(number),
+            line_width=1,
+            marker_size=8,
+            hovertemplate="%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
+        )
+        if len(rows_by_run) == 1 and all(map(_is_number, labels)) and len(seen) > 1:
+            figure.update_traces(
+                marker_color=labels, marker_colorscale="Viridis", marker_colorbar=_bar(label)
+            )
+    return chart_of(title, figure, note, wide)
+
+
+def stacked_chart(
+    title: str,
+    rows: Sequence[Row],
+    metrics: Mapping[str, str],
+    *,
+    x: str = "step",
+    y_title: str = "",
+    note: str = "",
+    wide: bool = False,
+) -> Chart | None:
+    """Parts that add up, one bar a row; `metrics` are names with the words for the legend."""
+    look = {"barmode": "stack", "bargap": 0.1, "showlegend": True, "legend_traceorder": "normal"}
+    figure = new_figure(x, y_title, **look)
+    for number, (name, label) in enumerate(metrics.items()):
+        if any(_is_number(row.get(name)) for row in rows):
+            figure.add_bar(
+                x=[row[x] for row in rows],
+                y=[row.get(name) for row in rows],
+                name=label,
+                marker_color=_colour(number),
+            )
+    return chart_of(title, figure, note, wide)
+
+
+def bar_chart(
+    title: str,
+    values_by_run: Mapping[str, Mapping[str, float]],
+    *,
+    x_title: str = "",
+    note: str = "",
+    wide: bool = False,
+) -> Chart | None:
+    """Lying bars, one a label and run, the first label on top."""
+    several = len(values_by_run) > 1
+    figure = new_figure(x_title, barmode="group", showlegend=several, yaxis_autorange="reversed")
+    for number, (run, values) in enumerate(values_by_run.items()):
+        if values:
+            figure.add_bar(
+                orientation="h",
+                y=list(values),
+                x=list(values.values()),
+                name=run,
+                marker_color=_colour(number),
+                text=[f"{value:.3g}" for value in values.values()],
+                textposition="auto",
+                textangle=0,
+                hovertemplate="%{y}: %{x:.4g}<extra></extra>",
+            )
+    return chart_of(title, figure, note, wide)
+
+
+def parallel_chart(
+    title: str, rows: Sequence[Row], columns: Mapping[str, str], *, colour: str, note: str = ""
+) -> Chart | None:
+    """Parallel coordinates, a line a row, coloured by one metric; for sweeps.
+
+    Args:
+        title: What is drawn.
+        rows: One a trial; a row without the metric of `colour` is left out.
+        columns: Keys of the rows with the words over the axes; text columns become ticks.
+        colour: The key that colours a line.
+        note: A sentence under the title.
+    """
+    seen = _rows_with(rows, colour)
+    if not seen:
+        return None
+    dimensions = [_dimension(seen, key, label) for key, label in columns.items()]
+    figure = new_figure(margin={"l": 60, "r": 40, "t": 60, "b": 30})
+    figure.add_parcoords(
+        dimensions=[dimension for dimension in dimensions if dimension],
+        line_color=[row[colour] for row in seen],
+        line_colorscale="Viridis",
+        line_showscale=True,
+        line_colorbar=_bar(columns.get(colour, colour)),
+    )
+    return chart_of(title, figure, note, wide=True)
+
+
+def _dimension(rows: Sequence[Row], key: str, label: str) -> dict[str, Any] | None:
+    values: list[Any] = [row.get(key) for row in rows]
+    if spans_decades(values):
+        logs = list(map(math.log10, values))
+        powers = range(math.floor(min(logs)), math.ceil(max(logs)) + 1)
+        shown = {"tickvals": list(powers), "ticktext": [f"{10.0**power:g}" for power in powers]}
+        return {"label": label, "values": logs, "range": [powers[0], powers[-1]], **shown}
+    if all(_is_number(value) for value in values):
+        return {"label": label, "values": values}
+    words = sorted({str(value) for value in values if value is not None})
+    if not words:
+        return None
+    positions = [words.index(str(value)) if value is not None else -1 for value in values]
+    ticks = {"tickvals": list(range(len(words))), "ticktext": words}
+    if -1 in positions:
+        ticks = {"tickvals": [-1, *ticks["tickvals"]], "ticktext": ["-", *words]}
+    return {"label": label, "values": positions, **ticks}
+
+
+def spans_decades(values: Sequence[Any]) -> bool:
+    """Whether values are drawn on a logarithmic axis: all positive, over two decades or more."""
+    if not values or not all(_is_number(value) and value > 0 for value in values):
+        return False
+    return max(values) >= 100 * min(values)
+
+
+def new_figure(x_title: str = "", y_title: str = "", **layout: Any) -> Figure:
+    """A figure without traces. Plotly is loaded here: half a second that only a report takes."""
+    from plotly.graph_objects import Figure
+
+    figure = Figure(layout_template={})  # the page has a look of its own
+    return figure.update_layout(xaxis_title_text=x_title, yaxis_title_text=y_title, **layout)
+
+
+def chart_of(title: str, figure: Figure, note: str = "", wide: bool = False) -> Chart | None:
+    """The figure as a block of a page; None without traces."""
+    if not figure.data:
+        return None
+    return Chart(title, figure.to_plotly_json(), note=note, wide=wide)
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _bar(title: str) -> dict[str, Any]:
+    return {"title": {"text": title}, "thickness": 10, "outlinewidth": 0}
+
+
+def _rows_with(rows: Sequence[Row], *names: str) -> list[Row]:
+    return [row for row in rows if all(_is_number(row.get(name)) for name in names)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,250 @@
+"""A page of sections and blocks as one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from raypo.storage.folder import replace_file
+
+COLOURS = (
+    "#3b82f6",
+    "#f97316",
+    "#10a37f",
+    "#a855f7",
+    "#e5484d",
+    "#14b8a6",
+    "#d6a10a",
+    "#ec4899",
+    "#6b7280",
+)
+"""By the number of a run, so that it has the same colour in all charts."""
+
+
+@dataclass
+class Words:
+    """A paragraph; `strong` makes it the first thing that is read."""
+
+    kind: ClassVar[str] = "words"
+    text: str
+    strong: bool = False
+
+
+@dataclass
+class Tiles:
+    """Figures to see at a glance: (label, value, what it was before or means)."""
+
+    kind: ClassVar[str] = "tiles"
+    tiles: Sequence[tuple[str, str, str]]
+
+
+@dataclass
+class Notices:
+    """Things to look at: (when, what, remedy); `none` is said where there are none."""
+
+    kind: ClassVar[str] = "notices"
+    notices: Sequence[tuple[str, str, str]]
+    none: str = ""
+
+
+@dataclass
+class Table:
+    """Rows under headings; numbers are shown with four significant digits."""
+
+    kind: ClassVar[str] = "table"
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    def cells(self) -> list[list[str]]:
+        """The rows as text."""
+        return [[_cell(value) for value in row] for row in self.rows]
+
+
+@dataclass
+class Details:
+    """A long text behind a heading that opens."""
+
+    kind: ClassVar[str] = "details"
+    title: str
+    text: str
+
+
+@dataclass
+class Chart:
+    """A plotly figure as `Figure.to_plotly_json` gives it; text takes the page's colours."""
+
+    kind: ClassVar[str] = "chart"
+    title: str
+    figure: dict[str, Any]
+    note: str = ""
+    wide: bool = False
+
+
+@dataclass
+class Explorer:
+    """Any metric of any run, chosen by its name."""
+
+    kind: ClassVar[str] = "explorer"
+    rows_by_run: Mapping[str, Sequence[Mapping[str, Any]]]
+
+    def data(self) -> dict[str, Any]:
+        """Columns by run: what the page's script draws from."""
+        return {
+            run: {
+                name: [_finite(row.get(name)) for row in rows]
+                for name in dict.fromkeys(name for row in rows for name in row)
+            }
+            for run, rows in self.rows_by_run.items()
+        }
+
+
+@dataclass
+class Samples:
+    """Texts to browse: filtered by step and score, coloured by token, one prompt across steps.
+
+    Each sample is a mapping with `run`, `step`, `prompt`, `response` and, where there are any,
+    `prompt_id`, `label`, `score`, `advantage`, `kl`, `finish`, `held_out`, `num_tokens`, and by
+    token `tokens` (texts), `advantages`, `changes` (log-prob against the reference).
+    """
+
+    kind: ClassVar[str] = "samples"
+    samples: Sequence[Mapping[str, Any]]
+
+
+Block = Words | Tiles | Notices | Table | Details | Chart | Explorer | Samples
+
+
+@dataclass
+class Section:
+    """Blocks under a heading."""
+
+    title: str
+    note: str = ""
+    blocks: list[Block] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """The section's anchor."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+
+    def add(self, *blocks: Block | None) -> Section:
+        """Add blocks; None is left out."""
+        self.blocks += [block for block in blocks if block is not None]
+        return self
+
+
+@dataclass
+class Page:
+    """One HTML file. Sections without blocks are left out."""
+
+    title: str
+    subtitle: str = ""
+    badge: str = ""
+    """One word beside the title: finished, running, failed."""
+    sections: list[Section] = field(default_factory=list)
+
+    def section(self, title: str, note: str = "") -> Section:
+        """Add a section and hand it back."""
+        self.sections.append(Section(title, note))
+        return self.sections[-1]
+
+    def html(self) -> str:
+        """The whole page with its scripts and data: 2 MB for plotly.js, and the data."""
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+
+        sections = [section for section in self.sections if section.blocks]
+        blocks = [block for section in sections for block in section.blocks]
+        data: dict[str, Any] = {}
+        for position, block in enumerate(blocks):
+            if isinstance(block, Chart):
+                data[f"block-{position}"] = block.figure
+            elif isinstance(block, Explorer):
+                data[f"block-{position}"] = block.data()
+            elif isinstance(block, Samples):
+                data[f"block-{position}"] = list(block.samples)
+        environment = Environment(
+            loader=PackageLoader("raypo.report"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        return environment.get_template("page.html").render(
+            page=self,
+            sections=sections,
+            names={id(block): f"block-{position}" for position, block in enumerate(blocks)},
+            id=id,
+            data=pack(json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"))),
+            plotly=_packed_plotly() if data else "",
+            colours=" ".join(COLOURS),
+            style=_template("page.css"),
+            script=_template("page.js"),
+        )
+
+    def write(self, path: str | Path) -> Path:
+        """Write the page; a reader sees the old one or the new."""
+        path = Path(path)
+        replace_file(path, self.html().encode("utf-8", "replace"))
+        return path
+
+
+def pack(text: str) -> str:
+    """Compressed and in ASCII: a third of the size, and no character can end a script."""
+    packed = gzip.compress(text.encode("utf-8", "replace"), compresslevel=9, mtime=0)
+    return base64.b64encode(packed).decode()
+
+
+def unpack(packed: str) -> str:
+    """The text that `pack` packed."""
+    return gzip.decompress(base64.b64decode(packed)).decode()
+
+
+def number(value: float) -> str:
+    """Four significant digits, without an exponent where people would not write one."""
+    if not math.isfinite(value):
+        return "-"
+    if abs(value) < 1e-8:  # what is left of zero after rounding
+        return "0"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}".replace(",", " ")
+    if 1e-4 <= abs(value) < 1e4:
+        return f"{value:.4g}"
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return number(float(value))
+    return str(value)
+
+
+def _finite(value: Any) -> Any:
+    """As JSON knows it: what is not finite becomes null, numpy becomes lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return _finite(value.tolist()) if hasattr(value, "tolist") else value
+
+
+@cache
+def _packed_plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return pack(get_plotlyjs())
+
+
+def _template(name: str) -> str:
+    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")

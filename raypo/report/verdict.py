@@ -1,0 +1,256 @@
+"""What a run did, in words: from its metrics and its held-out answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raypo.metrics.clock import duration
+from raypo.metrics.headlines import HEADLINES, TRAINED, Row, before_and_after, reference
+from raypo.report.change import Change, change_over_steps
+from raypo.tracking.warnings import phase_seconds
+
+MIN_START_SHARE = 0.1
+"""Share of a run's time that its start must take to be told."""
+
+
+def headline(
+    rows: Sequence[Row],
+    status: str,
+    wall_s: float | None,
+    config: Mapping[str, Any] | None = None,
+    held_out: tuple[int, int, Change] | None = None,
+) -> list[str]:
+    """Sentences: how far it came, whether it learned, what it cost, where the time went.
+
+    Args:
+        config: The resolved config, which says who judges.
+        held_out: Steps of the first and the last evaluation whose answers are saved, and the
+            change of their scores.
+    """
+    config = config or {}
+    if not rows:
+        done = "no step has ended yet" if status == "running" else "no step ended"
+        return [f"{_STATUS.get(status, 'The run ended')}; {done}."]
+    words = [_progress(rows, status, wall_s)]
+    parts = [_learning(rows, config, held_out), _judges(config), _distance(rows), _texts(rows)]
+    words += filter(None, [*parts, _time(rows, wall_s)])
+    return words
+
+
+_STATUS = {
+    "running": "The run is going on",
+    "failed": "The run failed",
+    "interrupted": "The run was stopped",
+    "unfinished": "The run ended without a word",
+}
+
+
+def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
+    """The function behind `eval/score_mean`; None where it is what the run trains on."""
+    reward, evaluation = config.get("reward") or {}, config.get("eval") or {}
+    function = evaluation.get("function") or reward.get("function")
+    has_more = bool((config.get("model") or {}).get("reward") or reward.get("url"))
+    return function if function != reward.get("function") or has_more else None
+
+
+def _judges(config: Mapping[str, Any]) -> str:
+    """Who judges, where held-out responses are judged otherwise than those that are trained on."""
+    held_out = judge_of_held_out(config)
+    reward = config.get("reward") or {}
+    models = [short(each["path"]) for each in (config.get("model") or {}).get("reward") or ()]
+    trained = [short(each) for each in (reward.get("function"), *models) if each]
+    trained += [str(each) for each in reward.get("url") or ()]
+    if held_out is None or not trained:
+        return ""
+    judges = " and ".join(trained)
+    return f"It trained on the score of {judges}; {short(held_out)} judges the held-out responses."
+
+
+def short(path: str) -> str:
+    """The last two words of a path, for people."""
+    return "/".join(path.split("/")[-2:])
+
+
+def _progress(rows: Sequence[Row], status: str, wall_s: float | None) -> str:
+    number = rows[-1].get("step", len(rows))
+    steps = f"{number} step" if number == 1 else f"{number} steps"
+    is_whole = wall_s and wall_s >= seconds_in_steps(rows)  # else of a part of its attempts
+    lasted = f" in {duration(wall_s)}" if wall_s and is_whole else ""
+    how = {
+        "finished": f"The run finished: {steps}{lasted}.",
+        "running": f"The run is going on; {steps} {'is' if number == 1 else 'are'} done.",
+        "failed": f"The run failed after {steps}{lasted}; its log is in logs/.",
+        "interrupted": f"The run was stopped after {steps}{lasted}; the same command resumes it.",
+    }
+    gone = f"The run ended without a word after {steps}: its process is gone, or cannot be seen"
+    return how.get(status, f"{gone} from here. The same command resumes it.")
+
+
+def _learning(
+    rows: Sequence[Row], config: Mapping[str, Any], held_out: tuple[int, int, Change] | None
+) -> str:
+    """The verdict, from held-out answers in pairs where they are saved, else from training.
+
+    A held-out metric whose answers are not saved is told beside it as it was measured.
+    """
+    name, label, sign = next((each for each in TRAINED if each[0] in rows[-1]), TRAINED[0])
+    samples = (config.get("rollout") or {}).get("samples_per_prompt")
+    trained = change_over_steps(rows, name, samples_per_prompt=samples)
+    if held_out is not None and (held_out[2].direction is not None or trained is None):
+        return _of_pairs(rows, config, held_out, trained)
+    others, got_worse = _held_out_as_measured(rows)
+    if held_out is not None:
+        others = [f"The {_held_out_text(rows, *held_out)}."]
+    if trained is None:
+        only = rows[-1].get(name, math.nan)
+        if len(rows) == 1 and math.isfinite(only):
+            unknown = "so whether it learned cannot be told"
+            others.insert(0, f"The {label} was {only:.3f} in its only step, {unknown}.")
+        return " ".join(others)
+    direction = None if trained.direction is None else sign * trained.direction
+    text = f"{label} {_moved(trained.before, trained.after)} ({trained.words})"
+    words = _with_verdict(direction, text)
+    if direction == 1 and got_worse:
+        words = words.replace("It learned.", "It learned its training examples alone.", 1)
+    return " ".join([words, *others])
+
+
+def _held_out_as_measured(rows: Sequence[Row]) -> tuple[list[str], bool]:
+    """What was measured on held-out examples, without an interval; whether it got worse there.
+
+    Their loss is no sample: it is of the same examples each time.
+    """
+    words, worse = [], set()
+    for name, label, sign in HEADLINES:
+        change = before_and_after(rows, name) if name.startswith("eval/") else None
+        if change is None:
+            continue
+        is_first = reference(rows, name) is None and sum(name in row for row in rows) == 1
+        words.append(f"The {label} {f'was {change[1]:.3f}' if is_first else _moved(*change)}.")
+        if sign * (change[1] - change[0]) < 0:
+            worse.add(name)
+    only_loss = all("eval/accuracy" not in row for row in rows)
+    return words, "eval/loss" in worse and (only_loss or "eval/accuracy" in worse)
+
+
+def _of_pairs(
+    rows: Sequence[Row],
+    config: Mapping[str, Any],
+    held_out: tuple[int, int, Change],
+    trained: Change | None,
+) -> str:
+    direction, text = held_out[2].direction, _held_out_text(rows, *held_out)
+    if trained is None or trained.direction in (None, direction):
+        return _with_verdict(direction, text)
+    training = f"training score {_moved(trained.before, trained.after)} ({trained.words})"
+    if direction == -1 and trained.direction == 1:
+        is_gamed = judge_of_held_out(config) is not None
+        how = "It games its reward" if is_gamed else "It fits its training prompts and no others"
+        return f"{how}: the {text}, while the {training}."
+    return f"{_with_verdict(direction, text)} The {training}."
+
+
+def _held_out_text(rows: Sequence[Row], first: int, last: int, change: Change) -> str:
+    text = f"held-out score {_moved(change.before, change.after)}"
+    if first != 0:
+        text += f" between steps {first} and {last}"
+    elif last != rows[-1]["step"]:
+        text += f" by step {last}"
+    text += f" ({change.words})"
+    known = [row for row in rows if math.isfinite(row.get("eval/score_mean", math.nan))]
+    best = max(known, key=lambda row: row["eval/score_mean"], default=None)
+    if best and best["eval/score_mean"] - change.after > (change.margin or 0.0):
+        text += f"; its best was {best['eval/score_mean']:.3f} at step {best['step']}"
+    return text
+
+
+def _with_verdict(direction: int | None, text: str) -> str:
+    if direction is None:
+        return f"Whether it learned cannot be told from so little: the {text}."
+    return f"{_VERDICTS[direction]} The {text}."
+
+
+_VERDICTS = {1: "It learned.", 0: "No clear change.", -1: "It got worse."}
+
+
+def _moved(start: float, end: float) -> str:
+    before, after = f"{start:.3f}", f"{end:.3f}"
+    if before == after:
+        return f"stayed at {before}"
+    return f"{'rose' if end > start else 'fell'} from {before} to {after}"
+
+
+def _distance(rows: Sequence[Row]) -> str:
+    response = before_and_after(rows, "kl/ref_response_mean")
+    token = before_and_after(rows, "kl/ref_mean")
+    if response is None:
+        return ""
+    per_token = f" ({token[1]:.3f} per token)" if token else ""
+    return f"It is {response[1]:.2f} nats per response{per_token} away from the reference."
+
+
+def _texts(rows: Sequence[Row]) -> str:
+    length = before_and_after(rows, "rollout/response_tokens_mean")
+    entropy = before_and_after(rows, "ppo/entropy")
+    parts = []
+    if length:
+        same = abs(length[1] - length[0]) < 0.05 * max(length[0], 1.0)
+        was = "as at the start" if same else f"{length[0]:.1f} at the start"
+        parts.append(f"Responses are {length[1]:.1f} tokens long, {was}")
+    if entropy:
+        parts.append(f"entropy went from {entropy[0]:.2f} to {entropy[1]:.2f} nats per token")
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _time(rows: Sequence[Row], wall_s: float | None) -> str:
+    seconds = seconds_by_phase(rows)
+    total = sum(seconds.values())
+    if not total:
+        return ""
+    outside = outside_steps(rows, wall_s)
+    start = ""
+    if wall_s and outside > MIN_START_SHARE * wall_s:
+        start = f"Starting and ending took {duration(outside)}, the steps {duration(total)}. "
+    first = sorted(seconds, key=lambda name: -seconds[name])[:2]
+    parts = [f"{phase_words(name)} {seconds[name] / total:.0%}" for name in first]
+    return f"{start}Most of the time of its steps went into {' and '.join(parts)}."
+
+
+def outside_steps(rows: Sequence[Row], wall_s: float | None) -> float:
+    """Seconds of a run that no step has: starting engines, loading models, the first evaluation."""
+    return max((wall_s or 0.0) - seconds_in_steps(rows), 0.0)
+
+
+def seconds_in_steps(rows: Sequence[Row]) -> float:
+    """Seconds that the steps took together."""
+    return sum(row.get("time/step_s", 0.0) for row in rows)
+
+
+def seconds_by_phase(rows: Sequence[Row]) -> dict[str, float]:
+    """Seconds by phase over all steps, in the order of the phases."""
+    seconds: dict[str, float] = {}
+    for row in rows:
+        for name, value in phase_seconds(row).items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    return seconds
+
+
+_PHASES = {
+    "time/generate_s": "generate",
+    "time/score_s": "score",
+    "time/evaluate_s": "old log-probs and values",
+    "time/save_rollouts_s": "save rollouts",
+    "time/update_s": "update",
+    "time/push_weights_s": "push weights",
+    "time/held_out_s": "held-out score",
+    "time/checkpoint_s": "checkpoint",
+    "time/report_s": "report",
+}
+
+
+def phase_words(name: str) -> str:
+    """A phase for people."""
+    return _PHASES.get(name) or name.removeprefix("time/").removesuffix("_s").replace("_", " ")

@@ -1,0 +1,118 @@
+"""What a run needs besides its learner: engines and frozen models, with all that makes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from raypo.cluster.connect import untold_environment
+from raypo.config import FrozenSection, PolicyLoraSection, PPOConfig, SFTConfig
+from raypo.deployment.deployment import Deployment
+from raypo.serving.engine import Engine
+from raypo.serving.reference import ReferenceModel
+from raypo.serving.reward_model import RewardModel
+from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
+
+
+@dataclass(frozen=True)
+class Role:
+    """A deployment without what all of a run have in common."""
+
+    name: str
+    cls: type
+    kwargs: dict[str, Any]
+    num_threads: int
+    num_devices: int = 1
+    """Of each replica: GPUs, on CPU processes."""
+    num_replicas: int | Literal["auto"] = "auto"
+    """Of a frozen model; auto: one on each node."""
+
+    @property
+    def devices_key(self) -> str:
+        """The config key of `num_devices`."""
+        if self.name == "engine":
+            return "rollout.engine.tensor_parallel"
+        return f"placement.frozen.{self.name.partition('_')[0]}.tensor_parallel"
+
+    def with_kwargs(self, changes: Mapping[str, Any]) -> Role:
+        """The role, made with other arguments too."""
+        return replace(self, kwargs={**self.kwargs, **changes})
+
+
+def roles_of(config: PPOConfig, engine_threads: int, frozen_threads: int) -> list[Role]:
+    """All that a run needs besides its learner."""
+    roles = [engine_of(config, num_threads=engine_threads)]
+    roles += [_reference(config, frozen_threads)] if config.reference else []
+    num_models = len(config.model.reward or ())
+    return roles + [_reward_model(config, number, frozen_threads) for number in range(num_models)]
+
+
+def settled(role: Role, config: PPOConfig | SFTConfig, run_name: str, logs_dir: str) -> Deployment:
+    """The role as a deployment of a run, which has its name and its logs."""
+    # An actor that reserves no CPU gets one thread from Ray; it takes turns with its worker.
+    cores = min(role.num_threads, os.cpu_count() or role.num_threads)
+    threads = max(1, cores // role.num_devices)
+    return Deployment(
+        name=f"raypo:{run_name}:{role.name}",
+        cls=role.cls,
+        kwargs={**role.kwargs, "num_threads": max(1, role.num_threads // role.num_devices)},
+        env={**untold_environment(), "OMP_NUM_THREADS": str(threads)},
+        logs_dir=logs_dir,
+        start_timeout_s=config.placement.timeout_s,
+        **config.placement.deployment.model_dump(),
+    )
+
+
+def engine_of(config: PPOConfig | SFTConfig, *, num_threads: int) -> Role:
+    """What makes a run's engines."""
+    lora = config.model.lora
+    holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
+    kwargs = {
+        "model": config.model.policy,
+        "section": config.rollout.engine,
+        "dtype": config.model.dtype,
+        "max_model_len": _longest(config),
+        "seed": config.seed,
+        "lora": lora if holds_adapter else None,
+    }
+    return Role("engine", Engine, kwargs, num_threads, config.rollout.engine.tensor_parallel)
+
+
+def _longest(config: PPOConfig | SFTConfig) -> int:
+    """Most tokens of prompt and response together."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def _reference(config: PPOConfig, num_threads: int) -> Role:
+    section = config.placement.frozen.reference
+    kwargs = {"model": config.reference, "dtype": config.model.dtype}
+    if section.backend == "vllm":
+        kwargs |= {"section": section, "max_model_len": _longest(config)}
+        return Role("reference", VllmReference, kwargs, num_threads, *_spread(section))
+    kwargs |= {
+        "temperature": config.rollout.temperature,
+        "max_batch_tokens": config.learner.max_tokens_per_microbatch,
+    }
+    return Role("reference", ReferenceModel, kwargs, num_threads, *_spread(section))
+
+
+def _reward_model(config: PPOConfig, number: int, num_threads: int) -> Role:
+    assert config.model.reward is not None
+    section, name = config.placement.frozen.reward, f"reward_{number}"
+    kwargs = {
+        "model": config.model.reward[number].path,
+        "policy": config.model.policy,
+        "dtype": config.model.dtype,
+    }
+    if section.backend == "vllm":
+        kwargs |= {"section": section, "max_model_len": _longest(config)}
+        return Role(name, VllmRewardModel, kwargs, num_threads, *_spread(section))
+    kwargs |= {"max_batch_tokens": config.learner.max_tokens_per_microbatch}
+    return Role(name, RewardModel, kwargs, num_threads, *_spread(section))
+
+
+def _spread(section: FrozenSection) -> tuple[int, int | Literal["auto"]]:
+    """Devices of a replica, and replicas."""
+    return section.tensor_parallel, section.num_replicas

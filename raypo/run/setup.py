@@ -1,0 +1,82 @@
+"""What a worker is handed besides the config, and how both are unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import ray.train
+from ray.actor import ActorHandle
+
+from raypo.config import ConfigError, PPOConfig, parse_run_config
+from raypo.deployment.handle import DeploymentHandle
+
+RUNTIME_KEY = "raypo_runtime"
+"""Key of the driver's additions in the setup of `train_loop_per_worker`."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a sweep has started for all of its trials."""
+
+    config: PPOConfig
+    """What it was started for: a trial that needs something else starts its own."""
+    handles: Mapping[str, DeploymentHandle] = field(default_factory=dict)
+    """By role: all trials ask them."""
+    lender: ActorHandle | None = None
+    """Of engines: a trial has one for itself until it ends, or a seat in the pool."""
+    pool: bool = False
+    """Whether all trials use the same engines, each with an adapter of its own."""
+    first_answers: ActorHandle | None = None
+    """What trials were answered before their first update."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What no file can hold: where the run lives and who watches it."""
+
+    name: str
+    storage_path: str
+    """An absolute path or a URI."""
+    working_dir: str
+    """The driver's folder; relative paths of the config start there."""
+    monitor: ActorHandle | None = None
+    reward_fn: Callable[..., Any] | None = None
+    dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
+    """What the driver has started in a placement group of its own, by role."""
+    janitor: ActorHandle | None = None
+    """Of a sweep: removes the workers' placement group once the monitor is dead."""
+    shared: Shared | None = None
+    """Of a sweep: deployments that its trials have in common."""
+    resume_from: str | None = None
+    """Of pbt: another trial's checkpoint, for as long as the run has none of its own."""
+
+
+def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:
+    """The config of any recipe, its paths made absolute, and the driver's additions.
+
+    Without a driver of ours (a bare TorchTrainer) the run lives where Ray Train put it.
+    """
+    values = dict(setup)
+    runtime = values.pop(RUNTIME_KEY, None) or _bare_runtime()
+    config = parse_run_config(values, origin="train_loop_config")
+    return config.with_absolute_paths(runtime.working_dir), runtime
+
+
+def _bare_runtime() -> Runtime:
+    context = ray.train.get_context()
+    storage: Any = context.get_storage()
+    if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+        raise ConfigError(
+            f"RunConfig.storage_path: the bare train_loop_per_worker writes to a local or shared "
+            f"folder, this is {storage.storage_filesystem.type_name}. "
+            f"Use raypo.PPOTrainer for a URI."
+        )
+    return Runtime(
+        name=context.get_experiment_name(),
+        storage_path=storage.storage_fs_path,
+        working_dir=str(Path.cwd()),
+    )

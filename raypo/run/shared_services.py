@@ -1,0 +1,129 @@
+"""Deployments that the trials of a sweep have in common: started once, asked or lent by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from raypo.cluster.actors import ReplicaLost
+from raypo.collectives import Workers
+from raypo.config import PPOConfig
+from raypo.deployment.deployment import DeploymentHandle, Place, start_deployment
+from raypo.deployment.lender import Loan
+from raypo.deployment.reserve import Dedicated
+from raypo.plan.dedicated import with_dedicated
+from raypo.run.dedicated_services import start_dedicated
+from raypo.run.roles import Role, roles_of, settled
+from raypo.run.setup import Shared
+
+
+def start_shared(
+    config: PPOConfig,
+    name: str,
+    roles: Collection[str],
+    *,
+    logs_dir: str,
+    use_gpu: bool,
+    num_adapters: int = 0,
+) -> Dedicated:
+    """Start some roles for several runs.
+
+    With GPUs they get a placement group of their own. On CPUs they take nothing: they take turns
+    with the learners that ask them.
+
+    Args:
+        config: With absolute paths.
+        name: Of the whole.
+        roles: engine, reference, reward_0, ...
+        num_adapters: Runs that use the engines at a time, each with an adapter of its own; 0: the
+            engines are given their weights by one run.
+
+    Raises:
+        PlacementError: the group was not free within `placement.timeout_s`.
+    """
+    more = {}
+    if num_adapters:
+        more = {"engine": {"max_adapters": num_adapters, "reads_weights": True}}
+    if use_gpu:
+        return start_dedicated(
+            with_dedicated(config, roles),
+            name,
+            logs_dir=logs_dir,
+            use_gpu=True,
+            more=more,
+        )
+    learner = config.learner
+    engines = config.rollout.engine.resolved_count(num_workers=learner.num_workers, use_gpu=False)
+    threads = learner.cpus_per_worker
+    handles = {
+        role.name: start_deployment(
+            settled(role.with_kwargs(more.get(role.name, {})), config, name, logs_dir),
+            [Place()] * (engines if role.name == "engine" else _replicas(role)),
+        )
+        for role in roles_of(
+            config,
+            engine_threads=threads * learner.num_workers // engines,
+            frozen_threads=threads,
+        )
+        if role.name in roles
+    }
+    return Dedicated(handles)
+
+
+def _replicas(role: Role) -> int:
+    return 1 if role.num_replicas == "auto" else role.num_replicas
+
+
+def of_shared(
+    shared: Shared | None, config: PPOConfig, run_name: str, workers: Workers
+) -> dict[str, DeploymentHandle]:
+    """What of a sweep's deployments is there and does for this config, by role."""
+    if shared is None:
+        return {}
+    alike = roles_alike(config, shared.config)
+    usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
+    usable = workers.broadcast(usable)  # all workers ask the same
+    handles = {role: shared.handles[role] for role in usable if role in alike}
+    if shared.lender is not None and "engine" in alike:
+        engine = borrow(shared, run_name, workers, timeout_s=config.placement.timeout_s)
+        if engine is not None:
+            handles["engine"] = engine
+    return handles
+
+
+def borrow(
+    shared: Shared, run_name: str, workers: Workers, *, timeout_s: float
+) -> DeploymentHandle | None:
+    """Engines for all workers of this run until the last of them is dead; None: none are free."""
+    lender: Any = shared.lender
+    this_worker = ray.get_runtime_context().current_actor
+    loan: Loan[DeploymentHandle] | None = None
+    if workers.rank == 0:
+        loan = ray.get(lender.lend.remote(run_name, this_worker, timeout_s))
+        if loan is not None and shared.pool and loan.before is not None:
+            leave_pool(loan.handle, loan.before)
+    loan = workers.broadcast(loan)
+    if loan is None:
+        return None
+    if workers.rank > 0:
+        ray.get(lender.hold.remote(loan.number, this_worker))
+    return loan.handle
+
+
+def leave_pool(engine: DeploymentHandle, run_name: str) -> None:
+    """Make room for another run's adapter."""
+    for dropped in engine.pinned().drop_adapter.on_all(run_name):
+        with suppress(ReplicaLost):  # its successor never had it
+            dropped.result()
+
+
+def roles_alike(one: PPOConfig, other: PPOConfig) -> set[str]:
+    """Roles of which a deployment started for the one config does for the other."""
+    mine, theirs = (
+        {role.name: role.kwargs | {"seed": None} for role in roles_of(config, 1, 1)}
+        for config in (one, other)
+    )
+    return {name for name, kwargs in mine.items() if kwargs == theirs.get(name)}

@@ -1,0 +1,327 @@
+"""The files of one run under <storage_path>/<name>/: metrics, rollouts, config, summary."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raypo.config import ConfigError
+from raypo.storage.folder import TEMPORARY, LocalFolder, open_folder, replace_file
+from raypo.storage.rollout_table import rollout_table
+
+_METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
+_ROLLOUTS, _POLICY, _LOGS, _TIMELINE = "rollouts", "policy", "logs", "timeline"
+_ADAPTER = "adapter"
+_BEFORE_CONFIG = re.compile(rf"{_LOGS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*")
+"""What a run that died before its config may have left; the marker is Ray Train's."""
+_ROLLOUT_NAME = re.compile(r"(step|held_out)_(\d+)\.parquet")
+
+
+class RunFiles:
+    """Reads and writes the files of one run.
+
+    In a local folder every write lands at once. At a URI (s3://, gs://, file://) writes go to a
+    temporary folder on this machine, and `sync` copies what has changed; reads see what this
+    process wrote, else what the URI holds. One process writes metrics and rollouts.
+    """
+
+    def __init__(self, storage_path: str, name: str) -> None:
+        self.name = name
+        self._folder = open_folder(storage_path, name)
+        self._has_whole_lines = False
+
+    @classmethod
+    def at(cls, location: str) -> RunFiles:
+        """The files of a run by its folder or URI, as a person names it."""
+        storage_path, _, name = location.rstrip("/").rpartition("/")
+        if "://" in location:
+            return cls(storage_path, name)
+        path = Path(location).expanduser().absolute()
+        return cls(str(path.parent), path.name)
+
+    @property
+    def location(self) -> str:
+        """Where the files end up, for people: a path or a URI."""
+        return self._folder.location
+
+    @property
+    def folder(self) -> Path:
+        """Where files of this run are written on this machine."""
+        return self._folder.path
+
+    @property
+    def policy_dir(self) -> Path:
+        """Where the policy is saved as a Hugging Face folder."""
+        return self.folder / _POLICY
+
+    @property
+    def critic_dir(self) -> Path:
+        """The critic, where `learner.save_critic` asks for it."""
+        return self.folder / "critic"
+
+    @property
+    def adapter_dir(self) -> Path:
+        """Where a LoRA adapter is saved as a peft folder."""
+        return self.folder / _ADAPTER
+
+    @property
+    def logs_dir(self) -> Path:
+        """Where processes of the run write their logs."""
+        return self.folder / _LOGS
+
+    def exists(self) -> bool:
+        """Whether this run was started before: it has a config."""
+        return self._folder.read(_CONFIG) is not None
+
+    def sync(self) -> None:
+        """Copy what has changed to the URI; nothing to do in a local folder."""
+        self._folder.sync()
+
+    # Metrics: one JSON object a line.
+
+    def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the line of one step; what is not finite is written as null."""
+        path = self._folder.stage(_METRICS)
+        if not self._has_whole_lines:
+            self._drop_torn_line()
+        line = json.dumps({"step": step} | {k: _json_number(v) for k, v in metrics.items()})
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics by step; null reads as NaN, a last line that was cut short is left out."""
+        content = self._folder.read(_METRICS) or b""
+        rows = [json.loads(line) for line in _whole_lines(content).splitlines()]
+        return [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
+
+    def last_step(self) -> int:
+        """The last step that is done: its line is in metrics.jsonl; 0 where there is none.
+
+        A line is a step's last act. Whatever else a step left without one, such as the rollouts
+        of an update that was stopped half-way, is of no step that happened.
+        """
+        lines = _whole_lines(self._folder.read(_METRICS) or b"").splitlines()
+        return json.loads(lines[-1])["step"] if lines else 0
+
+    def truncate(self, after_step: int) -> None:
+        """Drop metrics and rollouts of steps after `after_step`, which a resumed run redoes.
+
+        The summary goes too: it says how an earlier attempt ended, and counts its steps.
+        """
+        self._folder.delete(_SUMMARY)
+        content = self._folder.read(_METRICS)
+        if content is not None:
+            lines = _whole_lines(content).splitlines(keepends=True)
+            kept = b"".join(line for line in lines if json.loads(line)["step"] <= after_step)
+            replace_file(self.folder / _METRICS, kept)
+            self._has_whole_lines = True
+        for name in self._folder.names(_ROLLOUTS):
+            match = _ROLLOUT_NAME.fullmatch(name)
+            if match and int(match[2]) > after_step:
+                self._folder.delete(f"{_ROLLOUTS}/{name}")
+
+    def _drop_torn_line(self) -> None:
+        path = self.folder / _METRICS
+        if path.exists():
+            content = path.read_bytes()
+            if content != _whole_lines(content):
+                replace_file(path, _whole_lines(content))
+        self._has_whole_lines = True
+
+    # Rollouts, config and summary: whole files.
+
+    def write_rollouts(
+        self, step: int, rows: Sequence[Mapping[str, Any]], *, held_out: bool = False
+    ) -> None:
+        """Write `rollouts/step_00001.parquet`; its columns are in `rollout_table`.
+
+        Args:
+            step: 0 is before the first update.
+            held_out: Whether they are an evaluation's: `rollouts/held_out_00000.parquet`.
+        """
+        import pyarrow.parquet as pq
+
+        buffer = io.BytesIO()
+        pq.write_table(rollout_table(rows), buffer, compression="zstd")
+        replace_file(self.folder / _rollouts_name(step, held_out), buffer.getvalue())
+
+    def rollout_steps(self, *, held_out: bool = False) -> list[int]:
+        """Steps that are done whose rollouts, or held-out samples, are saved, ascending."""
+        names = [_ROLLOUT_NAME.fullmatch(name) for name in self._folder.names(_ROLLOUTS)]
+        kind, last_step = "held_out" if held_out else "step", self.last_step()
+        steps = (int(match[2]) for match in names if match and match[1] == kind)
+        return sorted(step for step in steps if step <= last_step)
+
+    def rollouts(
+        self, step: int, *, held_out: bool = False, columns: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """The rollouts, or held-out samples, of a step as rows; empty where there are none.
+
+        Args:
+            columns: Those that are wanted; None: all of them.
+        """
+        import pyarrow.parquet as pq
+
+        content = self._folder.read(_rollouts_name(step, held_out))
+        if content is None:
+            return []
+        names = None if columns is None else list(columns)
+        return pq.read_table(io.BytesIO(content), columns=names).to_pylist()
+
+    def tokenizer_json(self) -> bytes | None:
+        """The saved policy's `tokenizer.json`; None where there is none yet."""
+        return self._folder.read(f"{_POLICY}/tokenizer.json")
+
+    def append_timeline(self, worker: str, line: Mapping[str, Any]) -> None:
+        """Add a line to `timeline/<worker>.jsonl`; each worker has a file of its own."""
+        path = self._folder.stage(f"{_TIMELINE}/{worker}.jsonl")
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """The lines of all workers, worker by worker; lines that were cut short are left out."""
+        lines: list[dict[str, Any]] = []
+        for name in self._folder.names(_TIMELINE):
+            for line in (self._folder.read(f"{_TIMELINE}/{name}") or b"").splitlines():
+                try:
+                    lines.append(json.loads(line))
+                except json.JSONDecodeError:
+                    continue  # its writer was killed, or is writing
+        return lines
+
+    def write_config(self, values: Mapping[str, Any]) -> None:
+        """Write the resolved config: plain nested values."""
+        plain = json.loads(json.dumps(values))  # tuples become lists
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        replace_file(self.folder / _CONFIG, text.encode())
+
+    def config(self) -> dict[str, Any] | None:
+        """The resolved config; None where there is none."""
+        content = self._folder.read(_CONFIG)
+        return None if content is None else yaml.safe_load(content)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace a file as a whole."""
+        replace_file(self.folder / name, content)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None where there is none."""
+        return self._folder.read(name)
+
+    def written_at(self, name: str) -> float | None:
+        """When a file was last written, in seconds since 1970; None where there is none."""
+        return self._folder.written_at(name)
+
+    def names(self) -> list[str]:
+        """Names of the files and folders in it, sorted; none where it is not there."""
+        return self._folder.names()
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`; what is not finite is written as null."""
+        text = json.dumps(_finite(summary), indent=2) + "\n"
+        replace_file(self.folder / _SUMMARY, text.encode())
+
+    def summary(self) -> dict[str, Any] | None:
+        """The summary; None where there is none."""
+        content = self._folder.read(_SUMMARY)
+        return None if content is None else json.loads(content)
+
+    # The folder as a whole.
+
+    def remove(self) -> None:
+        """Remove the run's folder; nothing to do where there is none.
+
+        Raises:
+            ConfigError: the folder holds something else than a run of this name.
+        """
+        config = self.config()
+        is_this_run = isinstance(config, dict) and config.get("name") == self.name
+        strangers = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
+        strangers.sort(key=_CONFIG.__eq__)  # another run's config says the least
+        if strangers and not is_this_run:
+            raise ConfigError(
+                f"name ({self.name}): {self.location} is not the folder of such a run, it holds "
+                f"{strangers[0]}, so it is not removed. Choose another name or storage_path, or "
+                "remove the folder yourself."
+            )
+        self._folder.remove()
+
+    def is_running(self) -> bool | None:
+        """Whether a process holds the run; None where that cannot be seen (at a URI)."""
+        if not isinstance(self._folder, LocalFolder):
+            return None
+        if not self._lock_path.exists():
+            return False
+        from filelock import FileLock, Timeout
+
+        try:
+            with FileLock(self._lock_path, timeout=0):
+                return False
+        except Timeout:
+            return True
+
+    @property
+    def _lock_path(self) -> Path:
+        # Beside the folder, not in it: it outlives `remove`, which happens under the lock.
+        return self.folder.parent / f".{self.name}.lock"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process; only in a local folder, a URI cannot be locked.
+
+        Raises:
+            ConfigError: another process holds it.
+        """
+        if not isinstance(self._folder, LocalFolder):
+            yield
+            return
+        from filelock import FileLock, Timeout
+
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._lock_path)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigError(
+                f"name ({self.name}): another process is running in {self.location}. "
+                "Wait until it has ended, stop it, or choose another name."
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _rollouts_name(step: int, held_out: bool) -> str:
+    return f"{_ROLLOUTS}/{'held_out' if held_out else 'step'}_{step:05d}.parquet"
+
+
+def _whole_lines(content: bytes) -> bytes:
+    """Without a last line that has no end: its writer was killed."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _json_number(value: Any) -> float | int | None:
+    if isinstance(value, Integral):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float):
+        return _json_number(value)
+    return value

@@ -1,0 +1,226 @@
+"""How runs stand, from their files alone: a line each, or a paragraph of one. Needs no Ray."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypo.config import ConfigError
+from raypo.metrics.clock import duration
+from raypo.metrics.headlines import HEADLINES, reference
+from raypo.storage.run_files import RunFiles
+
+PATIENCE_STEPS, PATIENCE_S = 10.0, 600.0
+"""A run that has written nothing for so many of its steps, and seconds, is silent."""
+RECENT_STEPS = 10
+"""Steps that the seconds of a step are the median of."""
+_HEADS = ("run", "recipe", "status", "step", "score", "last", "a step", "left")
+_MOST = {"recipe": 8}
+_LEAST_NAME = 10
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How a run or a sweep stands."""
+
+    name: str
+    location: str
+    """Folder or URI, as a command takes it."""
+    recipe: str
+    status: str
+    """running, finished, failed, interrupted, or dead: it has no end, and nobody writes."""
+    done: int
+    """Steps of a run, or trials of a sweep that have ended."""
+    total: int | None
+    scores: tuple[tuple[str, float], ...]
+    """What it is judged by, in words, with the last value; the first is what a line shows."""
+    age_s: float | None
+    """Seconds since the last step, or since the start where there is none."""
+    step_s: float | None
+    """Seconds of a step; None where it is not known."""
+    go_on: str
+    """The command that goes on from here."""
+    notes: tuple[str, ...] = ()
+    """What else there is to say, a sentence each."""
+    unit: str = "step"
+    log: str | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the steps left will take, of a run that goes on."""
+        if self.status != "running" or self.step_s is None or self.total is None:
+            return None
+        return (self.total - self.done) * self.step_s
+
+    @property
+    def progress(self) -> str:
+        """Like `12/60`."""
+        return f"{self.done}/{self.total or '?'}"
+
+
+def run_status(files: RunFiles, now: float) -> RunStatus | None:
+    """How a run stands; None where the folder holds no run.
+
+    Args:
+        now: Seconds since 1970.
+    """
+    config = files.config()
+    rows, summary = files.metrics(), files.summary() or {}
+    if config is None and not rows:
+        return None
+    config = config or {}
+    written = files.written_at("metrics.jsonl") if rows else files.written_at("config.yaml")
+    age_s = max(now - written, 0.0) if written is not None else None
+    seconds = [row["time/step_s"] for row in rows[-RECENT_STEPS:] if "time/step_s" in row]
+    step_s = statistics.median(seconds) if seconds else None
+    is_silent = age_s is not None and age_s > max(PATIENCE_S, PATIENCE_STEPS * (step_s or 0.0))
+    done = int(rows[-1]["step"]) if rows else 0
+    # A run that was resumed and killed has the summary of its attempt before that one.
+    ended = summary["status"] if summary and summary.get("steps", done) >= done else None
+    status = status_of(files, ended, is_silent=is_silent)
+    location = shown_location(files.location)
+    return RunStatus(
+        name=files.name,
+        location=location,
+        recipe=str(config.get("recipe", "ppo")),
+        status=status,
+        done=done,
+        total=config.get("num_steps"),
+        scores=tuple(_scores(rows)),
+        age_s=age_s,
+        step_s=step_s,
+        go_on=_command(config, location, status),
+        notes=_notes(status, done, age_s if is_silent else None),
+        log=f"{location}/logs/worker_0.log",
+    )
+
+
+def status_of(files: RunFiles, ended: str | None, *, is_silent: bool) -> str:
+    """running, dead, or how it ended.
+
+    Args:
+        ended: What the summary says; None where there is none of this attempt.
+        is_silent: Nothing was written for long; it counts at a URI, where no lock tells.
+    """
+    is_running = files.is_running()
+    if is_running:
+        return "running"
+    if ended is not None:
+        return ended
+    return "running" if is_running is None and not is_silent else "dead"
+
+
+def shown_location(location: str) -> str:
+    """A folder as it is named from the current one; a URI as it is."""
+    path = Path(location)
+    is_below = "://" not in location and path.is_relative_to(Path.cwd())
+    return str(path.relative_to(Path.cwd())) if is_below else location
+
+
+def table(runs: Sequence[RunStatus], width: int) -> list[str]:
+    """A line each below a line of headings, none longer than `width` characters (80 or more)."""
+    columns = zip(_HEADS, *map(_cells, runs), strict=True)
+    rows = list(zip(*[column for column in columns if any(column[1:])], strict=True))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = width - sum(widths[1:]) - 2 * len(widths[1:])
+    widths[0] = min(widths[0], max(left, _LEAST_NAME))
+    return [
+        "  ".join(
+            _cut(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def paragraph(run: RunStatus) -> list[str]:
+    """One run in some lines."""
+    of_all = f" of {run.total}" if run.total is not None else ""
+    lines = [f"{run.name}: {run.recipe}, {run.status}, {run.unit} {run.done}{of_all}"]
+    timing = [f"{duration(run.age_s)} ago"] if run.age_s is not None and run.done else []
+    timing += [f"{run.step_s:.3g} s a {run.unit}"] if run.step_s is not None else []
+    timing += [f"about {duration(run.left_s)} left"] if run.left_s is not None else []
+    scores = [f"{label} {value:.4g}" for label, value in run.scores]
+    for head, text in (
+        (f"last {run.unit}", ", ".join(timing)),
+        ("scores", ", ".join(scores)),
+        ("files", run.location),
+        ("log", run.log or ""),
+        ("go on", run.go_on),
+    ):
+        if text:
+            lines.append(f"  {head:<10} {text}")
+    return lines + [f"  {note}" for note in run.notes]
+
+
+def _scores(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """The last finite value of each headline, and the held-out one of the start."""
+    found: list[tuple[str, float]] = []
+    for name, label, _ in HEADLINES:
+        values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+        start = reference(rows, name)
+        if values:
+            found.append((label, values[-1]))
+        elif start is not None:
+            found.append((label, start))
+    return found
+
+
+def _command(config: Mapping[str, Any], location: str, status: str) -> str:
+    if status == "finished":
+        return f"raypo report {location}"
+    function = str((config.get("reward") or {}).get("function") or "")
+    if function.startswith("__main__:"):
+        return "the same Python script; its reward function is known there only"
+    if "://" in location:
+        return "the same raypo train command"
+    return f"raypo train {location}"
+
+
+def _notes(status: str, done: int, silent_s: float | None) -> tuple[str, ...]:
+    if status == "dead":
+        return ("No process writes into it any more and it has no end: it was killed.",)
+    if status == "running" and silent_s is not None:
+        return (f"It lives, and has written nothing for {duration(silent_s)}: see the log.",)
+    if status == "running" and not done:
+        return ("It is starting: no step has ended yet.",)
+    return ()
+
+
+def _cells(run: RunStatus) -> tuple[str, ...]:
+    score = f"{run.scores[0][1]:.4g}" if run.scores else ""
+    times = [_short_time(seconds) for seconds in (run.age_s, run.step_s, run.left_s)]
+    recipe = _cut(run.recipe, _MOST["recipe"])
+    return (run.name, recipe, run.status, run.progress, score, *times)
+
+
+def _cut(text: str, size: int) -> str:
+    """A text of at most `size` characters, cut in its middle: names differ at their ends."""
+    if len(text) <= size:
+        return text
+    head = (size - 1) // 2
+    return f"{text[:head]}~{text[len(text) - (size - 1 - head) :]}"
+
+
+def _short_time(seconds: float | None) -> str:
+    """Like 0.5 s, 45 s, 12 min, 3.1 h, 2 d."""
+    if seconds is None:
+        return ""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    for size, unit in ((60.0, "s"), (60.0, "min")):
+        if seconds < 99.5:
+            return f"{seconds:.0f} {unit}"
+        seconds /= size
+    return f"{seconds:.1f} h" if seconds < 48.0 else f"{seconds / 24.0:.0f} d"
+
+
+def no_run(location: str) -> ConfigError:
+    """What is said where neither a run nor runs are."""
+    return ConfigError(
+        f"RUN ({location}): no run is there, nor a folder of runs. Give <storage_path>/<name>, or "
+        "<storage_path> for all of its runs; raypo train starts one."
+    )

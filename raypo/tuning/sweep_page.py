@@ -1,0 +1,309 @@
+"""The page of a sweep: who won, why, what all trials did and what they cost. Needs no Ray."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypo.config.sweep_config import SweepConfig
+from raypo.metrics.clock import duration
+from raypo.report import (
+    Chart,
+    Details,
+    Page,
+    Section,
+    Table,
+    Tiles,
+    Words,
+    bar_chart,
+    line_chart,
+    parallel_chart,
+    spans_decades,
+)
+from raypo.report.change import held_out_scores
+from raypo.report.charts import chart_of, new_figure
+from raypo.report.page import COLOURS, number
+from raypo.storage.run_files import RunFiles
+from raypo.tuning.gaming import (
+    REWARD_MODEL,
+    SCORE,
+    Changes,
+    Scores,
+    gaming_words,
+    held_out_changes,
+)
+from raypo.tuning.goal import Goal
+from raypo.tuning.lead import WORDS, who_is_best
+from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
+from raypo.tuning.sweep_folder import BASE, TRIALS_FOLDER
+from raypo.tuning.view import point_text, status_words, value_text
+
+KL = "kl/ref_response_mean"
+MAX_LABEL = 40
+"""Characters of a legend."""
+
+
+@dataclass(frozen=True)
+class SweepData:
+    """What a sweep has left so far."""
+
+    config: SweepConfig
+    num_steps: int
+    goal: Goal
+    status: str
+    files: RunFiles
+    trials: list[TrialRecord]
+    """Best first."""
+    rows: dict[str, list[dict[str, Any]]]
+    """Metrics by step of each trial's run."""
+    held_out: Mapping[str, Scores]
+    """Of each trial, the held-out scores by prompt that its score is the mean of."""
+    changes: Mapping[str, Changes]
+    """Of each trial, how its held-out scores changed until then."""
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The trial that ranks first of those that have a score and did not fail."""
+        return best_of(self.trials, self.goal)
+
+
+def is_sweep(files: RunFiles) -> bool:
+    """Whether a folder is a sweep's."""
+    return BASE in (files.config() or {})
+
+
+def load_sweep(files: RunFiles) -> SweepData:
+    """A sweep by its folder, whatever it has so far."""
+    recorded = files.config() or {}
+    base = recorded.pop(BASE)
+    config = SweepConfig.parse(recorded, origin=f"{files.location}/config.yaml")
+    goal, found = Goal.of(config), read_trials(files)
+    trials = ranked(found, goal)
+    storage = f"{files.location}/{TRIALS_FOLDER}"
+    rows = {trial.name: RunFiles(storage, trial.name).metrics() for trial in trials}
+    status = (files.summary() or {}).get("status", "unfinished")
+    status = "running" if files.is_running() else status
+    runs = {trial.name: RunFiles(storage, trial.name) for trial in trials}
+    held_out = {
+        trial.name: held_out_scores(runs[trial.name], trial.scored_step) for trial in trials
+    }
+    changes = {t.name: held_out_changes(runs[t.name], t.scored_step) for t in trials}
+    return SweepData(
+        config, base["num_steps"], goal, status, files, trials, rows, held_out, changes
+    )
+
+
+def sweep_page(sweep: SweepData) -> Page:
+    """The page: result, what the values did, trials, score against KL, curves, cost."""
+    written = time.strftime("%Y-%m-%d %H:%M")
+    page = Page(
+        title=sweep.config.name,
+        subtitle=f"raypo report of a sweep of {sweep.config.base}, written {written}",
+        badge=sweep.status,
+    )
+    _result(page.section("Result"), sweep)
+    _why(page.section("What the values did", _WHY_NOTE), sweep)
+    _trials(page.section("Trials", _TRIALS_NOTE), sweep)
+    _front(page.section("Score against KL", _FRONT_NOTE), sweep)
+    curves, labels = page.section("Learning curves"), _labels(sweep)
+    for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
+        named = {labels[name]: _with_start(rows) for name, rows in sweep.rows.items() if rows}
+        curves.add(line_chart(WORDS.get(metric, metric), named, metric))
+    _cost(page.section("Cost"), sweep)
+    best = sweep.files.read("best.yaml")
+    if best is not None:
+        page.section("Best config").add(Details("best.yaml", best.decode()))
+    return page
+
+
+_WHY_NOTE = (
+    "The last metrics of each trial by the value that it tried. What trains (the reward model, the "
+    "KL penalty) stands beside what judges: where the reward model rises and the held-out score "
+    "falls, the policy games the reward model."
+)
+_TRIALS_NOTE = (
+    "Ranked by the step that a score is of, then by the score: scores of different steps are not "
+    "compared, so a trial that was stopped early is below all that went on."
+)
+_FRONT_NOTE = (
+    "Trials on the line are beaten in both by no other one that came as far: a higher score costs "
+    "KL. The intervals above are over held-out prompts; what another seed would change is not in "
+    "them."
+)
+
+
+def _result(section: Section, sweep: SweepData) -> None:
+    best = sweep.best
+    if best is None:
+        section.add(Words("No trial has a score yet.", strong=True))
+    else:
+        metric = sweep.goal.metrics[0]
+        start = next(
+            (r[0] for r in map(_with_start, sweep.rows.values()) if r and metric in r[0]), {}
+        )
+        was = f" It was {number(start[metric])} before the first update." if start else ""
+        words = who_is_best(sweep.trials, sweep.goal, lambda trial: sweep.held_out[trial.name])
+        section.add(Words(f"{words}{was}", strong=True))
+        if broken := sweep.goal.broken(best.metrics):
+            section.add(Words(f"No trial keeps all constraints; this one breaks {broken[0]}."))
+    count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
+    total = sum(trial.device_s for trial in sweep.trials)
+    saved = sum(_saved(trial, sweep) for trial in sweep.trials)
+    section.add(
+        Tiles(
+            [
+                ("trials", str(len(sweep.trials)), f"of {sweep.config.num_trials}"),
+                ("to the last step", str(count["finished"]), f"of {sweep.num_steps} steps"),
+                ("stopped early", str(count["stopped"]), sweep.config.scheduler.kind),
+                ("failed", str(count["failed"]), ""),
+                ("device-seconds", number(round(total)), "of all trials"),
+                ("saved by stopping", number(round(saved)), "device-seconds, at their steps' pace"),
+            ]
+        )
+    )
+
+
+def _why(section: Section, sweep: SweepData) -> None:
+    for words in gaming_words(sweep.trials, sweep.changes, sweep.held_out):
+        section.add(Words(words, strong=True))
+    for key, domain in sweep.config.domains.items():
+        for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
+            log_x = domain.kind == "loguniform"
+            section.add(_by_value(sweep.trials, key, metric, log_x=log_x))
+
+
+def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bool) -> Chart | None:
+    seen = [trial for trial in trials if metric in trial.metrics and key in trial.point]
+    if not seen:
+        return None
+    is_number = all(isinstance(trial.point[key], int | float) for trial in seen)
+    if is_number:
+        seen = sorted(seen, key=lambda trial: trial.point[key])
+    values = [trial.point[key] if is_number else str(trial.point[key]) for trial in seen]
+    log_x = log_x or spans_decades(values)  # of a grid
+    figure = new_figure(key, xaxis_type="log" if log_x else None)
+    figure.add_scatter(
+        x=values,
+        y=[trial.metrics[metric] for trial in seen],
+        text=[f"{t.name}, {t.status} at step {t.step}, score of {t.scored_step}" for t in seen],
+        mode="markers",
+        marker_color=COLOURS[0],
+        marker_size=10,
+        marker_symbol=["circle-open" if trial.status == "stopped" else "circle" for trial in seen],
+        hovertemplate="%{text}<br>%{x:.4g}: %{y:.4g}<extra></extra>",
+    )
+    title = f"{WORDS.get(metric, metric)} by {key}"
+    hollow = any(trial.status == "stopped" for trial in seen)
+    note = "Hollow: stopped early." if hollow else ""
+    return chart_of(title, figure, note=note)
+
+
+def _trials(section: Section, sweep: SweepData) -> None:
+    keys = list(sweep.config.domains)
+    bounds = [text.split()[0] for text in sweep.goal.constraints]
+    names = dict.fromkeys([*sweep.goal.metrics, *bounds, SCORE, REWARD_MODEL, KL])
+    shown = [name for name in names if any(name in trial.metrics for trial in sweep.trials)]
+    headings = ["rank", "trial", "status", "steps", "score at step", *keys]
+    headings += [*(WORDS.get(name, name) for name in shown), "device-seconds"]
+    has_errors = any(trial.error for trial in sweep.trials)
+    headings += ["error"] if has_errors else []
+    section.add(
+        Table(
+            headings,
+            [
+                [
+                    rank,
+                    trial.name,
+                    status_words(trial, sweep.goal),
+                    trial.step,
+                    trial.scored_step,
+                    *(value_text(trial.point.get(key, "")) for key in keys),
+                    *(trial.metrics.get(name) for name in shown),
+                    round(trial.device_s),
+                    *([trial.error] if has_errors else []),
+                ]
+                for rank, trial in enumerate(sweep.trials, start=1)
+            ],
+        )
+    )
+    rows: list[Mapping[str, Any]] = [{**trial.point, **trial.metrics} for trial in sweep.trials]
+    columns = {key: key for key in keys} | {name: WORDS.get(name, name) for name in shown}
+    section.add(parallel_chart("Parallel coordinates", rows, columns, colour=sweep.goal.metrics[0]))
+
+
+def _front(section: Section, sweep: SweepData) -> None:
+    metric = SCORE if SCORE in sweep.goal.metrics else sweep.goal.metrics[0]
+    if metric == KL:
+        return
+    seen = [t for t in sweep.trials if metric in t.metrics and KL in t.metrics]
+    if not seen:
+        return
+    mode = dict(zip(sweep.config.metric, sweep.config.mode, strict=True)).get(metric, "max")
+    both = Goal((metric, KL), (1.0 if mode == "max" else -1.0, -1.0))
+    rows = sorted(both.front([trial.judged for trial in seen]))
+    front = sorted((seen[row] for row in rows), key=lambda trial: trial.metrics[KL])
+    figure = new_figure(WORDS[KL], WORDS.get(metric, metric), showlegend=True)
+    others = [trial for trial in seen if trial not in front]
+    for name, mode, colour, trials in (
+        ("Pareto front", "lines+markers", COLOURS[1], front),
+        ("trials", "markers", COLOURS[0], others),
+    ):
+        figure.add_scatter(
+            x=[trial.metrics[KL] for trial in trials],
+            y=[trial.metrics[metric] for trial in trials],
+            text=[f"{trial.name}, {point_text(trial.point)}" for trial in trials],
+            name=name,
+            mode=mode,
+            line_color=colour,
+            marker_size=10,
+            hovertemplate="%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
+        )
+    section.add(chart_of(f"{WORDS.get(metric, metric)} against KL", figure, wide=True))
+
+
+def _cost(section: Section, sweep: SweepData) -> None:
+    labels = _labels(sweep)
+    costs = {labels[trial.name]: trial.device_s for trial in sweep.trials}
+    saved = {labels[trial.name]: _saved(trial, sweep) for trial in sweep.trials}
+    wall = duration(sum(trial.seconds for trial in sweep.trials))
+    by_kind = {"spent": costs} | ({"saved by stopping early": saved} if any(saved.values()) else {})
+    section.add(
+        Words(
+            f"The trials took {wall} one after the other, {number(sum(costs.values()))} "
+            "device-seconds: seconds times the devices that a trial holds."
+        ),
+        bar_chart("Cost of each trial", by_kind, x_title="device-seconds", wide=True),
+    )
+
+
+def _saved(trial: TrialRecord, sweep: SweepData) -> float:
+    """Device-seconds of the steps that a stopped trial left out, at the pace of those it made."""
+    paces = [row["time/step_s"] for row in sweep.rows.get(trial.name, ()) if "time/step_s" in row]
+    if trial.status != "stopped" or not paces or not trial.seconds:
+        return 0.0
+    num_devices, last_step = trial.device_s / trial.seconds, sweep.rows[trial.name][-1]["step"]
+    return num_devices * statistics.median(paces) * (sweep.num_steps - last_step)
+
+
+def _labels(sweep: SweepData) -> dict[str, str]:
+    """By trial, its values where they are short and its own, else its name."""
+    texts = {trial.name: point_text(trial.point) for trial in sweep.trials}
+    is_short = all(len(text) <= MAX_LABEL for text in texts.values())
+    if is_short and len(set(texts.values())) == len(texts):
+        return texts
+    return {name: name for name in texts}
+
+
+def _with_start(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows after one of step 0 with what was measured before the first update."""
+    if not rows:
+        return []
+    start = {
+        name.replace("/initial_", "/"): value
+        for name, value in rows[0].items()
+        if "/initial_" in name
+    }
+    return [*([{"step": 0, **start}] if start else []), *map(dict, rows)]

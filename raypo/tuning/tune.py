@@ -1,0 +1,254 @@
+"""The driver of a sweep: what ended before is told to searcher and scheduler, the rest is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune import Stopper
+
+from raypo.cluster.connect import connect, dashboard_url
+from raypo.cluster.janitor import start_janitor
+from raypo.config import PPOConfig
+from raypo.config.paths import storage_path
+from raypo.config.sweep_config import SweepConfig
+from raypo.storage.folder import open_folder
+from raypo.storage.run_files import RunFiles
+from raypo.tuning.board import Board
+from raypo.tuning.capacity import SweepPlan, describe, plan_sweep, trial_name
+from raypo.tuning.cluster import find_nodes
+from raypo.tuning.goal import Goal
+from raypo.tuning.outcome import Outcome, write_outcome
+from raypo.tuning.record import read_trials, write_trials
+from raypo.tuning.schedule import reports_of, scheduler_of, tell_past
+from raypo.tuning.search import NUMBER, listed_space, searcher_of
+from raypo.tuning.shared import started
+from raypo.tuning.sweep_folder import TRIALS_FOLDER, recorded_config
+from raypo.tuning.trial import TrialSetup, run_trial
+from raypo.tuning.view import SweepView
+
+TUNE_FOLDER = "tune"
+DRIVER_RESOURCES: dict[str, float] = {"memory": 1}
+"""Of the process that drives a trial: next to nothing, or trials could wait for each other."""
+_TUNE_ENVIRONMENT = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
+
+
+@dataclass
+class Stop(Stopper):
+    """Ends all trials once somebody wants to stop."""
+
+    is_wanted: bool = False
+
+    def __call__(self, trial_id: str, result: dict) -> bool:
+        """No trial is stopped by itself."""
+        return False
+
+    def stop_all(self) -> bool:
+        """Whether the sweep is to stop."""
+        return self.is_wanted
+
+
+def run_sweep(sweep: SweepConfig, base: PPOConfig, files: RunFiles) -> Outcome:
+    """Run the trials that are left; the caller holds the sweep's lock.
+
+    Args:
+        files: Of the sweep; its config is written here.
+
+    Raises:
+        ConfigError: not even one trial fits the cluster.
+    """
+    os.environ.update(_TUNE_ENVIRONMENT)
+    connected_here = connect(base.cluster)
+    try:
+        nodes, use_gpu = find_nodes(base)
+        plan = plan_sweep(sweep, base, nodes, use_gpu=use_gpu)
+        files.write_config(recorded_config(sweep, base))
+        files.sync()
+        return _Sweep(sweep, base, files, plan).run()
+    finally:
+        if connected_here:
+            ray.shutdown()
+
+
+def _name_of(sweep: str, trial: Any) -> str:
+    return trial_name(sweep, trial.config[NUMBER])
+
+
+class _Sweep:
+    """One attempt at a sweep."""
+
+    def __init__(
+        self, sweep: SweepConfig, base: PPOConfig, files: RunFiles, plan: SweepPlan
+    ) -> None:
+        self._sweep, self._base, self._files, self._plan = sweep, base, files, plan
+        self._goal, self._stop = Goal.of(sweep), Stop()
+        self._started = time.monotonic()
+        self._view = SweepView(
+            self._goal, num_trials=plan.num_trials, num_steps=base.num_steps, device=plan.device
+        )
+        self._setup = TrialSetup(
+            sweep=sweep.name,
+            base=sweep.base_values(),
+            storage_path=f"{storage_path(sweep).rstrip('/')}/{sweep.name}/{TRIALS_FOLDER}",
+            working_dir=os.getcwd(),
+            goal=self._goal,
+            is_population=sweep.scheduler.kind == "pbt",
+        )
+        earlier = read_trials(files)
+        self._ended = [record for record in earlier if record.has_ended]
+        self._left = [record for record in earlier if record not in self._ended]
+        self._board = Board(
+            {record.number: record for record in earlier},
+            self._view,
+            num_steps=base.num_steps,
+            num_devices=plan.num_devices,
+            write=self._write,
+            is_stopping=self._stop.stop_all,
+        )
+
+    def run(self) -> Outcome:
+        """Run what is left, and write what it came to."""
+        self._greet()
+        status = "failed"
+        try:
+            with self._stop_on_signal():
+                self._fit()
+            status = "interrupted" if self._stop.is_wanted else "finished"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        finally:
+            self._board.close()
+            records = list(self._board.records.values())
+            self._view.close(records)
+            outcome = write_outcome(
+                self._files,
+                self._sweep,
+                records,
+                base=self._setup.base,
+                status=status,
+                wall_s=time.monotonic() - self._started,
+            )
+        self._tell(outcome)
+        return outcome
+
+    def _fit(self) -> None:
+        if self._plan.num_trials <= len(self._ended):
+            return
+        janitor = start_janitor()
+        base = self._base.with_absolute_paths(self._setup.working_dir)
+        logs_dir = str(self._files.logs_dir)
+        try:
+            with started(
+                self._plan.sharing,
+                base,
+                self._sweep.name,
+                num_slots=self._plan.num_slots,
+                logs_dir=logs_dir,
+            ) as shared:
+                self._fit_trials(dataclasses.replace(self._setup, janitor=janitor, shared=shared))
+        finally:
+            ray.get(janitor.close.remote())  # of trials that were stopped at the very end
+            ray.kill(janitor)
+
+    def _fit_trials(self, setup: TrialSetup) -> None:
+        scheduler = scheduler_of(self._sweep, self._base, storage_path=setup.storage_path)
+        if not setup.is_population:  # it looks at those alone that still run
+            past = {
+                record.name: reports_of(
+                    setup.files(record.number), self._goal, last_step=record.step
+                )
+                for record in self._ended
+            }
+            tell_past(scheduler, past)
+        open_folder(self._files.location, TUNE_FOLDER).remove()
+        name_of = partial(_name_of, self._sweep.name)
+        which, search = self._trials()
+        tuner = tune.Tuner(
+            tune.with_resources(
+                tune.with_parameters(run_trial, setup=setup),
+                tune.PlacementGroupFactory([DRIVER_RESOURCES]),
+            ),
+            tune_config=tune.TuneConfig(
+                **search,
+                scheduler=scheduler,
+                max_concurrent_trials=self._plan.num_slots,
+                # On GPUs a trial that is stopped makes way at once and not after its step.
+                reuse_actors=self._plan.device == "CPU" and not setup.is_population,
+                trial_name_creator=name_of,
+                trial_dirname_creator=name_of,
+            ),
+            run_config=tune.RunConfig(
+                name=TUNE_FOLDER,
+                storage_path=self._files.location,
+                callbacks=[self._board],
+                stop=self._stop,
+                verbose=0,
+            ),
+            **which,
+        )
+        tuner.fit()
+
+    def _trials(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments of the Tuner and of its TuneConfig that say which trials to run."""
+        if self._setup.is_population:  # Tune takes no searcher beside pbt
+            return {"param_space": listed_space(self._sweep, self._ended, self._left)}, {}
+        return {}, {
+            "search_alg": searcher_of(self._sweep, self._ended, self._left),
+            "num_samples": self._plan.num_trials - len(self._ended),
+        }
+
+    def _write(self) -> None:
+        write_trials(self._files, list(self._board.records.values()), self._goal)
+        self._files.sync()
+
+    def _greet(self) -> None:
+        for line in describe(self._sweep, self._base, self._plan):
+            self._view.message(line)
+        if self._ended or self._left:
+            self._view.message(
+                f"{len(self._ended)} trials are done, {len(self._left)} were begun and go on"
+            )
+        self._view.message(f"files in {self._files.location}; Ray dashboard: {dashboard_url()}")
+
+    def _tell(self, outcome: Outcome) -> None:
+        for line in outcome.lines():
+            self._view.message(line)
+
+    @contextmanager
+    def _stop_on_signal(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM ends all trials, the second one at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: Any) -> None:
+            if self._stop.is_wanted:
+                raise KeyboardInterrupt
+            self._stop.is_wanted = True
+            self._view.message(
+                "Stopping all trials; the same command goes on from their last checkpoints."
+            )
+
+        earlier = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for each, handler in earlier.items():
+                signal.signal(each, handler)
