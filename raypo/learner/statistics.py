@@ -44,7 +44,7 @@ class UpdateStatistics:
         self._end("critic", applied, grad_norm)
 
     def reduce(self, workers: Workers) -> dict[str, float]:
-        """Means over tokens or optimizer steps; `ppo/*` names of DESIGN.md section 7.
+        """Means over tokens or optimizer steps, named `ppo/*`.
 
         A model that made no optimizer step has no figures.
         """

@@ -180,3 +180,14 @@ def source_texts() -> list[str]:
                 parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
                 texts.append("".join(map(str, parts)))
     return texts
+
+
+def test_sources_cite_no_page_that_is_not_here():
+    """Pages in capitals that a docstring or an error names are part of the repository."""
+    sources = [
+        p for room in ("raypo", "examples", "tests") for p in (REPOSITORY / room).rglob("*.py")
+    ]
+    named = {
+        (p.name, page) for p in sources for page in re.findall(r"\b[A-Z]{3,}\.md\b", p.read_text())
+    }
+    assert {each for each in named if not (REPOSITORY / each[1]).exists()} == set()

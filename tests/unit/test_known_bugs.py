@@ -1,4 +1,4 @@
-"""The fifteen bugs of this field (MATH.md section 7): where each is tested, the rest right here."""
+"""The fifteen bugs of this field: where each is tested, the rest right here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Bugs seen in this field that live in a formula (MATH.md section 7), each by its name."""
+"""Bugs seen in this field that live in a formula, each by its name."""
 
 from typing import Any
 
