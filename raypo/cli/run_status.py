@@ -20,7 +20,9 @@ def status(
     import shutil
     import time
     from concurrent.futures import ThreadPoolExecutor
+    from dataclasses import replace
 
+    from raypo.config import ConfigError
     from raypo.storage.run_files import RunFiles
     from raypo.storage.run_state import RunStatus, no_run, paragraph, run_status, table
     from raypo.tuning.sweep_status import as_trial, sweep_status
@@ -29,7 +31,11 @@ def status(
 
     def status_at(files: RunFiles) -> RunStatus | None:
         run = run_status(files, now)
-        return sweep_status(files, now) or (run and as_trial(run, files))
+        try:
+            sweep = sweep_status(files, now)
+        except ConfigError as error:  # of an earlier version, perhaps; the others are told
+            return run and replace(run, recipe="sweep", notes=(f"Its config is refused: {error}",))
+        return sweep or (run and as_trial(run, files))
 
     found: list[RunStatus] = []
     with ThreadPoolExecutor(8) as threads:  # a storage answers one request in a tenth of a second

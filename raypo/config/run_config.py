@@ -49,8 +49,9 @@ class RecipeConfig(RunFile):
     """ppo: one rollout batch and its updates; sft, reward_model: one optimizer step."""
     max_failures: int = Field(default=0, ge=-1)
     """How often a run whose learner worker or Ray Train controller is lost goes on from its last
-    checkpoint by itself, as Ray's `FailureConfig(max_failures)` counts; -1: every time. In a sweep
-    each trial has as many."""
+    checkpoint by itself, as Ray's `FailureConfig(max_failures)` counts; -1: every time. An error
+    that a worker raises (of a reward function, say) counts as its loss, and may come again. In a
+    sweep each trial has as many."""
     checkpoint: CheckpointSection = CheckpointSection()
     placement: PlacementSection = PlacementSection()
     cluster: ClusterSection = ClusterSection()

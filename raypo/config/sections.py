@@ -146,7 +146,8 @@ class ModelSection(Config):
     """The model that the KL penalty pulls to; null: the policy as it was at the start."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the policy, the engine and the frozen models. Value and score heads, sums of gradients,
-    master weights and AdamW's moments are float32 always. On CPU float32 is faster and exact."""
+    master weights and AdamW's moments are float32 always. float32 is exact; bfloat16 is faster
+    on GPUs, and on CPUs with AMX or avx512_bf16."""
     lora: PolicyLoraSection | None = None
     """Train adapters; {} for the defaults, null: all weights. Without model.reference the policy
     with its adapter off is the reference, and no other model is loaded for it."""

@@ -24,7 +24,7 @@ class TrainedModelSection(Config):
     policy: str
     """The model to start from: a Hugging Face folder or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """On CPU float32 is faster and exact."""
+    """float32 is exact; bfloat16 is faster where the processor has it."""
     lora: LoraSection | None = None
     """Train an adapter (and a reward model's score head); {} for the defaults, null: all
     weights."""

@@ -44,7 +44,7 @@ SET_BY_THE_SWEEP = (
 SharedRole = Literal["reward", "reference", "engine"]
 MAX_TEST_POINTS = 1000
 """Points of the space that are tried against the run config."""
-_NOT_COPIED = ("model.", "learner.zero_stage")
+_NOT_COPIED = ("model.", "learner.zero_stage", "ppo.advantage", "ppo.preset")
 """How keys begin that a run cannot change when it goes on from a checkpoint."""
 _CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
 

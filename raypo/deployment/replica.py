@@ -105,7 +105,13 @@ class Replica:
     def _run(self, request: Request) -> Any:
         if self._target is None and request.method in ("sleep", "wake_up"):
             return None  # it has no memory to give, and takes what it needs when it is made
-        target = self._made()
+        if self._target is None and request.method == "peak_memory":
+            return Unprepared("it is not made yet, and a look at it is no reason to make it")
+        try:
+            target = self._made()
+        except Exception as error:
+            traceback.print_exc()
+            return Unhealthy(f"it could not be made: {type(error).__name__}: {error}", self._life)
         try:
             if request.required is not None:
                 method, arguments = request.required

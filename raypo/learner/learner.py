@@ -82,7 +82,6 @@ class Learner:
             critic, self.critic_start = Critic.load(start, dtype=model.dtype, lora=model.lora)
             self._critic = TrainedModel(critic, learning_rate=section.critic_lr, **shared)
 
-    @torch.no_grad()
     def evaluate(self, experience: Experience) -> Experience:
         """The experience with `old_log_probs` and, where there is a critic, `values`.
 
@@ -223,6 +222,7 @@ class Learner:
             workers=self._workers,
         )
 
+    @torch.no_grad()
     def _policy_log_probs(self, experience: Experience) -> Tensor:
         """[B, T] float32, zero where masked."""
         mask = experience.response_mask
@@ -233,6 +233,7 @@ class Learner:
             _put(new, into=log_probs, rows=rows, mask=mask)
         return log_probs
 
+    @torch.no_grad()
     def _with_values(self, experience: Experience, critic: TrainedModel) -> Experience:
         mask, with_last = experience.response_mask, self._ppo.bootstrap_truncated
         values, last_values = torch.zeros(mask.shape), torch.zeros(len(experience))

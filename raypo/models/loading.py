@@ -20,13 +20,16 @@ from transformers import (
 from raypo.config import ConfigError
 from raypo.models.heads import HEADS, with_float32_heads
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
+from raypo.models.token_log_probs import has_plain_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_causal_lm(path: str, *, dtype: str) -> Any:
     """The causal language model of a folder or hub id, dropout off, in training mode."""
-    return _load(AutoModelForCausalLM, path, dtype)
+    model = _load(AutoModelForCausalLM, path, dtype)
+    has_plain_head(model)  # tried here, where the model is whole
+    return model
 
 
 def load_backbone(path: str, *, dtype: str) -> Any:

@@ -70,7 +70,7 @@ class Layout:
     def segments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each of the N tokens: its group, its response within it (0: the prompt), its position.
 
-        Three tensors [N] int64.
+        Three tensors [N] int32.
         """
         groups, parts, positions = [], [], []
         for number, group in enumerate(self.groups):
@@ -79,7 +79,7 @@ class Layout:
             parts.append(torch.repeat_interleave(torch.arange(len(lengths)), lengths))
             positions.append(torch.arange(group.prompt))
             positions += [group.prompt + torch.arange(length) for length in group.responses]
-        return tuple(torch.cat(each).to(self.device) for each in (groups, parts, positions))  # type: ignore[return-value]
+        return tuple(torch.cat(each).int().to(self.device) for each in (groups, parts, positions))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def pack(
     mask = torch.from_numpy(np.arange(width) < answers[:, None])
     return Packed(
         input_ids=_ids(ids, device)[None],
-        position_ids=layout.segments[2][None],
+        position_ids=layout.segments[2].long()[None],
         layout=layout,
         states=_ids(states, device),
         mask=mask.to(device),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from raypo.models.packed_attention import hidden_states
 from raypo.models.packing import pack
@@ -30,8 +31,10 @@ def sequence_scores(
     device = model.device
     if not has_score_head(model):
         rows = [np.concatenate(each) for each in zip(prompts, responses, strict=True)]
-        ids = [torch.from_numpy(row).long().to(device)[None] for row in rows]
-        return torch.cat([model(input_ids=each).logits for each in ids])[:, 0].float()
+        ids = pad_sequence([torch.from_numpy(row).long() for row in rows], batch_first=True)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+        read = model(input_ids=ids.to(device), attention_mask=mask.long().to(device))
+        return read.logits[:, 0].float()
     packed = pack(prompts, responses, with_last=True, device=device)
     ends = torch.tensor([len(response) + 1 for response in responses]).cumsum(0) - 1
     last = replace(packed, states=packed.states[ends.to(device)])

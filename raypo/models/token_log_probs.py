@@ -66,28 +66,36 @@ def packed_log_probs(
     """
     if temperature <= 0.0:
         raise ValueError(f"temperature ({temperature}): log-probs need a positive one.")
-    if not has_plain_head(model):
+    if not has_plain_head(model) or any(model.get_output_embeddings().children()):
         logits = own_logits(model, packed)
         return token_log_probs(
             logits, packed.response_ids, temperature=temperature, with_entropy=with_entropy
         )
     head = model.get_output_embeddings()
+    rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
 
     def of_chunk(states: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = type(head).forward(head, states)
         return token_log_probs(
-            head(states), token_ids, temperature=temperature, with_entropy=with_entropy
+            logits, token_ids, temperature=temperature, with_entropy=with_entropy
         )
 
-    rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
+    def of_all(states: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        chunks = list(zip(states.split(rows), token_ids.split(rows), strict=True))
+        if len(chunks) > 1 and torch.is_grad_enabled():
+            made = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+        else:
+            made = [of_chunk(*chunk) for chunk in chunks]
+        log_probs = torch.cat([log_probs for log_probs, _ in made])
+        entropies = [entropy for _, entropy in made if entropy is not None]
+        return log_probs, torch.cat(entropies) if with_entropy else None
+
     states = hidden_states(model.base_model, packed)  # [M, H]
-    chunks = list(zip(states.split(rows), packed.response_ids.split(rows), strict=True))
-    if len(chunks) > 1 and torch.is_grad_enabled():
-        made = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-    else:
-        made = [of_chunk(*chunk) for chunk in chunks]
-    log_probs = torch.cat([log_probs for log_probs, _ in made])
-    entropies = [entropy for _, entropy in made if entropy is not None]
-    return log_probs, torch.cat(entropies) if with_entropy else None
+    head.forward = of_all  # one call of the head, whatever the chunks: ZeRO-3 gathers at each
+    try:
+        return head(states, packed.response_ids)
+    finally:
+        del head.forward
 
 
 def has_plain_head(model: Any) -> bool:

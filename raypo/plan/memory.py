@@ -43,13 +43,8 @@ class Batch:
     """To each prompt."""
     prompt_tokens: int
     """Of each prompt."""
-    response_tokens: int
-    """Of each response."""
-
-    @property
-    def tokens(self) -> int:
-        """All of them; a prompt is read once."""
-        return self.prompts * (self.prompt_tokens + self.responses * self.response_tokens)
+    tokens: int
+    """All of them; a prompt is read once."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +97,19 @@ def worst_batch(
 ) -> Batch:
     """The micro-batch of most memory that a token budget allows.
 
-    All prompts and responses are as long as they may be; of `batches_by_tokens`.
+    It is filled to its last token where the share has as many, with prompts and responses as long
+    as they may be; of `batches_by_tokens`. Many short responses to a long prompt may hold more on
+    CPU, where each has a copy of the prompt's keys and values.
 
     Args:
         max_rows: Responses of a worker's share.
         samples: Responses to each prompt.
     """
-    of_a_prompt = prompt_tokens + samples * response_tokens
-    if max_tokens < of_a_prompt:
-        responses = max(1, (max_tokens - prompt_tokens) // response_tokens)
-        return Batch(1, min(max_rows, responses), prompt_tokens, response_tokens)
-    prompts = max(1, min(max_rows // samples, max_tokens // of_a_prompt))
-    return Batch(prompts, min(max_rows, samples), prompt_tokens, response_tokens)
+    whole = -(-max_rows // samples) * prompt_tokens + max_rows * response_tokens
+    tokens = max(prompt_tokens + response_tokens, min(max_tokens, whole))
+    responses = min(max_rows, samples, -(-max(1, tokens - prompt_tokens) // response_tokens))
+    prompts = -(-tokens // (prompt_tokens + responses * response_tokens))
+    return Batch(prompts, responses, prompt_tokens, tokens)
 
 
 def activations(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
@@ -145,8 +141,7 @@ def logits(shape: ModelShape, batch: Batch, *, itemsize: int, copies: int) -> in
 
     Of `raypo.models.token_log_probs.packed_log_probs`.
     """
-    positions = batch.prompts * batch.responses * batch.response_tokens
-    elements = min(positions * shape.vocabulary, SCRATCH_LOGITS)
+    elements = min(batch.tokens * shape.vocabulary, SCRATCH_LOGITS)
     return elements * (copies * itemsize + SCRATCH_COPIES * 4)
 
 

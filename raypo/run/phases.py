@@ -8,11 +8,13 @@ all that had to go has gone, on every worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
 
 from raypo.calls import Answer, MethodOfAll
+from raypo.cluster.actors import ReplicaLost
 from raypo.collectives import Workers
 
 
@@ -198,7 +200,8 @@ class Phases:
         """Rank 0 asks for all workers."""
         if self.workers.rank == 0:
             for answer in all_replicas():
-                answer.result()
+                with suppress(ReplicaLost):  # it has no memory to give; it is made when it is asked
+                    answer.result()
 
 
 def _all_once(action_of: Callable[[str], Callable[[], None]], names: list[str]) -> None:

@@ -68,9 +68,9 @@ class PPORun(Run[PPOConfig]):
     models: Models | None
     """Their shapes, for the arithmetic that they need; None where they are not known."""
     push_again: PushAgain | None = None
+    """The last push once more, for the case that no engine is left that has it."""
     keeper: Keeper = field(default_factory=Keeper)
     """Of adapters."""
-    """The last push once more, for the case that no engine is left that has it."""
     _phases: Phases | None = None
     _work: dict[str, Work] = field(default_factory=dict)
     _elsewhere: frozenset[str] = frozenset()

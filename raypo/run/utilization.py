@@ -87,10 +87,12 @@ def step_work(
     ]
     if models.reference and "reference" not in elsewhere:
         judges.append(passed(models.reference, scoring))
+    of_reference = policy if config.ppo.needs_reference and config.model.is_own_reference else 0.0
     flops = {
         "generate": 0.0 if "engine" in elsewhere else passed(models.policy, scoring),
         "score": sum(judges),
         "evaluate": critic
+        + of_reference
         + (0.0 if is_one_update and not config.ppo.reads_old_log_probs else policy),
         "update": 3 * epochs * (critic + (policy if learns else 0.0)),
     }

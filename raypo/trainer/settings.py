@@ -114,8 +114,9 @@ def resolve(
             values["name"] = run.name
         if run.storage_path != RunConfig().storage_path:
             values["storage_path"] = run.storage_path
-        if run.failure_config not in (None, FailureConfig()):
-            values["max_failures"] = run.failure_config.max_failures
+        failures = (run.failure_config or FailureConfig()).max_failures
+        if failures != FailureConfig().max_failures:
+            values["max_failures"] = failures
         if run.checkpoint_config is not None and run.checkpoint_config.num_to_keep is not None:
             values["checkpoint"]["keep"] = run.checkpoint_config.num_to_keep
     if reward_fn is not None:

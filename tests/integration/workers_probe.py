@@ -20,6 +20,7 @@ from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.learner.learner import Learner
 from raypo.metrics.clock import Clock
+from raypo.models import token_log_probs
 from raypo.recipes.ppo import ppo_step
 from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.experience import AdvantageState
@@ -70,6 +71,8 @@ def one_step(model: str, dtype: str, stage: int, workers: Workers, lora: Any) ->
                 "policy_lr": 1e-3,
                 "critic_lr": 1e-3,
                 "max_tokens_per_microbatch": 3 * LONGEST,
+                # Every weight is gathered when its module is called, even the smallest.
+                "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
             }
         ),
         temperature=1.0,
@@ -97,6 +100,7 @@ def one_step(model: str, dtype: str, stage: int, workers: Workers, lora: Any) ->
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
+    token_log_probs.CHUNK_ELEMENTS = 400  # other numbers of chunks of logits on each worker
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     workers = Workers.current()

@@ -46,6 +46,14 @@ def test_the_step_is_the_same_with_half_the_passes(tokens: int):
     assert once.figures["ppo/ratio_mean"] == 1.0
 
 
+def test_while_the_critic_warms_up_no_graph_of_the_policy_is_kept():
+    warming = {"critic_warmup_steps": 1, "kl.coef": 0.0, "minibatch_size": 12}
+    with plain_models():
+        old_log_probs = one_step(section(warming)).experience.old_log_probs
+    assert old_log_probs is not None
+    assert not old_log_probs.requires_grad
+
+
 @pytest.mark.parametrize(
     "keys",
     [

@@ -16,14 +16,21 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    NemotronConfig,
     OPTConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 
 from raypo.models import packed_attention
-from raypo.models.packed_attention import can_read_packed, use_packed_attention
+from raypo.models.packed_attention import (
+    NAME,
+    can_read_packed,
+    hidden_states,
+    use_packed_attention,
+)
 from raypo.models.packing import Packed, pack
 
 SIZES: dict[str, Any] = {
@@ -65,13 +72,8 @@ def model_of(config: PretrainedConfig) -> Any:
 
 def states_of(model: Any, packed: Packed) -> Tensor:
     """[M, H]"""
-    read = model.base_model(
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
-        use_cache=False,
-        layout=packed.layout,
-    )
-    return read.last_hidden_state[0][packed.states]
+    assert model.config._attn_implementation == NAME
+    return hidden_states(model.base_model, packed)
 
 
 def separate_states(model: Any, *, with_last: bool) -> Tensor:
@@ -103,6 +105,42 @@ def test_states_and_gradients_are_those_of_separate_rows(config, with_last: bool
     scale = max(float(gradient.abs().max()) for gradient in expected_gradients)
     for mine, theirs in zip(gradients(model, states), expected_gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("with_last", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2: learned positions"])
+def test_a_model_that_reads_padded_rows_says_the_same(name: str, with_last: bool) -> None:
+    model = model_of(CONFIGS[name])
+    expected = separate_states(model, with_last=with_last)
+
+    states = hidden_states(model.base_model, pack(*rows(), with_last=with_last))
+
+    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_keeps_the_layout_from_its_attention_is_left_as_it_is() -> None:
+    model = model_of(NemotronConfig(**GATED))
+    assert can_read_packed(model), "its flags say so"
+    expected = separate_states(model, with_last=False)
+
+    use_packed_attention(model)
+
+    assert model.config._attn_implementation == "eager"
+    states = hidden_states(model.base_model, pack(*rows()))
+    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_that_only_the_mask_knows_is_not_read_packed() -> None:
+    sizes: dict[str, Any] = GATED | {
+        "moe_intermediate_size": 8,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+    }
+    with_window = Qwen2MoeConfig(
+        **sizes, shared_expert_intermediate_size=8, use_sliding_window=True, sliding_window=3
+    )
+    with_window.layer_types = ["full_attention"] * 2
+    assert not can_read_packed(model_of(with_window))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

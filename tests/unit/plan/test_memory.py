@@ -105,7 +105,7 @@ def test_saved_activations_are_what_autograd_saves(tmp_path: Path, samples: int)
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    batch = Batch(2, samples, prompt_tokens=64, response_tokens=33)
+    batch = Batch(2, samples, prompt_tokens=64, tokens=2 * (64 + samples * 32))
     ids = np.arange(200) % 80
     prompts = [ids[n : n + 64] for n in range(2) for _ in range(samples)]
     responses = [ids[n : n + 33] for n in range(2 * samples)]
@@ -120,11 +120,13 @@ def test_saved_activations_are_what_autograd_saves(tmp_path: Path, samples: int)
 def test_the_worst_batch_is_within_the_budget_and_has_the_rows_there_are():
     limits = {"prompt_tokens": 60, "response_tokens": 40}
     batch = worst_batch(max_tokens=1_000, max_rows=100, samples=8, **limits)
-    assert (batch.prompts, batch.responses, batch.tokens) == (2, 8, 760)
+    assert (batch.prompts, batch.responses, batch.tokens) == (3, 8, 1_000)
     part = worst_batch(max_tokens=300, max_rows=100, samples=8, **limits)
     assert (part.prompts, part.responses, part.tokens) == (1, 6, 300)
-    assert worst_batch(max_tokens=1_000, max_rows=3, samples=8, **limits).responses == 3
+    few = worst_batch(max_tokens=1_000, max_rows=3, samples=8, **limits)
+    assert (few.prompts, few.responses, few.tokens) == (1, 3, 180)
     assert worst_batch(max_tokens=1_000, max_rows=100, samples=1, **limits).tokens == 1_000
+    assert worst_batch(max_tokens=150, max_rows=9, samples=1, **limits).tokens == 150
 
 
 def test_frozen_weights_have_no_moments_and_are_sharded_at_stage_3():
