@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from raypo.models.packing import Group, Layout, Packed, pack
+from raypo.models.packing import Layout, Packed, pack
 
 NAME = "raypo_packed"
 """As transformers knows it."""
@@ -135,8 +135,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls for each layer: [1, N, H, D]; without a layout its own SDPA.
 
-    On a GPU flex attention reads the blocks that the layout allows; elsewhere each prompt attends
-    to itself and its responses, padded to the longest of them, to the prompt and to themselves.
+    On a GPU flex attention reads the blocks that the layout allows. Elsewhere attention alone works
+    on whole rows, padded on the right, where no token looks; everything else has each token once.
     """
     if layout is None:
         if attention_mask is not None and attention_mask.shape[-1] == 1 < query.shape[2]:
@@ -153,57 +153,30 @@ def packed_attention(
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [N, H, D]
     if heads > 1:
         k, v = (each.repeat_interleave(heads, dim=1) for each in (k, v))
-    by_group = [
-        _of_group(q, k, v, group, padded, scale=scale, window=sliding_window, softcap=softcap)
-        for group, padded in zip(layout.groups, layout.padded, strict=True)
-    ]
-    return torch.cat(by_group)[None], None
-
-
-def _of_group(
-    q: Tensor,  # [N, H, D]
-    k: Tensor,  # [N, H, D]
-    v: Tensor,  # [N, H, D]
-    group: Group,
-    padded: tuple[Tensor, Tensor] | None,
-    **kind: Any,
-) -> Tensor:
-    """The group's tokens, [tokens, H, D]."""
-    own = slice(group.first, group.first + group.tokens)
-    q, k, v = q[own], k[own], v[own]
-    if padded is None:  # one sequence
-        return _attend(q[None], k[None], v[None], **kind)[0]
-    there, back = padded
-    # Copied, for a view that is kept for the backward pass would keep all tokens.
-    shared = [each[None, : group.prompt].clone() for each in (q, k, v)]  # [1, P, H, D]
-    rows = [each[group.prompt :][there] for each in (q, k, v)]  # [n, longest, H, D]
-    keys, values = (
-        torch.cat([of_prompt.expand(len(there), -1, -1, -1), own], dim=1)
-        for of_prompt, own in zip(shared[1:], rows[1:], strict=True)
-    )
-    prompt = _attend(*shared, **kind)[0]
-    responses = _attend(rows[0], keys, values, **kind)  # [n, longest, H, D]
-    return torch.cat([prompt, responses.flatten(0, 1)[back]])
+    there, back = layout.rows
+    kind: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}
+    rows = _attend(*(each[there] for each in (q, k, v)), **kind)  # [rows, longest, H, D]
+    return rows.flatten(0, 1)[back][None], None
 
 
 def _attend(
-    q: Tensor,  # [n, Q, H, D], the last Q positions of
-    k: Tensor,  # [n, K, H, D]
-    v: Tensor,  # [n, K, H, D]
+    q: Tensor,  # [n, L, H, D]
+    k: Tensor,  # [n, L, H, D]
+    v: Tensor,  # [n, L, H, D]
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention of n rows, [n, Q, H, D]."""
+    """Causal attention of n rows, [n, L, H, D]."""
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    queries, keys = q.shape[2], k.shape[2]
-    if queries == keys and keys <= (window or keys) and softcap is None:
+    length = q.shape[2]
+    if length <= (window or length) and softcap is None:
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return mixed.transpose(1, 2)
-    last = torch.arange(keys - queries, keys, device=q.device)[:, None]
-    seen = torch.arange(keys, device=q.device)
-    mask = (seen <= last) & (seen > last - (window or keys))  # [Q, K]
+    place = torch.arange(length, device=q.device)
+    before = place[:, None] - place  # [L, L]
+    mask = (before >= 0) & (before < (window or length))
     if softcap is None:
         mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return mixed.transpose(1, 2)

@@ -47,24 +47,27 @@ class Layout:
         return Layout(self.groups, device)
 
     @cached_property
-    def padded(self) -> list[tuple[Tensor, Tensor] | None]:
-        """For each group of several responses the way to a padded batch of them and back.
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The way to a batch of whole rows, a row for each response after its prompt, and back.
 
-        The first tensor, [n, longest] int64, says which of the group's response tokens stands at
-        each place (padding repeats the first one); the second, [tokens] int64, where each token
-        stands in the flattened batch. None for a group of at most one response.
+        The first tensor, [rows, longest] int64, says which token stands at each place (padding on
+        the right repeats the first one); the second, [N] int64, where each token stands in the
+        flattened batch: a prompt's in its first row.
         """
-        return [self._padded(group) for group in self.groups]
-
-    def _padded(self, group: Group) -> tuple[Tensor, Tensor] | None:
-        if len(group.responses) < 2:
-            return None
-        lengths = torch.tensor(group.responses)
-        place = torch.arange(max(group.responses))
-        inside = place < lengths[:, None]  # [n, longest]
-        first = lengths.cumsum(0) - lengths
-        there = torch.where(inside, first[:, None] + place, 0)
-        return there.to(self.device), inside.flatten().nonzero().flatten().to(self.device)
+        there: list[Tensor] = []
+        back: list[Tensor] = []
+        longest = max(g.prompt + max(g.responses, default=0) for g in self.groups)
+        for group in self.groups:
+            prompt = torch.arange(group.first, group.first + group.prompt)
+            first = group.first + group.prompt
+            back.append(len(there) * longest + torch.arange(group.prompt))
+            for length in group.responses or (0,):
+                own = torch.arange(first, first + length)
+                padding = prompt[:1].expand(longest - group.prompt - length)
+                back.append(len(there) * longest + group.prompt + torch.arange(length))
+                there.append(torch.cat([prompt, own, padding]))
+                first += length
+        return torch.stack(there).to(self.device), torch.cat(back).to(self.device)
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -116,17 +116,15 @@ def activations(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
     """Bytes that a forward pass saves for the backward pass; no checkpointing.
 
     Of transformers' Llama with packed attention. A norm saves its input in float32, the normalised
-    input and its output (4h + 2bh); attention saves queries, keys, values and its output, where
-    each of several responses has a copy of its prompt's keys and values, and the outputs joined
-    (ba); an MLP with a gate saves gate, silu(gate), up and their product (4bi), one without two
-    (2bi).
+    input and its output (4h + 2bh); attention saves queries, keys, values and its output of whole
+    rows, the prompt in each of them (4ba), and the outputs of each token (ba); an MLP with a gate
+    saves gate, silu(gate), up and their product (4bi), one without two (2bi).
     Compare Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """
     norm = (4 + 2 * itemsize) * shape.hidden
     mlp = (4 if shape.gated else 2) * itemsize * shape.intermediate
-    attended = 4 * batch.tokens
-    if batch.responses > 1:
-        attended += 2 * batch.prompts * batch.responses * batch.prompt_tokens
+    of_responses = max(0, batch.tokens - batch.prompts * batch.prompt_tokens)
+    attended = 4 * (batch.prompts * batch.responses * batch.prompt_tokens + of_responses)
     attention = (attended + batch.tokens) * itemsize * shape.attention
     return shape.layers * ((2 * norm + mlp) * batch.tokens + attention) + norm * batch.tokens
 
