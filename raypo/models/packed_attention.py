@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -104,19 +103,8 @@ def _by_rows(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
 
     Rows are padded on the right, where no token of a causal model looks.
     """
-    rows: list[Tensor] = []
-    for group in packed.layout.groups:
-        lengths = (group.prompt, *group.responses)
-        own = packed.input_ids[0, group.first : group.first + group.tokens].split(lengths)
-        rows += [torch.cat([own[0], response]) for response in own[1:]] or [own[0]]
-    made = iter(read(pad_sequence(rows, batch_first=True)))
-    parts: list[Tensor] = []
-    for group in packed.layout.groups:
-        mine = [next(made) for _ in group.responses or (0,)]
-        parts.append(mine[0][: group.prompt])
-        ends = (group.prompt + length for length in group.responses)
-        parts += [row[group.prompt : end] for row, end in zip(mine, ends, strict=False)]
-    return torch.cat(parts)[packed.states]
+    there, back = packed.layout.rows
+    return read(packed.input_ids[0][there]).flatten(0, 1)[back][packed.states]
 
 
 def packed_attention(
