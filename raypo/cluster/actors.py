@@ -7,7 +7,14 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 NAME_TIMEOUT_S = 30.0
 """How long an actor of an earlier attempt may take to give up its name."""
@@ -47,6 +54,16 @@ def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[s
                     f"this cluster: stop it, or choose another name."
                 ) from None
             time.sleep(0.5)
+
+
+def is_lost_actor(error: BaseException) -> bool:
+    """Whether what a call raises says that the actor itself is gone, for a moment or for good.
+
+    Ray 2.60 has errors of their own for an actor that its memory monitor has killed, and for one
+    whose node is gone. A method that met another dead actor raises such an error too, as its own.
+    """
+    lost = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
+    return isinstance(error, lost) and not isinstance(error, RayTaskError)
 
 
 def is_alive(actor: ActorHandle) -> bool:

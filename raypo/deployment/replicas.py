@@ -11,9 +11,9 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayError
 
-from raypo.cluster.actors import DeploymentError
+from raypo.cluster.actors import DeploymentError, is_lost_actor
 from raypo.deployment.spec import Deployment, Life, Unhealthy
 
 PROBE_TIMEOUT_S = 3.0
@@ -104,7 +104,9 @@ class Replicas:
             if ref in told:
                 try:
                     answers[index] = ray.get(ref)
-                except RayActorError as error:
+                except RayError as error:
+                    if not is_lost_actor(error):
+                        raise
                     self.note_lost(index, error)
                 else:
                     self._were_up.add(index)
@@ -167,7 +169,7 @@ class Replicas:
         """The answer of a replica, which is ended if it hangs meanwhile or cannot go on.
 
         Raises:
-            RayActorError: the replica was lost.
+            RayError: the replica was lost (`is_lost_actor`).
             DeploymentError: there is no answer before the deadline.
             Exception: whatever the replica's method raised.
         """
@@ -181,8 +183,9 @@ class Replicas:
             self._end_unhealthy(index, told.get(index))
         try:
             answer = ray.get(ref)
-        except RayActorError as error:
-            self.note_lost(index, error)
+        except RayError as error:
+            if is_lost_actor(error):
+                self.note_lost(index, error)
             raise
         self._end_unhealthy(index, answer)
         return answer

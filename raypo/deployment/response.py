@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayError
 
-from raypo.cluster.actors import NoReplicaLeft, ReplicaLost
+from raypo.cluster.actors import NoReplicaLeft, ReplicaLost, is_lost_actor
 from raypo.deployment.replicas import PROBE_TIMEOUT_S, Deadline, Replicas
 from raypo.deployment.spec import Life, Refused, Request, Required, Unhealthy, Unprepared
 from raypo.tracking.trace import note_call
@@ -57,11 +57,12 @@ class Response:
         self._ref = None
         try:
             answer = replicas.watch(index, ref, deadline)
-        except ActorUnavailableError:  # it may have the request, and is asked again by its id
-            is_back = replicas.ask("load", [index], PROBE_TIMEOUT_S)[0]
-            self._send(index if is_back else None)
-        except RayActorError:
-            pass
+        except RayError as error:
+            if not is_lost_actor(error):
+                raise
+            may_have_it = isinstance(error, ActorUnavailableError)  # asked again by the same id
+            if may_have_it and replicas.ask("load", [index], PROBE_TIMEOUT_S)[0]:
+                self._send(index)
         else:
             if isinstance(answer, Refused):
                 self._refused.add(index)
@@ -120,7 +121,9 @@ class OneResponse:
         deadline = Deadline(timeout_s or self._replicas.limits.request_timeout_s)
         try:
             answer = self._replicas.watch(self._index, self._ref, deadline)
-        except RayActorError as error:
+        except RayError as error:
+            if not is_lost_actor(error):
+                raise
             raise ReplicaLost(f"{self.name}: the replica was lost: {error}") from error
         if isinstance(answer, Unhealthy | Unprepared):
             raise ReplicaLost(f"{self.name}: {answer.reason}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorUnavailableError
+
+from raypo.cluster.actors import is_lost_actor
 
 
 def is_lost_controller(error: BaseException) -> bool:
@@ -11,11 +13,9 @@ def is_lost_controller(error: BaseException) -> bool:
     The controller's own code may fail with such an error of another actor, and its start may fail:
     neither would go better under another controller.
     """
-    return (
-        isinstance(error, ActorDiedError)
-        and not isinstance(error, RayTaskError)
-        and not error.actor_init_failed
-    )
+    may_live = isinstance(error, ActorUnavailableError)
+    failed_to_start = getattr(error, "actor_init_failed", False)
+    return is_lost_actor(error) and not may_live and not failed_to_start
 
 
 def failures_left(max_failures: int, failures: int) -> int | None:

@@ -14,7 +14,7 @@ import pandas as pd
 import ray
 import ray.train
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError
+from ray.exceptions import RayError
 from ray.train import ControllerError, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import remove_placement_group
@@ -251,7 +251,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         while True:
             try:
                 return TorchTrainer.fit(self)
-            except ActorDiedError as error:
+            except RayError as error:
                 if not is_lost_controller(error):
                     raise
                 attempts, group = ray.get(monitor.end_attempt.remote())

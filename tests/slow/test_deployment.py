@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorUnschedulableError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.util.state import list_actors
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
+from raypo.deployment.replicas import Replicas
 from tests.integration.deployments import Client, Doubler, Stillborn, done, pids
 from tests.integration.task import own_ray
 
@@ -255,6 +258,20 @@ def test_the_budget_of_restarts_ends_with_the_last_reason(start: Start):
         handle.double.remote(1).result()
     assert "doubler:0, was lost: The actor" in str(caught.value)
     assert handle.is_lost()
+
+
+def test_a_replica_whose_node_is_gone_is_passed_over(start: Start):
+    """Ray does not call that the death of an actor, nor what its memory monitor does."""
+    handle = start(1)
+    gone = NodeAffinitySchedulingStrategy(node_id="0" * 56, soft=False)
+    options: dict[str, Any] = {"name": f"{handle.name}:1", "scheduling_strategy": gone}
+    lost: Any = ray.remote(Doubler).options(**options).remote("nowhere")
+    with pytest.raises(ActorUnschedulableError):
+        ray.get(lost.pid.remote())
+    known = handle._replicas
+    both = DeploymentHandle(Replicas(known.limits, known.namespace, 2), (1, 0))
+    assert both.double.remote(2).result() == 4
+    assert len(both.lives()) == 1
 
 
 def test_what_a_replica_is_made_from_outlives_several_of_its_lives(start: Start):

@@ -1,7 +1,13 @@
 """Whether a run that has lost Ray Train's controller goes on by itself."""
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    OutOfMemoryError,
+    RayTaskError,
+)
 
 from raypo.cluster.messenger import Monitor
 from raypo.trainer.failures import advice, failures_left, is_lost_controller
@@ -27,6 +33,8 @@ def test_a_lost_controller_counts_with_the_lost_workers(
 def test_only_a_controller_whose_process_ended_has_a_successor():
     died = ActorDiedError()
     assert is_lost_controller(died)
+    assert is_lost_controller(OutOfMemoryError("killed by Ray's memory monitor"))
+    assert is_lost_controller(ActorUnschedulableError("its node is gone"))
     of_a_task = RayTaskError("run", "traceback", died).as_instanceof_cause()
     assert isinstance(of_a_task, ActorDiedError)
     assert not is_lost_controller(of_a_task)  # its own code met another dead actor
