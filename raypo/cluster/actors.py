@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -15,6 +17,10 @@ from ray.exceptions import (
     RayError,
     RayTaskError,
 )
+
+from raypo.calls import Answer
+
+T = TypeVar("T")
 
 NAME_TIMEOUT_S = 30.0
 """How long an actor of an earlier attempt may take to give up its name."""
@@ -32,6 +38,21 @@ class ReplicaLost(DeploymentError):
 
 class NoReplicaLeft(DeploymentError):
     """No replica serves, and none will before the caller does something about it."""
+
+
+def survivors(
+    answers: Iterable[Answer[T]], *, passing_over: type[DeploymentError] = ReplicaLost
+) -> list[T]:
+    """What all replicas that were asked have answered, those left out that were lost meanwhile.
+
+    Args:
+        passing_over: Which errors leave a replica out; all others are raised.
+    """
+    told: list[T] = []
+    for answer in answers:
+        with suppress(passing_over):
+            told.append(answer.result())
+    return told
 
 
 def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[str, Any]) -> Any:

@@ -8,13 +8,12 @@ all that had to go has gone, on every worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
 
 from raypo.calls import Answer, MethodOfAll
-from raypo.cluster.actors import ReplicaLost
+from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
 
 
@@ -199,9 +198,7 @@ class Phases:
     def _ask(self, all_replicas: Callable[[], Sequence[Answer[None]]]) -> None:
         """Rank 0 asks for all workers."""
         if self.workers.rank == 0:
-            for answer in all_replicas():
-                with suppress(ReplicaLost):  # it has no memory to give; it is made when it is asked
-                    answer.result()
+            survivors(all_replicas())  # one that is lost has no memory to give
 
 
 def _all_once(action_of: Callable[[str], Callable[[], None]], names: list[str]) -> None:

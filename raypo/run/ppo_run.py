@@ -38,11 +38,9 @@ from raypo.run.setup import Runtime, Shared
 from raypo.run.utilization import Work, models_of, step_work, work_figures
 from raypo.storage.run_files import RunFiles
 from raypo.types import Experience, Prompt, ScoredRollout
-from raypo.weight_sync.push import Probe, push_weights
-from raypo.weight_sync.push_adapter import push_adapter, push_base
+from raypo.weight_sync.push import Probe, push_adapter, push_weights
 from raypo.weight_sync.roads import open_transport
-from raypo.weights.store import Keeper
-from raypo.weights.transport import Transport
+from raypo.weights.transport import ObjectTransport, Transport
 
 NUM_PROBES = 2
 
@@ -69,8 +67,6 @@ class PPORun(Run[PPOConfig]):
     """Their shapes, for the arithmetic that they need; None where they are not known."""
     push_again: PushAgain | None = None
     """The last push once more, for the case that no engine is left that has it."""
-    keeper: Keeper = field(default_factory=Keeper)
-    """Of adapters."""
     _phases: Phases | None = None
     _work: dict[str, Work] = field(default_factory=dict)
     _elsewhere: frozenset[str] = frozenset()
@@ -251,14 +247,13 @@ class PPORun(Run[PPOConfig]):
         }
         if not _pushes_adapter(self.config):
             return push_weights(learner, engine, transport=self.transport, **common)
-        if version == self.last_step and not services.in_pool:
-            push_base(learner, engine, transport=self.transport, **common)
+        assert isinstance(self.transport, ObjectTransport), "`open_transport` keeps what is pushed"
         return push_adapter(
             learner,
             engine,
             name=self.name,
-            base=self.transport.kept,
-            keeper=self.keeper,
+            transport=self.transport,
+            engines_have_base=services.in_pool,
             **common,
         )
 

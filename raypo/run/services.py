@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import ray
 import ray.util
 import torch
 
-from raypo.cluster.actors import DeploymentError
+from raypo.cluster.actors import DeploymentError, survivors
 from raypo.cluster.devices import together
 from raypo.cluster.placement import PlacementError, own_bundle
 from raypo.collectives import Workers
@@ -60,12 +59,8 @@ class Services:
         """By role, what `raypo.metrics.process_memory` says in each replica that answers."""
         asked = {"engine": self.engine.pinned().peak_memory.on_all()}
         asked |= {role: each.pinned().peak_memory.on_all() for role, each in self.frozen}
-        peaks: dict[str, list[dict[str, float]]] = {role: [] for role in asked}
-        for role, answers in asked.items():
-            for answer in answers:
-                with suppress(DeploymentError):  # a lost replica is told by what needs it
-                    peaks[role].append(answer.result())
-        return peaks
+        # What a replica cannot do any more is told by what needs it.
+        return {role: survivors(each, passing_over=DeploymentError) for role, each in asked.items()}
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 from typing import Any
 
 import ray
 
-from raypo.cluster.actors import ReplicaLost
+from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.deployment.deployment import DeploymentHandle, Place, start_deployment
@@ -115,9 +114,7 @@ def borrow(
 
 def leave_pool(engine: DeploymentHandle, run_name: str) -> None:
     """Make room for another run's adapter."""
-    for dropped in engine.pinned().drop_adapter.on_all(run_name):
-        with suppress(ReplicaLost):  # its successor never had it
-            dropped.result()
+    survivors(engine.pinned().drop_adapter.on_all(run_name))  # others' successors never had it
 
 
 def roles_alike(one: PPOConfig, other: PPOConfig) -> set[str]:

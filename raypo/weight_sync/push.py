@@ -5,10 +5,10 @@ B probes, T response tokens.
 
 from __future__ import annotations
 
-import contextlib
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from raypo.calls import MethodOfEach
-from raypo.cluster.actors import ReplicaLost
+from raypo.cluster.actors import ReplicaLost, survivors
 from raypo.collectives import Workers
 from raypo.rollout.dealing import Deal, to_experience
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience, Rollout, ScoredRollout
+from raypo.weights.adapter import AdapterPush
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import PushedEngines, Transport
+from raypo.weights.store import Kept
+from raypo.weights.transport import ObjectTransport, PushedEngines, Transport
 
 PROBE_TOKENS = 8
 RETRY_S = 0.2
@@ -44,6 +46,22 @@ class PushedLearner(ProbedLearner, Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights under their checkpoint names; all workers iterate together."""
+        ...
+
+
+class AdaptedLearner(ProbedLearner, Protocol):
+    """What a push needs of a learner with an adapter."""
+
+    def adapter_push(self, name: str, version: int) -> AdapterPush | None:
+        """The adapter as it is now, on rank 0; all workers call it."""
+        ...
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights below the adapter; all workers iterate together."""
+        ...
+
+    def base_log_probs(self, experience: Experience) -> Tensor:
+        """[B, T] float32, nats, with the adapter off."""
         ...
 
 
@@ -100,58 +118,107 @@ def push_weights(
 ) -> dict[str, float]:
     """Bring every engine to the learner's weights; all workers call it together.
 
+    Where an engine is lost on the way, the push is repeated to those that are up then. From here
+    on each request of `engine` requires what was pushed, so that an engine that was started again
+    loads it first.
+
     Args:
         on_arrival: Called between transfer and probe, for which the engines must be awake.
 
     Returns:
-        `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, nats a token.
+        `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, nats per token.
 
     Raises:
         WeightError: an engine received something else than was sent, or answers otherwise than
             the learner. No engine serves a version that it does not hold whole.
     """
-    transfer(learner, engine, version=version, transport=transport, workers=workers)
-    on_arrival()
-    return try_probe(learner, engine, probe, version, workers)
-
-
-def transfer(
-    learner: PushedLearner,
-    engine: PushedEngines,
-    *,
-    version: int,
-    transport: Transport,
-    workers: Workers,
-) -> None:
-    """Push, and again where an engine was lost on the way, to those that are up then.
-
-    From here each request of `engine` requires what was pushed, so that an engine that was started
-    again loads it first.
-    """
     while True:
         engine.require(None)
         try:
             transport.push(learner.named_weights(), engine, version=version, workers=workers)
+            break
         except Exception as error:  # all workers fail together
             if not workers.broadcast(isinstance(error, ReplicaLost)):
                 raise
             time.sleep(RETRY_S)
-        else:
-            engine.require("hold", workers.broadcast(transport.kept))
-            return
+    engine.require("hold", workers.broadcast(transport.kept))
+    on_arrival()
+    return try_probe(learner, engine, probe, version, workers)
+
+
+def push_adapter(
+    learner: AdaptedLearner,
+    engine: SyncedEngines,
+    *,
+    name: str,
+    version: int,
+    transport: ObjectTransport,
+    engines_have_base: bool,
+    probe: Probe,
+    workers: Workers,
+    on_arrival: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Bring every engine to the learner's adapter; as `push_weights`.
+
+    The weights below the adapter go first where nothing keeps them: at the first push, and where
+    the actor that kept them was lost, perhaps together with the engines.
+
+    Args:
+        name: Of the adapter, on the engines.
+        transport: Carries the weights below the adapter, and keeps the adapter beside them.
+        engines_have_base: Every engine reads the weights below the adapter by itself.
+    """
+    kept = transport.kept
+    if not engines_have_base and workers.broadcast(kept is None or kept.fetch() is None):
+        push_weights(
+            _Base(learner),
+            engine,
+            version=version,
+            transport=transport,
+            probe=replace(probe, adapter=None),
+            workers=workers,
+            on_arrival=on_arrival,
+        )
+    push = learner.adapter_push(name, version)
+    required: list[Kept] = []
+    if push is not None:
+        if transport.kept is not None:
+            required.append(transport.kept)
+        required.append(transport.keeper.keep(push, id=uuid.uuid4().hex, adapter=name))
+        survivors(engine.pinned().hold.on_all(*required))  # others do so when they are next asked
+    engine.require("hold", *workers.broadcast(required))
+    on_arrival()
+    return try_probe(learner, engine, replace(probe, adapter=name), version, workers)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The learner with its adapter off."""
+
+    learner: AdaptedLearner
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.learner.base_weights()
+
+    def log_probs(self, experience: Experience) -> Tensor:
+        return self.learner.base_log_probs(experience)
 
 
 def try_probe(
     learner: ProbedLearner, engine: ProbedEngines, probe: Probe, version: int, workers: Workers
 ) -> dict[str, float]:
-    """`mismatch/probe_gap_max` and `mismatch/probe_gap_mean` of all engines, nats a token.
+    """`mismatch/probe_gap_max` and `mismatch/probe_gap_mean` of all engines, nats per token.
 
     Raises:
         WeightError: they are too far apart.
     """
     answers: list[Completion] | None = None
     if workers.rank == 0:
-        answers = _ask_all(engine, probe.requests(version))
+        requests = probe.requests(version)
+        # One that is lost just now is left out, and loads what the others hold when it is asked.
+        by_engine = survivors(engine.generate.on_all(requests))
+        answers = [each for own in by_engine for each in own]
+        answers = answers or engine.generate.remote(requests).result()
     completions: list[Completion] = workers.broadcast(answers)
     prompts = list(probe.prompts) * (len(completions) // len(probe.prompts))
     experience = to_experience(_as_deal(prompts, completions))
@@ -170,15 +237,6 @@ def try_probe(
             f"model; look at rollout.engine.extra."
         )
     return figures
-
-
-def _ask_all(engine: ProbedEngines, requests: list[SamplingRequest]) -> list[Completion]:
-    """Every engine's answers; one that is lost just now is left out, and loads what they hold."""
-    answers: list[Completion] = []
-    for response in engine.generate.on_all(requests):
-        with contextlib.suppress(ReplicaLost):
-            answers += response.result()
-    return answers or engine.generate.remote(requests).result()
 
 
 def _as_deal(prompts: list[np.ndarray], completions: list[Completion]) -> Deal:

@@ -92,6 +92,7 @@ class Receiver:
         self._group: Group | None = None
         self._version: int | None = None
         self._held: str | None = None
+        self._adapter: int | None = None
         self._arrived: dict[str, torch.Tensor] = {}
         self._specs: list[TensorSpec] = []
 
@@ -119,8 +120,13 @@ class Receiver:
         self._version, self._held = manifest.version, self._id
         return Manifest.of(manifest.version, self._specs)
 
-    def hold(self, kept: Kept) -> None:
-        if self._held != kept.id:
+    def hold(self, *pushes: Kept) -> None:
+        for kept in pushes:
+            if kept.adapter is not None:
+                self._adapter = kept.fetch().version
+                continue
+            if self._held == kept.id:
+                continue
             push: WeightPush | None = kept.fetch()
             if push is None:
                 raise WeightError("nothing is kept")
@@ -143,6 +149,10 @@ class Receiver:
             self._version,
         )
         return [answer] * len(requests)
+
+    def adapter(self) -> int | None:
+        """The version of the adapter."""
+        return self._adapter
 
     def held(self) -> tuple[int | None, float]:
         """The version, and the sum over all weights."""

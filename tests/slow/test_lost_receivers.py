@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, sta
 from raypo.rollout.collect import PushAgain, Sampling, sample
 from raypo.run.handles import EngineHandle
 from raypo.types import Experience, Prompt
-from raypo.weight_sync.push import transfer
+from raypo.weight_sync.push import Probe, push_adapter, push_weights
+from raypo.weights.adapter import AdapterPush
 from raypo.weights.broadcast import BroadcastTransport
 from raypo.weights.transport import ObjectTransport, Transport
 from tests.integration.deployments import Receiver
@@ -32,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 LIMIT_S = 20.0
 DRAWS = [Draw(i, Prompt(i, "1+1=", np.array([3, 4], dtype=np.int32))) for i in range(3)]
 SAMPLING = Sampling(2, 1, temperature=1.0, top_p=1.0, stop_token_ids=(), seed=0)
+PROBE = Probe([np.array([3, 4])], max_new_tokens=1, temperature=1.0, dtype="float32", seed=0)
 
 
 def transport_of(kind: str) -> Transport:
@@ -48,15 +52,24 @@ def transport_of(kind: str) -> Transport:
 
 @dataclass
 class Learner:
-    """Has weights, and no opinion of what is sampled with them."""
+    """Has weights, and the receivers' opinion of what is sampled with them."""
 
     weights: dict[str, torch.Tensor]
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights.items()
 
+    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights.items()
+
+    def adapter_push(self, name: str, version: int) -> AdapterPush:
+        return AdapterPush.of(name, version, {}, {"lora": torch.zeros(2)})
+
     def log_probs(self, experience: Experience) -> torch.Tensor:
-        raise NotImplementedError
+        return torch.zeros_like(experience.rollout_log_probs)
+
+    def base_log_probs(self, experience: Experience) -> torch.Tensor:
+        return self.log_probs(experience)
 
 
 class Fleet:
@@ -71,8 +84,14 @@ class Fleet:
     def push(self, transport: Transport, version: int) -> float:
         """The sum over the weights that were pushed."""
         weights = {f"w{i}": torch.randn(20) for i in range(6)}
-        engines = EngineHandle(self.handle)
-        transfer(Learner(weights), engines, version=version, transport=transport, workers=Workers())
+        push_weights(
+            Learner(weights),
+            EngineHandle(self.handle),
+            version=version,
+            transport=transport,
+            probe=PROBE,
+            workers=Workers(),
+        )
         return float(sum(w.sum() for w in weights.values()))
 
     def held(self) -> list[tuple[int | None, float]]:
@@ -138,3 +157,36 @@ def test_a_push_ends_when_no_replica_is_left(fleet: Fleet):
     fleet.dies.touch()
     with pytest.raises(DeploymentError, match=r"max_restarts \(0\)"):
         fleet.push(transport_of("object"), 1)
+
+
+@pytest.mark.parametrize("fleet", [{"count": 1}], indirect=True)
+def test_the_weights_below_an_adapter_are_pushed_again_where_nothing_keeps_them(fleet: Fleet):
+    """Engine and store are lost together, before the next adapter is pushed."""
+    learner = Learner({"w": torch.randn(20)})
+    base = float(learner.weights["w"].sum())
+    transport = ObjectTransport(bucket_bytes=100)
+
+    def push(version: int) -> None:
+        push_adapter(
+            learner,
+            EngineHandle(fleet.handle),
+            name="lora",
+            version=version,
+            transport=transport,
+            engines_have_base=False,
+            probe=PROBE,
+            workers=Workers(),
+        )
+        ((of_base, total),) = fleet.held()
+        assert (of_base, total) == (pushed_with, pytest.approx(base))
+        assert fleet.handle.adapter.remote().result() == version
+
+    pushed_with = 0
+    push(0)
+    push(1)  # the adapter alone
+    assert transport.kept is not None
+    assert transport.kept.store is not None
+    ray.kill(ray.get_actor(transport.kept.store), no_restart=False)
+    os.kill(fleet.handle.lives()[0].pid, signal.SIGKILL)
+    pushed_with = 2
+    push(2)
