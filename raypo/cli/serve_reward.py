@@ -73,7 +73,7 @@ def _function(target: str) -> Any:
 
 
 def _model(target: str, dtype: str, max_batch_tokens: int) -> Any:
-    from raypo.serving.reward_model import RewardModel
+    from raypo.serving.frozen import RewardModel
 
     model = RewardModel(target, policy=None, dtype=dtype, max_batch_tokens=max_batch_tokens)
     return model.score

@@ -13,9 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from raypo.calls import Answer, AnswerOfOne
 from raypo.deployment.handle import DeploymentHandle, PinnedReplicas
 from raypo.serving.engine import Engine
-from raypo.serving.frozen import FrozenModel, TorchModel
-from raypo.serving.reference import ReferenceModel
-from raypo.serving.reward_model import RewardModel
+from raypo.serving.frozen import FrozenModel, ReferenceModel, RewardModel, TorchModel
 from raypo.serving.vllm_frozen import VllmModel, VllmReference, VllmRewardModel
 
 P = ParamSpec("P")

@@ -11,8 +11,7 @@ from raypo.cluster.connect import untold_environment
 from raypo.config import FrozenSection, PolicyLoraSection, PPOConfig, SFTConfig
 from raypo.deployment.deployment import Deployment
 from raypo.serving.engine import Engine
-from raypo.serving.reference import ReferenceModel
-from raypo.serving.reward_model import RewardModel
+from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
 
 

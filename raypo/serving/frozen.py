@@ -1,15 +1,33 @@
-"""What the frozen models have in common: a name, threads, memory that they lend to others."""
+"""Frozen models, which judge responses that others sampled: the reference and reward models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from raypo.cluster.out_of_memory import FROZEN_REMEDY, memory_advice
+from raypo.data.batching import batches_by_tokens
 from raypo.metrics.process_memory import peak_memory
-from raypo.models.loading import release_memory, short_name
+from raypo.models.loading import (
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+    release_memory,
+    same_vocabulary,
+    short_name,
+)
+from raypo.models.packing import pack
+from raypo.models.scores import sequence_scores
+from raypo.models.token_log_probs import packed_log_probs
+from raypo.types import Rollout
+
+T = TypeVar("T")
+Rows = Sequence[np.ndarray]
+"""Token ids of each sequence, int [P] or [T]."""
 
 
 def frozen_memory_advice(name: str) -> AbstractContextManager[None]:
@@ -66,3 +84,142 @@ class TorchModel(FrozenModel):
     def wake_up(self) -> None:
         """Take it again."""
         self._model.to(self._device)
+
+    @torch.inference_mode()
+    def _in_batches(
+        self,
+        sequences: Sequence[tuple[np.ndarray, np.ndarray]],
+        compute: Callable[[Rows, Rows], Sequence[T]],
+    ) -> list[T]:
+        """What a computation says of each sequence, in the order given.
+
+        Args:
+            sequences: Prompt and response of each.
+            compute: Gets prompts and responses of as many as one forward pass may have.
+        """
+        answers: dict[int, T] = {}
+        batches = batches_by_tokens(
+            [prompt.tobytes() for prompt, _ in sequences],
+            [len(prompt) for prompt, _ in sequences],
+            [len(response) for _, response in sequences],
+            self._max_batch_tokens,
+        )
+        for rows in batches:
+            prompts, responses = zip(*(sequences[row] for row in rows), strict=True)
+            with frozen_memory_advice(self._name):
+                answers |= zip(rows, compute(prompts, responses), strict=True)
+        return [answers[row] for row in range(len(sequences))]
+
+
+class ReferenceModel(TorchModel):
+    """One replica of the reference: rollouts in, log-probs of their response tokens out."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str,
+        temperature: float,
+        max_batch_tokens: int,
+        num_threads: int | None = None,
+    ) -> None:
+        """Load the model onto the GPU where there is one.
+
+        Args:
+            model: Folder or hub id.
+            dtype: float32 or bfloat16.
+            temperature: The one that the responses are sampled at.
+            max_batch_tokens: Most tokens of one forward pass.
+            num_threads: Threads of this process's tensor operations; None: as they are.
+        """
+        with frozen_memory_advice(model):
+            network = load_causal_lm(model, dtype=dtype)
+            super().__init__(
+                model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads
+            )
+        self._temperature = temperature
+
+    def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
+        """float32 [T] for each rollout, in the order given."""
+        sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
+        return self._in_batches(sequences, self._log_probs_of)
+
+    def _log_probs_of(self, prompts: Rows, responses: Rows) -> list[np.ndarray]:
+        packed = pack(prompts, responses, device=self._device)
+        log_probs, _ = packed_log_probs(self._model, packed, temperature=self._temperature)
+        ends = np.cumsum([len(response) for response in responses])
+        return np.split(log_probs.float().cpu().numpy(), ends[:-1])
+
+
+class RewardModel(TorchModel):
+    """One replica of a reward model: rollouts in, a score each out.
+
+    Where its vocabulary is the policy's it reads the policy's token ids. Elsewhere prompt and
+    response are encoded anew from their text (chat messages through its own chat template), with
+    an end of sequence where the response had one.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        policy: str | None,
+        dtype: str,
+        max_batch_tokens: int,
+        num_threads: int | None = None,
+    ) -> None:
+        """Load the model onto the GPU where there is one.
+
+        Args:
+            model: Folder or hub id of a sequence classifier with one label.
+            policy: Folder or hub id of the policy, whose vocabulary is compared; None: texts are
+                encoded, whatever the policy is.
+            dtype: float32 or bfloat16.
+            max_batch_tokens: Most tokens of one forward pass.
+            num_threads: Threads of this process's tensor operations; None: as they are.
+        """
+        with frozen_memory_advice(model):
+            network = load_reward_model(model, dtype=dtype)
+            super().__init__(
+                model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads
+            )
+        is_shared = policy is not None and same_vocabulary(model, policy)
+        self._tokenizer = None if is_shared else load_tokenizer(model)
+
+    def score(self, rollouts: list[Rollout]) -> list[float]:
+        """A score for each rollout, in the order given; NaN for one without tokens."""
+        sequences = [sequence_ids(self._tokenizer, rollout) for rollout in rollouts]
+        with_tokens = [(prompt, response) for prompt, response in sequences if len(prompt)]
+        scores = iter(self._in_batches(with_tokens, self._scores_of))
+        return [next(scores) if len(prompt) else float("nan") for prompt, _ in sequences]
+
+    def _scores_of(self, prompts: Rows, responses: Rows) -> list[float]:
+        return sequence_scores(self._model, prompts, responses).tolist()
+
+
+def sequence_ids(tokenizer: Any | None, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and response as a reward model reads them, int [P] and [T].
+
+    Args:
+        tokenizer: The reward model's; None: it has the policy's vocabulary. Elsewhere the text is
+            encoded as a whole, and stands in the place of the prompt.
+    """
+    if tokenizer is None:
+        return rollout.prompt_ids, rollout.response_ids
+    return np.asarray(_encode(tokenizer, rollout), dtype=np.int64), np.zeros(0, np.int64)
+
+
+def _encode(tokenizer: Any, rollout: Rollout) -> list[int]:
+    """Prompt and response in another vocabulary."""
+    ids: list[int]
+    if rollout.messages and tokenizer.chat_template:
+        answered = [*rollout.messages, {"role": "assistant", "content": rollout.response}]
+        text = tokenizer.apply_chat_template(answered, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+    ids = tokenizer(rollout.prompt)["input_ids"]
+    if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text
+        ids = ids[:-1]
+    ids = ids + tokenizer(rollout.response, add_special_tokens=False)["input_ids"]
+    end: int | None = tokenizer.eos_token_id
+    return [*ids, end] if rollout.finish_reason == "stop" and end is not None else ids

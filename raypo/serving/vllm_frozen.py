@@ -1,6 +1,6 @@
 """Frozen models in vLLM: for those that one device does not hold.
 
-The same numbers as `raypo.serving.reference` and `raypo.serving.reward_model`, to rounding.
+The same numbers as `raypo.serving.frozen`, to rounding.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from transformers import AutoConfig
 from raypo.config import FrozenSection
 from raypo.models.loading import load_tokenizer, same_vocabulary
 from raypo.serving.checkpoint import kv_bytes_per_token
-from raypo.serving.frozen import FrozenModel, frozen_memory_advice
-from raypo.serving.reward_model import sequence_ids
+from raypo.serving.frozen import FrozenModel, frozen_memory_advice, sequence_ids
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import (
     WORKER_EXTENSION,

@@ -152,7 +152,7 @@ def rollouts(config: PPOConfig) -> list[Rollout]:
 def reference(config: PPOConfig) -> dict[str, int]:
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    from raypo.serving.reference import ReferenceModel
+    from raypo.serving.frozen import ReferenceModel
 
     given = rollouts(config)
     built = ReferenceModel(
@@ -167,7 +167,7 @@ def reference(config: PPOConfig) -> dict[str, int]:
 def reward_0(config: PPOConfig) -> dict[str, int]:
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    from raypo.serving.reward_model import RewardModel
+    from raypo.serving.frozen import RewardModel
 
     assert config.model.reward is not None
     given = rollouts(config)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from raypo.serving.reference import ReferenceModel
+from raypo.serving.frozen import ReferenceModel
 from raypo.types import Rollout
 from tests.tiny import tiny_policy
 

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from raypo.config import FrozenSection
-from raypo.serving.reference import ReferenceModel
-from raypo.serving.reward_model import RewardModel
+from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmModel, VllmReference, VllmRewardModel
 from tests.integration.test_reference import rollouts
 from tests.tiny import tiny_policy, tiny_tokenizer

@@ -11,7 +11,7 @@ import pytest
 from examples.quickstart.demo import Pipeline, read_metrics, table, values_of
 from raypo import PPOTrainer, Rollout
 from raypo.config import ClusterSection
-from raypo.serving.reward_model import RewardModel
+from raypo.serving.frozen import RewardModel
 
 REPOSITORY = Path(__file__).parents[2]
 MAX_CONTROL_GAIN = 0.05

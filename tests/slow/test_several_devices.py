@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from raypo.config import FrozenSection
-from raypo.serving.reference import ReferenceModel
-from raypo.serving.reward_model import RewardModel
+from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
 from tests.integration.test_reference import rollouts
 from tests.integration.test_tensor_parallel import (
