@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from raypo.config.base import RunFile
-from raypo.config.placement_section import PlacementSection, RoleKind
+from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
 from raypo.config.ppo_section import PPOSection
 from raypo.config.rollout_section import RolloutSection
 from raypo.config.sections import (
@@ -183,34 +183,32 @@ class PPOConfig(RecipeConfig):
         }
 
     @model_validator(mode="after")
-    def _tensor_parallel_engines_have_whole_gpus(self) -> Self:
-        size, share = self.rollout.engine.tensor_parallel, self.placement.gpus.engine
-        if size > 1 and share < 1.0:
-            raise ValueError(
-                f"placement.gpus.engine ({share:g}): an engine on several GPUs "
-                f"(rollout.engine.tensor_parallel = {size}) takes whole ones. Set it to 1."
-            )
+    def _replicas_on_several_gpus_have_whole_ones(self) -> Self:
+        for key, (role, size) in self.devices_of_replicas().items():
+            share = getattr(self.placement.gpus, role)
+            is_dedicated = self.placement.group_of(role) == "dedicated"
+            if size > 1 and share < 1.0 and (is_dedicated or role == "engine"):
+                raise ValueError(
+                    f"placement.gpus.{role} ({share:g}): a replica on several GPUs "
+                    f"({key} = {size}) takes whole ones. Set it to 1."
+                )
         return self
 
     @model_validator(mode="after")
     def _frozen_models_on_several_devices_find_them(self) -> Self:
         num_workers = self.learner.num_workers
         for role in ("reference", "reward"):
-            frozen, share = getattr(self.placement.frozen, role), getattr(self.placement.gpus, role)
-            key, size = f"placement.frozen.{role}.tensor_parallel", frozen.tensor_parallel
-            is_dedicated = self.placement.group_of(role) == "dedicated"
+            frozen: FrozenSection = getattr(self.placement.frozen, role)
+            size = frozen.tensor_parallel
             replicas = 1 if frozen.num_replicas == "auto" else frozen.num_replicas
-            if replicas * size > num_workers and not is_dedicated:
+            is_colocated = self.placement.group_of(role) == "colocated"
+            if replicas * size > num_workers and is_colocated:
                 raise ValueError(
-                    f"{key} ({size}): each colocated replica lies on the devices of {size} "
-                    f"learner workers, and there are {num_workers} (learner.num_workers) for "
+                    f"placement.frozen.{role}.tensor_parallel ({size}): each colocated replica "
+                    f"lies on the devices of {size} learner workers, and there are {num_workers} "
+                    f"(learner.num_workers) for "
                     f"{replicas} of them (placement.frozen.{role}.num_replicas). Set one of the "
                     f"two lower, or placement.mode to dedicated for it."
-                )
-            if size > 1 and share < 1.0 and is_dedicated:
-                raise ValueError(
-                    f"placement.gpus.{role} ({share:g}): a replica on several GPUs "
-                    f"({key} = {size}) takes whole ones. Set it to 1."
                 )
         return self
 
@@ -236,13 +234,7 @@ class PPOConfig(RecipeConfig):
     @model_validator(mode="after")
     def _longest_sequence_fits_a_microbatch(self) -> Self:
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        if longest > self.learner.max_tokens_per_microbatch:
-            raise ValueError(
-                f"learner.max_tokens_per_microbatch "
-                f"({self.learner.max_tokens_per_microbatch}): one sequence may have {longest} "
-                f"tokens (data.max_prompt_tokens + rollout.max_new_tokens). Set "
-                f"learner.max_tokens_per_microbatch to at least {longest}, or the other two lower."
-            )
+        self.learner.require_room_for(longest, "data.max_prompt_tokens + rollout.max_new_tokens")
         return self
 
     @model_validator(mode="after")

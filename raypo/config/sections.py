@@ -260,6 +260,23 @@ class WorkersSection(Config):
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Merged over the generated DeepSpeed config."""
 
+    def require_room_for(self, longest: int, keys: str) -> None:
+        """Refuse sequences that are longer than a microbatch.
+
+        Args:
+            longest: Tokens that one sequence may have.
+            keys: The config keys that say so, in words.
+
+        Raises:
+            ValueError: they are.
+        """
+        if longest > self.max_tokens_per_microbatch:
+            raise ValueError(
+                f"learner.max_tokens_per_microbatch ({self.max_tokens_per_microbatch}): one "
+                f"sequence may have {longest} tokens ({keys}). Set "
+                f"learner.max_tokens_per_microbatch to at least {longest}, or the other two lower."
+            )
+
 
 class LearnerSection(WorkersSection):
     """The workers that hold policy and critic under DeepSpeed."""

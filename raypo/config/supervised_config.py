@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -82,60 +82,48 @@ class RewardModelSection(Config):
     (arXiv:2312.09244)."""
 
 
-class SFTConfig(RecipeConfig):
-    """The whole run file of the `sft` recipe: supervised fine-tuning on responses."""
+class ExamplesConfig(RecipeConfig):
+    """What the run files of the recipes that learn from examples have in common."""
 
     paths: ClassVar[tuple[str, ...]] = ("model.policy", "data.prompts", "eval.prompts")
+
+    model: TrainedModelSection
+    data: ResponsesSection | PairsSection
+    learner: ExamplesLearnerSection = ExamplesLearnerSection()
+
+    @model_validator(mode="after")
+    def _every_worker_has_work(self) -> Self:
+        learner = self.learner
+        if learner.num_workers > learner.batch_size:
+            raise ValueError(
+                f"learner.num_workers ({learner.num_workers}): every worker needs an example of "
+                f"each step (learner.batch_size = {learner.batch_size}). Set learner.num_workers "
+                f"to at most {learner.batch_size}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _longest_sequence_fits_a_microbatch(self) -> Self:
+        longest = self.data.max_prompt_tokens + self.data.max_response_tokens
+        self.learner.require_room_for(longest, "data.max_prompt_tokens + data.max_response_tokens")
+        return self
+
+
+class SFTConfig(ExamplesConfig):
+    """The whole run file of the `sft` recipe: supervised fine-tuning on responses."""
+
     functions: ClassVar[tuple[str, ...]] = ("eval.function",)
 
     recipe: Literal["sft"] = "sft"  # pyright: ignore[reportIncompatibleVariableOverride]
-    model: TrainedModelSection
-    data: ResponsesSection
+    data: ResponsesSection  # pyright: ignore[reportIncompatibleVariableOverride]
     rollout: SamplingSection = SamplingSection()
-    learner: ExamplesLearnerSection = ExamplesLearnerSection()
     eval: EvalSection = EvalSection()
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _check_batch(self.learner)
-        _check_lengths(self.learner, self.data)
-        return self
 
-
-class RewardModelConfig(RecipeConfig):
+class RewardModelConfig(ExamplesConfig):
     """The whole run file of the `reward_model` recipe: a sequence classifier from pairs."""
 
-    paths: ClassVar[tuple[str, ...]] = ("model.policy", "data.prompts", "eval.prompts")
-
     recipe: Literal["reward_model"] = "reward_model"  # pyright: ignore[reportIncompatibleVariableOverride]
-    model: TrainedModelSection
-    data: PairsSection
+    data: PairsSection  # pyright: ignore[reportIncompatibleVariableOverride]
     reward_model: RewardModelSection = RewardModelSection()
-    learner: ExamplesLearnerSection = ExamplesLearnerSection()
     eval: PairsEvalSection = PairsEvalSection()
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _check_batch(self.learner)
-        _check_lengths(self.learner, self.data)
-        return self
-
-
-def _check_batch(learner: ExamplesLearnerSection) -> None:
-    if learner.num_workers > learner.batch_size:
-        raise ValueError(
-            f"learner.num_workers ({learner.num_workers}): every worker needs an example of each "
-            f"step (learner.batch_size = {learner.batch_size}). Set learner.num_workers to at "
-            f"most {learner.batch_size}."
-        )
-
-
-def _check_lengths(learner: ExamplesLearnerSection, data: Any) -> None:
-    longest = data.max_prompt_tokens + data.max_response_tokens
-    if longest > learner.max_tokens_per_microbatch:
-        raise ValueError(
-            f"learner.max_tokens_per_microbatch ({learner.max_tokens_per_microbatch}): one "
-            f"sequence may have {longest} tokens (data.max_prompt_tokens + "
-            f"data.max_response_tokens). Set learner.max_tokens_per_microbatch to at least "
-            f"{longest}, or the other two lower."
-        )
