@@ -73,6 +73,8 @@ class ScoredRollout:
     """What PPO trains on, before KL and shaping; NaN when scoring failed."""
     scores_by_source: Mapping[str, float]
     ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
+    minibatch: int = 0
+    """Which minibatch of the step trains it; known once the step's rollouts are dealt."""
 
 
 @dataclass(frozen=True)

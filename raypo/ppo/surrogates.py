@@ -6,7 +6,7 @@ B responses, T response tokens. Every mask: True = keep.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,7 +59,17 @@ def ppo(tokens: Tokens) -> TokenLoss:
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; Yu et al. 2025, arXiv:2503.14476, eq. 8
         (clip-higher); Ye et al. 2020, arXiv:1912.09729 (dual-clip PPO).
     """
-    return _clipped(_clamped_exp(tokens.log_ratio), tokens)
+    ratio = _clamped_exp(tokens.log_ratio)
+    free = -ratio * tokens.advantages
+    bounded = -ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * tokens.advantages
+    clipped = bounded > free
+    loss = torch.where(clipped, bounded, free)
+    dual_clipped = torch.zeros_like(clipped)
+    if tokens.dual_clip is not None:
+        most = -tokens.dual_clip * tokens.advantages
+        dual_clipped = (tokens.advantages < 0) & (loss > most)
+        loss = torch.where(dual_clipped, most, loss)
+    return TokenLoss(loss, ratio, clipped, dual_clipped)
 
 
 def gspo(tokens: Tokens) -> TokenLoss:
@@ -76,7 +86,7 @@ def gspo(tokens: Tokens) -> TokenLoss:
     num_tokens = tokens.mask.sum(1, keepdim=True).clamp(min=1)
     of_response = tokens.log_ratio.detach().sum(1, keepdim=True) / num_tokens  # [B, 1]
     own = tokens.log_ratio - tokens.log_ratio.detach()  # 0, with the gradient of each token
-    return _clipped(_clamped_exp(of_response + own), tokens)
+    return ppo(replace(tokens, log_ratio=of_response + own))
 
 
 def cispo(tokens: Tokens) -> TokenLoss:
@@ -129,20 +139,6 @@ POLICY_KINDS = tuple(SURROGATES)
 def _clamped_exp(log_ratio: Tensor) -> Tensor:
     """exp of a log-ratio clamped to +-`MAX_LOG_RATIO`; outside there is no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def _clipped(ratio: Tensor, tokens: Tokens) -> TokenLoss:
-    advantages = tokens.advantages
-    free = -ratio * advantages
-    bounded = -ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * advantages
-    clipped = bounded > free
-    loss = torch.where(clipped, bounded, free)
-    dual_clipped = torch.zeros_like(clipped)
-    if tokens.dual_clip is not None:
-        most = -tokens.dual_clip * advantages
-        dual_clipped = (advantages < 0) & (loss > most)
-        loss = torch.where(dual_clipped, most, loss)
-    return TokenLoss(loss, ratio, clipped, dual_clipped)
 
 
 def _refuse_dual_clip(kind: str, tokens: Tokens) -> None:

@@ -73,17 +73,13 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             held_out = load_pairs(section, tokenizer, end, key="eval.prompts").items
         stream = ShuffledStream(loaded.items, seed=config.seed)
-        return cls(config, runtime.name, workers, files, tell, tokenizer, stream, held_out)
+        return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
 
     def make_task(self) -> PairTask:
         """The policy's backbone with a new score head, or the classifier that it is already."""
         section = self.config.model
         model = add_adapter(load_reward_model(section.policy, dtype=section.dtype), section.lora)
-        _set_padding(model.config, self.tokenizer)
+        # Plain transformers looks for the padding id; where that is the end it would hide the end.
+        padding, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+        model.config.pad_token_id = None if padding == end else padding
         return PairTask(model, centering_coef=self.config.reward_model.centering_coef)
-
-
-def _set_padding(config: Any, tokenizer: Any) -> None:
-    """The padding id that plain transformers looks for; none where it would hide the end."""
-    padding, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    config.pad_token_id = None if padding == end else padding

@@ -94,11 +94,11 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
             prompts = load_prompts(section, tokenizer, key="eval.prompts").prompts
         function = config.eval.function
         return cls(
-            config=config,
-            name=runtime.name,
-            workers=workers,
-            files=files,
-            tell=tell,
+            config,
+            runtime,
+            workers,
+            files,
+            tell,
             tokenizer=tokenizer,
             stream=ShuffledStream(loaded.items, seed=config.seed),
             held_out=held_out,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -24,23 +24,14 @@ MOST_LOAD = 1.1
 """Tokens of a worker's share of a minibatch, of the mean, above which prompts are cut."""
 
 
-@dataclass(frozen=True)
-class Deal:
-    """This worker's share of the step's rollouts."""
-
-    rollouts: list[ScoredRollout]
-    minibatch: list[int]
-    """Which minibatch of the step trains each rollout."""
-
-
 def deal(
     scored: list[ScoredRollout],
     *,
     minibatch_size: int,
     seed: tuple[int, ...],
     workers: Workers,
-) -> Deal:
-    """This worker's share of all workers' rollouts.
+) -> list[ScoredRollout]:
+    """This worker's share of all workers' rollouts, each with its minibatch.
 
     All workers know the lengths of all; a rollout itself goes to the worker that trains it alone.
 
@@ -79,8 +70,7 @@ def deal(
     received: dict[int, ScoredRollout] = {}
     for parcel in workers.exchange(parcels):
         received |= parcel
-    mine = dealt[workers.rank]
-    return Deal([received[index] for _, index in mine], [number for number, _ in mine])
+    return [replace(received[index], minibatch=number) for number, index in dealt[workers.rank]]
 
 
 def balanced_shares(
@@ -124,10 +114,10 @@ def balanced_shares(
         pieces += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
 
 
-def to_experience(deal: Deal) -> Experience:
+def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
     """The dealt rollouts as one padded batch; prompts padded left, responses right."""
-    rollouts = [scored.rollout for scored in deal.rollouts]
-    with_reference = all(scored.ref_log_probs is not None for scored in deal.rollouts)
+    rollouts = [scored.rollout for scored in dealt]
+    with_reference = all(scored.ref_log_probs is not None for scored in dealt)
     return Experience(
         prompt_ids=pad_left([r.prompt_ids for r in rollouts], torch.int64),
         prompt_mask=pad_left([np.ones(len(r.prompt_ids)) for r in rollouts], torch.bool),
@@ -135,12 +125,12 @@ def to_experience(deal: Deal) -> Experience:
         attention_mask=pad_right([np.ones(len(r.response_ids)) for r in rollouts], torch.bool),
         response_mask=pad_right([r.response_mask for r in rollouts], torch.bool),
         rollout_log_probs=pad_right([r.log_probs for r in rollouts], torch.float32),
-        scores=torch.tensor([scored.score for scored in deal.rollouts], dtype=torch.float32),
+        scores=torch.tensor([scored.score for scored in dealt], dtype=torch.float32),
         group_index=torch.tensor([r.group_index for r in rollouts], dtype=torch.int64),
-        minibatch=torch.tensor(deal.minibatch, dtype=torch.int64),
+        minibatch=torch.tensor([scored.minibatch for scored in dealt], dtype=torch.int64),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),
         weight_version=torch.tensor([r.weight_version for r in rollouts], dtype=torch.int64),
-        ref_log_probs=pad_right([_reference(s) for s in deal.rollouts], torch.float32)
+        ref_log_probs=pad_right([_reference(s) for s in dealt], torch.float32)
         if with_reference
         else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -30,9 +31,9 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     stream: ShuffledStream[Item]
     held_out: Sequence[Item]
 
+    @abstractmethod
     def make_task(self) -> Task[Item]:
         """The model in its task; called once torch's random state is seeded."""
-        raise NotImplementedError
 
     def start_learner(self) -> SupervisedLearner[Item]:
         """The model under DeepSpeed, restored from the run's last checkpoint if there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -13,7 +13,6 @@ from raypo.collectives import Workers, as_tensor
 from raypo.config import PPOConfig
 from raypo.data.prompts import load_prompts, repetition_note
 from raypo.data.stream import Draw, PromptStream
-from raypo.deployment.handle import DeploymentHandle
 from raypo.learner.learner import Learner
 from raypo.learner.peak import peak_flops
 from raypo.metrics.process_memory import peak_memory
@@ -24,7 +23,6 @@ from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
 from raypo.rewards.sources import close_function, open_function, open_remote
 from raypo.rollout.collect import PushAgain, Sampling
-from raypo.rollout.dealing import Deal
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.experience import AdvantageState
 from raypo.rollout.first_answers import Recall
@@ -34,7 +32,7 @@ from raypo.run.phases import Phase, Phases
 from raypo.run.rollout_metrics import rollout_figures, rollout_rows, sample_row
 from raypo.run.run import Run
 from raypo.run.services import Services, start_deployments
-from raypo.run.setup import Runtime, Shared
+from raypo.run.setup import Runtime
 from raypo.run.utilization import Work, models_of, step_work, work_figures
 from raypo.storage.run_files import RunFiles
 from raypo.types import Experience, Prompt, ScoredRollout
@@ -58,10 +56,6 @@ class PPORun(Run[PPOConfig]):
     eval_function: RewardFunction | None
     sampling: Sampling
     advantage_state: AdvantageState
-    dedicated: Mapping[str, DeploymentHandle]
-    """What the driver has started, by role."""
-    shared: Shared | None
-    """What a sweep has started for all of its trials."""
     transport: Transport
     models: Models | None
     """Their shapes, for the arithmetic that they need; None where they are not known."""
@@ -100,11 +94,11 @@ class PPORun(Run[PPOConfig]):
         reward_function = open_function(config.reward, runtime.reward_fn)
         first_answers = runtime.shared.first_answers if runtime.shared else None
         return cls(
-            config=config,
-            name=runtime.name,
-            workers=workers,
-            files=files,
-            tell=tell,
+            config,
+            runtime,
+            workers,
+            files,
+            tell,
             tokenizer=tokenizer,
             prompts=loaded.prompts,
             stream=PromptStream(loaded.prompts, seed=config.seed),
@@ -123,8 +117,6 @@ class PPORun(Run[PPOConfig]):
                 recall=Recall(first_answers, config, workers) if first_answers else None,
             ),
             advantage_state=AdvantageState.of(config.ppo.kl),
-            dedicated=runtime.dedicated,
-            shared=runtime.shared,
             transport=open_transport(
                 config.rollout.engine,
                 colocated=config.placement.group_of("engine") == "colocated",
@@ -135,14 +127,14 @@ class PPORun(Run[PPOConfig]):
 
     def start_services(self) -> Services:
         """Start engines and frozen models; on GPU they are up before the learner is."""
-        self._phase("starting the engine and the frozen models")
+        self.tell.phase("starting the engine and the frozen models")
         services = start_deployments(
             self.config,
             self.name,
             self.workers,
             logs_dir=str(self.files.logs_dir),
-            dedicated=self.dedicated,
-            shared=self.shared,
+            dedicated=self.runtime.dedicated,
+            shared=self.runtime.shared,
         )
         self._elsewhere = services.elsewhere
         if torch.cuda.is_available():
@@ -164,7 +156,7 @@ class PPORun(Run[PPOConfig]):
     def start_learner(self) -> Learner:
         """Policy and critic, restored from the run's last checkpoint where there is one."""
         self.enter(Phase.LEARN)
-        self._phase("loading policy and critic")
+        self.tell.phase("loading policy and critic")
         config = self.config
         learner = Learner(
             config.model,
@@ -208,7 +200,7 @@ class PPORun(Run[PPOConfig]):
     ) -> dict[str, float]:
         """The learner's weights to the engines; their version is the step that made them."""
         if self.push_again is None:  # the first push of this attempt
-            self._phase("waiting for the engine")
+            self.tell.phase("waiting for the engine")
             services.wait(self.config.placement.timeout_s)
             mine = peak_flops(self.config.model.dtype, self.config.learner.peak_tflops)
             self._peak_flops = float(self.workers.sum(as_tensor(mine)))
@@ -290,9 +282,11 @@ class PPORun(Run[PPOConfig]):
             )
         return figures
 
-    def save_rollouts(self, step: int, deal: Deal, experience: Experience) -> None:
+    def save_rollouts(
+        self, step: int, dealt: Sequence[ScoredRollout], experience: Experience
+    ) -> None:
         """All workers' dealt rollouts into `rollouts/`, before the update that might go wrong."""
-        shares = self.workers.gather(rollout_rows(deal, experience))
+        shares = self.workers.gather(rollout_rows(dealt, experience))
         if self.workers.rank == 0:
             rows = [row for share in shares for row in share]
             rows.sort(key=lambda row: (row["group_index"], row["sample_index"]))
@@ -301,7 +295,7 @@ class PPORun(Run[PPOConfig]):
     def evaluate_before_first_update(self, services: Services) -> None:
         """The held-out score that the run starts from; it stands in the first step's metrics."""
         if self.last_step == 0 and self.held_out:
-            self._phase("evaluating the policy as it is")
+            self.tell.phase("evaluating the policy as it is")
             figures = self._evaluate(services, step=0)
             self.note_initial(figures)
             self.tell.message(f"before the first update: eval {figures['eval/score_mean']:+.3f}")
@@ -352,9 +346,6 @@ class PPORun(Run[PPOConfig]):
             for role, peaks in by_role.items()
             for kind in sorted({kind for each in peaks for kind in each})
         }
-
-    def _phase(self, text: str) -> None:
-        self.tell.phase(text)
 
     def _evaluate(self, services: Services, *, step: int) -> dict[str, float]:
         def keep(scored: list[ScoredRollout]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from raypo.collectives import Workers
 from raypo.metrics.reduce import WeightedMeans
-from raypo.rollout.dealing import Deal
 from raypo.types import Experience, ScoredRollout
 
 
@@ -54,7 +54,7 @@ def speed_figures(metrics: dict[str, float], step_s: float) -> dict[str, float]:
     return {"time/step_s": step_s} | rates
 
 
-def rollout_rows(deal: Deal, experience: Experience) -> list[dict[str, Any]]:
+def rollout_rows(dealt: Sequence[ScoredRollout], experience: Experience) -> list[dict[str, Any]]:
     """One row of `rollouts/step_*.parquet` for each dealt rollout."""
     assert experience.advantages is not None
     assert experience.old_log_probs is not None
@@ -62,7 +62,7 @@ def rollout_rows(deal: Deal, experience: Experience) -> list[dict[str, Any]]:
     tokens = mask.sum(1).clamp(min=1)
     means = (experience.advantages.sum(1) / tokens).tolist()
     advantages = experience.advantages.float().cpu().numpy()
-    kl: list[float | None] = [None] * len(deal.rollouts)
+    kl: list[float | None] = [None] * len(dealt)
     references = None
     if experience.ref_log_probs is not None:
         references = experience.ref_log_probs.float().cpu().numpy()
@@ -78,7 +78,7 @@ def rollout_rows(deal: Deal, experience: Experience) -> list[dict[str, Any]]:
             "advantage_mean": means[row],
             "kl": kl[row],
         }
-        for row, each in enumerate(deal.rollouts)
+        for row, each in enumerate(dealt)
     ]
 
 

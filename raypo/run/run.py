@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class Saveable(Protocol):
 
 
 @dataclass
-class Run(Generic[AnyConfig]):
+class Run(ABC, Generic[AnyConfig]):
     """One worker's view of a run that is going on; every method is called by all workers.
 
     A recipe's own run adds what it reads and keeps: `prepare`, `state_dict`, `load_state_dict`
@@ -55,12 +56,10 @@ class Run(Generic[AnyConfig]):
     """
 
     config: AnyConfig
-    name: str
+    runtime: Runtime
     workers: Workers
     files: RunFiles
     tell: Teller
-    resume_from: str | None = field(default=None, kw_only=True)
-    """A checkpoint to begin with where the run has none of its own."""
     last_step: int = field(default=0, kw_only=True)
     """The last step that is done."""
     interrupted: bool = field(default=False, kw_only=True)
@@ -72,7 +71,13 @@ class Run(Generic[AnyConfig]):
     """Seconds that earlier attempts took, up to their checkpoint."""
     _step_started: float = field(default=0.0, kw_only=True)
 
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self.runtime.name
+
     @classmethod
+    @abstractmethod
     def prepare(
         cls,
         config: AnyConfig,
@@ -82,33 +87,32 @@ class Run(Generic[AnyConfig]):
         tell: Teller,
     ) -> Self:
         """The run with its data read; wrong data ends it here, before a model is loaded."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What the recipe carries from step to step besides its learner, as plain JSON."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save_models(self, learner: Any) -> None:
         """Write the trained models as Hugging Face folders."""
-        raise NotImplementedError
 
     def before_saving(self) -> None:
         """Make the learner ready to be saved; most recipes have nothing to do."""
 
     def restore(self, learner: Saveable) -> None:
-        """Go on from the run's last checkpoint where there is one, else from `resume_from`.
+        """Go on from the run's last checkpoint where there is one, else from another run's.
 
         Without either the run starts with clean files.
         """
         # Once more: DeepSpeed and transformers have brought loggers of their own.
         log_to_file(log_path(self.files, self.workers))
         own = ray.train.get_checkpoint()
-        copied = Checkpoint(self.resume_from) if self.resume_from else None
-        checkpoint = own or copied
+        others = self.runtime.resume_from
+        checkpoint = own or (Checkpoint(others) if others else None)
         if checkpoint is not None:
             with checkpoint.as_directory() as directory:
                 self._restore(Path(directory), learner, is_own=own is not None)
@@ -275,7 +279,6 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     if runtime.janitor is not None and workers.rank == 0:
         runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
     run = kind.prepare(config, runtime, workers, files, tell)
-    run.resume_from = runtime.resume_from
     try:
         with memory_advice(f"learner worker {workers.rank}", LEARNER_REMEDY):
             yield run

@@ -18,7 +18,7 @@ from torch import Tensor
 from raypo.calls import MethodOfEach
 from raypo.cluster.actors import ReplicaLost, survivors
 from raypo.collectives import Workers
-from raypo.rollout.dealing import Deal, to_experience
+from raypo.rollout.dealing import to_experience
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience, Rollout, ScoredRollout
 from raypo.weights.adapter import AdapterPush
@@ -221,7 +221,7 @@ def try_probe(
         answers = answers or engine.generate.remote(requests).result()
     completions: list[Completion] = workers.broadcast(answers)
     prompts = list(probe.prompts) * (len(completions) // len(probe.prompts))
-    experience = to_experience(_as_deal(prompts, completions))
+    experience = to_experience(_scored(prompts, completions))
     gap = (learner.log_probs(experience) - experience.rollout_log_probs).abs()
     gap = gap[experience.response_mask]
     figures = {
@@ -239,7 +239,7 @@ def try_probe(
     return figures
 
 
-def _as_deal(prompts: list[np.ndarray], completions: list[Completion]) -> Deal:
+def _scored(prompts: list[np.ndarray], completions: list[Completion]) -> list[ScoredRollout]:
     rollouts = [
         Rollout(
             prompt="",
@@ -256,4 +256,4 @@ def _as_deal(prompts: list[np.ndarray], completions: list[Completion]) -> Deal:
         )
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    return Deal([ScoredRollout(rollout, 0.0, {}) for rollout in rollouts], [0] * len(rollouts))
+    return [ScoredRollout(rollout, 0.0, {}) for rollout in rollouts]

@@ -92,7 +92,7 @@ def one_step(model: str, dtype: str, stage: int, workers: Workers, lora: Any) ->
         step=1,
         clock=Clock(),
     )
-    tokens = sum(each.rollout.num_tokens for each in dealt.rollouts)
+    tokens = sum(each.rollout.num_tokens for each in dealt)
     weights = {name: tensor.float().clone() for name, tensor in learner.named_weights()}
     return {"figures": figures, "tokens": workers.gather(tokens), "weights": weights}
 

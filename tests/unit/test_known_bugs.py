@@ -15,7 +15,7 @@ from raypo.data.batching import batches_by_tokens
 from raypo.data.stream import Draw
 from raypo.ppo.estimators import estimate_advantages
 from raypo.rollout.collect import Sampling, judge, sample
-from raypo.rollout.dealing import Deal, to_experience
+from raypo.rollout.dealing import to_experience
 from raypo.rollout.judges import Judges
 from raypo.serving.requests import Completion
 from raypo.types import Experience, Prompt, Rollout
@@ -129,7 +129,7 @@ def test_bug_12_what_is_trained_are_the_sampled_ids_whatever_the_text_says():
     assert rollouts[0].response == "?"
     judges = Judges(lambda given: [1.0] * len(given), (), {"function": 1.0})
     scored = judge(rollouts, judges, None)
-    batch = to_experience(Deal(scored, [0, 0]))
+    batch = to_experience(scored)
     assert batch.response_ids.tolist() == [SAMPLED.tolist()] * 2
     assert batch.prompt_ids.tolist() == [PROMPT.tolist()] * 2
 

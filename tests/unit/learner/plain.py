@@ -25,7 +25,7 @@ from raypo.metrics.clock import Clock
 from raypo.models import critic as critic_module
 from raypo.models.networks import Policy
 from raypo.recipes.ppo import ppo_step
-from raypo.rollout.dealing import Deal, deal, to_experience
+from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.experience import AdvantageState
 from raypo.rollout.refill import Collected, fill_step
 from raypo.types import Experience, Rollout, ScoredRollout
@@ -163,7 +163,7 @@ def with_log_probs(
 ) -> Iterator[ScoredRollout]:
     """Log-probs of engine and reference: the policy's, with noise."""
     with torch.no_grad():
-        batch = to_experience(Deal(samples, [0] * len(samples)))
+        batch = to_experience(samples)
         exact = Policy(tiny_llama(), temperature=TEMPERATURE)(batch)[0].float().numpy()
     for row, each in enumerate(samples):
         tokens = len(each.rollout.response_ids)

@@ -9,9 +9,8 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.config import PPOSection
-from raypo.rollout.dealing import Deal, to_experience
+from raypo.rollout.dealing import to_experience
 from tests.unit.learner.plain import (
-    SAMPLES_PER_PROMPT,
     Outcome,
     PlainModel,
     group,
@@ -110,7 +109,7 @@ def test_every_worker_runs_as_many_microbatches():
     """Under ZeRO-3 each gathers weights from all: one fewer, and the others wait for ever."""
 
     def pieces(workers: Workers) -> list[int]:
-        whole = to_experience(Deal(list(group(0)), [0] * SAMPLES_PER_PROMPT))
+        whole = to_experience(list(group(0)))
         learner = plain_learner(PPOSection(advantage="reinforce"), workers, tokens=1)
         rows = torch.arange(3 if workers.rank == 0 else workers.rank - 1)
         return [len(piece) for piece in learner._microbatches(whole, rows)]

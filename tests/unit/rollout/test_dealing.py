@@ -9,7 +9,7 @@ import pytest
 from raypo.collectives import Workers
 from raypo.data.stream import PromptStream
 from raypo.learner.learner import minibatch_order
-from raypo.rollout.dealing import Deal, balanced_shares, deal, to_experience
+from raypo.rollout.dealing import balanced_shares, deal, to_experience
 from raypo.run.rollout_metrics import rollout_figures
 from raypo.types import Prompt, ScoredRollout
 from tests.unit.learner.plain import on_workers
@@ -24,8 +24,8 @@ def members(deals) -> dict[int, set[float]]:
     """Scores by minibatch, over all workers."""
     cut: dict[int, set[float]] = {}
     for each in deals:
-        for number, one in zip(each.minibatch, each.rollouts, strict=True):
-            cut.setdefault(number, set()).add(one.score)
+        for one in each:
+            cut.setdefault(one.minibatch, set()).add(one.score)
     return cut
 
 
@@ -42,7 +42,7 @@ def test_the_minibatches_do_not_depend_on_the_workers(count):
     assert members(deals) == alone
     assert [len(cut) for cut in alone.values()] == [4, 4, 4]
     for number in alone:
-        assert all(each.minibatch.count(number) for each in deals)
+        assert all(number in {one.minibatch for one in each} for each in deals)
 
 
 def test_samples_of_a_prompt_are_trained_together_by_one_worker():
@@ -53,8 +53,7 @@ def test_samples_of_a_prompt_are_trained_together_by_one_worker():
     )
 
     for each in deals:
-        placed = zip(each.minibatch, each.rollouts, strict=True)
-        of_a_group = Counter((number, one.rollout.group_index) for number, one in placed)
+        of_a_group = Counter((one.minibatch, one.rollout.group_index) for one in each)
         assert set(of_a_group.values()) == {2}
 
 
@@ -92,7 +91,7 @@ def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
     drawn = [d.prompt.index for d in stream.take(2 * count)][count:]  # epoch 1
     batch = [ScoredRollout(rollout(n, 0, 1), float(n), {}) for n in range(count)]
     dealt = deal(batch, minibatch_size=1, seed=(0, 1), workers=Workers())
-    cut = [int(one.score) for one in dealt.rollouts]
+    cut = [int(one.score) for one in dealt]
     orders = [drawn, cut, minibatch_order(0, 1, 0, count)]
 
     assert [sorted(order) for order in orders] == [list(range(count))] * 3
@@ -102,13 +101,17 @@ def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
 def test_what_an_environment_wrote_is_attended_to_and_neither_trained_nor_counted():
     mask = np.array([True, False, True])
     turns = replace(rollout(0, 0, 3), response_mask=mask, prompt_index=7, weight_version=5)
-    shares = [ScoredRollout(turns, 1.0, {}), ScoredRollout(rollout(4, 1, 1), 2.0, {})]
+    shares = [
+        ScoredRollout(turns, 1.0, {}),
+        ScoredRollout(rollout(4, 1, 1), 2.0, {}, minibatch=1),
+    ]
 
-    batch = to_experience(Deal(shares, [0, 1]))
+    batch = to_experience(shares)
 
     assert batch.response_mask.tolist() == [[True, False, True], [True, False, False]]
     assert batch.attention_mask.tolist() == [[True, True, True], [True, False, False]]
     assert batch.group_index.tolist() == [0, 4]
+    assert batch.minibatch.tolist() == [0, 1]
     assert batch.weight_version.tolist() == [5, 0]
     figures = rollout_figures(shares, Workers())
     assert figures["rollout/response_tokens"] == 3.0
