@@ -151,57 +151,37 @@ class Phases:
         self.now = phase
         if not self.offloads:
             return
+        leaving, coming = set(before) - set(after), set(after) - set(before)
         self.workers.barrier()  # nobody is still at work
-        _all_once(self._leave, [name for name in before if name not in after])
+        self._make_room(leaving)
         self.workers.barrier()  # all memory is free
-        _all_once(self._come, [name for name in after if name not in before])
+        self._bring_back(coming)
         self.workers.barrier()
 
-    def _leave(self, name: str) -> Callable[[], None]:
-        if name == TRAINING_STATE:
-            return self._learner.offload_training_state
-        if name == PARAMETERS:
-            return self._learner.offload_parameters
-        return self._sleep_frozen if name == FROZEN_MODELS else self._sleep_engines
+    def _make_room(self, leaving: set[str]) -> None:
+        learner = self.learner
+        if learner is not None and TRAINING_STATE in leaving:
+            learner.offload_training_state()
+        if learner is not None and PARAMETERS in leaving:
+            learner.offload_parameters()
+        if leaving & {ENGINE_WEIGHTS, KV_CACHE}:
+            self._ask(lambda: self.engines.pinned().sleep.on_all())
+        if FROZEN_MODELS in leaving:
+            self._ask(lambda: [one for each in self.frozen for one in each.pinned().sleep.on_all()])
 
-    def _come(self, name: str) -> Callable[[], None]:
-        if name in (TRAINING_STATE, PARAMETERS):
-            return self._reload_learner
-        if name == FROZEN_MODELS:
-            return self._wake_frozen
-        return self._wake_weights if name == ENGINE_WEIGHTS else self._wake_kv_cache
-
-    @property
-    def _learner(self) -> OffloadingLearner:
-        assert self.learner is not None, "no phase but the first is without a learner"
-        return self.learner
-
-    def _reload_learner(self) -> None:
-        if self.learner is not None:  # else it is about to be made
-            self.learner.reload()
-
-    def _sleep_engines(self) -> None:
-        self._ask(lambda: self.engines.pinned().sleep.on_all())
-
-    def _wake_weights(self) -> None:
-        self._ask(lambda: self.engines.pinned().wake_up.on_all("weights"))
-
-    def _wake_kv_cache(self) -> None:
-        self._ask(lambda: self.engines.pinned().wake_up.on_all("kv_cache"))
-
-    def _sleep_frozen(self) -> None:
-        self._ask(lambda: [one for each in self.frozen for one in each.pinned().sleep.on_all()])
-
-    def _wake_frozen(self) -> None:
-        self._ask(lambda: [one for each in self.frozen for one in each.pinned().wake_up.on_all()])
+    def _bring_back(self, coming: set[str]) -> None:
+        if self.learner is not None and coming & {TRAINING_STATE, PARAMETERS}:
+            self.learner.reload()  # else it is about to be made
+        if ENGINE_WEIGHTS in coming:
+            self._ask(lambda: self.engines.pinned().wake_up.on_all("weights"))
+        if KV_CACHE in coming:
+            self._ask(lambda: self.engines.pinned().wake_up.on_all("kv_cache"))
+        if FROZEN_MODELS in coming:
+            self._ask(
+                lambda: [one for each in self.frozen for one in each.pinned().wake_up.on_all()]
+            )
 
     def _ask(self, all_replicas: Callable[[], Sequence[Answer[None]]]) -> None:
         """Rank 0 asks for all workers."""
         if self.workers.rank == 0:
             survivors(all_replicas())  # one that is lost has no memory to give
-
-
-def _all_once(action_of: Callable[[str], Callable[[], None]], names: list[str]) -> None:
-    """Each action once, in order: both parts of the learner come back by one."""
-    for action in dict.fromkeys(action_of(name) for name in names):
-        action()

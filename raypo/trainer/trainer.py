@@ -38,7 +38,6 @@ from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
-from raypo.trainer.failures import advice, failures_left, is_lost_controller
 from raypo.trainer.settings import (
     check_arguments,
     read_config,
@@ -46,7 +45,13 @@ from raypo.trainer.settings import (
     run_config_of,
     scaling_of,
 )
-from raypo.trainer.watch import show_events, stop_on_signal
+from raypo.trainer.watch import (
+    advice,
+    failures_left,
+    is_lost_controller,
+    show_events,
+    stop_on_signal,
+)
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 

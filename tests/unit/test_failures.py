@@ -10,7 +10,7 @@ from ray.exceptions import (
 )
 
 from raypo.cluster.messenger import Monitor
-from raypo.trainer.failures import advice, failures_left, is_lost_controller
+from raypo.trainer.watch import advice, failures_left, is_lost_controller
 
 
 @pytest.mark.parametrize(
