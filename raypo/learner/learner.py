@@ -18,7 +18,6 @@ from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.data.batching import batches_by_tokens
 from raypo.learner.export import kept, save_adapter, save_critic, save_folder
 from raypo.learner.objective import (
-    PolicyOutput,
     StepCounts,
     policy_objective,
     value_objective,
@@ -116,22 +115,36 @@ class Learner:
             NonFiniteUpdateError: more than `learner.max_skipped_updates` updates in a row were
                 skipped.
         """
-        statistics = UpdateStatistics()
+        statistics, critic = UpdateStatistics(), self._critic
         with_policy = step > self._ppo.critic_warmup_steps
         if experience.old_log_probs is None and not with_policy:
             experience = experience.with_(old_log_probs=self._policy_log_probs(experience))
-        log_probs = torch.zeros(experience.response_mask.shape)
-        minibatches = self._minibatches(experience)
-        for epoch in range(self._ppo.num_epochs):
-            for number in minibatch_order(self._seed, step, epoch, len(minibatches)):
-                applied = self._update_on(
-                    experience,
-                    minibatches[number],
-                    statistics,
-                    kl_coef=kl_coef,
-                    log_probs=log_probs if with_policy else None,
-                )
-                self._skipped.count(applied)
+        log_probs = torch.zeros(experience.response_mask.shape)  # [B, T], those of the last epoch
+        for rows in self._minibatches_of_all_epochs(experience, step):
+            counts = StepCounts.of(experience.select(rows), self._workers)
+            for piece in self._microbatches(experience, rows):
+                batch = self._on_device(experience, piece)
+                if with_policy:
+                    new, entropy = self._policy(
+                        batch, with_entropy=True, entropy_grad=self._ppo.entropy_coef > 0.0
+                    )
+                    output = policy_objective(
+                        new,
+                        entropy,
+                        batch,
+                        ppo=self._ppo,
+                        counts=counts,
+                        max_new_tokens=self._max_new_tokens,
+                        kl_coef=kl_coef,
+                    )
+                    self._policy.backward(output.loss)
+                    statistics.add_policy(output)
+                    _put(new.detach(), into=log_probs, rows=piece, mask=experience.response_mask)
+                if critic:
+                    loss, sums = value_objective(critic(batch), batch, ppo=self._ppo, counts=counts)
+                    critic.backward(loss)
+                    statistics.add_value(loss.detach(), sums)
+            self._skipped.count(self._step(statistics, with_policy=with_policy))
         if experience.old_log_probs is None:
             experience = experience.with_(old_log_probs=log_probs)
         return experience, statistics.reduce(self._workers)
@@ -246,63 +259,29 @@ class Learner:
         evaluated = experience.with_(values=torch.where(mask, values, 0.0))
         return evaluated.with_(last_values=last_values) if with_last else evaluated
 
-    def _update_on(
-        self,
-        experience: Experience,
-        rows: Tensor,
-        statistics: UpdateStatistics,
-        *,
-        kl_coef: float,
-        log_probs: Tensor | None,  # [B, T]
-    ) -> bool:
-        """One optimizer step of policy and critic; False when either was skipped.
-
-        Args:
-            log_probs: Those of the rows are put there; None: the policy rests.
-        """
-        counts, critic = StepCounts.of(experience.select(rows), self._workers), self._critic
-        for piece in self._microbatches(experience, rows):
-            batch = self._on_device(experience, piece)
-            if log_probs is not None:
-                new, output = self._policy_output(batch, counts, kl_coef)
-                self._policy.backward(output.loss)
-                statistics.add_policy(output)
-                _put(new.detach(), into=log_probs, rows=piece, mask=experience.response_mask)
-            if critic:
-                loss, sums = value_objective(critic(batch), batch, ppo=self._ppo, counts=counts)
-                critic.backward(loss)
-                statistics.add_value(loss.detach(), sums)
+    def _step(self, statistics: UpdateStatistics, *, with_policy: bool) -> bool:
+        """One optimizer step of policy and critic; False when either was skipped."""
         all_applied = True
-        if log_probs is not None:
-            applied, norm = self._policy.step()
-            statistics.end_policy_step(applied=applied, grad_norm=norm)
-            all_applied = applied
-        if critic:
-            applied, norm = critic.step()
+        if with_policy:
+            all_applied, norm = self._policy.step()
+            statistics.end_policy_step(applied=all_applied, grad_norm=norm)
+        if self._critic:
+            applied, norm = self._critic.step()
             statistics.end_critic_step(applied=applied, grad_norm=norm)
             all_applied = all_applied and applied
         return all_applied
-
-    def _policy_output(
-        self, batch: Experience, counts: StepCounts, kl_coef: float
-    ) -> tuple[Tensor, PolicyOutput]:
-        log_probs, entropy = self._policy(
-            batch, with_entropy=True, entropy_grad=self._ppo.entropy_coef > 0.0
-        )
-        return log_probs, policy_objective(
-            log_probs,
-            entropy,
-            batch,
-            ppo=self._ppo,
-            counts=counts,
-            max_new_tokens=self._max_new_tokens,
-            kl_coef=kl_coef,
-        )
 
     def _pieces(self, experience: Experience) -> Iterator[Tensor]:
         """The microbatches of all minibatches, one after the other."""
         for rows in self._minibatches(experience):
             yield from self._microbatches(experience, rows)
+
+    def _minibatches_of_all_epochs(self, experience: Experience, step: int) -> Iterator[Tensor]:
+        """This worker's rows of each optimizer step, epoch after epoch."""
+        minibatches = self._minibatches(experience)
+        for epoch in range(self._ppo.num_epochs):
+            for number in minibatch_order(self._seed, step, epoch, len(minibatches)):
+                yield minibatches[number]
 
     def _minibatches(self, experience: Experience) -> list[Tensor]:
         """This worker's rows of each minibatch of the step."""
