@@ -63,7 +63,7 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     to: Annotated[Path, typer.Option(help="A folder that does not exist yet.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a LoRA run: the adapter alone, for peft.")
+        bool, typer.Option("--adapter", help="Of a LoRA run: only the adapter, for peft.")
     ] = False,
 ) -> None:
     """Copy what a run has trained, as a Hugging Face folder; a LoRA adapter is merged."""

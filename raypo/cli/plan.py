@@ -93,7 +93,7 @@ def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) ->
 
 
 def _nodes(run: PPOConfig, cluster: str | None) -> list[Node]:
-    """By the text, else by the cluster that the run would join, else this machine."""
+    """The hardware of the text, else of the cluster that the run would join, else this machine."""
     import os
 
     from raypo.plan import parse_cluster, this_machine

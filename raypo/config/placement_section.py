@@ -35,11 +35,11 @@ class GpuShares(Config):
     """GPUs that one replica takes of a dedicated bundle; what is below 1 is shared."""
 
     engine: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Of each of its `rollout.engine.tensor_parallel` GPUs."""
+    """Share of each of an engine's `rollout.engine.tensor_parallel` GPUs."""
     reference: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Of the reference."""
+    """Share that the reference takes."""
     reward: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Of each reward model."""
+    """Share that each reward model takes."""
 
 
 class FrozenSection(Config):
@@ -67,11 +67,11 @@ class FrozenSection(Config):
 
 
 class FrozenSections(Config):
-    """By role."""
+    """How the frozen models are computed, by role."""
 
     reference: FrozenSection = FrozenSection()
     reward: FrozenSection = FrozenSection()
-    """Of each reward model."""
+    """How each reward model is computed."""
 
 
 class PlacementSection(Config):

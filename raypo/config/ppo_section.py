@@ -40,7 +40,7 @@ class KLSection(Config):
     controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: steers the coefficient to `target` (arXiv:1909.08593, section 2.2)."""
     target: float | None = Field(default=None, gt=0.0)
-    """Nats a response that the adaptive controller steers to."""
+    """Nats per response that the adaptive controller steers to."""
     horizon: float | None = Field(default=None, gt=0.0)
     """Responses over which the adaptive controller spreads a full correction."""
 
@@ -196,7 +196,7 @@ class PPOSection(Config):
     preset: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "dapo", "gspo"] | None = None
     """A published combination (raypo.config.presets); other keys win over it."""
     advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = "gae"
-    """Estimator (`raypo.ppo.estimators`); gae alone has a critic (arXiv:1506.02438)."""
+    """Estimator (`raypo.ppo.estimators`); only gae has a critic (arXiv:1506.02438)."""
     policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
     """Surrogate: arXiv:1707.06347, arXiv:2507.18071 (with an advantage for each token, section
     4.3), arXiv:2506.13585, arXiv:2511.20347."""
@@ -209,7 +209,7 @@ class PPOSection(Config):
     """Bias-variance trade of GAE; adaptive: 1 - 1 / (lambda_alpha * length) for each response, its
     length in sampled tokens (VAPO, arXiv:2504.05118)."""
     lambda_alpha: float = Field(default=0.05, gt=0.0)
-    """Of `gae_lambda: adaptive`, which is 0 for responses of 1 / lambda_alpha tokens or fewer."""
+    """Scale of `gae_lambda: adaptive`, which is 0 up to responses of 1 / lambda_alpha tokens."""
     critic_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
     """Lambda of the critic's targets (VC-PPO, arXiv:2503.01491, takes 1); null: `gae_lambda`, but 1
     in the first `critic_warmup_steps`: with less, the values of a long response's first tokens
@@ -217,9 +217,11 @@ class PPOSection(Config):
     bootstrap_truncated: bool = False
     """gae: a truncated response goes on with the critic's value of its last state, not with 0."""
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
-    """Ratios below 1 - clip_low get no gradient from positive pushes down; ppo and gspo."""
+    """A token whose ratio is below 1 - clip_low gets no gradient that would lower it further (its
+    advantage is negative); ppo and gspo."""
     clip_high: float = Field(default=0.2, gt=0.0)
-    """Ratios above 1 + clip_high get no gradient from pushes up; cispo cuts its weight there."""
+    """A token whose ratio is above 1 + clip_high gets no gradient that would raise it further (its
+    advantage is positive); cispo cuts its weight there."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Bound on the loss of negative advantages (arXiv:1912.09729); ppo and gspo."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
@@ -230,7 +232,7 @@ class PPOSection(Config):
     """Responses per optimizer step, over all workers; a step with fewer responses than planned is
     cut into minibatches of like size, none larger."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """First steps of the run that update the critic alone, by targets of lambda 1 unless
+    """First steps of the run that update only the critic, by targets of lambda 1 unless
     `critic_lambda` is set."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus; 0: entropy is only logged."""

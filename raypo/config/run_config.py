@@ -44,7 +44,7 @@ class RecipeConfig(RunFile):
     recipe: str
     """What the file is of: ppo, sft or reward_model; without the key it is ppo."""
     seed: int = Field(default=0, ge=0)
-    """Of sampling, data order, dealing and new weights."""
+    """Seed of sampling, data order, dealing and new weights."""
     num_steps: int = Field(default=40, ge=1)
     """ppo: one rollout batch and its updates; sft, reward_model: one optimizer step."""
     max_failures: int = Field(default=0, ge=-1)
@@ -171,7 +171,7 @@ class PPOConfig(RecipeConfig):
         return self
 
     def devices_of_replicas(self) -> dict[str, tuple[RoleKind, int]]:
-        """Of each key that says so: the role, and the devices that share one replica of it."""
+        """By key: the role that it is about, and how many devices share one replica of it."""
         frozen = self.placement.frozen
         return {
             "rollout.engine.tensor_parallel": ("engine", self.rollout.engine.tensor_parallel),

@@ -127,7 +127,7 @@ class PolicyLoraSection(LoraSection):
     critic: Literal["adapter", "head"] = "adapter"
     """What the critic learns besides its value head: an adapter of its own, or nothing."""
     push: Literal["merged", "adapter"] = "merged"
-    """What engines get: the merged weights, or once the base and then the adapter alone. Merged
+    """What engines get: the merged weights, or the base once and then only the adapter. Merged
     samples faster, an adapter is pushed faster."""
 
 
@@ -179,11 +179,11 @@ class RewardWeights(Config):
     """How much each kind of judge counts: the score is the weighted sum."""
 
     function: float = 1.0
-    """Of `reward.function`."""
+    """Weight of the score of `reward.function`."""
     model: float = 1.0
-    """Of the sum over `model.reward`."""
+    """Weight of the sum over the scores of `model.reward`."""
     url: float = 1.0
-    """Of what the servers of `reward.url` say."""
+    """Weight of the score of the servers of `reward.url`."""
 
 
 class RewardRequestSection(Config):

@@ -67,7 +67,7 @@ class Replicas:
         return Replicas, (self.limits, self.namespace, self.count)
 
     def name(self, index: int) -> str:
-        """Of the replica's actor."""
+        """Name of the replica's actor."""
         return f"{self.limits.name}:{index}"
 
     def actor(self, index: int) -> ActorHandle:

@@ -146,7 +146,7 @@ class PinnedReplicas:
 
     @property
     def names(self) -> list[str]:
-        """Of the replicas."""
+        """Names of the replicas."""
         return [self._replicas.name(index) for index in self._lives]
 
 

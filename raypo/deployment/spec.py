@@ -25,11 +25,11 @@ class Deployment:
     """Readable, for the dashboard: raypo:<run>:<role>; replica i is <name>:<i>."""
     cls: type
     kwargs: dict[str, Any]
-    """Of the constructor."""
+    """Arguments of the constructor."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of each replica's process."""
     logs_dir: str | None = None
-    """Where replica i writes what libraries say, into <role>_<i>.log; None: to Ray's logs alone."""
+    """Where replica i writes what libraries say, into <role>_<i>.log; None: only to Ray's logs."""
     max_ongoing_requests: int = 1
     """Requests that a replica works on at the same time, each in a thread."""
     max_queued_requests: int | None = None
@@ -66,7 +66,7 @@ class Place:
 
     group: PlacementGroup | None = None
     bundle: int = 0
-    """Of the group."""
+    """Number of a bundle of the group."""
     num_cpus: float = 0.0
     """Taken from the bundle; 0 beside a learner worker, which has all of it and takes turns."""
     num_gpus: float = 0.0
@@ -81,9 +81,9 @@ class Life:
     id: str
     node_id: str
     pid: int
-    """Of its process on that node."""
+    """Process id on that node."""
     bundle: int
-    """Of its placement group."""
+    """Number of the bundle of its placement group."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def save_adapter(
 
 
 def kept(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:
-    """All tensors on the CPU, on rank 0; the others take part in the gathering alone."""
+    """All tensors on the CPU, on rank 0; the others only take part in the gathering."""
     kept: dict[str, Tensor] = {}
     for name, tensor in named_weights:
         if workers.rank == 0:

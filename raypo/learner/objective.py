@@ -54,7 +54,7 @@ class PolicyOutput:
     """One micro-batch's policy loss and the sums that are logged."""
 
     loss: Tensor  # scalar, with gradient
-    policy_loss: Tensor  # scalar, the surrogate alone
+    policy_loss: Tensor  # scalar, only the surrogate
     kl_loss: Tensor | None  # scalar, the KL term before its coefficient; None: no such term
     statistics: dict[str, Tensor]
 
@@ -71,7 +71,7 @@ def policy_objective(
 ) -> PolicyOutput:
     """The surrogate, less the entropy bonus, plus the KL term where `ppo.kl.placement` is loss.
 
-    All three are aggregated alike. A correction's weights weigh the surrogate alone. Without
+    All three are aggregated alike. A correction's weights weigh only the surrogate. Without
     `old_log_probs` this is the first update, and they are the log-probs themselves.
 
     Args:

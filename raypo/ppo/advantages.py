@@ -15,7 +15,7 @@ from raypo.ppo.masked import check_choice, check_same_shape, in_blocks, keep
 GROUP_KINDS = ("rloo", "reinforce_baseline", "grpo", "dr_grpo")
 GROUP_STD_EPS = 1e-6
 SCAN_CHUNK = 32
-"""Tokens that one product with a triangular matrix sums up; a matter of speed alone."""
+"""Tokens that one product with a triangular matrix sums up; only a matter of speed."""
 
 
 def last_token(mask: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def token_rewards(
     """The score on the last sampled token, less the KL penalty on every one.
 
     Args:
-        kl: nats a token, of `kl_reward_terms`; None: no penalty.
+        kl: nats per token, of `kl_reward_terms`; None: no penalty.
         extra_rewards: per-token or per-turn rewards of an environment; they add at their own
             positions, which must be sampled tokens.
 
@@ -80,7 +80,7 @@ def penalized_scores(
     """Scores less the KL penalty of the whole response: what is compared within a group.
 
     Args:
-        kl: nats a token, of `kl_reward_terms`.
+        kl: nats per token, of `kl_reward_terms`.
 
     Returns:
         scores: [B]; a response without a sampled token keeps its score.

@@ -71,7 +71,7 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     Args:
         gae_lambda: of `gae`.
         critic_lambda: of the returns that `gae` gives the critic as targets; None: `gae_lambda`.
-        kl: nats a token, of `kl_reward_terms`, when the penalty is placed in the reward. The group
+        kl: nats per token, of `kl_reward_terms`, where the penalty is in the reward. The group
             estimators take that of the whole response off its score before scores are compared, so
             grpo's deviation is that of the penalised scores: in a group of equal scores their KL
             alone decides, in full, however small `kl_coef` is.
@@ -80,7 +80,7 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
         last_values: see `generalized_advantages`, for `gae`.
         group_index: rows of all workers with the same number are samples of one prompt; for the
             group estimators.
-        workers: None: this process alone.
+        workers: None: only this process.
 
     Returns:
         advantages: [B, T], 0 where masked.

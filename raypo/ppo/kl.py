@@ -167,7 +167,7 @@ def kl_statistics(
     Returns:
         stats: detached float64 scalars: `kl` (nats), `tokens`, `responses` (with a sampled token),
             `clamped` (tokens with a log-ratio below -`MAX_LOG_RATIO`, where k3 is held).
-            `kl / tokens` is in nats a token, `kl / responses` in nats a response: the one that
+            `kl / tokens` is in nats per token, `kl / responses` in nats per response: the one that
             `KLController` takes.
 
     Raises:
@@ -187,7 +187,7 @@ def kl_statistics(
 class KLController:
     """The KL coefficient over a run: fixed, or steered towards a target KL.
 
-    Example: coef 0.1, target 6, horizon 1000; a step of 100 responses at 9 nats a response gives
+    Example: coef 0.1, target 6, horizon 1000; a step of 100 responses at 9 nats per response gives
     0.1 * (1 + clip(9 / 6 - 1, -0.2, 0.2) * 100 / 1000) = 0.102.
 
     Raises:
@@ -199,7 +199,7 @@ class KLController:
     coef: float
     """Weight of the penalty, in score per nat."""
     target: float | None = None
-    """Nats a response that the coefficient steers to; None: fixed."""
+    """Nats per response that the coefficient steers to; None: fixed."""
     horizon: float | None = None
     """Responses over which a full correction is spread; None: fixed."""
 
@@ -223,7 +223,7 @@ class KLController:
         """The controller for the next step.
 
         Args:
-            kl: mean over all responses of the step of their summed KL, in nats a response. NaN
+            kl: mean over all responses of the step of their summed KL, in nats per response. NaN
                 changes nothing: it says nothing of where to steer.
             num_responses: responses of the step, over all workers.
 

@@ -42,7 +42,7 @@ def aggregate(
     without a sampled token count.
 
     Args:
-        max_new_tokens: longest response allowed, in tokens; `constant` alone needs it.
+        max_new_tokens: longest response allowed, in tokens; only `constant` needs it.
         normalizer: of the whole step over all workers: tokens (token_mean), responses with a
             sampled token (sequence_mean) or all responses (constant). None: of `mask`.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 MIN_VARIANCE = 1e-8
 """Whitening divides by the square root of at least this much."""
 BLOCK_ELEMENTS = 2**17
-"""Tokens that are worked on together on a CPU; a matter of speed alone."""
+"""Tokens that are worked on together on a CPU; only a matter of speed."""
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:

@@ -67,7 +67,7 @@ class PinnedEngines:
 
     @property
     def names(self) -> list[str]:
-        """Of the replicas."""
+        """Names of the replicas."""
         return self.replicas.names
 
     @property
@@ -172,5 +172,5 @@ def _each(method: _OfEach[..., Any], *replicas: Callable[Concatenate[Any, P], T]
 
 
 def _all(method: _OfAll[..., Any], *replicas: Callable[Concatenate[Any, P], T]) -> _OfAll[P, T]:
-    """As `_each`, of pinned replicas."""
+    """The same as `_each`, for pinned replicas."""
     return method

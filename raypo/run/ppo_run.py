@@ -66,7 +66,7 @@ class PPORun(Run[PPOConfig]):
     _elsewhere: frozenset[str] = frozenset()
     """Roles that do not live beside these workers."""
     _peak_flops: float = 0.0
-    """Of all workers' devices."""
+    """FLOP/s of all workers' devices together."""
 
     @classmethod
     def prepare(

@@ -24,9 +24,9 @@ class Role:
     kwargs: dict[str, Any]
     num_threads: int
     num_devices: int = 1
-    """Of each replica: GPUs, on CPU processes."""
+    """Devices of each replica: GPUs, or processes on CPU."""
     num_replicas: int | Literal["auto"] = "auto"
-    """Of a frozen model; auto: one on each node."""
+    """Replicas of a frozen model; auto: one on each node."""
 
     @property
     def devices_key(self) -> str:

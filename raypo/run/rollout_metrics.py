@@ -49,7 +49,7 @@ RATES = {
 
 
 def speed_figures(metrics: dict[str, float], step_s: float) -> dict[str, float]:
-    """Seconds of the step, and what it counted, by the second."""
+    """Seconds of the step, and what it counted, per second."""
     rates = {rate: metrics[count] / step_s for count, rate in RATES.items() if count in metrics}
     return {"time/step_s": step_s} | rates
 

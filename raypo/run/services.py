@@ -122,7 +122,7 @@ def start_deployments(
 def start_engines(
     config: SFTConfig, run_name: str, workers: Workers, *, logs_dir: str
 ) -> EngineHandle:
-    """The engines alone, as `start_deployments` starts them."""
+    """Start only the engines, as `start_deployments` does."""
     role = engine_of(config, num_threads=_engine_threads(config, workers))
     count = _num_engines(config, workers)
     places = places_beside(workers, [role], num_engines=count)

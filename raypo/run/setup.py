@@ -25,9 +25,9 @@ class Shared:
     config: PPOConfig
     """What it was started for: a trial that needs something else starts its own."""
     handles: Mapping[str, DeploymentHandle] = field(default_factory=dict)
-    """By role: all trials ask them."""
+    """Handles by role, which all trials ask."""
     lender: ActorHandle | None = None
-    """Of engines: a trial has one for itself until it ends, or a seat in the pool."""
+    """Lends engines: a trial has one for itself until it ends, or a seat in the pool."""
     pool: bool = False
     """Whether all trials use the same engines, each with an adapter of its own."""
     first_answers: ActorHandle | None = None
@@ -48,11 +48,11 @@ class Runtime:
     dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """What the driver has started in a placement group of its own, by role."""
     janitor: ActorHandle | None = None
-    """Of a sweep: removes the workers' placement group once the monitor is dead."""
+    """An actor of a sweep that removes the workers' placement group once the monitor is dead."""
     shared: Shared | None = None
-    """Of a sweep: deployments that its trials have in common."""
+    """Deployments that the trials of a sweep have in common."""
     resume_from: str | None = None
-    """Of pbt: another trial's checkpoint, for as long as the run has none of its own."""
+    """Another trial's checkpoint (pbt), for as long as the run has none of its own."""
 
 
 def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:

@@ -16,12 +16,12 @@ from raypo.types import ScoredRollout
 
 @dataclass(frozen=True)
 class Work:
-    """Of one phase, over all workers."""
+    """What one phase has done, over all workers."""
 
     samples: float
     tokens: float
     flops: float = 0.0
-    """Of the models; see `raypo.metrics.flops`."""
+    """FLOPs of the models; see `raypo.metrics.flops`."""
 
 
 def models_of(config: PPOConfig) -> Models | None:

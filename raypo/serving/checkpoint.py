@@ -1,4 +1,4 @@
-"""Which tensors a model consists of, by its config alone."""
+"""Which tensors a model consists of, as its config says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, model: str) -> Checkpoint:
-        """Of a folder or hub id; no weight is read or made."""
+        """The tensors of a folder's or hub id's model; no weight is read or made."""
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         required = {name: tuple(p.shape) for name, p in skeleton.named_parameters()}

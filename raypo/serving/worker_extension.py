@@ -184,7 +184,7 @@ def _repack_tied_heads(model: nn.Module, loaded: set[str]) -> None:
     """Rebuild the packed copy of a head that is tied to the embedding, where vLLM keeps one.
 
     vLLM's CPU build multiplies with a packed copy of each matrix. The reload rebuilds it for
-    layers that were loaded by name, so a head that changed through its embedding alone would
+    layers that were loaded by name, so a head that changed only through its embedding would
     go on with the old one, silently.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

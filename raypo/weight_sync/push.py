@@ -88,7 +88,7 @@ class Probe:
     dtype: str
     seed: int
     adapter: str | None = None
-    """Name of the adapter that the engine is to answer with; None: its own weights alone."""
+    """Name of the adapter that the engine is to answer with; None: only its own weights."""
 
     def requests(self, version: int) -> list[SamplingRequest]:
         """Short samples, other ones for every version."""

@@ -29,7 +29,7 @@ class AdapterPush:
     def of(
         cls, name: str, version: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> AdapterPush:
-        """Of tensors under peft's names."""
+        """The push of an adapter's tensors, under peft's names."""
         data = save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
         return cls(name, version, config, data, zlib.crc32(data))
 

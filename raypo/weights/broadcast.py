@@ -42,7 +42,7 @@ class Membership:
     """Counts the groups of a run, from 1."""
     host: str
     port: int
-    """Of the store in which the members find one another, at learner rank 0."""
+    """Port of the store in which the members find one another, at learner rank 0."""
     size: int
     backend: Backend
     timeout_s: float

@@ -25,15 +25,15 @@ from raypo.weights.transport import (
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """Where the bytes of another process lie on a GPU; numbers and bytes alone."""
+    """Where the bytes of another process lie on a GPU; only numbers and bytes."""
 
     num_bytes: int
-    """Of the bucket."""
+    """Size of the bucket."""
     memory: bytes
     """cudaIpcMemHandle of the allocation that the bucket lies in."""
     storage_bytes: int
     first_byte: int
-    """Of the storage within the allocation."""
+    """Where the storage begins within the allocation."""
     counter: bytes
     """The sender's count of readers."""
     counter_place: int
@@ -75,7 +75,7 @@ class IpcBucket:
     """A bucket that lies on several GPUs, one copy on each."""
 
     handles: dict[str, CudaHandle]
-    """By the UUID of the GPU."""
+    """Handles by the UUID of the GPU."""
     entries: Entries
 
     def read(self, uuid: str, device: torch.device) -> Staged:

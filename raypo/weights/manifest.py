@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 HASH_THREADS = 2
-"""One alone does not read as fast as the memory gives."""
+"""A single one does not read as fast as the memory gives."""
 
 
 class WeightError(RuntimeError):
@@ -25,12 +25,12 @@ class TensorSpec:
     """One tensor of a push."""
 
     name: str
-    """As the Hugging Face `state_dict` has it."""
+    """The name in the Hugging Face `state_dict`."""
     shape: tuple[int, ...]
     dtype: str
     """torch's word without the prefix, like float32."""
     checksum: int
-    """Of the tensor's bytes in row-major order, by `checksums`."""
+    """What `checksums` says of the tensor's bytes in row-major order."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, checksum: int) -> TensorSpec:

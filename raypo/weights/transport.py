@@ -43,7 +43,7 @@ class PushStart:
 
     version: int
     id: str = ""
-    """Of this push (`Kept.id`)."""
+    """Identity of this push (`Kept.id`)."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Ready:
     num_workers: int
     """vLLM workers; more than one where it is tensor parallel."""
     epoch: int | None
-    """Of the broadcast group that they are members of."""
+    """Number of the broadcast group that they are members of."""
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs that they run on."""
 
     @classmethod
     def together(cls, workers: Sequence[Ready]) -> Ready:
-        """Of an engine, from what its vLLM workers say."""
+        """An engine's answer, from those of its vLLM workers."""
         epochs = {worker.epoch for worker in workers}
         return cls(
             len(workers),
@@ -73,7 +73,7 @@ class StoredBucket:
     """A bucket whose bytes lie in the Ray object store."""
 
     ref: Any
-    """Of uint8 [bytes] of each tensor."""
+    """Reference to the bytes of each tensor, uint8 [bytes]."""
     specs: Specs
 
     def fetch(self) -> Bucket:
@@ -91,7 +91,7 @@ class WeightPush:
     manifest: Manifest
     buckets: tuple[StoredBucket | Bucket, ...]
     id: str = ""
-    """Of the push that brought it."""
+    """Identity of the push that brought it."""
 
     def __repr__(self) -> str:
         return f"WeightPush(v{self.version}, {len(self.manifest.tensors)} tensors)"
@@ -102,7 +102,7 @@ class Receivers(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the replicas."""
+        """Names of the replicas."""
         ...
 
     @property
@@ -224,7 +224,7 @@ class Conversation:
     engines: PushedEngines
     version: int
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Of the push."""
+    """Identity of the push."""
     answers: Sequence[AnswerOfOne[object]] = ()
     """To the last question, on their way."""
     _specs: list[TensorSpec] = field(default_factory=list)
