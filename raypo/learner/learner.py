@@ -1,4 +1,4 @@
-"""Policy and critic of one learner worker: evaluate, update, hand out weights, save, restore.
+"""Policy and critic of one learner worker: log-probs, update, hand out weights, save, restore.
 
 B responses, T response tokens.
 """
@@ -81,7 +81,7 @@ class Learner:
             critic, self.critic_start = Critic.load(start, dtype=model.dtype, lora=model.lora)
             self._critic = TrainedModel(critic, learning_rate=section.critic_lr, **shared)
 
-    def evaluate(self, experience: Experience) -> Experience:
+    def with_log_probs_and_values(self, experience: Experience) -> Experience:
         """The experience with `old_log_probs` and, where there is a critic, `values`.
 
         Where the step is a single update and nothing before it reads the old log-probs, they are
@@ -108,7 +108,7 @@ class Learner:
             kl_coef: Of this step, for a KL placed in the loss.
 
         Returns:
-            experience: With `old_log_probs`, where `evaluate` left them to the update.
+            experience: With `old_log_probs`, also where they were left to the update.
             figures: Of the step, reduced over workers: they do not depend on how it was cut.
 
         Raises:

@@ -101,7 +101,7 @@ def ppo_step(
         metrics: Of the step, over all workers.
         state: For the next step.
     """
-    experience = learner.evaluate(experience)  # old log-probs, values
+    experience = learner.with_log_probs_and_values(experience)  # old log-probs, values
     clock.lap("time/evaluate_s")
     experience, metrics, next_state = with_advantages(
         experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step

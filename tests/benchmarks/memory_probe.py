@@ -106,7 +106,7 @@ def learner(config: PPOConfig) -> dict[str, int]:
             checksums([as_bytes(tensor) for _, tensor in group])
 
     found: dict[str, int] = {}
-    evaluated, found["evaluate"] = peak_of(lambda: built.evaluate(batch))
+    evaluated, found["evaluate"] = peak_of(lambda: built.with_log_probs_and_values(batch))
     _, found["first_update"] = peak_of(lambda: built.update(evaluated, step=1))
     _, found["update"] = peak_of(lambda: built.update(evaluated, step=2))
     _, found["push"] = peak_of(push)

@@ -94,13 +94,13 @@ def test_a_learner_off_loaded_leaves_the_gpu_and_comes_back(tmp_path: Path, stag
     )
     try:
         trained = learner(str(tiny_policy(tmp_path / "m", hidden=512, layers=8)), stage=stage)
-        trained.update(with_targets(trained.evaluate(experience())), step=1)
+        trained.update(with_targets(trained.with_log_probs_and_values(experience())), step=1)
         before = torch.cuda.memory_allocated()
         trained.offload_training_state()
         trained.offload_parameters()
         assert torch.cuda.memory_allocated() < 0.2 * before
         trained.reload()
-        trained.update(with_targets(trained.evaluate(experience())), step=2)
+        trained.update(with_targets(trained.with_log_probs_and_values(experience())), step=2)
     finally:
         torch.distributed.destroy_process_group()
 

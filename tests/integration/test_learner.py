@@ -57,7 +57,7 @@ def plain_pytorch(model: str, batch: Experience, order: list[int]) -> dict[str, 
 def test_two_epochs_are_those_of_plain_pytorch_at_every_zero_stage(model: str, stage: int):
     trained = learner(model, stage=stage)
     before = weights(trained)
-    batch = with_targets(trained.evaluate(experience()))
+    batch = with_targets(trained.with_log_probs_and_values(experience()))
     _, figures = trained.update(batch, step=1)
     order = minibatch_order(0, 1, 0, 2) + minibatch_order(0, 1, 1, 2)
     expected = plain_pytorch(model, batch, order)
@@ -73,7 +73,9 @@ def test_the_cut_into_microbatches_changes_nothing(model: str, stage: int):
     results = []
     for microbatch in (P + T, 4096):  # one row a piece, all rows in one
         trained = learner(model, stage=stage, microbatch=microbatch)
-        _, figures = trained.update(with_targets(trained.evaluate(experience())), step=1)
+        _, figures = trained.update(
+            with_targets(trained.with_log_probs_and_values(experience())), step=1
+        )
         results.append((weights(trained), figures))
     (cut, figures_cut), (whole, figures_whole) = results
     assert largest_difference(cut, whole) < 0.1 * LR
@@ -83,7 +85,7 @@ def test_the_cut_into_microbatches_changes_nothing(model: str, stage: int):
 @pytest.mark.parametrize("stage", STAGES)
 def test_saved_and_restored_it_goes_on_bit_for_bit(model: str, stage: int, tmp_path: Path):
     trained = learner(model, stage=stage)
-    batch = with_targets(trained.evaluate(experience()))
+    batch = with_targets(trained.with_log_probs_and_values(experience()))
     trained.update(batch, step=1)
     trained.save(tmp_path)
     _, expected = trained.update(batch, step=2)
@@ -96,9 +98,9 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(model: str, stage: int, tmp_p
 
 def test_a_saved_critic_loads_back_with_its_values(model: str, tmp_path: Path):
     trained = learner(model, stage=3)
-    batch = with_targets(trained.evaluate(experience()))
+    batch = with_targets(trained.with_log_probs_and_values(experience()))
     trained.update(batch, step=1)
-    expected = trained.evaluate(experience()).values
+    expected = trained.with_log_probs_and_values(experience()).values
     assert expected is not None
     assert expected.abs().max() > 0
     trained.save_critic(tmp_path, AutoTokenizer.from_pretrained(model))
@@ -118,7 +120,9 @@ def test_another_zero_stage_is_refused_with_both_layouts(model: str, tmp_path: P
 def test_before_the_policy_moves_its_ratio_is_exactly_one(model: str):
     """Old and new log-probs are of one cut, so not even rounding comes between them."""
     trained = learner(model, stage=2, microbatch=2 * (P + T), rate=0.0)
-    _, figures = trained.update(with_targets(trained.evaluate(experience())), step=1)
+    _, figures = trained.update(
+        with_targets(trained.with_log_probs_and_values(experience())), step=1
+    )
     assert figures["ppo/policy_updates"] == 4
     assert figures["ppo/ratio_mean"] == 1.0
     assert figures["ppo/clip_fraction"] == figures["ppo/approx_kl"] == 0.0
@@ -131,7 +135,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_stop_the_run(
 ):
     trained = learner(model, stage=stage, dtype=dtype)
     before = weights(trained)
-    batch = with_targets(trained.evaluate(experience()))
+    batch = with_targets(trained.with_log_probs_and_values(experience()))
     assert batch.advantages is not None
     poisoned = batch.with_(advantages=torch.where(batch.response_mask, torch.inf, 0.0))
     with pytest.raises(NonFiniteUpdateError, match=r"learner.max_skipped_updates is 1"):

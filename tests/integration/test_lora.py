@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def taught(model: str, *, stage: int, **lora: object) -> tuple[Learner, dict[str, float]]:
     """A learner after one step, and the step's figures."""
     learning = learner(model, stage=stage, lora={**LORA, **lora})
-    batch = with_targets(learning.evaluate(experience()))
+    batch = with_targets(learning.with_log_probs_and_values(experience()))
     return learning, learning.update(batch, step=1)[1]
 
 
@@ -45,7 +45,7 @@ def test_an_update_learns_the_adapter_alone_and_is_pushed_merged(
     model: str, stage: int, tmp_path: Path
 ):
     learning, figures = taught(model, stage=stage)
-    evaluated = learning.evaluate(experience())
+    evaluated = learning.with_log_probs_and_values(experience())
     base = AutoModelForCausalLM.from_pretrained(model)
     before = dict(base.named_parameters(remove_duplicate=False))
     pushed = weights(learning)
@@ -55,7 +55,7 @@ def test_an_update_learns_the_adapter_alone_and_is_pushed_merged(
 
     assert figures["ppo/skipped_updates"] == 0.0
     assert evaluated.ref_log_probs is not None
-    untaught = learner(model, stage=stage, lora=LORA).evaluate(experience())
+    untaught = learner(model, stage=stage, lora=LORA).with_log_probs_and_values(experience())
     assert untaught.old_log_probs is not None
     assert untaught.ref_log_probs is not None
     assert torch.equal(untaught.ref_log_probs, untaught.old_log_probs)
@@ -82,12 +82,15 @@ def test_every_stage_makes_the_same_step(model: str):
 def test_saved_and_restored_it_goes_on_bit_for_bit(model: str, stage: int, tmp_path: Path):
     learning, _ = taught(model, stage=stage)
     learning.save(tmp_path)
-    batch = with_targets(learning.evaluate(experience()))
+    batch = with_targets(learning.with_log_probs_and_values(experience()))
     _, expected = learning.update(batch, step=2)
 
     resumed = learner(model, stage=stage, lora=LORA)
     resumed.restore(tmp_path)
-    assert resumed.update(with_targets(resumed.evaluate(experience())), step=2)[1] == expected
+    assert (
+        resumed.update(with_targets(resumed.with_log_probs_and_values(experience())), step=2)[1]
+        == expected
+    )
     assert largest_difference(weights(resumed), weights(learning)) == 0.0
     files = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     whole = sum(weight.nbytes for weight in weights(learning).values())
@@ -96,7 +99,7 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(model: str, stage: int, tmp_p
 
 def test_in_bfloat16_the_merged_weights_are_rounded_once(model: str, tmp_path: Path):
     learning = learner(model, stage=2, lora=LORA, dtype="bfloat16")
-    learning.update(with_targets(learning.evaluate(experience())), step=1)
+    learning.update(with_targets(learning.with_log_probs_and_values(experience())), step=1)
     base = AutoModelForCausalLM.from_pretrained(model)
     base.save_pretrained(tmp_path, state_dict=weights(learning))
     merged = learner(str(tmp_path), stage=2, dtype="bfloat16")

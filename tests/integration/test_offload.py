@@ -26,7 +26,7 @@ def test_off_and_back_changes_nothing(
 ):
     monkeypatch.setattr(offload, "HOST", "elsewhere")  # or nothing on a CPU would be moved
     stayed, moved = (learner(model, stage=stage, dtype=dtype) for _ in range(2))
-    batch = with_targets(stayed.evaluate(experience()))
+    batch = with_targets(stayed.with_log_probs_and_values(experience()))
     for step in (1, 2):  # before the first update there are no optimizer states
         moved.offload_training_state()
         assert largest_difference(weights(moved), weights(stayed)) == 0.0, "a push reads them now"

@@ -77,7 +77,7 @@ def test_updates_are_those_of_a_float32_adamw_on_the_sum_of_many_microbatches(
 
 
 def values_of(of: Learner) -> Tensor:
-    values = of.evaluate(experience()).values
+    values = of.with_log_probs_and_values(experience()).values
     assert values is not None
     return values
 
@@ -101,7 +101,7 @@ def test_a_value_head_is_float32_through_updates_checkpoints_and_folders(
     first = values_of(trained)[mask]
     torch.testing.assert_close(first, torch.full_like(first, 10.03), rtol=1e-6, atol=0.0)
 
-    batch = with_targets(trained.evaluate(experience()))
+    batch = with_targets(trained.with_log_probs_and_values(experience()))
     trained.update(batch, step=1)
     values = values_of(trained)
     assert len(values[mask].unique()) > 0.9 * mask.sum()  # bfloat16 knows steps of 1 / 16

@@ -91,7 +91,12 @@ def learned(ppo: PPOSection, *, sign: float) -> float:
             deal(scored, minibatch_size=ppo.minibatch_size, seed=(0, step), workers=workers)
         )
         batch, _, state = with_advantages(
-            learner.evaluate(batch), ppo, state, workers, max_new_tokens=TOKENS, step=step
+            learner.with_log_probs_and_values(batch),
+            ppo,
+            state,
+            workers,
+            max_new_tokens=TOKENS,
+            step=step,
         )
         batch = with_corrections(batch, ppo.correction)
         assert batch.advantages is not None
