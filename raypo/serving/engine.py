@@ -20,7 +20,7 @@ from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_requests import completion_of, sampling_params
 from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.adapter import AdapterPush
-from raypo.weights.broadcast import BroadcastBucket, Membership
+from raypo.weights.broadcast import BroadcastBucket, Rendezvous
 from raypo.weights.buckets import Bucket
 from raypo.weights.ipc import IpcBucket
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
@@ -259,14 +259,14 @@ class Engine:
             self.load_bucket(bucket)
         return self.finish_push(push.manifest)
 
-    def join_group(self, membership: Membership) -> None:
+    def join_group(self, rendezvous: Rendezvous) -> None:
         """Become a member of the group that weights are broadcast in.
 
         Raises:
             WeightError: not all members came in time.
         """
         with self._turn:
-            self._ask_workers("raypo_join_group", membership)
+            self._ask_workers("raypo_join_group", rendezvous)
 
     def sleep(self) -> None:
         """Give the GPU's memory to others: weights to the host, keys and values away.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raypo.metrics.process_memory import peak_memory
 from raypo.serving.vllm_processes import Answer, leave_no_shared_memory
-from raypo.weights.broadcast import BroadcastBucket, Group, Membership
+from raypo.weights.broadcast import BroadcastBucket, Group, Rendezvous
 from raypo.weights.buckets import Bucket, Staged, unpack
 from raypo.weights.ipc import IpcBucket, device_uuid
 from raypo.weights.manifest import TensorSpec, WeightError, summary
@@ -82,7 +82,7 @@ class WorkerExtension:
         self.raypo_is_loading, self.raypo_loaded = True, set()
         group = getattr(self, "raypo_group", None)
         gpus = (device_uuid(self.device),) if self.device.type == "cuda" else ()
-        return Ready(1, group.membership.epoch if group else None, gpus)
+        return Ready(1, group.rendezvous.epoch if group else None, gpus)
 
     def raypo_load_bucket(
         self, bucket: Bucket | IpcBucket | BroadcastBucket, second_names: list[str]
@@ -136,7 +136,7 @@ class WorkerExtension:
                     self.model_runner.get_model(), self.vllm_config.model_config
                 )
 
-    def raypo_join_group(self, membership: Membership) -> None:
+    def raypo_join_group(self, rendezvous: Rendezvous) -> None:
         """Join a broadcast group; the one of before is left.
 
         Raises:
@@ -146,7 +146,7 @@ class WorkerExtension:
         self.raypo_group = None
         if group is not None:
             group.leave()
-        self.raypo_group = Group.join(membership, device=self.device)
+        self.raypo_group = Group.join(rendezvous, device=self.device)
 
     def _raypo_receive(self, bucket: Bucket | IpcBucket | BroadcastBucket) -> Bucket | Staged:
         if isinstance(bucket, IpcBucket):

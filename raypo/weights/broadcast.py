@@ -35,7 +35,7 @@ POLLS_BETWEEN_QUESTIONS = 50
 
 
 @dataclass(frozen=True)
-class Membership:
+class Rendezvous:
     """How to join a group; a group that lost or gained a member is succeeded by another one."""
 
     epoch: int
@@ -59,30 +59,30 @@ class BroadcastBucket:
 
 
 class Group:
-    """One process's membership."""
+    """One process's place in a broadcast group."""
 
-    def __init__(self, membership: Membership, *, rank: int, store: Any, device: Any) -> None:
+    def __init__(self, rendezvous: Rendezvous, *, rank: int, store: Any, device: Any) -> None:
         """Join, and wait until all others have joined.
 
         Raises:
             WeightError: not all of them came in time.
         """
-        self.membership, self.device = membership, torch.device(device)
+        self.rendezvous, self.device = rendezvous, torch.device(device)
         self._store = store  # lives as long as the group
         try:
-            self._backend: Any = _backend(membership, rank, store, self.device)
+            self._backend: Any = _backend(rendezvous, rank, store, self.device)
         except RuntimeError as error:
             raise WeightError(
-                f"broadcast group {membership.epoch}: not all of its {membership.size} processes "
-                f"met within {membership.timeout_s:g} s ({error}). {_REMEDY}"
+                f"broadcast group {rendezvous.epoch}: not all of its {rendezvous.size} processes "
+                f"met within {rendezvous.timeout_s:g} s ({error}). {_REMEDY}"
             ) from error
 
     @classmethod
-    def join(cls, membership: Membership, *, device: Any) -> Group:
+    def join(cls, rendezvous: Rendezvous, *, device: Any) -> Group:
         """Join as one of the receivers."""
-        store = _store(membership.host, membership.port, membership.timeout_s, is_host=False)
-        rank = store.add(_key(membership, "joined"), 1)
-        return cls(membership, rank=rank, store=store, device=device)
+        store = _store(rendezvous.host, rendezvous.port, rendezvous.timeout_s, is_host=False)
+        rank = store.add(_key(rendezvous, "joined"), 1)
+        return cls(rendezvous, rank=rank, store=store, device=device)
 
     def send(self, flat: Tensor, *, is_in_vain: Callable[[], bool]) -> None:
         """Broadcast from rank 0.
@@ -102,10 +102,10 @@ class Group:
         Raises:
             WeightError: as `send`, or the bucket is not this group's.
         """
-        if bucket.epoch != self.membership.epoch:
+        if bucket.epoch != self.rendezvous.epoch:
             raise WeightError(
                 f"a bucket of broadcast group {bucket.epoch} cannot reach a member of group "
-                f"{self.membership.epoch}. Push the weights again."
+                f"{self.rendezvous.epoch}. Push the weights again."
             )
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
         self._broadcast(flat, lambda: False)
@@ -116,7 +116,7 @@ class Group:
         self._backend.abort()
 
     def _broadcast(self, flat: Tensor, is_in_vain: Callable[[], bool]) -> None:
-        limit = self.membership.timeout_s
+        limit = self.rendezvous.timeout_s
         deadline = time.monotonic() + limit
         try:
             work = self._backend.broadcast(flat, 0)
@@ -132,7 +132,7 @@ class Group:
         except RuntimeError as error:  # WeightError is one
             self.leave()
             raise WeightError(
-                f"broadcast group {self.membership.epoch} ({self.membership.backend}): {error} "
+                f"broadcast group {self.rendezvous.epoch} ({self.rendezvous.backend}): {error} "
                 f"{_REMEDY}"
             ) from error
 
@@ -198,16 +198,16 @@ class BroadcastTransport:
         ready = conversation.begin()
         size = 1 + sum(each.num_workers for each in ready)
         is_whole = all(each.epoch == self._epoch for each in ready)
-        if self._group is not None and is_whole and self._group.membership.size == size:
+        if self._group is not None and is_whole and self._group.rendezvous.size == size:
             return self._group
         self._leave()
         self._epoch += 1
         store = _store(self._host, 0, self._timeout_s, is_host=True)
-        membership = Membership(
+        rendezvous = Rendezvous(
             self._epoch, self._host, store.port, size, self._backend, self._timeout_s
         )
-        conversation.join_group(membership)
-        self._group = Group(membership, rank=0, store=store, device=self._device)
+        conversation.join_group(rendezvous)
+        self._group = Group(rendezvous, rank=0, store=store, device=self._device)
         conversation.settle()
         return self._group
 
@@ -234,18 +234,18 @@ def _store(host: str, port: int, timeout_s: float, *, is_host: bool) -> Any:
     )
 
 
-def _key(membership: Membership, name: str) -> str:
-    return f"group{membership.epoch}/{name}"
+def _key(rendezvous: Rendezvous, name: str) -> str:
+    return f"group{rendezvous.epoch}/{name}"
 
 
-def _backend(membership: Membership, rank: int, store: Any, device: torch.device) -> Any:
+def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device) -> Any:
     """A process group of its own, unknown to torch.distributed's default one."""
-    prefixed = PrefixStore(_key(membership, membership.backend), store)
-    limit = timedelta(seconds=membership.timeout_s)
-    if membership.backend == "gloo":
-        return dist.ProcessGroupGloo(prefixed, rank, membership.size, limit)
+    prefixed = PrefixStore(_key(rendezvous, rendezvous.backend), store)
+    limit = timedelta(seconds=rendezvous.timeout_s)
+    if rendezvous.backend == "gloo":
+        return dist.ProcessGroupGloo(prefixed, rank, rendezvous.size, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 4 * limit  # NCCL's watchdog ends the process; ours comes first
-    backend = dist.ProcessGroupNCCL(prefixed, rank, membership.size, options)
+    backend = dist.ProcessGroupNCCL(prefixed, rank, rendezvous.size, options)
     backend.eager_connect_single_device(device)
     return backend

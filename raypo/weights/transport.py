@@ -25,7 +25,7 @@ from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums,
 from raypo.weights.store import Keeper, Kept
 
 if TYPE_CHECKING:
-    from raypo.weights.broadcast import BroadcastBucket, Membership
+    from raypo.weights.broadcast import BroadcastBucket, Rendezvous
     from raypo.weights.ipc import IpcBucket
 
 BUCKET_BYTES = 256 * 1024**2
@@ -111,7 +111,7 @@ class Receivers(Protocol):
         ...
 
     @property
-    def join_group(self) -> MethodOfAll[[Membership], None]:
+    def join_group(self) -> MethodOfAll[[Rendezvous], None]:
         """Become a member of a broadcast group."""
         ...
 
@@ -285,9 +285,9 @@ class Conversation:
                 raise WeightError(f"Push of version {self.version}: {summary(differences)}.")
         return manifest
 
-    def join_group(self, membership: Membership) -> None:
+    def join_group(self, rendezvous: Rendezvous) -> None:
         """Have all engines join a broadcast group; `settle` waits until they have."""
-        self.answers = self._members.join_group.on_all(membership)
+        self.answers = self._members.join_group.on_all(rendezvous)
 
     @property
     def _members(self) -> Receivers:

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.weights.broadcast import Group, Membership
+from raypo.weights.broadcast import Group, Rendezvous
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
 from raypo.weights.store import Kept
@@ -99,10 +99,10 @@ class Receiver:
     def begin_push(self, start: PushStart) -> Ready:
         self._version, self._arrived, self._specs = None, {}, []
         self._id, self._held = start.id, None
-        return Ready(1, self._group.membership.epoch if self._group else None)
+        return Ready(1, self._group.rendezvous.epoch if self._group else None)
 
-    def join_group(self, membership: Membership) -> None:
-        self._group = Group.join(membership, device="cpu")
+    def join_group(self, rendezvous: Rendezvous) -> None:
+        self._group = Group.join(rendezvous, device="cpu")
 
     def load_bucket(self, bucket: Any) -> None:
         if self._dies.exists():

@@ -9,7 +9,7 @@ import ray
 from ray.actor import ActorHandle
 
 from raypo.calls import MethodOfAll
-from raypo.weights.broadcast import Membership
+from raypo.weights.broadcast import Rendezvous
 from raypo.weights.manifest import Manifest
 from raypo.weights.transport import OfferedBucket, PushStart, Ready
 
@@ -53,7 +53,7 @@ class PlainHandle:
         return PlainMethod(list(self._actors.values()), "begin_push")
 
     @property
-    def join_group(self) -> MethodOfAll[[Membership], None]:
+    def join_group(self) -> MethodOfAll[[Rendezvous], None]:
         return PlainMethod(list(self._actors.values()), "join_group")
 
     @property

@@ -218,5 +218,5 @@ def test_survivors_refuse_a_push_in_which_one_died_and_the_next_group_is_whole(f
     fleet.push(transport)  # with a replacement
     assert fleet.agree()
     assert transport._group is not None
-    assert transport._group.membership.epoch == 3
-    assert transport._group.membership.size == 3
+    assert transport._group.rendezvous.epoch == 3
+    assert transport._group.rendezvous.size == 3

@@ -13,7 +13,7 @@ import torch
 
 from raypo.calls import MethodOfAll
 from raypo.collectives import Workers
-from raypo.weights.broadcast import BroadcastBucket, BroadcastTransport, Group, Membership
+from raypo.weights.broadcast import BroadcastBucket, BroadcastTransport, Group, Rendezvous
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
 from raypo.weights.transport import OfferedBucket, PushStart, Ready
@@ -37,11 +37,11 @@ class Receiver:
 
     def begin_push(self, start: PushStart) -> Ready:
         self.version, self._arrived = None, []
-        return Ready(1, self.group.membership.epoch if self.group else None)
+        return Ready(1, self.group.rendezvous.epoch if self.group else None)
 
-    def join_group(self, membership: Membership) -> None:
-        self.group = Group.join(membership, device="cpu")
-        self.epochs.append(membership.epoch)
+    def join_group(self, rendezvous: Rendezvous) -> None:
+        self.group = Group.join(rendezvous, device="cpu")
+        self.epochs.append(rendezvous.epoch)
 
     def load_bucket(self, bucket: OfferedBucket) -> None:
         assert self.group is not None
@@ -59,7 +59,7 @@ class Receives(Protocol):
     """What a push asks of one engine."""
 
     def begin_push(self, start: PushStart) -> Ready: ...
-    def join_group(self, membership: Membership) -> None: ...
+    def join_group(self, rendezvous: Rendezvous) -> None: ...
     def load_bucket(self, bucket: OfferedBucket) -> None: ...
     def finish_push(self, manifest: Manifest) -> Manifest: ...
 
@@ -102,7 +102,7 @@ class Handle:
         return InThreads([each.begin_push for each in self.receivers], self._threads)
 
     @property
-    def join_group(self) -> InThreads[[Membership], None]:
+    def join_group(self) -> InThreads[[Rendezvous], None]:
         return InThreads([each.join_group for each in self.receivers], self._threads)
 
     @property
@@ -190,7 +190,7 @@ def test_a_receiver_that_hangs_is_told_after_the_time_out_with_the_remedy():
 class Absent(Receiver):
     """Never joins."""
 
-    def join_group(self, membership: Membership) -> None:
+    def join_group(self, rendezvous: Rendezvous) -> None:
         pass
 
 
@@ -205,7 +205,7 @@ def test_a_receiver_notices_that_the_sender_is_gone(how: str):
     push(sender, Handle(receiver), 1)
     assert sender._group is not None
     assert receiver.group is not None
-    epoch = receiver.group.membership.epoch
+    epoch = receiver.group.rendezvous.epoch
     if how == "leaves":
         sender._group.leave()
         sender._group = None

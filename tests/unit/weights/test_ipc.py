@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.weights import ipc
-from raypo.weights.broadcast import Membership
+from raypo.weights.broadcast import Rendezvous
 from raypo.weights.buckets import stage, unpack
 from raypo.weights.ipc import IpcBucket, IpcTransport
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
@@ -99,7 +99,7 @@ class Engine:
         self.held, self.version, self._specs = {gpu: {} for gpu in self._gpus}, None, []
         return Ready(len(self._gpus), None, self._gpus)
 
-    def join_group(self, membership: Membership) -> None:
+    def join_group(self, rendezvous: Rendezvous) -> None:
         raise NotImplementedError("IPC needs no group")
 
     def load_bucket(self, bucket: OfferedBucket) -> None:
