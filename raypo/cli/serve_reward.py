@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raypo.cli.exit_status import exit_status
+
+if TYPE_CHECKING:
+    from raypo.rewards.scoring import RewardFunction
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -32,7 +35,7 @@ def serve_reward(
     """Serve rewards as JSON over HTTP until Ctrl-C; runs ask it by reward.url."""
     from raypo.checks import check_model
     from raypo.config import ConfigError
-    from raypo.rewards.loader import check_function
+    from raypo.rewards.loader import check_function, load_function
     from raypo.rewards.wire import TOKEN_VARIABLE
 
     token = os.environ.get(TOKEN_VARIABLE)
@@ -44,13 +47,18 @@ def serve_reward(
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype ({dtype}): must be float32 or bfloat16. Choose one.")
     is_function = ":" in target and not Path(target).is_dir()
+    function: RewardFunction
     if is_function:
         check_function(target, key="TARGET")
+        function = load_function(target, key="TARGET")
     else:
         check_model("TARGET", target)
+        from raypo.serving.frozen import RewardModel  # torch from here on
+
+        model = RewardModel(target, policy=None, dtype=dtype, max_batch_tokens=max_batch_tokens)
+        function = model.score
     from raypo.rewards.server import make_app, serve
 
-    function = _function(target) if is_function else _model(target, dtype, max_batch_tokens)
     app = make_app(function, name=target, token=token)
 
     def ready(address: str) -> None:
@@ -64,16 +72,3 @@ def serve_reward(
         raise ConfigError(
             f"--port ({port}): cannot be listened on at {host} ({error.strerror}). Choose another."
         ) from None
-
-
-def _function(target: str) -> Any:
-    from raypo.rewards.loader import load_function
-
-    return load_function(target, key="TARGET")
-
-
-def _model(target: str, dtype: str, max_batch_tokens: int) -> Any:
-    from raypo.serving.frozen import RewardModel
-
-    model = RewardModel(target, policy=None, dtype=dtype, max_batch_tokens=max_batch_tokens)
-    return model.score

@@ -27,8 +27,7 @@ from raypo.run.services import start_engines
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.types import Example, Prompt
-from raypo.weight_sync.push import Probe, push_weights
-from raypo.weight_sync.roads import open_transport
+from raypo.weight_sync.push import Probe, open_transport, push_weights
 from raypo.weights.transport import Transport
 
 NUM_PROBES = 2

@@ -36,8 +36,7 @@ from raypo.run.setup import Runtime
 from raypo.run.utilization import Work, models_of, step_work, work_figures
 from raypo.storage.run_files import RunFiles
 from raypo.types import Experience, Prompt, ScoredRollout
-from raypo.weight_sync.push import Probe, push_adapter, push_weights
-from raypo.weight_sync.roads import open_transport
+from raypo.weight_sync.push import Probe, open_transport, push_adapter, push_weights
 from raypo.weights.transport import ObjectTransport, Transport
 
 NUM_PROBES = 2

@@ -12,16 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import ray.util
 import torch
 from torch import Tensor
 
 from raypo.calls import MethodOfEach
 from raypo.cluster.actors import ReplicaLost, survivors
 from raypo.collectives import Workers
+from raypo.config import ConfigError, EngineSection
 from raypo.rollout.dealing import to_experience
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience, Rollout, ScoredRollout
 from raypo.weights.adapter import AdapterPush
+from raypo.weights.broadcast import BroadcastTransport
+from raypo.weights.ipc import IpcTransport
 from raypo.weights.manifest import WeightError
 from raypo.weights.store import Kept
 from raypo.weights.transport import ObjectTransport, PushedEngines, Transport
@@ -104,6 +108,39 @@ class Probe:
             )
             for number, ids in enumerate(self.prompts)
         ]
+
+
+def open_transport(section: EngineSection, *, colocated: bool, kept: bool = False) -> Transport:
+    """The transport that `rollout.engine.transport` names, on this learner worker.
+
+    Args:
+        section: Of the engines.
+        colocated: The engines live on the learner workers' devices.
+        kept: The weights are pushed once and must stay at hand for engines that start later.
+
+    Raises:
+        ConfigError: the one that is set cannot work here.
+    """
+    if kept and section.transport not in ("auto", "object"):
+        raise ConfigError(
+            f"rollout.engine.transport ({section.transport}): keeps nothing for engines that are "
+            "started later, and model.lora.push: adapter sends the base once. Set "
+            "rollout.engine.transport to auto or object, or model.lora.push to merged."
+        )
+    if kept:
+        return ObjectTransport()
+    kind = section.resolved_transport(colocated=colocated, use_gpu=torch.cuda.is_available())
+    if kind == "object":
+        return ObjectTransport()
+    device = torch.device("cuda", torch.cuda.current_device())
+    if kind == "ipc":
+        return IpcTransport(device)
+    return BroadcastTransport(
+        backend="nccl",
+        device=device,
+        host=ray.util.get_node_ip_address(),
+        timeout_s=section.push_timeout_s,
+    )
 
 
 def push_weights(
