@@ -65,7 +65,7 @@ def start_monitor(run: str) -> ActorHandle:
     return start_named(Monitor, f"raypo:{run}:monitor", options={"num_cpus": 0}, kwargs={})
 
 
-class Teller:
+class MonitorClient:
     """A worker's end of the monitor; silent where there is none or on other ranks than 0."""
 
     def __init__(self, monitor: ActorHandle | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from raypo.cluster.messenger import Teller
+from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import RewardModelConfig
 from raypo.data.examples import load_pairs
@@ -61,7 +61,7 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
         runtime: Runtime,
         workers: Workers,
         files: RunFiles,
-        tell: Teller,
+        tell: MonitorClient,
     ) -> Self:
         """The run with its pairs read."""
         tokenizer = load_tokenizer(config.model.policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from raypo.cluster.messenger import Teller
+from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import SFTConfig
 from raypo.data.examples import load_examples
@@ -78,7 +78,7 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
         runtime: Runtime,
         workers: Workers,
         files: RunFiles,
-        tell: Teller,
+        tell: MonitorClient,
     ) -> Self:
         """The run with its examples read and its function loaded."""
         tokenizer = load_tokenizer(config.model.policy)

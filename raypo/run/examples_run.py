@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from raypo.cluster.messenger import Teller
+from raypo.cluster.messenger import MonitorClient
 from raypo.config import RewardModelConfig, SFTConfig
 from raypo.data.examples import LoadedExamples
 from raypo.data.stream import ShuffledStream
@@ -93,7 +93,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
             )
 
 
-def tell_skipped(loaded: LoadedExamples[Any], tell: Teller) -> None:
+def tell_skipped(loaded: LoadedExamples[Any], tell: MonitorClient) -> None:
     """Say how many rows are too long."""
     if loaded.num_skipped:
         tell.message(

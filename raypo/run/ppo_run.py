@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from raypo.cluster.messenger import Teller
+from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers, as_tensor
 from raypo.config import PPOConfig
 from raypo.data.prompts import load_prompts, repetition_note
@@ -74,7 +74,7 @@ class PPORun(Run[PPOConfig]):
         runtime: Runtime,
         workers: Workers,
         files: RunFiles,
-        tell: Teller,
+        tell: MonitorClient,
     ) -> Self:
         """The run with its prompts read and its functions loaded."""
         tokenizer = load_tokenizer(config.model.policy)

@@ -18,7 +18,7 @@ import ray.util
 import torch
 from ray.train import Checkpoint
 
-from raypo.cluster.messenger import Teller
+from raypo.cluster.messenger import MonitorClient
 from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.collectives import Workers
 from raypo.config import RecipeConfig
@@ -59,7 +59,7 @@ class Run(ABC, Generic[AnyConfig]):
     runtime: Runtime
     workers: Workers
     files: RunFiles
-    tell: Teller
+    tell: MonitorClient
     last_step: int = field(default=0, kw_only=True)
     """The last step that is done."""
     interrupted: bool = field(default=False, kw_only=True)
@@ -84,7 +84,7 @@ class Run(ABC, Generic[AnyConfig]):
         runtime: Runtime,
         workers: Workers,
         files: RunFiles,
-        tell: Teller,
+        tell: MonitorClient,
     ) -> Self:
         """The run with its data read; wrong data ends it here, before a model is loaded."""
 
@@ -271,7 +271,7 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     """Everything that a worker needs before a model is loaded; wrong data ends the run here."""
     config, runtime = open_setup(setup)
     workers = Workers.current()
-    tell = Teller(runtime.monitor if workers.rank == 0 else None)
+    tell = MonitorClient(runtime.monitor if workers.rank == 0 else None)
     tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
     log_to_file(log_path(files, workers))

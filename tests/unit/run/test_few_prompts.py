@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raypo.cluster.messenger import Teller
+from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.run.ppo_run import PPORun
@@ -15,7 +15,7 @@ from raypo.storage.run_files import RunFiles
 from tests.tiny import tiny_policy
 
 
-class Said(Teller):
+class Said(MonitorClient):
     """Keeps what would go to the driver's console."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.cluster.messenger import Teller
+from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.rewards.scoring import RewardError
@@ -88,7 +88,7 @@ def judged(values: dict[str, Any]) -> tuple[PPOConfig, list[ScoredRollout]]:
     config = PPOConfig.parse(values)
     runtime = Runtime("run", config.storage_path, os.getcwd())
     files = RunFiles(config.storage_path, "run")
-    run = PPORun.prepare(config, runtime, Workers(), files, Teller(None))
+    run = PPORun.prepare(config, runtime, Workers(), files, MonitorClient(None))
     try:
         nobody: Any = None
         return config, judge(ROLLOUTS, run.judges(Services(nobody, None)), None)
