@@ -24,9 +24,9 @@ class Role:
     kwargs: dict[str, Any]
     num_threads: int
     num_devices: int = 1
-    """Devices of each replica: GPUs, or processes on CPU."""
+    """Of each replica: GPUs, on CPU processes."""
     num_replicas: int | Literal["auto"] = "auto"
-    """Replicas of a frozen model; auto: one on each node."""
+    """Of a frozen model; auto: one on each node."""
 
     @property
     def devices_key(self) -> str:

@@ -65,7 +65,7 @@ class Run(ABC, Generic[AnyConfig]):
     interrupted: bool = field(default=False, kw_only=True)
     _sinks: Sinks = field(default_factory=lambda: Sinks([]), kw_only=True)
     _initial: dict[str, float] = field(default_factory=dict, kw_only=True)
-    """Metrics from before the first update; they stand in the first step's."""
+    """Figures from before the first update; they stand in the first step's metrics."""
     _started: float = field(default_factory=time.monotonic, kw_only=True)
     _earlier_s: float = field(default=0.0, kw_only=True)
     """Seconds that earlier attempts took, up to their checkpoint."""
