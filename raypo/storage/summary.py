@@ -43,7 +43,7 @@ def summarize(
 
     Args:
         rows: The run's metrics by step, ascending, each with the key `step`.
-        wall_s: Seconds that the run took.
+        wall_s: Seconds that the run took, from the start of the driver, over all attempts.
         initial: Values before the first update by metric name; they win over the first row.
     """
     summary: dict[str, Any] = {

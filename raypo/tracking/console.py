@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,8 +17,8 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("accuracy", ("train/accuracy",), lambda v: f"{v:.1%}"),
     ("score", ("rollout/score_mean",), lambda v: f"{v:+.3f}"),
     ("kl", ("kl/ref_response_mean", "kl/ref_mean"), lambda v: f"{v:.3f}"),
-    ("clipped", ("ppo/clip_fraction",), lambda v: f"{v:.1%}"),
     ("length", ("rollout/response_tokens_mean",), lambda v: f"{v:.1f}"),
+    ("ratios clipped", ("ppo/clip_fraction",), lambda v: f"{v:.1%}"),
     ("loss", ("train/loss",), lambda v: f"{v:.4f}"),
     ("", ("perf/samples_per_s",), lambda v: f"{v:.1f} samples/s"),
     ("", ("time/step_s",), lambda v: f"{v:.1f} s"),
@@ -54,7 +53,6 @@ class Console:
         self._num_steps = self._step = 0
         self._folder = ""
         self._scores: list[float] = []
-        self._started = time.monotonic()
         self._closed = False
 
     def start(
@@ -67,7 +65,6 @@ class Console:
     ) -> None:
         """Say what runs and where; a token is shown in a terminal alone, for lines are kept."""
         self._num_steps, self._folder = num_steps, str(folder)
-        self._started = time.monotonic()
         if self._live:
             self._view = LiveView(self._stream, num_steps)
         self.message(f"raypo: {run_name}, {_count(num_steps, 'step')}, files in {folder}")
@@ -115,15 +112,20 @@ class Console:
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
-    def close(self, status: str) -> None:
-        """Take the live view away and say how the run ended; a second call does nothing."""
+    def close(self, status: str, wall_s: float | None = None) -> None:
+        """Take the live view away and say how the run ended; a second call does nothing.
+
+        Args:
+            status: How it ended, in a word.
+            wall_s: Seconds that it took, as its summary says; None: unknown.
+        """
         if self._closed:
             return
         self._closed = True
         if self._view is not None:
             self._view.close()
         words = [f"{status} after {_count(self._step, 'step')}"]
-        words.append(f"in {duration(time.monotonic() - self._started)}")
+        words += [] if wall_s is None else [f"in {duration(wall_s)}"]
         if any(map(math.isfinite, self._scores)):
             words.append(f"(score {self._scores[0]:+.3f} -> {self._scores[-1]:+.3f})")
         self.message(f"raypo: {' '.join(words)}, files in {self._folder}")

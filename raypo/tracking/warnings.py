@@ -27,8 +27,7 @@ MAX_ZERO_VARIANCE = 0.6
 MAX_TRUNCATED = 0.5
 MAX_PHASE_SHARE = 0.75
 MIN_PHASE_S = 1.0
-"""Seconds of a step. A phase that takes less is no burden, whatever its share: handing a step to
-Ray Train alone waits for its controller's next look, half a second."""
+"""Seconds of a step: a phase that takes less is no burden, whatever its share."""
 MIN_FALL = 0.2
 """Of the spread of the scores: a held-out mean of some hundred answers moves less by chance."""
 
