@@ -147,7 +147,10 @@ def test_only_the_columns_that_are_wanted_are_read(storage):
 
 
 def test_truncate_of_a_run_that_has_nothing_does_nothing(storage):
-    RunFiles(storage[0], "r").truncate(after_step=0)
+    files = RunFiles(storage[0], "r")
+    files.truncate(after_step=0)
+    assert not files.exists()
+    assert files.names() == []
 
 
 def test_rollouts_have_the_columns_and_types_of_the_design(storage):
