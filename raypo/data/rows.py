@@ -20,7 +20,7 @@ from raypo.storage.folder import open_storage
 _DATA_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _LOOKS_LIKE_A_FILE = re.compile(r".*\.[A-Za-z]{1,5}")
 _BUFFER_BYTES = 1 << 20
-"""Of one request to a remote storage."""
+"""One request to a remote storage asks for so many."""
 
 
 class Row(NamedTuple):

@@ -33,11 +33,10 @@ from raypo.report.verdict import (
     judge_of_held_out,
     outside_steps,
     phase_words,
-    seconds_by_phase,
     short,
 )
 from raypo.storage.run_files import RunFiles
-from raypo.tracking.warnings import findings
+from raypo.tracking.warnings import findings, seconds_by_phase
 
 _TILES = (
     ("eval/score_mean", "held-out score"),
@@ -156,7 +155,7 @@ def _with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _start(rows: RowsByRun, *names: str) -> dict[str, float]:
-    """By run, the first of the metrics that was measured before the first update."""
+    """The first of the metrics that each run measured before its first update."""
     found: dict[str, float] = {}
     for run, each in rows.items():
         for name in names:
@@ -383,7 +382,7 @@ def _cost(section: Section, runs: Mapping[str, RunData]) -> None:
 
 
 def _memory(rows: Rows) -> dict[str, float]:
-    """By role, the peak of its largest process: of RAM, and of a GPU where it uses one."""
+    """The peak of each role's largest process: of RAM, and of a GPU where it uses one."""
     peaks: dict[str, float] = {}
     for kind, suffix in (("memory", ""), ("gpu_memory", ", GPU")):
         for row in rows:

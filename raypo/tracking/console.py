@@ -33,21 +33,18 @@ class Console:
     """Tells a run to a terminal, or as plain lines where there is none or in CI."""
 
     def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        live: bool | None = None,
-        config: Mapping[str, Any] | None = None,
+        self, stream: TextIO | None = None, *, config: Mapping[str, Any] | None = None
     ) -> None:
         """Nothing is written before `start`.
 
         Args:
-            stream: Where to write; None: standard output.
-            live: Whether to draw; None: if the stream is a terminal and CI is not set.
+            stream: Where to write; None: standard output. What can be drawn on is drawn on: a
+                terminal, where CI is not set.
             config: The resolved config, which some warnings ask.
         """
         self._stream = stream or sys.stdout
-        self._live = _can_draw(self._stream) if live is None else live
+        is_plain = bool(os.environ.get("CI")) or os.environ.get("TERM") == "dumb"
+        self._live = self._stream.isatty() and not is_plain
         self._view: LiveView | None = None
         self._watch = Watch(config)
         self._num_steps = self._step = 0
@@ -63,7 +60,7 @@ class Console:
         folder: str | Path,
         dashboard_token: str | None = None,
     ) -> None:
-        """Say what runs and where; a token is shown in a terminal alone, for lines are kept."""
+        """Say what runs and where; only a terminal shows the token, for other lines are kept."""
         self._num_steps, self._folder = num_steps, str(folder)
         if self._live:
             self._view = LiveView(self._stream, num_steps)
@@ -132,7 +129,7 @@ class Console:
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """A step in one line; figures that are not there are left out."""
+    """A step in one line; metrics that are not there are left out."""
     width = len(str(num_steps))
     parts = [f"step {step:{width}d}/{num_steps}"]
     for label, names, show in _COLUMNS:
@@ -140,10 +137,6 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
         if value is not None:
             parts.append(f"{label} {show(value)}".strip())
     return "  ".join(parts)
-
-
-def _can_draw(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
 
 
 def _count(number: int, noun: str) -> str:
