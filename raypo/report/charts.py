@@ -42,7 +42,7 @@ def line_chart(
         reference_name: What the dashed line is.
         log_y: Whether the vertical axis is logarithmic.
         note: A sentence under the title.
-        wide: Over the whole page.
+        wide: Whether it takes the whole width of the page.
     """
     names = {metrics: ""} if isinstance(metrics, str) else metrics
     several = len(rows_by_run) > 1
@@ -138,7 +138,7 @@ def bar_chart(
     x_title: str = "",
     wide: bool = False,
 ) -> Chart | None:
-    """Lying bars, one a label and run, the first label on top."""
+    """Horizontal bars, one per label and run, with the first label on top."""
     several = len(values_by_run) > 1
     figure = new_figure(x_title, barmode="group", showlegend=several, yaxis_autorange="reversed")
     for number, (run, values) in enumerate(values_by_run.items()):
@@ -160,11 +160,11 @@ def bar_chart(
 def parallel_chart(
     title: str, rows: Sequence[Row], columns: Mapping[str, str], *, colour: str
 ) -> Chart | None:
-    """Parallel coordinates, a line a row, coloured by one metric; for sweeps.
+    """Parallel coordinates, one line per row, coloured by one metric; for sweeps.
 
     Args:
         title: What is drawn.
-        rows: One a trial; a row without the metric of `colour` is left out.
+        rows: One per trial; a row without the metric of `colour` is left out.
         columns: Keys of the rows with the words over the axes; text columns become ticks.
         colour: The key that colours a line.
     """

@@ -26,7 +26,7 @@ COLOURS = (
     "#ec4899",
     "#6b7280",
 )
-"""By the number of a run, so that it has the same colour in all charts."""
+"""The n-th run has the n-th colour, so that it has the same one in all charts."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Words:
 
 @dataclass
 class Tiles:
-    """Figures to see at a glance: (label, value, what it was before or means)."""
+    """Numbers to see at a glance: (label, value, what it was before or means)."""
 
     tiles: Sequence[tuple[str, str, str]]
 

@@ -19,21 +19,21 @@ Value = TypeVar("Value")
 
 MAX_STEPS = 20
 MAX_SAMPLES = 1200
-"""Of one run in the page."""
+"""The page has at most so many trained samples of one run."""
 MAX_TOKENS = 250_000
-"""Over all samples of one run in the page; about 2 MB of it."""
+"""The trained samples of one run have at most so many tokens together; about 2 MB of the page."""
 MAX_HELD_OUT_STEPS = 8
 MAX_HELD_OUT_PROMPTS = 32
 MAX_HELD_OUT_TOKENS = 50_000
-"""Over all held-out samples of one run in the page."""
+"""The held-out samples of one run have at most so many tokens together."""
 MAX_RESPONSE_TOKENS = 2000
-"""Of one response; the rest is left out and counted."""
+"""Of a longer response the rest is left out and counted."""
 MAX_PROMPTS = 6
-"""In the table of texts before and after."""
+"""The table of texts before and after has at most so many rows."""
 MAX_CHARACTERS = 400
-"""Of a text in that table."""
+"""A longer text is cut in that table."""
 PLACES = {"low": 0.1, "middle": 0.5, "high": 0.9}
-"""Where typical samples stand in the order of the scores."""
+"""Typical samples stand at these shares of the order of the scores."""
 
 
 def before_and_after_texts(section: Section, files: RunFiles) -> None:

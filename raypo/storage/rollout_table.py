@@ -1,4 +1,4 @@
-"""Rollouts as a parquet table, one file a step."""
+"""Rollouts as a parquet table, one file per step."""
 
 from __future__ import annotations
 
