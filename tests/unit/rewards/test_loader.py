@@ -9,6 +9,7 @@ import pytest
 from raypo.config import ConfigError
 from raypo.rewards.loader import check_function, load_function
 from raypo.rewards.scoring import RewardError, function_name, score
+from raypo.rewards.verifiers import exact_match
 from tests.unit.rewards.test_scoring import ROLLOUTS
 
 GOOD = "def score(rollouts):\n    return [1.0 for _ in rollouts]\n"
@@ -34,12 +35,15 @@ def find(request):
 # What both say
 
 
-def test_a_function_of_a_file_is_found(tmp_path, find):
-    find(f"{write(tmp_path / 'rewards.py', GOOD)}:score")
+def test_a_function_of_a_file_is_found(tmp_path):
+    spec = f"{write(tmp_path / 'rewards.py', GOOD)}:score"
+    check_function(spec)
+    assert load_function(spec).__name__ == "score"
 
 
-def test_a_function_of_a_module_is_found(find):
-    find("raypo.rewards.verifiers:exact_match")
+def test_a_function_of_a_module_is_found():
+    check_function("raypo.rewards.verifiers:exact_match")
+    assert load_function("raypo.rewards.verifiers:exact_match") is exact_match
 
 
 @pytest.mark.parametrize(
