@@ -81,8 +81,8 @@ def check_file(source: str, *, key: str) -> str:
         raise ConfigError(f"{key} ({source}): this is a folder. Name the files in it ({known}).")
     if suffix.lower() not in DATA_FILES:
         raise ConfigError(
-            f"{key} ({source}): {suffix or 'no extension'} is no kind of file that raypo "
-            f"reads. Give a file of the kind {known}, or a Hugging Face data set id."
+            f"{key} ({source}): {suffix or 'no extension'} is not a kind of file that "
+            f"raypo reads. Give a file of the kind {known}, or a Hugging Face data set id."
         )
     if not is_file:
         raise ConfigError(f"{key} ({source}): there is no such file in {place}.")

@@ -188,7 +188,7 @@ def change_over_steps(
 
     Args:
         rows: The run's metrics by step.
-        samples_per_prompt: Responses to each prompt; None: unknown, or the metric is no score.
+        samples_per_prompt: Responses to each prompt; None: unknown, or the metric is not a score.
 
     Returns:
         None where fewer than two steps have the metric.

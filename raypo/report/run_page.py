@@ -199,12 +199,12 @@ def _comparison(runs: Mapping[str, RunData]) -> str:
     """Which run ended with the best held-out score, where they answered the same prompts."""
     last = {name: (run.files.rollout_steps(held_out=True) or [0])[-1] for name, run in runs.items()}
     if not all(last.values()):
-        return "Which of them is best is not said: not all have held-out answers from training."
+        return "Which of them is best cannot be told: not all have held-out answers from training."
     if len({str(_judges(run.config)) for run in runs.values()}) > 1:
-        return "Which of them is best is not said: their held-out scores have different judges."
+        return "Which of them is best cannot be told: their held-out scores have different judges."
     scores = {name: held_out_scores(run.files, last[name]) for name, run in runs.items()}
     if len({frozenset(each) for each in scores.values()}) > 1 or not all(scores.values()):
-        return "Which of them is best is not said: their held-out prompts are not the same."
+        return "Which of them is best cannot be told: their held-out prompts are not the same."
     return lead_words(scores, steps=last)
 
 

@@ -120,7 +120,7 @@ def _learning(
 def _held_out_as_measured(rows: Sequence[Row]) -> tuple[list[str], bool]:
     """What was measured on held-out examples, without an interval; whether it got worse there.
 
-    Their loss is no sample: it is of the same examples each time.
+    Their loss is not a sample: it is measured on the same examples each time.
     """
     words, worse = [], set()
     for name, label, sign in HEADLINES:

@@ -27,7 +27,7 @@ def check_function(spec: str, *, key: str = "reward.function") -> None:
         key: The config key that it comes from, for messages.
 
     Raises:
-        ConfigError: it is malformed, the file or module is missing or no Python, the name is not
+        ConfigError: it is malformed, the file or module is missing or not Python, the name is not
             defined in it, or it cannot be called with only the list of rollouts.
     """
     place, name = _parts(spec, key)
@@ -39,7 +39,7 @@ def check_function(spec: str, *, key: str = "reward.function") -> None:
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ConfigError(
-            f"{key} ({spec}): {source}{line} is no Python: {error.args[0]}. Correct the file."
+            f"{key} ({spec}): {source}{line} is not Python: {error.args[0]}. Correct the file."
         ) from None
     defined = dict(_top_level(tree.body))
     if name not in defined:
@@ -53,7 +53,7 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
     """Import a function. A file is imported once per process, and its folder is put on the path.
 
     Raises:
-        ConfigError: what `check_function` finds, the import fails, or the name is no function.
+        ConfigError: what `check_function` finds, the import fails, or the name is not a function.
     """
     place, name = _parts(spec, key)
     try:

@@ -48,7 +48,7 @@ def from_request(body: Any) -> list[Rollout]:
     """The rollouts of a request; fields that are not sent get what is neutral.
 
     Raises:
-        WireError: it is no list of samples with prompt and response.
+        WireError: it is not a list of samples with prompt and response.
     """
     samples = body.get("samples") if isinstance(body, dict) else None
     if not isinstance(samples, list):
@@ -97,12 +97,12 @@ def _rollout(sample: Any, place: int) -> Rollout:
         )
         indices = [int(sample.get(name) or 0) for name in ("prompt_index", "sample_index")]
     except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"sample {place} has ids or indices that are no integers") from error
+        raise WireError(f"sample {place} has ids or indices that are not integers") from error
     messages = sample.get("messages")
     if messages is not None and not (
         isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
     ):
-        raise WireError(f"sample {place} has messages that are no list of objects")
+        raise WireError(f"sample {place} has messages that are not a list of objects")
     return Rollout(
         prompt=sample["prompt"],
         response=sample["response"],

@@ -32,7 +32,7 @@ class RunStatus:
     """Folder or URI, as a command takes it."""
     recipe: str
     status: str
-    """running, finished, failed, interrupted, or dead: it has no end, and nobody writes."""
+    """running, finished, failed, interrupted, or dead: it did not end, and nobody writes."""
     done: int
     """Steps of a run, or trials of a sweep that have ended."""
     total: int | None
@@ -182,9 +182,9 @@ def _command(config: Mapping[str, Any], location: str, status: str) -> str:
 
 def _notes(status: str, done: int, silent_s: float | None) -> tuple[str, ...]:
     if status == "dead":
-        return ("No process writes into it any more and it has no end: it was killed.",)
+        return ("No process writes to it any more, and it did not end by itself: it was killed.",)
     if status == "running" and silent_s is not None:
-        return (f"It lives, and has written nothing for {duration(silent_s)}: see the log.",)
+        return (f"It is alive, but has written nothing for {duration(silent_s)}: see the log.",)
     if status == "running" and not done:
         return ("It is starting: no step has ended yet.",)
     return ()

@@ -47,8 +47,8 @@ def test_a_folder(tmp_path, check):
 def test_an_unknown_kind_of_file(tmp_path, monkeypatch, check, name):
     monkeypatch.chdir(tmp_path)
     assert refused(check, name) == (
-        f"data.prompts ({name}): {name[-4:]} is no kind of file that raypo reads. Give a file of "
-        "the kind jsonl, json, parquet, csv, or a Hugging Face data set id."
+        f"data.prompts ({name}): {name[-4:]} is not a kind of file that raypo reads. Give a file "
+        "of the kind jsonl, json, parquet, csv, or a Hugging Face data set id."
     )
 
 

@@ -111,7 +111,7 @@ def test_a_name_inside_a_function_is_not_at_the_top(tmp_path):
 def test_what_is_no_python_is_named_with_its_line(tmp_path):
     path = write(tmp_path / "broken.py", "x = 1\ndef score(rollouts)\n")
     assert refused(check_function, f"{path}:score") == (
-        f"reward.function ({path}:score): {path}, line 2 is no Python: expected ':'. "
+        f"reward.function ({path}:score): {path}, line 2 is not Python: expected ':'. "
         "Correct the file."
     )
 
