@@ -115,8 +115,8 @@ def _load(
                 num_skipped += 1
     if not items:
         raise ConfigError(
-            f"{key} ({', '.join(section.prompts)}): all {num_skipped} rows have a prompt or a "
-            f"response that is too long. Raise data.max_prompt_tokens "
+            f"{key} ({', '.join(map(str, section.prompts))}): all {num_skipped} rows have a prompt "
+            f"or a response that is too long. Raise data.max_prompt_tokens "
             f"({section.max_prompt_tokens}) or data.max_response_tokens "
             f"({section.max_response_tokens})."
         )
