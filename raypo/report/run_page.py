@@ -342,7 +342,7 @@ def _updates(section: Section, rows: RowsByRun) -> None:
         ),
         line_chart("Gradient norms", rows, norms),
         line_chart("Gradient norm", rows, "train/grad_norm"),
-        line_chart("Learning rate", rows, "train/lr"),
+        line_chart("Learning rate", rows, "train/learning_rate"),
         line_chart("Engine against learner", rows, "mismatch/kl", y_title="nats per token"),
     )
     lags = {"rollout/staleness_mean": "mean", "rollout/staleness_max": "oldest"}
