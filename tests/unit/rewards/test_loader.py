@@ -163,7 +163,7 @@ def test_nothing_of_the_users_is_imported_by_the_check(tmp_path, monkeypatch):
 
 def test_the_check_imports_nothing_heavy():
     code = (
-        "import sys\nfrom raypo.rewards import check_function\n"
+        "import sys\nfrom raypo.rewards.loader import check_function\n"
         "check_function('raypo.rewards.verifiers:exact_match')\n"
         "print([m for m in ('torch', 'transformers', 'ray', 'vllm') if m in sys.modules])"
     )
