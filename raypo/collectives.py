@@ -46,7 +46,7 @@ class Workers:
         """What every worker has for this one, in the order of ranks.
 
         Args:
-            parcels: One for each worker, which alone receives it; anything that can be pickled.
+            parcels: One for each worker, and only for that one; anything that can be pickled.
         """
         if self.count == 1:
             return list(parcels)

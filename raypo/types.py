@@ -5,7 +5,7 @@ B responses, P prompt tokens, T response tokens. Every mask: True = keep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -159,35 +159,33 @@ class Experience:
 
     def to(self, device: Any) -> Experience:
         """The same batch on a device."""
-        held = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in held}
-        return Experience(**moved)
+        return self._changed(lambda _, value: value.to(device))
 
     def blank(self) -> Experience:
         """One row of one prompt and one response token that no loss counts, fields as here."""
-        row: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None:
-                row[field.name] = None
-            else:
-                row[field.name] = value.new_zeros((1, 1) if value.dim() == 2 else (1,))
-        for name in ("prompt_mask", "attention_mask"):
-            row[name] = getattr(self, name).new_ones((1, 1))
-        return Experience(**row)
+
+        def row(name: str, value: Tensor) -> Tensor:
+            if name in ("prompt_mask", "attention_mask"):
+                return value.new_ones((1, 1))
+            return value.new_zeros((1,) * value.dim())
+
+        return self._changed(row)
 
     def select(self, rows: Tensor) -> Experience:
         """Some rows, trimmed to the longest prompt and response among them; rows [b] int64."""
         prompts = int(self.prompt_mask[rows].sum(1).max()) if len(rows) else 0
         responses = int(self.attention_mask[rows].sum(1).max()) if len(rows) else 0
         first = self.prompt_ids.shape[1] - prompts
-        picked: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None:
-                picked[field.name] = None
-            elif field.name in _BY_PROMPT_TOKEN:
-                picked[field.name] = value[rows, first:]
-            else:
-                picked[field.name] = value[rows, :responses] if value.dim() == 2 else value[rows]
-        return Experience(**picked)
+
+        def picked(name: str, value: Tensor) -> Tensor:
+            if name in _BY_PROMPT_TOKEN:
+                return value[rows, first:]
+            return value[rows, :responses] if value.dim() == 2 else value[rows]
+
+        return self._changed(picked)
+
+    def _changed(self, change: Callable[[str, Tensor], Tensor]) -> Experience:
+        """The batch with each field that it has changed, by the field's name and value."""
+        held = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        changed: dict[str, Any] = {k: v if v is None else change(k, v) for k, v in held}
+        return Experience(**changed)

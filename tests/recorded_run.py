@@ -8,6 +8,8 @@ Some are made up (`write_run`), others are what real runs of the quickstart meas
         runs/kl_coef/trials/kl_coef-00005 runs/kl_coef/trials/kl_coef-00007
 """
 
+import base64
+import gzip
 import json
 import math
 import sys
@@ -148,10 +150,8 @@ def write_tokenizer(folder: Path) -> None:
 
 def page_data(html: str) -> dict[str, Any]:
     """What the page's script draws: data by block."""
-    from raypo.report.page import unpack
-
     packed = html.partition('id="packed-data">')[2].partition("</script>")[0]
-    return json.loads(unpack(packed))
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
 def write_recorded(

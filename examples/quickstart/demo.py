@@ -41,7 +41,7 @@ MAX_SFT_CHANGE = 0.05
 MIN_PAIR_ACCURACY = 0.97
 MIN_GAIN = 0.20
 MAX_KL = 2.5
-"""Nats a response between the aligned policy and the SFT policy."""
+"""Nats per response between the aligned policy and the SFT policy."""
 INTERRUPTED = 130
 
 
@@ -125,7 +125,7 @@ class Pipeline:
         fit(PPOTrainer(self.ppo_config()))
 
     def conditions(self) -> "list[Condition]":
-        """What must hold, from the figures of the three runs."""
+        """What must hold, from the metrics of the three runs."""
         return conditions(*map(read_metrics, (self.sft, self.reward_model, self.ppo)))
 
 
@@ -146,12 +146,12 @@ class Condition:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """A run's figures by step."""
+    """A run's metrics by step."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def values_of(rows: Iterable[dict[str, Any]], name: str) -> list[float]:
-    """A figure over the steps that have it; before the first update where that was measured."""
+    """A metric over the steps that have it; first the value before the first update, if any."""
     initial = name.replace("eval/", "eval/initial_")
     first = [row[initial] for row in rows if initial != name and initial in row]
     return first + [row[name] for row in rows if name in row]
@@ -162,7 +162,7 @@ def conditions(
     reward_model: Sequence[dict[str, Any]],
     ppo: Sequence[dict[str, Any]],
 ) -> list[Condition]:
-    """What must hold, from the figures of the three runs."""
+    """What must hold, from the metrics of the three runs."""
     sft_scores = values_of(sft, "eval/score_mean")
     change = max(sft_scores[-3:]) - min(sft_scores[-3:])
     accuracy = values_of(reward_model, "eval/accuracy")[-1]
@@ -197,7 +197,7 @@ def conditions(
             gain >= MIN_GAIN,
         ),
         Condition(
-            f"KL to the SFT policy is at most {MAX_KL:g} nats a response",
+            f"KL to the SFT policy is at most {MAX_KL:g} nats per response",
             f"{kl:.2f}",
             kl <= MAX_KL,
         ),

@@ -40,7 +40,7 @@ def draw(runs: list[Path]) -> None:
     middle.set(xlabel="step", ylabel="answers right, %", ylim=(0, 100))
     middle.set_title("verifier, held-out prompts", fontsize=10)
     middle.legend(frameon=False, loc="lower right")
-    right.set(xlabel="step", ylabel="nats a response", ylim=(0, None))
+    right.set(xlabel="step", ylabel="nats per response", ylim=(0, None))
     right.set_title("KL to the SFT policy", fontsize=10)
     figure.savefig(FIGURE, dpi=150)
     print(FIGURE)

@@ -23,7 +23,7 @@ def main(run: str) -> None:
     score.set(xlabel="step", ylabel="VADER compound score")
     score.legend()
     kl.plot(steps, [row["kl/ref_response_mean"] for row in rows])
-    kl.set(xlabel="step", ylabel="KL to the start, nats a response")
+    kl.set(xlabel="step", ylabel="KL to the start, nats per response")
     figure.savefig(OUT, dpi=90)
     print(OUT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ def timeline(
     """Write a trace of phases and calls by worker and replica, for ui.perfetto.dev."""
     from raypo.config import ConfigError
     from raypo.storage.run_files import RunFiles
-    from raypo.tracking.trace import trace_json
+    from raypo.tracking.trace import trace
 
     files = RunFiles.at(run)
     if not files.timeline():
@@ -29,5 +30,5 @@ def timeline(
             "<storage_path>/<name>, after its first step."
         )
     path = out or (Path() if "://" in run else files.folder) / "timeline.json"
-    path.write_text(trace_json(files))
+    path.write_text(json.dumps(trace(files)))
     typer.echo(f"raypo: {path}; open it at https://ui.perfetto.dev or in chrome://tracing.")

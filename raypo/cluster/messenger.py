@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ class Monitor:
     """Events on their way to the driver, and the driver's wish to stop. A zero-CPU actor."""
 
     def __init__(self) -> None:
+        self._made = time.monotonic()
         self._events: list[tuple[str, Any]] = []
         self._stop = False
         self._attempts = 0
@@ -47,9 +49,16 @@ class Monitor:
         """Whether the driver wants the run to stop."""
         return self._stop
 
-    def begin_attempt(self, group: PlacementGroup | None) -> None:
-        """Learner workers have begun, in this placement group."""
+    def begin_attempt(self, group: PlacementGroup | None) -> float:
+        """Note that learner workers have begun, in this placement group.
+
+        Returns:
+            Seconds since the run began that no worker has counted: of a later attempt none, for
+            the checkpoint that it resumes from holds what the first one has counted.
+        """
+        waited_s = 0.0 if self._attempts else time.monotonic() - self._made
         self._attempts, self._group = self._attempts + 1, group
+        return waited_s
 
     def end_attempt(self) -> tuple[int, PlacementGroup | None]:
         """How many attempts there were, and the group of the last; None: it was not begun."""
@@ -71,10 +80,12 @@ class MonitorClient:
     def __init__(self, monitor: ActorHandle | None) -> None:
         self._monitor = monitor
 
-    def begin_attempt(self, group: PlacementGroup | None) -> None:
-        """The learner workers are there, in this placement group."""
-        if self._monitor is not None:
-            self._monitor.begin_attempt.remote(group)
+    def begin_attempt(self, group: PlacementGroup | None) -> float:
+        """Tell that the learner workers have begun; seconds that the run took before that."""
+        if self._monitor is None:
+            return 0.0
+        (waited_s,) = ray.get([self._monitor.begin_attempt.remote(group)])
+        return waited_s
 
     def phase(self, text: str) -> None:
         """What is going on now."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from raypo.config import ConfigError, DataSection, PairsSection, ResponsesSection
+from raypo.config import ConfigError, PairsSection, ResponsesSection
 from raypo.data.prompts import (
     CHUNK,
     check_response,
@@ -85,7 +85,7 @@ def load_pairs(
 
 
 def _load(
-    section: Any,  # ResponsesSection or PairsSection
+    section: ResponsesSection | PairsSection,
     tokenizer: PreTrainedTokenizerBase,
     end_token_id: int,
     response_columns: dict[str, str],
@@ -94,8 +94,13 @@ def _load(
 ) -> LoadedExamples[Item]:
     items: list[Item] = []
     num_skipped = 0
-    rows = _rows(section, key, response_columns)
+    columns = key_columns(section.prompt_key, section.label_key) | response_columns
+    if isinstance(section, PairsSection) and section.margin_key:
+        columns["data.margin_key"] = section.margin_key
+    rows = checked_rows(section, key, columns)
     while chunk := list(islice(rows, CHUNK)):
+        for row, (config_key, column) in product(chunk, response_columns.items()):
+            check_response(row, config_key, column)
         texts = [prompt_text(row, section.prompt_key, tokenizer) for row in chunk]
         prompts = tokenised_prompts(chunk, texts, section, tokenizer)
         by_column = [
@@ -110,22 +115,12 @@ def _load(
                 num_skipped += 1
     if not items:
         raise ConfigError(
-            f"{key} ({', '.join(section.prompts)}): all {num_skipped} rows have a prompt or a "
-            f"response that is too long. Raise data.max_prompt_tokens "
+            f"{key} ({', '.join(map(str, section.prompts))}): all {num_skipped} rows have a prompt "
+            f"or a response that is too long. Raise data.max_prompt_tokens "
             f"({section.max_prompt_tokens}) or data.max_response_tokens "
             f"({section.max_response_tokens})."
         )
     return LoadedExamples(items, num_skipped)
-
-
-def _rows(section: DataSection, key: str, response_columns: dict[str, str]) -> Iterator[Row]:
-    columns = key_columns(section.prompt_key, section.label_key) | response_columns
-    if getattr(section, "margin_key", None):
-        columns["data.margin_key"] = section.margin_key  # pyright: ignore[reportAttributeAccessIssue]
-    for row in checked_rows(section, key, columns):
-        for config_key, column in response_columns.items():
-            check_response(row, config_key, column)
-        yield row
 
 
 def _responses(
@@ -171,7 +166,7 @@ def _ended(ids: list[int], end_token_id: int) -> np.ndarray:
     return np.asarray([*kept, end_token_id], np.int32)
 
 
-def _is_short(row: Row, ids: np.ndarray, section: Any) -> bool:
+def _is_short(row: Row, ids: np.ndarray, section: ResponsesSection | PairsSection) -> bool:
     if len(ids) <= section.max_response_tokens:
         return True
     if section.too_long == "error":

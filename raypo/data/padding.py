@@ -5,20 +5,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 def pad_right(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:
     """[B, longest], zeros behind the shorter rows."""
-    padded = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=dtype)
-    for row, values in enumerate(rows):
-        padded[row, : len(values)] = torch.as_tensor(np.array(values))
-    return padded
+    return _padded(rows, dtype, "right")
 
 
 def pad_left(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:
     """[B, longest], zeros before the shorter rows."""
-    width = max(map(len, rows), default=0)
-    padded = torch.zeros(len(rows), width, dtype=dtype)
-    for row, values in enumerate(rows):
-        padded[row, width - len(values) :] = torch.as_tensor(np.array(values))
-    return padded
+    return _padded(rows, dtype, "left")
+
+
+def _padded(rows: list[np.ndarray], dtype: torch.dtype, side: str) -> Tensor:
+    if not rows:
+        return torch.zeros(0, 0, dtype=dtype)
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_side=side)

@@ -20,7 +20,7 @@ from raypo.storage.folder import open_storage
 _DATA_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _LOOKS_LIKE_A_FILE = re.compile(r".*\.[A-Za-z]{1,5}")
 _BUFFER_BYTES = 1 << 20
-"""Of one request to a remote storage."""
+"""One request to a remote storage asks for so many."""
 
 
 class Row(NamedTuple):
@@ -81,8 +81,8 @@ def check_file(source: str, *, key: str) -> str:
         raise ConfigError(f"{key} ({source}): this is a folder. Name the files in it ({known}).")
     if suffix.lower() not in DATA_FILES:
         raise ConfigError(
-            f"{key} ({source}): {suffix or 'no extension'} is no kind of file that raypo "
-            f"reads. Give a file of the kind {known}, or a Hugging Face data set id."
+            f"{key} ({source}): {suffix or 'no extension'} is not a kind of file that "
+            f"raypo reads. Give a file of the kind {known}, or a Hugging Face data set id."
         )
     if not is_file:
         raise ConfigError(f"{key} ({source}): there is no such file in {place}.")

@@ -36,7 +36,7 @@ class Clock:
 
 
 def duration(seconds: float) -> str:
-    """Like `2 min 47 s`."""
+    """A time in words, like `2 min 47 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -4,7 +4,7 @@ A forward pass of a sequence of n tokens, r of whose logits are needed, takes
 
     2 (layers * W * n + hidden * vocabulary * r) + 4 * layers * attention * n^2    FLOPs
 
-with W matrix weights of a layer that one token passes (of its own experts alone): two FLOPs a
+with W matrix weights of a layer that one token passes (of its own experts only): two FLOPs per
 weight and token, and two products of attention over all pairs of tokens. A backward pass takes
 twice as many. Embeddings, norms and what is computed twice to save memory do not count.
 
@@ -33,7 +33,7 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[int, int]]) -> Lengths:
-        """Of sequences, each given by its prompt and its response tokens."""
+        """The sums over sequences, each given by its number of prompt and response tokens."""
         seen = [(prompt + response, response) for prompt, response in lengths]
         return cls(
             float(len(seen)),

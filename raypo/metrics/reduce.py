@@ -1,16 +1,15 @@
-"""Figures of a step that depend on neither the number of workers nor the cut into microbatches."""
+"""Metrics of a step that depend on neither the number of workers nor the cut into microbatches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
 
 if TYPE_CHECKING:
     from raypo.collectives import Workers
 
 
-class _Figure(NamedTuple):
+class _Share(NamedTuple):
     kind: str  # mean | max | sum
     value: float
     weight: float = 0.0
@@ -24,53 +23,49 @@ class WeightedMeans:
     """
 
     def __init__(self) -> None:
-        self._figures: dict[str, _Figure] = {}
+        self._shares: dict[str, _Share] = {}
 
     def add(self, name: str, total: SupportsFloat, weight: SupportsFloat) -> None:
         """A share of a mean: the sum of the values and how much they count for."""
-        self._join(name, _Figure("mean", float(total), float(weight)))
+        self._join(name, _Share("mean", float(total), float(weight)))
 
     def total(self, name: str, value: SupportsFloat) -> None:
         """A share of a count; shares are summed."""
-        self._join(name, _Figure("sum", float(value)))
+        self._join(name, _Share("sum", float(value)))
 
     def maximum(self, name: str, value: SupportsFloat) -> None:
         """A candidate for the largest value; one NaN makes it NaN."""
-        self._join(name, _Figure("max", float(value)))
+        self._join(name, _Share("max", float(value)))
 
     def reduce(self, workers: Workers) -> dict[str, float]:
-        """The figures over all workers, on every worker, sorted by name; one collective.
+        """The metrics over all workers, on every worker, sorted by name; one collective.
 
         A name need not be known to every worker. A mean of no weight at all is NaN.
         """
-        parts = workers.gather(self._figures)
-        names = sorted(set().union(*parts))
-        return {name: _value(_over_workers(name, parts)) for name in names}
+        parts = workers.gather(self._shares)
+        reduced: dict[str, float] = {}
+        for name in sorted(set().union(*parts)):
+            whole = _joined(name, [part[name] for part in parts if name in part])
+            if whole.kind == "mean":
+                reduced[name] = whole.value / whole.weight if whole.weight else math.nan
+            else:
+                reduced[name] = whole.value
+        return reduced
 
-    def _join(self, name: str, figure: _Figure) -> None:
-        mine = self._figures.get(name)
-        self._figures[name] = figure if mine is None else _joined(name, [mine, figure])
+    def _join(self, name: str, share: _Share) -> None:
+        mine = self._shares.get(name)
+        self._shares[name] = share if mine is None else _joined(name, [mine, share])
 
 
-def _over_workers(name: str, parts: list[Mapping[str, _Figure]]) -> _Figure:
-    return _joined(name, [part[name] for part in parts if name in part])
-
-
-def _joined(name: str, figures: list[_Figure]) -> _Figure:
-    kinds = {figure.kind for figure in figures}
+def _joined(name: str, shares: list[_Share]) -> _Share:
+    kinds = {share.kind for share in shares}
     assert len(kinds) == 1, f"{name} is booked as {' and as '.join(sorted(kinds))}"
-    values = [figure.value for figure in figures]
-    if figures[0].kind == "max":
-        return _Figure("max", math.nan if any(map(math.isnan, values)) else max(values))
-    return _Figure(figures[0].kind, _sum(values), _sum([figure.weight for figure in figures]))
+    values = [share.value for share in shares]
+    if shares[0].kind == "max":
+        return _Share("max", math.nan if any(map(math.isnan, values)) else max(values))
+    return _Share(shares[0].kind, _sum(values), _sum([share.weight for share in shares]))
 
 
 def _sum(values: list[float]) -> float:
     """The exactly rounded sum, so that the order of workers cannot matter; inf and NaN pass."""
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
-
-
-def _value(figure: _Figure) -> float:
-    if figure.kind != "mean":
-        return figure.value
-    return figure.value / figure.weight if figure.weight else math.nan

@@ -29,7 +29,7 @@ class Change:
     basis: str
     """What was compared, in words."""
     num_changed: int | None = None
-    """Of paired values, how many differ; None where nothing is paired."""
+    """How many of the paired values differ; None where nothing is paired."""
 
     @property
     def direction(self) -> int | None:
@@ -59,7 +59,7 @@ def paired_change(before: Mapping[Any, float], after: Mapping[Any, float]) -> Ch
     Paper: Student 1908.
 
     Args:
-        before: By prompt, the mean score of its samples.
+        before: The mean score of each prompt's samples.
 
     Returns:
         None where they share no prompt.
@@ -128,7 +128,7 @@ def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int,
     """The held-out score of a run's first evaluation and of a later one, prompt by prompt.
 
     Args:
-        step: Of the later evaluation, or of the last one before it; None: the last of all.
+        step: The later evaluation is the last one up to this step; None: the last of all.
 
     Returns:
         The steps of both evaluations, 0 before the first update, and the change; None where the
@@ -157,9 +157,9 @@ def lead_words(
     """Whether the best of several is better than the second, by the prompts that both answered.
 
     Args:
-        scores: Of two or more, by name, the scores of the same prompts.
+        scores: The scores of the same prompts by two or more, by their names.
         label: What the scores are called.
-        steps: By name, when they were measured; None: it is told elsewhere.
+        steps: When each was measured, by name; None: it is told elsewhere.
     """
     means = {name: statistics.fmean(each.values()) for name, each in scores.items()}
     best, second = sorted(means, key=lambda name: -means[name])[:2]
@@ -188,7 +188,7 @@ def change_over_steps(
 
     Args:
         rows: The run's metrics by step.
-        samples_per_prompt: Responses to each prompt; None: unknown, or the metric is no score.
+        samples_per_prompt: Responses to each prompt; None: unknown, or the metric is not a score.
 
     Returns:
         None where fewer than two steps have the metric.

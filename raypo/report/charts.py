@@ -42,7 +42,7 @@ def line_chart(
         reference_name: What the dashed line is.
         log_y: Whether the vertical axis is logarithmic.
         note: A sentence under the title.
-        wide: Over the whole page.
+        wide: Whether it takes the whole width of the page.
     """
     names = {metrics: ""} if isinstance(metrics, str) else metrics
     several = len(rows_by_run) > 1
@@ -82,41 +82,31 @@ def line_chart(
 
 
 def scatter_chart(
-    title: str,
-    rows_by_run: RowsByRun,
-    x: str,
-    y: str,
-    *,
-    x_title: str = "",
-    y_title: str = "",
-    label: str = "step",
-    joined: bool = True,
-    note: str = "",
-    wide: bool = False,
+    title: str, rows_by_run: RowsByRun, x: str, y: str, *, x_title: str = "", y_title: str = ""
 ) -> Chart | None:
-    """One metric against another, a point a row; `joined` draws the path from row to row."""
+    """One metric against another, a point a step, with the path from step to step."""
     figure = new_figure(x_title or x, y_title or y)
     for number, (run, rows) in enumerate(rows_by_run.items()):
         seen = _rows_with(rows, x, y)
         if not seen:
             continue
-        labels = [row.get(label) for row in seen]
+        steps = [row.get("step") for row in seen]
         figure.add_scatter(
             x=[row[x] for row in seen],
             y=[row[y] for row in seen],
-            text=[f"{label} {value}" for value in labels],
+            text=[f"step {step}" for step in steps],
             name=run,
-            mode="lines+markers" if joined else "markers",
+            mode="lines+markers",
             line_color=_colour(number),
             line_width=1,
             marker_size=8,
             hovertemplate="%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
         )
-        if len(rows_by_run) == 1 and all(map(_is_number, labels)) and len(seen) > 1:
+        if len(rows_by_run) == 1 and all(map(_is_number, steps)) and len(seen) > 1:
             figure.update_traces(
-                marker_color=labels, marker_colorscale="Viridis", marker_colorbar=_bar(label)
+                marker_color=steps, marker_colorscale="Viridis", marker_colorbar=_bar("step")
             )
-    return chart_of(title, figure, note, wide)
+    return chart_of(title, figure)
 
 
 def stacked_chart(
@@ -124,23 +114,21 @@ def stacked_chart(
     rows: Sequence[Row],
     metrics: Mapping[str, str],
     *,
-    x: str = "step",
     y_title: str = "",
-    note: str = "",
     wide: bool = False,
 ) -> Chart | None:
-    """Parts that add up, one bar a row; `metrics` are names with the words for the legend."""
+    """Parts that add up, one bar a step; `metrics` are names with the words for the legend."""
     look = {"barmode": "stack", "bargap": 0.1, "showlegend": True, "legend_traceorder": "normal"}
-    figure = new_figure(x, y_title, **look)
+    figure = new_figure("step", y_title, **look)
     for number, (name, label) in enumerate(metrics.items()):
         if any(_is_number(row.get(name)) for row in rows):
             figure.add_bar(
-                x=[row[x] for row in rows],
+                x=[row["step"] for row in rows],
                 y=[row.get(name) for row in rows],
                 name=label,
                 marker_color=_colour(number),
             )
-    return chart_of(title, figure, note, wide)
+    return chart_of(title, figure, wide=wide)
 
 
 def bar_chart(
@@ -148,10 +136,9 @@ def bar_chart(
     values_by_run: Mapping[str, Mapping[str, float]],
     *,
     x_title: str = "",
-    note: str = "",
     wide: bool = False,
 ) -> Chart | None:
-    """Lying bars, one a label and run, the first label on top."""
+    """Horizontal bars, one per label and run, with the first label on top."""
     several = len(values_by_run) > 1
     figure = new_figure(x_title, barmode="group", showlegend=several, yaxis_autorange="reversed")
     for number, (run, values) in enumerate(values_by_run.items()):
@@ -167,20 +154,19 @@ def bar_chart(
                 textangle=0,
                 hovertemplate="%{y}: %{x:.4g}<extra></extra>",
             )
-    return chart_of(title, figure, note, wide)
+    return chart_of(title, figure, wide=wide)
 
 
 def parallel_chart(
-    title: str, rows: Sequence[Row], columns: Mapping[str, str], *, colour: str, note: str = ""
+    title: str, rows: Sequence[Row], columns: Mapping[str, str], *, colour: str
 ) -> Chart | None:
-    """Parallel coordinates, a line a row, coloured by one metric; for sweeps.
+    """Parallel coordinates, one line per row, coloured by one metric; for sweeps.
 
     Args:
         title: What is drawn.
-        rows: One a trial; a row without the metric of `colour` is left out.
+        rows: One per trial; a row without the metric of `colour` is left out.
         columns: Keys of the rows with the words over the axes; text columns become ticks.
         colour: The key that colours a line.
-        note: A sentence under the title.
     """
     seen = _rows_with(rows, colour)
     if not seen:
@@ -194,7 +180,7 @@ def parallel_chart(
         line_showscale=True,
         line_colorbar=_bar(columns.get(colour, colour)),
     )
-    return chart_of(title, figure, note, wide=True)
+    return chart_of(title, figure, wide=True)
 
 
 def _dimension(rows: Sequence[Row], key: str, label: str) -> dict[str, Any] | None:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from raypo.storage.folder import replace_file
+from raypo.storage.folder import finite, replace_file
 
 COLOURS = (
     "#3b82f6",
@@ -26,23 +26,21 @@ COLOURS = (
     "#ec4899",
     "#6b7280",
 )
-"""By the number of a run, so that it has the same colour in all charts."""
+"""The n-th run has the n-th colour, so that it has the same one in all charts."""
 
 
 @dataclass
 class Words:
     """A paragraph; `strong` makes it the first thing that is read."""
 
-    kind: ClassVar[str] = "words"
     text: str
     strong: bool = False
 
 
 @dataclass
 class Tiles:
-    """Figures to see at a glance: (label, value, what it was before or means)."""
+    """Numbers to see at a glance: (label, value, what it was before or means)."""
 
-    kind: ClassVar[str] = "tiles"
     tiles: Sequence[tuple[str, str, str]]
 
 
@@ -50,7 +48,6 @@ class Tiles:
 class Notices:
     """Things to look at: (when, what, remedy); `none` is said where there are none."""
 
-    kind: ClassVar[str] = "notices"
     notices: Sequence[tuple[str, str, str]]
     none: str = ""
 
@@ -59,7 +56,6 @@ class Notices:
 class Table:
     """Rows under headings; numbers are shown with four significant digits."""
 
-    kind: ClassVar[str] = "table"
     headings: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
@@ -72,7 +68,6 @@ class Table:
 class Details:
     """A long text behind a heading that opens."""
 
-    kind: ClassVar[str] = "details"
     title: str
     text: str
 
@@ -81,7 +76,6 @@ class Details:
 class Chart:
     """A plotly figure as `Figure.to_plotly_json` gives it; text takes the page's colours."""
 
-    kind: ClassVar[str] = "chart"
     title: str
     figure: dict[str, Any]
     note: str = ""
@@ -92,14 +86,13 @@ class Chart:
 class Explorer:
     """Any metric of any run, chosen by its name."""
 
-    kind: ClassVar[str] = "explorer"
     rows_by_run: Mapping[str, Sequence[Mapping[str, Any]]]
 
     def data(self) -> dict[str, Any]:
         """Columns by run: what the page's script draws from."""
         return {
             run: {
-                name: [_finite(row.get(name)) for row in rows]
+                name: [row.get(name) for row in rows]
                 for name in dict.fromkeys(name for row in rows for name in row)
             }
             for run, rows in self.rows_by_run.items()
@@ -115,7 +108,6 @@ class Samples:
     token `tokens` (texts), `advantages`, `changes` (log-prob against the reference).
     """
 
-    kind: ClassVar[str] = "samples"
     samples: Sequence[Mapping[str, Any]]
 
 
@@ -182,7 +174,7 @@ class Page:
             sections=sections,
             names={id(block): f"block-{position}" for position, block in enumerate(blocks)},
             id=id,
-            data=pack(json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"))),
+            data=pack(json.dumps(finite(data), ensure_ascii=False, separators=(",", ":"))),
             plotly=_packed_plotly() if data else "",
             colours=" ".join(COLOURS),
             style=_template("page.css"),
@@ -200,11 +192,6 @@ def pack(text: str) -> str:
     """Compressed and in ASCII: a third of the size, and no character can end a script."""
     packed = gzip.compress(text.encode("utf-8", "replace"), compresslevel=9, mtime=0)
     return base64.b64encode(packed).decode()
-
-
-def unpack(packed: str) -> str:
-    """The text that `pack` packed."""
-    return gzip.decompress(base64.b64decode(packed)).decode()
 
 
 def number(value: float) -> str:
@@ -226,17 +213,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float | int) and not isinstance(value, bool):
         return number(float(value))
     return str(value)
-
-
-def _finite(value: Any) -> Any:
-    """As JSON knows it: what is not finite becomes null, numpy becomes lists."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return _finite(value.tolist()) if hasattr(value, "tolist") else value
 
 
 @cache

@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from raypo.config import ConfigError
+from raypo.config.base import flatten
 from raypo.metrics.clock import duration
 from raypo.metrics.headlines import HEADLINES, before_and_after, reference
 from raypo.report.change import held_out_change, held_out_scores, lead_words
-from raypo.report.charts import line_chart, scatter_chart
-from raypo.report.cost import cost
+from raypo.report.charts import bar_chart, line_chart, scatter_chart, stacked_chart
 from raypo.report.page import (
     Details,
     Explorer,
@@ -27,11 +27,16 @@ from raypo.report.page import (
     Words,
     number,
 )
-from raypo.report.samples import run_samples
-from raypo.report.texts import before_and_after_texts
-from raypo.report.verdict import headline, judge_of_held_out, short
+from raypo.report.samples import before_and_after_texts, run_samples
+from raypo.report.verdict import (
+    headline,
+    judge_of_held_out,
+    outside_steps,
+    phase_words,
+    short,
+)
 from raypo.storage.run_files import RunFiles
-from raypo.tracking.warnings import findings
+from raypo.tracking.warnings import findings, seconds_by_phase
 
 _TILES = (
     ("eval/score_mean", "held-out score"),
@@ -46,6 +51,22 @@ _TILES = (
     ("perf/response_tokens_per_s", "response tokens per second"),
     ("time/step_s", "seconds per step"),
 )
+
+
+_PHASE_RATES = {
+    "perf/generate_tokens_per_s": "generate (responses)",
+    "perf/evaluate_tokens_per_s": "old log-probs and values",
+    "perf/update_tokens_per_s": "update",
+}
+_UTILISATION = {
+    "perf/mfu": "whole step",
+    "perf/generate_mfu": "generate",
+    "perf/update_mfu": "update",
+}
+_MFU_NOTE = "FLOPs that the models need, over seconds and the devices' peak FLOP/s"
+
+Rows = Sequence[Mapping[str, Any]]
+RowsByRun = Mapping[str, Rows]
 
 
 @dataclass(frozen=True)
@@ -80,7 +101,11 @@ def load_run(location: str) -> RunData:
 
 def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
     """The page: headline, warnings, curves, time, samples, config, versions."""
-    rows = {name: run.rows for name, run in _by_name(runs).items()}
+    names = [run.name for run in runs]
+    named = {  # a name that comes twice gets its folder
+        run.name if names.count(run.name) == 1 else run.files.location: run for run in runs
+    }
+    rows = {name: run.rows for name, run in named.items()}
     curves = {name: _with_the_start(each) for name, each in rows.items()}
     written = time.strftime("%Y-%m-%d %H:%M")
     page = Page(
@@ -88,26 +113,22 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
         subtitle=f"raypo report, written {written}",
         badge=runs[0].status if len(runs) == 1 else "",
     )
-    _headline(page.section("Result"), runs)
-    _warnings(page.section("Warnings"), runs)
+    _headline(page.section("Result"), named)
+    _warnings(page.section("Warnings"), named)
     if len(runs) == 1 and with_samples:
         before_and_after_texts(page.section("What it did to the texts"), runs[0].files)
     _learning(page.section("Learning"), curves, runs)
     _distance(page.section("Distance from the reference", _KL_NOTE), rows)
     _texts(page.section("Length and entropy"), rows)
     _updates(page.section("Updates"), rows)
-    cost(
-        page.section("Time and memory"),
-        rows,
-        {name: run.summary.get("wall_s") for name, run in _by_name(runs).items()},
-    )
+    _cost(page.section("Time and memory"), named)
     if with_samples:
         samples = [s for run in runs for s in run_samples(run.files, run.config)]
         if samples:
             page.section("Samples", _SAMPLES_NOTE).add(Samples(samples))
     if any(rows.values()):
         page.section("Any metric").add(Explorer(rows))
-    _config(page.section("Config and versions"), runs)
+    _config(page.section("Config and versions"), named)
     return page
 
 
@@ -133,8 +154,8 @@ def _with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"step": 0, **start}, *rows] if start else rows
 
 
-def _start(rows: Mapping[str, Sequence[Mapping[str, Any]]], *names: str) -> dict[str, float]:
-    """By run, the first of the metrics that was measured before the first update."""
+def _start(rows: RowsByRun, *names: str) -> dict[str, float]:
+    """The first of the metrics that each run measured before its first update."""
     found: dict[str, float] = {}
     for run, each in rows.items():
         for name in names:
@@ -147,32 +168,28 @@ def _start(rows: Mapping[str, Sequence[Mapping[str, Any]]], *names: str) -> dict
     return found
 
 
-def _by_name(runs: Sequence[RunData]) -> dict[str, RunData]:
-    """Runs by their names; a name that comes twice gets its folder."""
-    names = [run.name for run in runs]
-    return {run.name if names.count(run.name) == 1 else run.files.location: run for run in runs}
-
-
-def _headline(section: Section, runs: Sequence[RunData]) -> None:
-    for name, run in _by_name(runs).items():
+def _headline(section: Section, runs: Mapping[str, RunData]) -> None:
+    for name, run in runs.items():
         wall_s, held_out = run.summary.get("wall_s"), held_out_change(run.files)
         sentences = headline(run.rows, run.status, wall_s, run.config, held_out)
         prefix = f"{name}: " if len(runs) > 1 else ""
         section.add(Words(prefix + " ".join(sentences[:2]), strong=True))
         if sentences[2:]:
             section.add(Words(" ".join(sentences[2:])))
-    if len(runs) > 1:
-        section.add(Words(_comparison(_by_name(runs)), strong=True))
     if len(runs) == 1:
-        section.add(Tiles(_tiles(runs[0].rows)))
+        (only,) = runs.values()
+        section.add(Tiles(_tiles(only.rows)))
         return
-    shown = [each for each in _TILES if any(before_and_after(r.rows, each[0]) for r in runs)]
+    section.add(Words(_comparison(runs), strong=True))
+    shown = [
+        each for each in _TILES if any(before_and_after(r.rows, each[0]) for r in runs.values())
+    ]
     section.add(
         Table(
             ["run", "status", "steps", *(label for _, label in shown)],
             [
                 [name, run.status, len(run.rows), *(_change(run.rows, m) for m, _ in shown)]
-                for name, run in _by_name(runs).items()
+                for name, run in runs.items()
             ],
         )
     )
@@ -182,12 +199,12 @@ def _comparison(runs: Mapping[str, RunData]) -> str:
     """Which run ended with the best held-out score, where they answered the same prompts."""
     last = {name: (run.files.rollout_steps(held_out=True) or [0])[-1] for name, run in runs.items()}
     if not all(last.values()):
-        return "Which of them is best is not said: not all have held-out answers from training."
+        return "Which of them is best cannot be told: not all have held-out answers from training."
     if len({str(_judges(run.config)) for run in runs.values()}) > 1:
-        return "Which of them is best is not said: their held-out scores have different judges."
+        return "Which of them is best cannot be told: their held-out scores have different judges."
     scores = {name: held_out_scores(run.files, last[name]) for name, run in runs.items()}
     if len({frozenset(each) for each in scores.values()}) > 1 or not all(scores.values()):
-        return "Which of them is best is not said: their held-out prompts are not the same."
+        return "Which of them is best cannot be told: their held-out prompts are not the same."
     return lead_words(scores, steps=last)
 
 
@@ -198,46 +215,37 @@ def _judges(config: Mapping[str, Any]) -> tuple[Any, ...]:
     return (function,) if function else (reward, models)
 
 
-def _tiles(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+def _tiles(rows: Rows) -> list[tuple[str, str, str]]:
     tiles = []
     for name, label in _TILES:
         change = before_and_after(rows, name)
         if change is None:
             continue
-        was = reference(rows, name)
-        tiles.append(
-            (
-                label,
-                number(change[1]),
-                f"was {number(change[0])}"
-                if was is not None or not name.startswith(("perf/", "time/"))
-                else "last step",
-            )
-        )
+        is_rate = reference(rows, name) is None and name.startswith(("perf/", "time/"))
+        was = "last step" if is_rate else f"was {number(change[0])}"
+        tiles.append((label, number(change[1]), was))
     return tiles
 
 
-def _change(rows: Sequence[Mapping[str, Any]], name: str) -> str:
+def _change(rows: Rows, name: str) -> str:
     change = before_and_after(rows, name)
     return f"{number(change[0])} → {number(change[1])}" if change else ""
 
 
-def _warnings(section: Section, runs: Sequence[RunData]) -> None:
+def _warnings(section: Section, runs: Mapping[str, RunData]) -> None:
     notices = [
         (f"{name}, step {f.step}" if len(runs) > 1 else f"step {f.step}", f.text, f.remedy)
-        for name, run in _by_name(runs).items()
+        for name, run in runs.items()
         for f in findings(run.rows, run.config)
     ]
-    is_ppo = any("ppo/policy_loss" in row for run in runs for row in run.rows[:1])
+    is_ppo = any("ppo/policy_loss" in row for run in runs.values() for row in run.rows[:1])
     watched = "KL, length, clipping, engine against learner, groups, entropy, phases"
     watched = watched if is_ppo else "updates that had to be skipped"
-    if any(run.rows for run in runs):
+    if any(run.rows for run in runs.values()):
         section.add(Notices(notices, none=f"None: raypo watches {watched}."))
 
 
-def _learning(
-    section: Section, rows: dict[str, list[dict[str, Any]]], runs: Sequence[RunData]
-) -> None:
+def _learning(section: Section, rows: RowsByRun, runs: Sequence[RunData]) -> None:
     judges = {judge_of_held_out(run.config) for run in runs}
     trained, held_out = "rollout/score_mean", "eval/score_mean"
     if judges == {None}:  # one judge, one axis
@@ -249,10 +257,8 @@ def _learning(
         _scores(section, "Held-out score", rows, {held_out: "held out"}, note=note)
         _scores(section, "Score that it trains on", rows, models)
     drawn = {trained, held_out}
-    metrics = _names(rows)
     for name, label, _ in HEADLINES:
         if name not in drawn:
-            drawn.add(name)
             section.add(
                 line_chart(
                     label.capitalize(),
@@ -262,19 +268,18 @@ def _learning(
                     reference_name="before the first update",
                 )
             )
-    passes = {name: name.removeprefix("eval/") for name in metrics if "eval/pass_at_" in name}
-    passes = {name: label for name, label in passes.items() if "initial" not in name}
-    if passes:
-        section.add(line_chart("Held out, pass@k", rows, passes))
+    metrics = dict.fromkeys(name for each in rows.values() for row in each for name in row)
+    passes = {n: n.removeprefix("eval/") for n in metrics if n.startswith("eval/pass_at_")}
     section.add(
-        line_chart("Spread of the scores", rows, "rollout/score_std", y_title="std over samples")
+        line_chart("Held out, pass@k", rows, passes),
+        line_chart("Spread of the scores", rows, "rollout/score_std", y_title="std over samples"),
     )
 
 
 def _scores(
     section: Section,
     title: str,
-    rows: dict[str, list[dict[str, Any]]],
+    rows: RowsByRun,
     metrics: dict[str, str],
     **options: Any,
 ) -> None:
@@ -292,7 +297,7 @@ def _scores(
     section.add(chart)
 
 
-def _distance(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
+def _distance(section: Section, rows: RowsByRun) -> None:
     score, kl = "rollout/score_mean", "kl/ref_response_mean"
     section.add(
         scatter_chart(
@@ -310,7 +315,7 @@ def _distance(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
     )
 
 
-def _texts(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
+def _texts(section: Section, rows: RowsByRun) -> None:
     lengths = {"rollout/response_tokens_mean": "mean", "rollout/response_tokens_max": "longest"}
     cut = {"rollout/truncated_fraction": ""}
     section.add(
@@ -326,7 +331,7 @@ def _texts(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
     )
 
 
-def _updates(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
+def _updates(section: Section, rows: RowsByRun) -> None:
     norms = {"ppo/policy_grad_norm": "policy", "ppo/critic_grad_norm": "critic"}
     section.add(
         line_chart("Clipped tokens", rows, "ppo/clip_fraction", y_title="share"),
@@ -337,7 +342,7 @@ def _updates(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
         ),
         line_chart("Gradient norms", rows, norms),
         line_chart("Gradient norm", rows, "train/grad_norm"),
-        line_chart("Learning rate", rows, "train/lr"),
+        line_chart("Learning rate", rows, "train/learning_rate"),
         line_chart("Engine against learner", rows, "mismatch/kl", y_title="nats per token"),
     )
     lags = {"rollout/staleness_mean": "mean", "rollout/staleness_max": "oldest"}
@@ -347,19 +352,58 @@ def _updates(section: Section, rows: dict[str, list[dict[str, Any]]]) -> None:
         )
 
 
-def _config(section: Section, runs: Sequence[RunData]) -> None:
-    from raypo.config.base import flatten
+def _cost(section: Section, runs: Mapping[str, RunData]) -> None:
+    """What it cost: seconds by phase, rates, the share of the devices that was used, memory."""
+    rows = {name: run.rows for name, run in runs.items()}
+    seconds = {}
+    for name, run in runs.items():
+        by_phase = {phase_words(p): took for p, took in seconds_by_phase(run.rows).items()}
+        outside_s = outside_steps(run.rows, run.summary.get("wall_s"))
+        is_known = run.rows and outside_s
+        seconds[name] = by_phase | ({"start and end": outside_s} if is_known else {})
+    section.add(bar_chart("Seconds by phase, all steps", seconds, x_title="seconds"))
+    section.add(
+        line_chart(
+            "Response tokens per second", rows, "perf/response_tokens_per_s", y_title="tokens"
+        )
+    )
+    if len(rows) == 1:
+        (each,) = rows.values()
+        phases = {name: phase_words(name) for name in seconds_by_phase(each)}
+        section.add(stacked_chart("Seconds by step", each, phases, y_title="seconds", wide=True))
+    else:
+        section.add(line_chart("Seconds per step", rows, "time/step_s", y_title="seconds"))
+    memory = {run: _memory(each) for run, each in rows.items()}
+    section.add(
+        line_chart("Tokens per second while it lasts", rows, _PHASE_RATES, y_title="tokens"),
+        line_chart("Model FLOPs utilisation", rows, _UTILISATION, y_title="share", note=_MFU_NOTE),
+        bar_chart("Peak memory by role", memory, x_title="GB"),
+    )
 
+
+def _memory(rows: Rows) -> dict[str, float]:
+    """The peak of each role's largest process: of RAM, and of a GPU where it uses one."""
+    peaks: dict[str, float] = {}
+    for kind, suffix in (("memory", ""), ("gpu_memory", ", GPU")):
+        for row in rows:
+            for name, value in row.items():
+                if name.startswith(f"perf/{kind}_"):
+                    role = name.removeprefix(f"perf/{kind}_").removesuffix("_gb")
+                    label = f"{role.replace('_', ' ')}{suffix}"
+                    peaks[label] = max(peaks.get(label, 0.0), value)
+    return peaks
+
+
+def _config(section: Section, runs: Mapping[str, RunData]) -> None:
     if len(runs) > 1:
-        flat = {name: flatten(run.config) for name, run in _by_name(runs).items()}
+        flat = {name: flatten(run.config) for name, run in runs.items()}
         keys = sorted(set().union(*flat.values()))
         rows = [[key, *(each.get(key, "") for each in flat.values())] for key in keys]
         differing = [row for row in rows if len({str(value) for value in row[1:]}) > 1]
         section.add(Words("Keys that differ:"), Table(["key", *flat], differing))
-    for name, run in _by_name(runs).items():
+    for name, run in runs.items():
         suffix = f" of {name}" if len(runs) > 1 else ""
-        versions = run.summary.get("versions", {})
-        wall_s = run.summary.get("wall_s")
+        versions, wall_s = run.summary.get("versions", {}), run.summary.get("wall_s")
         facts = [
             ["status", run.status],
             ["recipe", run.config.get("recipe", "")],
@@ -371,7 +415,3 @@ def _config(section: Section, runs: Sequence[RunData]) -> None:
         if run.config:
             text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
             section.add(Details(f"config.yaml{suffix}", text))
-
-
-def _names(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    return list(dict.fromkeys(name for each in rows.values() for row in each for name in row))

@@ -1,74 +1,158 @@
-"""Which samples of a run go into its page, and their tokens as texts."""
+"""Which samples of a run go into its page: texts before and after, and those to browse."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from raypo.report.change import held_out_scores
+from raypo.report.page import Section, Table, Words
 from raypo.storage.run_files import RunFiles
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Row = Mapping[str, Any]
+Value = TypeVar("Value")
 
 MAX_STEPS = 20
 MAX_SAMPLES = 1200
-"""Of one run in the page."""
+"""The page has at most so many trained samples of one run."""
 MAX_TOKENS = 250_000
-"""Over all samples of one run in the page; about 2 MB of it."""
+"""The trained samples of one run have at most so many tokens together; about 2 MB of the page."""
 MAX_HELD_OUT_STEPS = 8
 MAX_HELD_OUT_PROMPTS = 32
 MAX_HELD_OUT_TOKENS = 50_000
-"""Over all held-out samples of one run in the page."""
+"""The held-out samples of one run have at most so many tokens together."""
 MAX_RESPONSE_TOKENS = 2000
-"""Of one response; the rest is left out and counted."""
+"""Of a longer response the rest is left out and counted."""
+MAX_PROMPTS = 6
+"""The table of texts before and after has at most so many rows."""
+MAX_CHARACTERS = 400
+"""A longer text is cut in that table."""
+PLACES = {"low": 0.1, "middle": 0.5, "high": 0.9}
+"""Typical samples stand at these shares of the order of the scores."""
+
+
+def before_and_after_texts(section: Section, files: RunFiles) -> None:
+    """Fill the section: held-out prompts where they are saved, else samples of two steps."""
+    steps = files.rollout_steps(held_out=True)
+    if len(steps) > 1:
+        _same_prompts(section, files, steps[0], steps[-1])
+        return
+    steps = files.rollout_steps()
+    if len(steps) > 1:
+        _typical(section, files, steps[0], steps[-1])
+
+
+def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> None:
+    before, after = (
+        {
+            (row["group_index"], row["prompt"]): row
+            for row in files.rollouts(step, held_out=True)[::-1]
+        }
+        for step in (first, last)
+    )  # of several samples of a prompt, its first
+    shared = [prompt for prompt in before if prompt in after][::-1]
+    scores = [held_out_scores(files, step) for step in (first, last)]
+    judged = [
+        [each[prompt] for each in scores]
+        for prompt in shared
+        if all(prompt in each for each in scores)
+    ]
+    up, down = (sum(sign * (b - a) > 0 for a, b in judged) for sign in (1, -1))
+    when = "before the first update" if first == 0 else f"after step {first}"
+    section.add(
+        Words(
+            f"Of {len(judged)} held-out prompts, {up} score higher after step {last} than {when}, "
+            f"{down} lower, {len(judged) - up - down} the same. Evenly chosen ones:"
+        ),
+        Table(
+            ["prompt", "label", when, "score", f"after step {last}", "score"],
+            [
+                [
+                    _cut(before[prompt]["prompt"]),
+                    before[prompt]["label"],
+                    _cut(before[prompt]["response"]),
+                    before[prompt]["score"],
+                    _cut(after[prompt]["response"]),
+                    after[prompt]["score"],
+                ]
+                for prompt in evenly(shared, MAX_PROMPTS)
+            ],
+        ),
+    )
+
+
+def _typical(section: Section, files: RunFiles, first: int, last: int) -> None:
+    rows = [
+        [f"step {step}, {place}", _cut(row["prompt"]), _cut(row["response"]), row["score"]]
+        for step in (first, last)
+        for place, row in typical(files.rollouts(step)).items()
+    ]
+    words = "Trained samples of the first and the last step: at the lower tenth, the middle and "
+    section.add(
+        Words(f"{words}the upper tenth of their scores."),
+        Table(["", "prompt", "response", "score"], rows),
+    )
+
+
+def typical(rows: Sequence[Row]) -> dict[str, Row]:
+    """The rows that stand at PLACES in the order of their scores."""
+    scored = sorted((row for row in rows if row["score"] is not None), key=lambda r: r["score"])
+    last = len(scored) - 1
+    return {name: scored[round(place * last)] for name, place in PLACES.items()} if scored else {}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} …"
 
 
 def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Held-out samples, and trained ones of evenly chosen steps.
+    """Samples to browse: some held-out prompts over their evaluations, and trained ones.
 
-    Of the trained ones recurring prompts whole, then best, worst and longest.
+    The trained ones are of evenly chosen steps: prompts that come again, best, worst and longest.
     """
-    decoder = _Decoder.of(files, config)
-    chosen = _evenly(files.rollout_steps(), MAX_STEPS)
-    by_step = {step: files.rollouts(step) for step in chosen}
-    seen = Counter(
-        prompt for rows in by_step.values() for prompt in {row["prompt_index"] for row in rows}
-    )
-    samples = _held_out(files, decoder)
-    room = MAX_TOKENS
-    for position, (step, rows) in enumerate(by_step.items()):
-        steps_left = len(by_step) - position
-        share = room // steps_left
-        for row in choose(rows, seen, count=MAX_SAMPLES // len(by_step)):
-            cost = min(len(row["response_ids"]), MAX_RESPONSE_TOKENS)
-            if share - cost < 0:
-                break
-            share, room = share - cost, room - cost
-            samples.append(_sample(row, step, files.name, decoder))
-    return samples
-
-
-def _held_out(files: RunFiles, decoder: _Decoder | None) -> list[dict[str, Any]]:
-    """The same held-out prompts over some evaluations."""
-    samples: list[dict[str, Any]] = []
-    room = MAX_HELD_OUT_TOKENS
-    steps = _evenly(files.rollout_steps(held_out=True), MAX_HELD_OUT_STEPS)
-    for position, step in enumerate(steps):
+    tokenizer = _tokenizer(files, config)
+    held_out: dict[int, Sequence[Row]] = {}
+    for step in evenly(files.rollout_steps(held_out=True), MAX_HELD_OUT_STEPS):
         rows = files.rollouts(step, held_out=True)
-        groups = set(_evenly(sorted({row["group_index"] for row in rows}), MAX_HELD_OUT_PROMPTS))
-        share = room // (len(steps) - position)
-        for row in (each for each in rows if each["group_index"] in groups):
+        groups = evenly(sorted({row["group_index"] for row in rows}), MAX_HELD_OUT_PROMPTS)
+        held_out[step] = [row for row in rows if row["group_index"] in groups]
+    steps = {step: files.rollouts(step) for step in evenly(files.rollout_steps(), MAX_STEPS)}
+    seen = Counter(
+        prompt for rows in steps.values() for prompt in {row["prompt_index"] for row in rows}
+    )
+    trained = {
+        step: choose(rows, seen, count=MAX_SAMPLES // len(steps)) for step, rows in steps.items()
+    }
+    return [
+        *(
+            _sample(row, step, files.name, tokenizer) | {"held_out": True}
+            for step, row in _that_fit(held_out, MAX_HELD_OUT_TOKENS)
+        ),
+        *(
+            _sample(row, step, files.name, tokenizer)
+            for step, row in _that_fit(trained, MAX_TOKENS)
+        ),
+    ]
+
+
+def _that_fit(rows_by_step: Mapping[int, Sequence[Row]], room: int) -> Iterator[tuple[int, Row]]:
+    """The first rows of each step, as many as its share of the tokens has room for."""
+    for position, (step, rows) in enumerate(rows_by_step.items()):
+        share = room // (len(rows_by_step) - position)
+        for row in rows:
             cost = min(len(row["response_ids"]), MAX_RESPONSE_TOKENS)
-            if share - cost < 0:
+            if cost > share:
                 break
             share, room = share - cost, room - cost
-            samples.append(_sample(row, step, files.name, decoder) | {"held_out": True})
-    return samples
+            yield step, row
 
 
-def choose(
-    rows: Sequence[Mapping[str, Any]], seen: Mapping[int, int], *, count: int
-) -> list[Mapping[str, Any]]:
+def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[Row]:
     """At most `count` rows: the prompts seen in most steps, best, worst, longest, then the rest.
 
     Args:
@@ -84,7 +168,7 @@ def choose(
     )
     longest = sorted(rows, key=lambda row: -len(row["response_ids"]))
     wishes = [*scored[-edge:], *scored[:edge], *longest[:edge], *recurring[: count // 2], *rows]
-    chosen: dict[tuple[int, int], Mapping[str, Any]] = {}
+    chosen: dict[tuple[int, int], Row] = {}
     for row in wishes:
         if len(chosen) >= count:
             break
@@ -92,9 +176,7 @@ def choose(
     return [chosen[key] for key in sorted(chosen)]
 
 
-def _sample(
-    row: Mapping[str, Any], step: int, run: str, decoder: _Decoder | None
-) -> dict[str, Any]:
+def _sample(row: Row, step: int, run: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
     ids = row["response_ids"][:MAX_RESPONSE_TOKENS]
     sample: dict[str, Any] = {
         "run": run,
@@ -112,8 +194,12 @@ def _sample(
     sources = dict(row["scores_by_source"] or [])
     if len(sources) > 1:
         sample["sources"] = {name: _rounded(value) for name, value in sources.items()}
-    if decoder is not None:
-        sample["tokens"] = decoder.pieces(ids)
+    if tokenizer is not None:
+        from tokenizers.decoders import DecodeStream
+
+        # Of a character over several tokens the last one has the text.
+        stream = DecodeStream(skip_special_tokens=False)
+        sample["tokens"] = [stream.step(tokenizer, int(each)) or "" for each in ids]
     if row.get("advantages") is not None:
         sample["advantages"] = [_rounded(value) for value in row["advantages"][: len(ids)]]
     if row["ref_log_probs"] is not None:
@@ -122,32 +208,18 @@ def _sample(
     return {key: value for key, value in sample.items() if value is not None}
 
 
-class _Decoder:
-    """Token ids to the texts that they add, with the `tokenizers` library alone."""
+def _tokenizer(files: RunFiles, config: Mapping[str, Any]) -> Tokenizer | None:
+    """The tokenizer of a run's saved policy, else of the policy it started from, else None."""
+    from tokenizers import Tokenizer
 
-    def __init__(self, content: bytes) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_buffer(content)
-
-    @classmethod
-    def of(cls, files: RunFiles, config: Mapping[str, Any]) -> _Decoder | None:
-        """The decoder of a run's saved policy, else of the policy it started from, else None."""
-        content = files.tokenizer_json()
-        if content is None:
-            path = Path(str((config.get("model") or {}).get("policy", ""))) / "tokenizer.json"
-            content = path.read_bytes() if path.is_file() else None
-        return None if content is None else cls(content)
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """A text for each token; of a character over several tokens the last one has it."""
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self._tokenizer, int(each)) or "" for each in ids]
+    content = files.read("policy/tokenizer.json")
+    if content is None:
+        path = Path(str((config.get("model") or {}).get("policy", ""))) / "tokenizer.json"
+        content = path.read_bytes() if path.is_file() else None
+    return None if content is None else Tokenizer.from_buffer(content)
 
 
-def _evenly(values: Sequence[int], count: int) -> list[int]:
+def evenly(values: Sequence[Value], count: int) -> list[Value]:
     """At most `count` values with even gaps, the first and the last among them."""
     if len(values) <= count:
         return list(values)
@@ -156,4 +228,4 @@ def _evenly(values: Sequence[int], count: int) -> list[int]:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else json.loads(f"{value:.3g}") if value == value else None
+    return None if value is None or value != value else float(f"{value:.3g}")

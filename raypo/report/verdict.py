@@ -9,10 +9,10 @@ from typing import Any
 from raypo.metrics.clock import duration
 from raypo.metrics.headlines import HEADLINES, TRAINED, Row, before_and_after, reference
 from raypo.report.change import Change, change_over_steps
-from raypo.tracking.warnings import phase_seconds
+from raypo.tracking.warnings import seconds_by_phase
 
 MIN_START_SHARE = 0.1
-"""Share of a run's time that its start must take to be told."""
+"""The start of a run is told where it takes at least this share of its time."""
 
 
 def headline(
@@ -113,14 +113,14 @@ def _learning(
     text = f"{label} {_moved(trained.before, trained.after)} ({trained.words})"
     words = _with_verdict(direction, text)
     if direction == 1 and got_worse:
-        words = words.replace("It learned.", "It learned its training examples alone.", 1)
+        words = words.replace("It learned.", "It learned its training examples only.", 1)
     return " ".join([words, *others])
 
 
 def _held_out_as_measured(rows: Sequence[Row]) -> tuple[list[str], bool]:
     """What was measured on held-out examples, without an interval; whether it got worse there.
 
-    Their loss is no sample: it is of the same examples each time.
+    Their loss is not a sample: it is measured on the same examples each time.
     """
     words, worse = [], set()
     for name, label, sign in HEADLINES:
@@ -227,15 +227,6 @@ def outside_steps(rows: Sequence[Row], wall_s: float | None) -> float:
 def seconds_in_steps(rows: Sequence[Row]) -> float:
     """Seconds that the steps took together."""
     return sum(row.get("time/step_s", 0.0) for row in rows)
-
-
-def seconds_by_phase(rows: Sequence[Row]) -> dict[str, float]:
-    """Seconds by phase over all steps, in the order of the phases."""
-    seconds: dict[str, float] = {}
-    for row in rows:
-        for name, value in phase_seconds(row).items():
-            seconds[name] = seconds.get(name, 0.0) + value
-    return seconds
 
 
 _PHASES = {

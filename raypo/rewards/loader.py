@@ -20,15 +20,15 @@ from raypo.rewards.scoring import MODULE_OF_FILE
 
 
 def check_function(spec: str, *, key: str = "reward.function") -> None:
-    """Check that a function is there, from the source alone: nothing of the user's is imported.
+    """Check that a function is there, from its source: nothing of the user's is imported.
 
     Args:
         spec: `file.py:name` or `package.module:name`.
         key: The config key that it comes from, for messages.
 
     Raises:
-        ConfigError: it is malformed, the file or module is missing or no Python, the name is not
-            defined in it, or it cannot be called with the list of rollouts alone.
+        ConfigError: it is malformed, the file or module is missing or not Python, the name is not
+            defined in it, or it cannot be called with only the list of rollouts.
     """
     place, name = _parts(spec, key)
     source = _existing(place, spec, key) if _is_file(place) else _module_source(place, spec, key)
@@ -39,7 +39,7 @@ def check_function(spec: str, *, key: str = "reward.function") -> None:
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ConfigError(
-            f"{key} ({spec}): {source}{line} is no Python: {error.args[0]}. Correct the file."
+            f"{key} ({spec}): {source}{line} is not Python: {error.args[0]}. Correct the file."
         ) from None
     defined = dict(_top_level(tree.body))
     if name not in defined:
@@ -50,10 +50,10 @@ def check_function(spec: str, *, key: str = "reward.function") -> None:
 
 
 def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., Any]:
-    """Import a function. A file is imported once a process, its folder is put on the path.
+    """Import a function. A file is imported once per process, and its folder is put on the path.
 
     Raises:
-        ConfigError: what `check_function` finds, the import fails, or the name is no function.
+        ConfigError: what `check_function` finds, the import fails, or the name is not a function.
     """
     place, name = _parts(spec, key)
     try:
@@ -76,7 +76,7 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
 
 
 def check_callable(function: Any, *, name: str, key: str = "reward.function") -> None:
-    """Check that a loaded function can be called with the list of rollouts alone.
+    """Check that a loaded function can be called with only the list of rollouts.
 
     Args:
         function: A function, or an object with `__call__`.
@@ -130,7 +130,11 @@ def _existing(place: str, spec: str, key: str) -> Path:
 def _module_source(module: str, spec: str, key: str) -> Path | None:
     """The source file of a module, found without importing its parent packages."""
     first, *rest = module.split(".")
-    found, name = _top_module(first), first
+    name = first
+    try:
+        found = importlib.util.find_spec(first)
+    except ValueError:  # a module without a spec, like __main__
+        found = None
     folders = list(found.submodule_search_locations or []) if found else []
     for part in rest:
         name = f"{name}.{part}"
@@ -151,13 +155,6 @@ def _find_below(name: str, part: str, folders: list[str]) -> tuple[ModuleSpec | 
     except KeyError:  # a folder without __init__.py asks for its parent, which is not imported
         return None, [str(Path(f) / part) for f in folders if (Path(f) / part).is_dir()]
     return found, list(found.submodule_search_locations or []) if found else []
-
-
-def _top_module(name: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(name)
-    except ValueError:  # a module without a spec, like __main__
-        return None
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:

@@ -91,7 +91,7 @@ def _context() -> Any:
 
 
 def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:
-    """About four calls a process; the samples of a prompt stay together."""
+    """About four calls per process; the samples of a prompt stay together."""
     groups = [list(group) for _, group in groupby(rollouts, key=lambda r: r.group_index)]
     size = -(-len(groups) // (4 * processes))
     return [
@@ -101,7 +101,7 @@ def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:
 
 
 def _open(spec: str | bytes) -> None:
-    """In a process of the pool: get the function ready."""
+    """Get the function ready, in a process of the pool."""
     global _function
     _function = load_function(spec) if isinstance(spec, str) else cloudpickle.loads(spec)
 

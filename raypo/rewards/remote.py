@@ -21,8 +21,8 @@ from raypo.rewards.wire import TOKEN_VARIABLE, WireError, from_answer, to_reques
 from raypo.types import Rollout
 
 BACKOFF_S = (0.25, 30.0)
-"""Of the wait before another attempt: a random share of the first, doubled each time, at most
-the second."""
+"""Seconds to wait before another attempt: a random share of the first number, which doubles each
+time, and at most the second."""
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 

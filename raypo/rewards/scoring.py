@@ -49,7 +49,7 @@ def first_reason(scores: Iterable[float]) -> str | None:
 def score(
     function: RewardFunction, rollouts: Sequence[Rollout], *, max_failed_fraction: float
 ) -> list[float]:
-    """One score a rollout, from one call with all of them; NaN where scoring failed.
+    """One score per rollout, from one call with all of them; NaN where scoring failed.
 
     None, NaN, infinity and an exception in a score's place are a failed sample; True and False
     count as 1 and 0.
@@ -59,12 +59,20 @@ def score(
 
     Raises:
         RewardError: the function raises (its error is the cause), it returns something else than
-            one number a rollout, or too many samples failed.
+            one number per rollout, or too many samples failed.
     """
     if not rollouts:
         return []
     name = _name(function)
-    answers = _as_list(_call(function, list(rollouts), name), len(rollouts), name)
+    try:
+        answers = call(function, list(rollouts))
+    except RewardError:
+        raise
+    except Exception as error:
+        raise RewardError(
+            f"{name} raised {type(error).__name__}: {_text(error)} (for {len(rollouts)} rollouts). "
+            "Correct the function; to leave single samples out, return None for them."
+        ) from error
     scores = [_number(answer, place, name) for place, answer in enumerate(answers)]
     failed = [place for place, value in enumerate(scores) if math.isnan(value)]
     if len(failed) > max_failed_fraction * len(scores):
@@ -80,7 +88,7 @@ def score(
 
 
 def call(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
-    """What a reward function answers, one entry a rollout, not yet looked at.
+    """What a reward function answers, one entry per rollout, not yet looked at.
 
     Raises:
         RewardError: it answers with another number of entries, or with no list.
@@ -146,19 +154,6 @@ def _text(error: Exception) -> str:
     return "its text cannot be had"
 
 
-def _call(function: RewardFunction, rollouts: list[Rollout], name: str) -> Any:
-    try:
-        answer = function(rollouts)
-        return _awaited(answer) if inspect.isawaitable(answer) else answer
-    except RewardError:
-        raise
-    except Exception as error:
-        raise RewardError(
-            f"{name} raised {type(error).__name__}: {_text(error)} (for {len(rollouts)} rollouts). "
-            "Correct the function; to leave single samples out, return None for them."
-        ) from error
-
-
 def _awaited(answer: Awaitable[Any]) -> Any:
     async def run() -> Any:
         return await answer
@@ -176,11 +171,11 @@ def _as_list(answer: Any, expected: int, name: str) -> list[Any]:
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):
         raise RewardError(
-            f"{name} returned {type(answer).__name__}. Return a list of one score a rollout."
+            f"{name} returned {type(answer).__name__}. Return a list of one score per rollout."
         )
     if len(answer) != expected:
         raise RewardError(
-            f"{name} returned {len(answer)} scores for {expected} rollouts. Return one score a "
+            f"{name} returned {len(answer)} scores for {expected} rollouts. Return one score per "
             "rollout, in their order; None where there is none."
         )
     return list(answer)

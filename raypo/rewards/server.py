@@ -96,7 +96,7 @@ async def _body(request: Request) -> Any:
     """The JSON of a request.
 
     Raises:
-        WireError: it is no JSON, or larger than `MAX_BODY_BYTES`.
+        WireError: it is not JSON, or larger than `MAX_BODY_BYTES`.
     """
     parts: list[bytes] = []
     async for part in request.stream():
@@ -106,7 +106,7 @@ async def _body(request: Request) -> Any:
     try:
         return json.loads(b"".join(parts))
     except ValueError as error:
-        raise WireError(f"the body is no JSON: {error}") from None
+        raise WireError(f"the body is not JSON: {error}") from None
 
 
 def _error(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -22,8 +22,8 @@ def contains_answer(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def _stands_in(label: str, response: str) -> bool:
-    alone = rf"(?<!\w)(?<!\d[.,]){re.escape(label)}(?!\w)(?![.,]\d)"
-    return bool(label) and re.search(alone, response, re.IGNORECASE) is not None
+    by_itself = rf"(?<!\w)(?<!\d[.,]){re.escape(label)}(?!\w)(?![.,]\d)"
+    return bool(label) and re.search(by_itself, response, re.IGNORECASE) is not None
 
 
 def _label(rollout: Rollout) -> str:

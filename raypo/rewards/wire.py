@@ -1,7 +1,7 @@
 """The JSON that reward clients and servers speak.
 
     POST /score   {"samples": [{"prompt": "2+2=", "response": "4", "label": "4", ...}, ...]}
-    200           {"scores": [1.0, null, ...]}      one a sample, in order; null: it has none
+    200           {"scores": [1.0, null, ...]}      one per sample, in order; null: it has none
     4xx, 5xx      {"error": "what went wrong"}
     GET /health   {"status": "ok", "name": "..."}
 
@@ -48,7 +48,7 @@ def from_request(body: Any) -> list[Rollout]:
     """The rollouts of a request; fields that are not sent get what is neutral.
 
     Raises:
-        WireError: it is no list of samples with prompt and response.
+        WireError: it is not a list of samples with prompt and response.
     """
     samples = body.get("samples") if isinstance(body, dict) else None
     if not isinstance(samples, list):
@@ -60,7 +60,7 @@ def from_answer(body: Any, count: int) -> list[float | None]:
     """The scores of an answer to a request with `count` samples.
 
     Raises:
-        WireError: it is not one number or null a sample.
+        WireError: it is not one number or null per sample.
     """
     scores = body.get("scores") if isinstance(body, dict) else None
     if not isinstance(scores, list) or len(scores) != count:
@@ -97,7 +97,12 @@ def _rollout(sample: Any, place: int) -> Rollout:
         )
         indices = [int(sample.get(name) or 0) for name in ("prompt_index", "sample_index")]
     except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"sample {place} has ids or indices that are no integers") from error
+        raise WireError(f"sample {place} has ids or indices that are not integers") from error
+    messages = sample.get("messages")
+    if messages is not None and not (
+        isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
+    ):
+        raise WireError(f"sample {place} has messages that are not a list of objects")
     return Rollout(
         prompt=sample["prompt"],
         response=sample["response"],
@@ -110,11 +115,5 @@ def _rollout(sample: Any, place: int) -> Rollout:
         sample_index=indices[1],
         finish_reason=str(sample.get("finish_reason") or "stop"),
         weight_version=0,
-        messages=_messages(sample.get("messages"), place),
+        messages=messages,
     )
-
-
-def _messages(value: Any, place: int) -> list[dict[str, Any]] | None:
-    if value is None or (isinstance(value, list) and all(isinstance(m, dict) for m in value)):
-        return value
-    raise WireError(f"sample {place} has messages that are no list of objects")

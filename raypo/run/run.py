@@ -66,7 +66,8 @@ class Run(ABC, Generic[AnyConfig]):
     _sinks: Sinks = field(default_factory=lambda: Sinks([]), kw_only=True)
     _initial: dict[str, float] = field(default_factory=dict, kw_only=True)
     """Figures from before the first update; they stand in the first step's metrics."""
-    _started: float = field(default_factory=time.monotonic, kw_only=True)
+    started: float = field(default_factory=time.monotonic, kw_only=True)
+    """When the driver began, by this process's monotonic clock; without a driver, this worker."""
     _earlier_s: float = field(default=0.0, kw_only=True)
     """Seconds that earlier attempts took, up to their checkpoint."""
     _step_started: float = field(default=0.0, kw_only=True)
@@ -228,7 +229,7 @@ class Run(ABC, Generic[AnyConfig]):
         self._sinks.close()
 
     def _wall_s(self) -> float:
-        return self._earlier_s + time.monotonic() - self._started
+        return self._earlier_s + time.monotonic() - self.started
 
     def _restore(self, directory: Path, learner: Saveable, *, is_own: bool) -> None:
         learner.restore(directory)
@@ -272,13 +273,14 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     config, runtime = open_setup(setup)
     workers = Workers.current()
     tell = MonitorClient(runtime.monitor if workers.rank == 0 else None)
-    tell.begin_attempt(ray.util.get_current_placement_group())
+    waited_s = tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
     log_to_file(log_path(files, workers))
     torch.set_num_threads(config.learner.cpus_per_worker)
     if runtime.janitor is not None and workers.rank == 0:
         runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
     run = kind.prepare(config, runtime, workers, files, tell)
+    run.started -= waited_s
     try:
         with memory_advice(f"learner worker {workers.rank}", LEARNER_REMEDY):
             yield run

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from raypo.config import ConfigError
 
@@ -18,45 +20,11 @@ TEMPORARY = ".partial-"
 """Names of files that are being written start so; they are never synced."""
 
 
-class Folder(Protocol):
-    """Files by their names below the run folder, like `rollouts/step_00001.parquet`."""
+def open_folder(storage_path: str, name: str) -> LocalFolder | RemoteFolder:
+    """The folder of one run; a storage path with a scheme (s3://, file://) is remote.
 
-    path: Path
-    """Where files are written on this machine."""
-    location: str
-    """Where they end up: a path or a URI."""
-
-    def read(self, name: str) -> bytes | None:
-        """The newest content of a file; None where there is none."""
-        ...
-
-    def stage(self, name: str) -> Path:
-        """The file at its path for appending, with its newest content where there is any."""
-        ...
-
-    def names(self, below: str = "") -> list[str]:
-        """Names of files and folders directly below a folder, sorted."""
-        ...
-
-    def written_at(self, name: str) -> float | None:
-        """When a file was last written, in seconds since 1970; None where there is none."""
-        ...
-
-    def delete(self, name: str) -> None:
-        """Remove one file, wherever it is."""
-        ...
-
-    def sync(self) -> None:
-        """Bring what has changed to where it ends up."""
-        ...
-
-    def remove(self) -> None:
-        """Remove the whole folder, wherever it is."""
-        ...
-
-
-def open_folder(storage_path: str, name: str) -> Folder:
-    """The folder of one run; a storage path with a scheme (s3://, file://) is remote."""
+    Files are known by their names below it, like `rollouts/step_00001.parquet`.
+    """
     if "://" in storage_path:
         return RemoteFolder(storage_path, name)
     return LocalFolder(Path(storage_path).expanduser().absolute() / name)
@@ -73,12 +41,25 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def finite(value: Any) -> Any:
+    """A value as JSON knows it: what is not a finite number is null, arrays are lists."""
+    if hasattr(value, "tolist"):  # numpy, torch
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class LocalFolder:
     """The run folder itself."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        """Where files are written on this machine."""
         self.location = str(path)
+        """Where they end up: a path or a URI."""
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None where there is none."""

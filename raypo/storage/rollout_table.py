@@ -1,64 +1,42 @@
-"""Rollouts as a parquet table, one file a step."""
+"""Rollouts as a parquet table, one file per step."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-REQUIRED = (
-    "prompt",
-    "response",
-    "prompt_ids",
-    "response_ids",
-    "log_probs",
-    "finish_reason",
-    "weight_version",
-    "prompt_index",
-    "sample_index",
-    "group_index",
-)
-"""Columns that every row has."""
-
-OPTIONAL = (
-    "label",
-    "ref_log_probs",
-    "score",
-    "scores_by_source",
-    "advantages",
-    "advantage_mean",
-    "kl",
-)
-"""Columns that are null where a row does not have them."""
-
 
 def rollout_schema() -> pa.Schema:
-    """The columns of `rollouts/step_00001.parquet`."""
+    """The columns of `rollouts/step_00001.parquet`; a row must have those that cannot be null."""
     import pyarrow as pa
+
+    def needed(name: str, kind: pa.DataType) -> pa.Field:
+        return pa.field(name, kind, nullable=False)
 
     return pa.schema(
         [
-            ("prompt", pa.string()),
-            ("response", pa.string()),
-            ("label", pa.string()),  # JSON where the label is no text
-            ("prompt_ids", pa.list_(pa.int32())),
-            ("response_ids", pa.list_(pa.int32())),
-            ("log_probs", pa.list_(pa.float32())),
-            ("ref_log_probs", pa.list_(pa.float32())),  # null without a reference
-            ("score", pa.float64()),  # null where scoring failed
-            ("scores_by_source", pa.map_(pa.string(), pa.float64())),
-            ("advantages", pa.list_(pa.float32())),  # by response token, as the update used them
-            ("advantage_mean", pa.float64()),
-            ("kl", pa.float64()),
-            ("finish_reason", pa.string()),
-            ("weight_version", pa.int64()),
-            ("prompt_index", pa.int64()),
-            ("sample_index", pa.int64()),
-            ("group_index", pa.int64()),
+            needed("prompt", pa.string()),
+            needed("response", pa.string()),
+            pa.field("label", pa.string()),  # JSON where the label is not text
+            needed("prompt_ids", pa.list_(pa.int32())),
+            needed("response_ids", pa.list_(pa.int32())),
+            needed("log_probs", pa.list_(pa.float32())),
+            pa.field("ref_log_probs", pa.list_(pa.float32())),  # null without a reference
+            pa.field("score", pa.float64()),  # null where scoring failed
+            pa.field("scores_by_source", pa.map_(pa.string(), pa.float64())),
+            pa.field("advantages", pa.list_(pa.float32())),  # by token, as the update used them
+            pa.field("advantage_mean", pa.float64()),
+            pa.field("kl", pa.float64()),
+            needed("finish_reason", pa.string()),
+            needed("weight_version", pa.int64()),
+            needed("prompt_index", pa.int64()),
+            needed("sample_index", pa.int64()),
+            needed("group_index", pa.int64()),
         ]
     )
 
@@ -72,32 +50,30 @@ def rollout_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     import pyarrow as pa
 
     schema = rollout_schema()
+    needed = {field.name for field in schema if not field.nullable}
     for number, row in enumerate(rows):
-        unknown, missing = row.keys() - set(schema.names), set(REQUIRED) - row.keys()
+        unknown, missing = row.keys() - set(schema.names), needed - row.keys()
         if unknown or missing:
             what = f"unknown columns {sorted(unknown)}, missing columns {sorted(missing)}"
             raise ValueError(f"rollout row {number} has {what}; the columns are {schema.names}.")
-    columns = [
-        pa.array([_CELLS.get(name, _as_it_is)(row.get(name)) for row in rows], type=kind)
-        for name, kind in zip(schema.names, schema.types, strict=True)
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_pylist([_cells(row) for row in rows], schema=schema)
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _text(value: str) -> str:
-    return value.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate has no UTF-8
-
-
-def _label(value: Any) -> str | None:
-    if value is None:
-        return None
-    return _text(
-        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
-    )
+def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as the table takes it: labels as text, what is not a number as null."""
+    cells = dict(row)
+    label = row.get("label")
+    if label is not None and not isinstance(label, str):
+        cells["label"] = json.dumps(label, ensure_ascii=False, default=_plain)
+    for name in ("prompt", "response", "label"):
+        if cells.get(name) is not None:  # a lone surrogate has no UTF-8
+            cells[name] = cells[name].encode("utf-8", "replace").decode("utf-8")
+    for name in ("score", "advantage_mean", "kl"):
+        cells[name] = _number(row.get(name))
+    by_source = row.get("scores_by_source")
+    if by_source is not None:
+        cells["scores_by_source"] = {name: _number(value) for name, value in by_source.items()}
+    return cells
 
 
 def _plain(value: Any) -> Any:
@@ -107,18 +83,3 @@ def _plain(value: Any) -> Any:
 
 def _number(value: Any) -> float | None:
     return None if value is None or math.isnan(value) else float(value)
-
-
-def _numbers_by_name(value: Mapping[str, Any] | None) -> list[tuple[str, float | None]] | None:
-    return None if value is None else [(name, _number(number)) for name, number in value.items()]
-
-
-_CELLS: dict[str, Callable[[Any], Any]] = {
-    "prompt": _text,
-    "response": _text,
-    "label": _label,
-    "score": _number,
-    "scores_by_source": _numbers_by_name,
-    "advantage_mean": _number,
-    "kl": _number,
-}

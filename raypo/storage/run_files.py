@@ -8,14 +8,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from raypo.config import ConfigError
-from raypo.storage.folder import TEMPORARY, LocalFolder, open_folder, replace_file
+from raypo.storage.folder import TEMPORARY, LocalFolder, finite, open_folder, replace_file
 from raypo.storage.rollout_table import rollout_table
 
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
@@ -93,7 +92,7 @@ class RunFiles:
         path = self._folder.stage(_METRICS)
         if not self._has_whole_lines:
             self._drop_torn_line()
-        line = json.dumps({"step": step} | {k: _json_number(v) for k, v in metrics.items()})
+        line = json.dumps(finite({"step": step, **metrics}))
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -177,10 +176,6 @@ class RunFiles:
         names = None if columns is None else list(columns)
         return pq.read_table(io.BytesIO(content), columns=names).to_pylist()
 
-    def tokenizer_json(self) -> bytes | None:
-        """The saved policy's `tokenizer.json`; None where there is none yet."""
-        return self._folder.read(f"{_POLICY}/tokenizer.json")
-
     def append_timeline(self, worker: str, line: Mapping[str, Any]) -> None:
         """Add a line to `timeline/<worker>.jsonl`; each worker has a file of its own."""
         path = self._folder.stage(f"{_TIMELINE}/{worker}.jsonl")
@@ -227,7 +222,7 @@ class RunFiles:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`; what is not finite is written as null."""
-        text = json.dumps(_finite(summary), indent=2) + "\n"
+        text = json.dumps(finite(summary), indent=2) + "\n"
         replace_file(self.folder / _SUMMARY, text.encode())
 
     def summary(self) -> dict[str, Any] | None:
@@ -308,20 +303,3 @@ def _rollouts_name(step: int, held_out: bool) -> str:
 def _whole_lines(content: bytes) -> bytes:
     """Without a last line that has no end: its writer was killed."""
     return content[: content.rfind(b"\n") + 1]
-
-
-def _json_number(value: Any) -> float | int | None:
-    if isinstance(value, Integral):
-        return int(value)
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    if isinstance(value, float):
-        return _json_number(value)
-    return value

@@ -1,4 +1,4 @@
-"""How runs stand, from their files alone: a line each, or a paragraph of one. Needs no Ray."""
+"""How runs stand, read from their files: a line for each, or a paragraph on one. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunStatus:
     """Folder or URI, as a command takes it."""
     recipe: str
     status: str
-    """running, finished, failed, interrupted, or dead: it has no end, and nobody writes."""
+    """running, finished, failed, interrupted, or dead: it did not end, and nobody writes."""
     done: int
     """Steps of a run, or trials of a sweep that have ended."""
     total: int | None
@@ -58,7 +58,7 @@ class RunStatus:
 
     @property
     def progress(self) -> str:
-        """Like `12/60`."""
+        """How far it is, like `12/60`."""
         return f"{self.done}/{self.total or '?'}"
 
 
@@ -141,7 +141,7 @@ def paragraph(run: RunStatus) -> list[str]:
     of_all = f" of {run.total}" if run.total is not None else ""
     lines = [f"{run.name}: {run.recipe}, {run.status}, {run.unit} {run.done}{of_all}"]
     timing = [f"{duration(run.age_s)} ago"] if run.age_s is not None and run.done else []
-    timing += [f"{run.step_s:.3g} s a {run.unit}"] if run.step_s is not None else []
+    timing += [f"{run.step_s:.3g} s per {run.unit}"] if run.step_s is not None else []
     timing += [f"about {duration(run.left_s)} left"] if run.left_s is not None else []
     scores = [f"{label} {value:.4g}" for label, value in run.scores]
     for head, text in (
@@ -182,9 +182,9 @@ def _command(config: Mapping[str, Any], location: str, status: str) -> str:
 
 def _notes(status: str, done: int, silent_s: float | None) -> tuple[str, ...]:
     if status == "dead":
-        return ("No process writes into it any more and it has no end: it was killed.",)
+        return ("No process writes to it any more, and it did not end by itself: it was killed.",)
     if status == "running" and silent_s is not None:
-        return (f"It lives, and has written nothing for {duration(silent_s)}: see the log.",)
+        return (f"It is alive, but has written nothing for {duration(silent_s)}: see the log.",)
     if status == "running" and not done:
         return ("It is starting: no step has ended yet.",)
     return ()
@@ -206,7 +206,7 @@ def _cut(text: str, size: int) -> str:
 
 
 def _short_time(seconds: float | None) -> str:
-    """Like 0.5 s, 45 s, 12 min, 3.1 h, 2 d."""
+    """A time in a few characters, like 0.5 s, 45 s, 12 min, 3.1 h, 2 d."""
     if seconds is None:
         return ""
     if seconds < 9.95:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
+from raypo.metrics.headlines import reference
 from raypo.storage.run_files import RunFiles
 
 SUMMARISED = (
@@ -33,18 +34,15 @@ def summarize(
     recipe: str,
     wall_s: float,
     versions: Mapping[str, str],
-    initial: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The summary of a run from its metrics.
 
-    `first` is before the first update. For what is sampled anew each step that is the first row;
-    an evaluation before the first update stands in `initial`, or in the first row under a name of
-    its own: `eval/initial_score_mean` for `eval/score_mean`.
+    `first` is before the first update: the first row of what is sampled anew each step, and what an
+    evaluation before the first update said (`eval/initial_score_mean` for `eval/score_mean`).
 
     Args:
         rows: The run's metrics by step, ascending, each with the key `step`.
-        wall_s: Seconds that the run took.
-        initial: Values before the first update by metric name; they win over the first row.
+        wall_s: Seconds that the run took, from the start of the driver, over all attempts.
     """
     summary: dict[str, Any] = {
         "status": status,
@@ -53,8 +51,10 @@ def summarize(
         "wall_s": wall_s,
     }
     for name in SUMMARISED:
-        values = _before_the_first_update(name, rows, initial or {})
-        values += [row[name] for row in rows if name in row]
+        start = reference(rows, name)
+        values = [row[name] for row in rows if name in row]
+        if start is not None:
+            values.insert(0, start)
         if values:
             summary[name] = {"first": values[0], "last": values[-1]}
     return summary | {"versions": dict(versions)}
@@ -82,13 +82,3 @@ def installed_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _before_the_first_update(
-    name: str, rows: Sequence[Mapping[str, Any]], initial: Mapping[str, float]
-) -> list[float]:
-    if name in initial:
-        return [initial[name]]
-    group, _, metric = name.partition("/")
-    stored = f"{group}/initial_{metric}"
-    return [rows[0][stored]] if rows and stored in rows[0] else []

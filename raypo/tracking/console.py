@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,8 +17,8 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("accuracy", ("train/accuracy",), lambda v: f"{v:.1%}"),
     ("score", ("rollout/score_mean",), lambda v: f"{v:+.3f}"),
     ("kl", ("kl/ref_response_mean", "kl/ref_mean"), lambda v: f"{v:.3f}"),
-    ("clipped", ("ppo/clip_fraction",), lambda v: f"{v:.1%}"),
     ("length", ("rollout/response_tokens_mean",), lambda v: f"{v:.1f}"),
+    ("ratios clipped", ("ppo/clip_fraction",), lambda v: f"{v:.1%}"),
     ("loss", ("train/loss",), lambda v: f"{v:.4f}"),
     ("", ("perf/samples_per_s",), lambda v: f"{v:.1f} samples/s"),
     ("", ("time/step_s",), lambda v: f"{v:.1f} s"),
@@ -34,27 +33,23 @@ class Console:
     """Tells a run to a terminal, or as plain lines where there is none or in CI."""
 
     def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        live: bool | None = None,
-        config: Mapping[str, Any] | None = None,
+        self, stream: TextIO | None = None, *, config: Mapping[str, Any] | None = None
     ) -> None:
         """Nothing is written before `start`.
 
         Args:
-            stream: Where to write; None: standard output.
-            live: Whether to draw; None: if the stream is a terminal and CI is not set.
+            stream: Where to write; None: standard output. What can be drawn on is drawn on: a
+                terminal, where CI is not set.
             config: The resolved config, which some warnings ask.
         """
         self._stream = stream or sys.stdout
-        self._live = _can_draw(self._stream) if live is None else live
+        is_plain = bool(os.environ.get("CI")) or os.environ.get("TERM") == "dumb"
+        self._live = self._stream.isatty() and not is_plain
         self._view: LiveView | None = None
         self._watch = Watch(config)
         self._num_steps = self._step = 0
         self._folder = ""
         self._scores: list[float] = []
-        self._started = time.monotonic()
         self._closed = False
 
     def start(
@@ -65,9 +60,8 @@ class Console:
         folder: str | Path,
         dashboard_token: str | None = None,
     ) -> None:
-        """Say what runs and where; a token is shown in a terminal alone, for lines are kept."""
+        """Say what runs and where; only a terminal shows the token, for other lines are kept."""
         self._num_steps, self._folder = num_steps, str(folder)
-        self._started = time.monotonic()
         if self._live:
             self._view = LiveView(self._stream, num_steps)
         self.message(f"raypo: {run_name}, {_count(num_steps, 'step')}, files in {folder}")
@@ -115,22 +109,27 @@ class Console:
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
-    def close(self, status: str) -> None:
-        """Take the live view away and say how the run ended; a second call does nothing."""
+    def close(self, status: str, wall_s: float | None = None) -> None:
+        """Take the live view away and say how the run ended; a second call does nothing.
+
+        Args:
+            status: How it ended, in a word.
+            wall_s: Seconds that it took, as its summary says; None: unknown.
+        """
         if self._closed:
             return
         self._closed = True
         if self._view is not None:
             self._view.close()
         words = [f"{status} after {_count(self._step, 'step')}"]
-        words.append(f"in {duration(time.monotonic() - self._started)}")
+        words += [] if wall_s is None else [f"in {duration(wall_s)}"]
         if any(map(math.isfinite, self._scores)):
             words.append(f"(score {self._scores[0]:+.3f} -> {self._scores[-1]:+.3f})")
         self.message(f"raypo: {' '.join(words)}, files in {self._folder}")
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """A step in one line; figures that are not there are left out."""
+    """A step in one line; metrics that are not there are left out."""
     width = len(str(num_steps))
     parts = [f"step {step:{width}d}/{num_steps}"]
     for label, names, show in _COLUMNS:
@@ -138,10 +137,6 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
         if value is not None:
             parts.append(f"{label} {show(value)}".strip())
     return "  ".join(parts)
-
-
-def _can_draw(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
 
 
 def _count(number: int, noun: str) -> str:

@@ -16,19 +16,19 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_black", "bright_blue")
 _CURVE_STEPS = 24
 _BAR_WIDTH = 24
-_FIGURES: tuple[tuple[str, str, str], ...] = (
+_METRICS: tuple[tuple[str, str, str], ...] = (
     ("score", "rollout/score_mean", "+.3f"),
     ("held out", "eval/score_mean", "+.3f"),
     ("loss", "train/loss", ".3f"),
     ("KL", "kl/ref_response_mean", ".2f"),
     ("length", "rollout/response_tokens_mean", ".1f"),
     ("samples/s", "perf/samples_per_s", ".1f"),
-    ("s a step", "time/step_s", ".1f"),
+    ("s per step", "time/step_s", ".1f"),
 )
 
 
 class LiveView:
-    """A bar of steps with the time left, the newest figures, the score's curve, a step's phases."""
+    """A bar of steps with the time left, the newest metrics, the score's curve, a step's phases."""
 
     def __init__(self, stream: TextIO, num_steps: int) -> None:
         from rich.console import Console
@@ -48,7 +48,7 @@ class LiveView:
         # Steps of minutes are the rule: the time left must not forget the last one.
         self._bar.speed_estimate_period = 3600.0
         self._task = self._bar.add_task("", total=num_steps, phase="starting")
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._curve: list[float] = []
         self._phases: dict[str, float] = {}
         self._live = Live(
@@ -60,7 +60,7 @@ class LiveView:
         self._live.start()
 
     def resume(self, step: int) -> None:
-        """So many steps were done before."""
+        """Begin after a step that was done before."""
         self._bar.reset(self._task, completed=step)
 
     def phase(self, text: str) -> None:
@@ -68,8 +68,8 @@ class LiveView:
         self._bar.update(self._task, phase=text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The figures of a step that has ended; one that it lacks keeps its last value."""
-        self._figures |= {name: metrics[name] for _, name, _ in _FIGURES if name in metrics}
+        """Show the metrics of a step that has ended; one that it lacks keeps its last value."""
+        self._metrics |= {name: metrics[name] for _, name, _ in _METRICS if name in metrics}
         curve = metrics.get("rollout/score_mean", metrics.get("train/loss", math.nan))
         self._curve = [*self._curve, curve][-_CURVE_STEPS:]
         self._phases = phase_seconds(metrics)
@@ -84,11 +84,11 @@ class LiveView:
         from rich.text import Text
 
         lines: list[RenderableType] = [self._bar]
-        if self._figures:
+        if self._metrics:
             shown = [
-                f"{label} {self._figures[name]:{form}}"
-                for label, name, form in _FIGURES
-                if name in self._figures
+                f"{label} {self._metrics[name]:{form}}"
+                for label, name, form in _METRICS
+                if name in self._metrics
             ]
             text = "  ".join([curve_line(self._curve), *shown]).strip()
             lines.append(Text(text, no_wrap=True, overflow="ellipsis"))
@@ -110,7 +110,7 @@ def curve_line(values: Sequence[float]) -> str:
     )
 
 
-def phase_bar(seconds: Mapping[str, float], width: int = _BAR_WIDTH) -> Text:
+def phase_bar(seconds: Mapping[str, float]) -> Text:
     """A coloured bar of a step's phases, and the largest of them in words."""
     from rich.text import Text
 
@@ -118,7 +118,7 @@ def phase_bar(seconds: Mapping[str, float], width: int = _BAR_WIDTH) -> Text:
     bar, words = Text("time ", no_wrap=True, overflow="ellipsis"), Text()
     for number, (name, value) in enumerate(seconds.items()):
         colour, share = _COLOURS[number % len(_COLOURS)], value / total
-        bar.append("█" * round(share * width), style=colour)
+        bar.append("█" * round(share * _BAR_WIDTH), style=colour)
         if share >= 0.05:
             label = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
             words.append(f"  {label} {share:.0%}", style=colour)

@@ -25,17 +25,17 @@ class _RunLog(logging.FileHandler):
     """The handler of `log_to_file`, to be found again."""
 
 
-def log_to_file(path: str | Path, *, level: int = logging.INFO) -> None:
+def log_to_file(path: str | Path) -> None:
     """Send the log records and warnings of this process to a file instead of the console.
 
     Works in any process. Calling it again is harmless, and needed after the import of a library
-    that sets up a logger of its own (vLLM, DeepSpeed); another path moves the log there.
+    that sets up a logger of its own (vLLM, DeepSpeed); another path moves the log there. What is
+    less urgent than INFO is dropped.
 
     Args:
         path: Appended to; its folder is made.
-        level: What is less urgent is dropped.
     """
-    handler = _handler(Path(path).absolute(), level)
+    handler = _handler(Path(path).absolute())
     root = logging.getLogger()
     for logger in {root, *_loggers_apart()}:
         for old in list(logger.handlers):
@@ -43,22 +43,21 @@ def log_to_file(path: str | Path, *, level: int = logging.INFO) -> None:
                 logger.removeHandler(old)
         if logger is root or not logger.propagate:
             logger.addHandler(handler)  # adds it once only
-    if root.getEffectiveLevel() > level:
-        root.setLevel(level)
+    if root.getEffectiveLevel() > logging.INFO:
+        root.setLevel(logging.INFO)
     logging.captureWarnings(True)
 
 
-def _handler(path: Path, level: int) -> _RunLog:
+def _handler(path: Path) -> _RunLog:
     """The handler that the root logger has for this path already, else a new one."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _RunLog):
             if handler.baseFilename == str(path):
-                handler.setLevel(level)
                 return handler
             handler.close()
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _RunLog(path, encoding="utf-8")
-    handler.setLevel(level)
+    handler.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter(_FORMAT))
     return handler
 
@@ -66,10 +65,9 @@ def _handler(path: Path, level: int) -> _RunLog:
 def _loggers_apart() -> list[logging.Logger]:
     """Loggers that have handlers of their own or keep their records to themselves."""
     known = [logging.getLogger(name) for name in APART]
-    made = [entry for entry in logging.root.manager.loggerDict.values()]
     return known + [
         logger
-        for logger in made
+        for logger in logging.root.manager.loggerDict.values()
         if isinstance(logger, logging.Logger) and (logger.handlers or not logger.propagate)
     ]
 

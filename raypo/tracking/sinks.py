@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -114,12 +115,13 @@ class Wandb:
     ) -> None:
         import wandb
 
+        plain = re.sub(r"[^A-Za-z0-9_-]", "-", name)[:40]
         self._run = wandb.init(
             project=section.project,
             entity=section.entity,
             mode=section.mode,
             name=name,
-            id=_remembered(folder / "wandb-id.txt", _wandb_id(name)),
+            id=_remembered(folder / "wandb-id.txt", f"{plain}-{secrets.token_hex(4)}"),
             resume="allow",
             dir=str(folder),
             config=dict(config),
@@ -183,7 +185,7 @@ class RayMetrics:
         threading.Thread(target=self._repeat, name="raypo-gauges", daemon=True).start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step; a figure that it lacks keeps its last value."""
+        """The metrics of one step; one that it lacks keeps its last value."""
         with self._lock:
             self._values |= {"step": step, **_finite(metrics)}
             self._set()
@@ -218,12 +220,6 @@ def prometheus_name(metric: str) -> str:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _wandb_id(name: str) -> str:
-    import secrets
-
-    return f"{re.sub(r'[^A-Za-z0-9_-]', '-', name)[:40]}-{secrets.token_hex(4)}"
 
 
 def _remembered(path: Path, new: str) -> str:

@@ -68,8 +68,8 @@ def write_hparams(
     Args:
         folder: The trial's run folder.
         point: Key of the run config -> the value that was tried.
-        metrics: Last figures of the trial, what is not finite left out.
-        step: Of the last figures.
+        metrics: The last metrics of the trial; what is not finite is left out.
+        step: The step that they were measured at.
     """
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.summary import hparams

@@ -9,7 +9,6 @@ phases, and forgets with the cluster, whereas these files stay and go on when a 
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -75,11 +74,6 @@ def trace(files: RunFiles) -> dict[str, Any]:
     names: list[dict[str, Any]] = [_name("process_name", 0, f"raypo {files.name}")]
     names += [_name("thread_name", number, track) for track, number in tracks.items()]
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
-
-
-def trace_json(files: RunFiles) -> str:
-    """The trace as text."""
-    return json.dumps(trace(files))
 
 
 def _name(kind: str, number: int, name: str) -> dict[str, Any]:

@@ -14,23 +14,22 @@ Row = Mapping[str, Any]
 
 PATIENCE = 3
 """Steps in a row that a condition must hold for, so that one odd step says nothing."""
-MAX_KL_A_TOKEN = 0.5
+MAX_KL_PER_TOKEN = 0.5
 """Nats. Further from the reference its likelihoods say little about the texts."""
-MAX_KL_A_RESPONSE = 50.0
+MAX_KL_PER_RESPONSE = 50.0
 """Nats. Far beyond what published runs spend on a gain in score (arXiv:2210.10760)."""
 MAX_CLIP_FRACTION = 0.3
 MAX_MISMATCH_KL = 0.01
-"""Nats per token between engine and learner; bfloat16 rounding alone stays far below."""
+"""Nats per token between engine and learner; rounding to bfloat16 stays far below."""
 MAX_DROPPED = 0.5
 """Share of the sampled tokens that a correction drops."""
 MAX_ZERO_VARIANCE = 0.6
 MAX_TRUNCATED = 0.5
 MAX_PHASE_SHARE = 0.75
 MIN_PHASE_S = 1.0
-"""Seconds of a step. A phase that takes less is no burden, whatever its share: handing a step to
-Ray Train alone waits for its controller's next look, half a second."""
+"""Seconds of a step: a phase that takes less is no burden, whatever its share."""
 MIN_FALL = 0.2
-"""Of the spread of the scores: a held-out mean of some hundred answers moves less by chance."""
+"""A share of the spread of the scores: a mean of some hundred answers moves less by chance."""
 
 _PHASE_REMEDIES = {
     "time/generate_s": "Give the engines more (rollout.engine.count, "
@@ -52,7 +51,7 @@ class Finding:
 
     rule: str
     step: int
-    """When it was first so."""
+    """The step at which it was first so."""
     text: str
     remedy: str
 
@@ -102,6 +101,15 @@ def phase_seconds(row: Row) -> dict[str, float]:
     }
 
 
+def seconds_by_phase(rows: Iterable[Row]) -> dict[str, float]:
+    """Seconds by phase over all steps, in the order of the phases."""
+    seconds: dict[str, float] = {}
+    for row in rows:
+        for name, value in phase_seconds(row).items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    return seconds
+
+
 Words = tuple[str, str] | None
 
 
@@ -113,9 +121,9 @@ def _kl_drift(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
         f"{how if is_adaptive else how + 'adaptive'}, and read the samples: a score that rises at "
         "this distance is often a reward that is gamed."
     )
-    if token and min(token) > MAX_KL_A_TOKEN:
+    if token and min(token) > MAX_KL_PER_TOKEN:
         return f"the policy has drifted {token[-1]:.2f} nats per token from the reference.", remedy
-    if response and min(response) > MAX_KL_A_RESPONSE:
+    if response and min(response) > MAX_KL_PER_RESPONSE:
         far = f"the policy has drifted {response[-1]:.0f} nats per response from the reference."
         return far, remedy
     return None
@@ -265,10 +273,7 @@ def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
         return None
     if "time/generate_s" not in rows[-1]:  # updates are all that such a run has to do
         return None
-    seconds: dict[str, float] = {}
-    for row in recent:
-        for name, value in phase_seconds(row).items():
-            seconds[name] = seconds.get(name, 0.0) + value
+    seconds = seconds_by_phase(recent)
     if not seconds:
         return None
     name = max(seconds, key=lambda each: seconds[each])

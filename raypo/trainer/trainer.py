@@ -194,7 +194,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         finally:
             if self._has_ended_without_a_summary(status):
                 self._write_summary(status, time.monotonic() - started)
-            console.close(status)
+            console.close(status, (self._files.summary() or {}).get("wall_s"))
             ray.kill(monitor)
             dedicated.shutdown(graceful=status == "finished")
 

@@ -1,5 +1,7 @@
 """Whether a run that has lost Ray Train's controller goes on by itself."""
 
+import time
+
 import pytest
 from ray.exceptions import (
     ActorDiedError,
@@ -51,6 +53,14 @@ def test_the_driver_learns_how_many_attempts_there_were_and_what_the_last_one_he
     monitor.begin_attempt(second)  # type: ignore[arg-type]  # Ray Train restarted the workers
     assert monitor.end_attempt() == (2, second)
     assert monitor.end_attempt() == (2, None)  # the next controller ended before its workers began
+
+
+def test_what_a_run_waits_for_its_first_workers_is_counted_once():
+    began = time.monotonic()
+    monitor = Monitor()
+    time.sleep(0.01)
+    assert 0.01 <= monitor.begin_attempt(None) <= time.monotonic() - began
+    assert monitor.begin_attempt(None) == 0.0  # the checkpoint has counted it
 
 
 def test_the_advice_names_the_key():

@@ -1,4 +1,6 @@
 import json
+import sys
+from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -79,6 +81,17 @@ def test_long_rows_are_skipped_and_counted_or_refused(tmp_path, tokenizer):
         load_examples(strict, tokenizer, END)
     with pytest.raises(ConfigError, match="all 2 rows"):
         load_examples(section_of(ResponsesSection, path, max_response_tokens=1), tokenizer, END)
+
+
+def test_a_data_set_whose_rows_are_all_too_long_is_named(tokenizer, monkeypatch):
+    package = ModuleType("datasets")
+    rows = [{"prompt": "q", "response": "abcd"}]
+    vars(package)["load_dataset"] = lambda path, config, split: rows
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    monkeypatch.setattr("raypo.data.rows.find_spec", lambda _: object())
+    values = {"prompts": {"path": "org/set", "config": "main"}, "max_response_tokens": 1}
+    with pytest.raises(ConfigError, match=r"data.prompts \(org/set, main, train\): all 1 rows"):
+        load_examples(ResponsesSection.model_validate(values), tokenizer, END)
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,19 @@ from tests.unit.data.prompt_files import ROWS, refused, section, write
 
 @pytest.fixture(params=["peek", "load"])
 def check(request, tokenizer):
-    """Either way a file is looked at: (path, prompt_key, label_key)."""
+    """How many prompts there are, either way a file is looked at: (path, prompt_key, label_key)."""
+
+    def load(path, prompt_key="prompt", label_key=None):
+        columns = section(path, prompt_key=prompt_key, label_key=label_key)
+        return len(load_prompts(columns, tokenizer).prompts)
+
     if request.param == "peek":
         return lambda path, prompt_key="prompt", label_key=None: peek([path], prompt_key, label_key)
-    return lambda path, prompt_key="prompt", label_key=None: load_prompts(
-        section(path, prompt_key=prompt_key, label_key=label_key), tokenizer
-    )
+    return load
 
 
 def test_good_files_are_good(file, check):
-    check(file, "prompt", "answer")
+    assert check(file, "prompt", "answer") == 2
 
 
 def test_a_missing_file(tmp_path, check):
@@ -44,8 +47,8 @@ def test_a_folder(tmp_path, check):
 def test_an_unknown_kind_of_file(tmp_path, monkeypatch, check, name):
     monkeypatch.chdir(tmp_path)
     assert refused(check, name) == (
-        f"data.prompts ({name}): {name[-4:]} is no kind of file that raypo reads. Give a file of "
-        "the kind jsonl, json, parquet, csv, or a Hugging Face data set id."
+        f"data.prompts ({name}): {name[-4:]} is not a kind of file that raypo reads. Give a file "
+        "of the kind jsonl, json, parquet, csv, or a Hugging Face data set id."
     )
 
 
@@ -186,7 +189,7 @@ def test_a_text_that_looks_like_chat_messages_and_is_none(tmp_path, check, endin
     "text", ['{"role": "user", "content": "hi"}', '[{"content": 1}]', "[1]", "[{role: x}]", "[ {"]
 )
 def test_other_json_is_a_prompt_like_any_other_text(tmp_path, check, text):
-    check(write(tmp_path / "a.jsonl", [{"prompt": text}]))
+    assert check(write(tmp_path / "a.jsonl", [{"prompt": text}])) == 1
 
 
 # Hugging Face data sets
@@ -243,4 +246,4 @@ def test_a_data_set_entry_needs_the_package(check, monkeypatch):
 
 
 def test_peek_downloads_nothing(data_sets):
-    peek(["openai/gsm9k"], "prompt")
+    assert peek(["openai/gsm9k"], "prompt") is None  # loading that one is refused

@@ -18,7 +18,7 @@ class AmongOthers(Workers):
 
     def gather(self, value: Any) -> list[Any]:
         self.calls.append("gather")
-        return [value, *(other._figures for other in self.others)]
+        return [value, *(other._shares for other in self.others)]
 
 
 def reduce_all(*parts: WeightedMeans) -> dict[str, float]:
@@ -107,7 +107,9 @@ def test_a_mean_of_no_weight_is_nan_and_a_nan_stays_one():
     means.maximum("broken_max", math.nan)
     means.maximum("broken_max", 1.0)
 
-    assert all(math.isnan(value) for value in means.reduce(Workers()).values())
+    reduced = means.reduce(Workers())
+    assert list(reduced) == ["broken", "broken_max", "empty"]
+    assert all(map(math.isnan, reduced.values()))
 
 
 def test_one_name_cannot_be_a_mean_and_a_count():

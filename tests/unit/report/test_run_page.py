@@ -162,9 +162,11 @@ def test_a_run_of_another_recipe_shows_what_it_has(tmp_path: Path):
     files.write_config({"name": "sft", "recipe": "sft"})
     for step in range(1, 6):
         row = {"train/loss": 3.0 / step, "time/update_s": 1.0, "time/step_s": 1.0}
+        row |= {"train/learning_rate": 0.1 / step, "train/grad_norm": 1.0}
         files.append_metrics(step, row | ({"eval/loss": 2.0} if step == 5 else {}))
     html = page_text(tmp_path / "sft")
-    assert {"Training loss", "Held-out loss"} <= titles(html)
+    drawn = {"Training loss", "Held-out loss", "Learning rate", "Gradient norm"}
+    assert drawn <= titles(html)
     assert not {"Score", "Score against KL", "Entropy"} & titles(html)
     assert 'id="distance-from-the-reference"' not in html
 

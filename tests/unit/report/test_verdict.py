@@ -144,7 +144,7 @@ def test_training_loss_that_falls_while_the_held_out_loss_rises(tmp_path: Path):
         row |= {"eval/initial_loss": 2.0} if step == 1 else {}
         files.append_metrics(step, row | ({"eval/loss": 2.0 + step / 40} if not step % 20 else {}))
     words = said(files.folder)
-    assert "It learned its training examples alone. The training loss fell" in words
+    assert "It learned its training examples only. The training loss fell" in words
     assert "The held-out loss rose from 2.000 to 3.000." in words
 
 

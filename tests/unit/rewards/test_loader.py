@@ -9,6 +9,7 @@ import pytest
 from raypo.config import ConfigError
 from raypo.rewards.loader import check_function, load_function
 from raypo.rewards.scoring import RewardError, function_name, score
+from raypo.rewards.verifiers import exact_match
 from tests.unit.rewards.test_scoring import ROLLOUTS
 
 GOOD = "def score(rollouts):\n    return [1.0 for _ in rollouts]\n"
@@ -34,12 +35,15 @@ def find(request):
 # What both say
 
 
-def test_a_function_of_a_file_is_found(tmp_path, find):
-    find(f"{write(tmp_path / 'rewards.py', GOOD)}:score")
+def test_a_function_of_a_file_is_found(tmp_path):
+    spec = f"{write(tmp_path / 'rewards.py', GOOD)}:score"
+    check_function(spec)
+    assert load_function(spec).__name__ == "score"
 
 
-def test_a_function_of_a_module_is_found(find):
-    find("raypo.rewards.verifiers:exact_match")
+def test_a_function_of_a_module_is_found():
+    check_function("raypo.rewards.verifiers:exact_match")
+    assert load_function("raypo.rewards.verifiers:exact_match") is exact_match
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def test_a_name_inside_a_function_is_not_at_the_top(tmp_path):
 def test_what_is_no_python_is_named_with_its_line(tmp_path):
     path = write(tmp_path / "broken.py", "x = 1\ndef score(rollouts)\n")
     assert refused(check_function, f"{path}:score") == (
-        f"reward.function ({path}:score): {path}, line 2 is no Python: expected ':'. "
+        f"reward.function ({path}:score): {path}, line 2 is not Python: expected ':'. "
         "Correct the file."
     )
 
@@ -159,7 +163,7 @@ def test_nothing_of_the_users_is_imported_by_the_check(tmp_path, monkeypatch):
 
 def test_the_check_imports_nothing_heavy():
     code = (
-        "import sys\nfrom raypo.rewards import check_function\n"
+        "import sys\nfrom raypo.rewards.loader import check_function\n"
         "check_function('raypo.rewards.verifiers:exact_match')\n"
         "print([m for m in ('torch', 'transformers', 'ray', 'vllm') if m in sys.modules])"
     )

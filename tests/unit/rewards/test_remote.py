@@ -338,12 +338,12 @@ def test_a_full_server_says_come_again():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"{", "the body is no JSON"),
+        (b"{", "the body is not JSON"),
         (b"[]", "the body must be"),
         (b'{"samples": [{"prompt": 1}]}', "sample 0 must have the texts prompt and response"),
         (
             b'{"samples": [{"prompt": "", "response": "", "prompt_ids": ["a"]}]}',
-            "sample 0 has ids or indices that are no integers",
+            "sample 0 has ids or indices that are not integers",
         ),
     ],
 )

@@ -129,7 +129,7 @@ def test_long_texts_are_cut_in_messages():
 
 def test_a_wrong_number_of_scores_names_both_numbers():
     assert refused([1.0]) == (
-        f"{NAME} returned 1 scores for 4 rollouts. Return one score a rollout, in their order; "
+        f"{NAME} returned 1 scores for 4 rollouts. Return one score per rollout, in their order; "
         "None where there is none."
     )
 
@@ -139,7 +139,7 @@ def test_a_wrong_number_of_scores_names_both_numbers():
     [(1.0, "float"), (None, "NoneType"), ("1234", "str"), ({}, "dict"), (np.float64(1), "float")],
 )
 def test_what_is_no_list(answer, kind):
-    assert refused(answer) == f"{NAME} returned {kind}. Return a list of one score a rollout."
+    assert refused(answer) == f"{NAME} returned {kind}. Return a list of one score per rollout."
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,10 @@ def test_only_the_columns_that_are_wanted_are_read(storage):
 
 
 def test_truncate_of_a_run_that_has_nothing_does_nothing(storage):
-    RunFiles(storage[0], "r").truncate(after_step=0)
+    files = RunFiles(storage[0], "r")
+    files.truncate(after_step=0)
+    assert not files.exists()
+    assert files.names() == []
 
 
 def test_rollouts_have_the_columns_and_types_of_the_design(storage):
@@ -364,11 +367,13 @@ def test_a_second_driver_is_refused_and_the_lock_outlives_remove(tmp_path):
 
 
 def test_runs_of_other_names_are_not_locked_and_a_uri_is_never(tmp_path):
-    with RunFiles(str(tmp_path), "a").lock(), RunFiles(str(tmp_path), "b").lock():
-        pass
-    uri = tmp_path.as_uri()
-    with RunFiles(uri, "a").lock(), RunFiles(uri, "a").lock():
-        pass
+    a, b = (RunFiles(str(tmp_path), name) for name in "ab")
+    with a.lock(), b.lock():
+        assert a.is_running()
+        assert b.is_running()
+    at_uri = RunFiles(tmp_path.as_uri(), "a")
+    with at_uri.lock(), RunFiles(tmp_path.as_uri(), "a").lock():
+        assert at_uri.is_running() is None  # it cannot be seen there
 
 
 def test_a_reader_never_sees_half_a_summary(tmp_path):

@@ -80,7 +80,7 @@ def test_one_run_is_told_in_a_paragraph(tmp_path: Path, monkeypatch: pytest.Monk
         lines = paragraph(status_of(files, later_s=34.0))
     assert lines == [
         "recorded: ppo, running, step 8 of 12",
-        "  last step  34 s ago, 2 s a step, about 8 s left",
+        "  last step  34 s ago, 2 s per step, about 8 s left",
         f"  scores     held-out score 0.6182, {label} 0.6418",
         "  files      runs/recorded",
         "  log        runs/recorded/logs/worker_0.log",
@@ -113,7 +113,7 @@ def test_a_run_that_has_made_no_step_is_starting_and_shows_the_score_of_its_star
 def test_a_run_that_lives_and_is_silent_says_for_how_long(tmp_path: Path):
     files = run_of(tmp_path)
     with files.lock():
-        assert "  It lives, and has written nothing for 50 min 00 s: see the log." in paragraph(
+        assert "  It is alive, but has written nothing for 50 min 00 s: see the log." in paragraph(
             status_of(files, later_s=3000.0)
         )
 

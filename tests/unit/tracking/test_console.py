@@ -39,13 +39,13 @@ def run(stream, **options):
     console.phase("generate")
     console.step(METRICS | {"step": 4, "rollout/score_mean": 0.5, "eval/score_mean": 0.75})
     console.message("saved [bold]policy[/bold]")
-    console.close("finished")
+    console.close("finished", 83.0)
     return stream.getvalue()
 
 
 def test_a_step_is_one_line():
     assert step_line(3, 40, METRICS) == (
-        "step  3/40  score +0.412  kl 0.021  clipped 4.1%  length 57.3  6.2 s"
+        "step  3/40  score +0.412  kl 0.021  length 57.3  ratios clipped 4.1%  6.2 s"
     )
 
 
@@ -78,7 +78,8 @@ def test_without_a_terminal_there_are_plain_lines_and_phases_only_before_the_fir
     assert [line[:10] for line in lines[7:9]] == ["step  3/40", "step  4/40"]
     assert lines[9] == "saved [bold]policy[/bold]"
     assert lines[10] == (
-        "raypo: finished after 4 steps in 0 s (score +0.412 -> +0.500), files in runs/quickstart"
+        "raypo: finished after 4 steps in 1 min 23 s (score +0.412 -> +0.500), "
+        "files in runs/quickstart"
     )
     assert len(lines) == 11
 
@@ -98,7 +99,7 @@ def test_a_terminal_gets_a_bar_above_which_the_same_lines_stand():
 
     assert "\x1b" in text
     assert "━" in text
-    assert "step  3/40  score +0.412  kl 0.021  clipped 4.1%  length 57.3  6.2 s" in text
+    assert "step  3/40  score +0.412  kl 0.021  length 57.3  ratios clipped 4.1%  6.2 s" in text
     assert "saved [bold]policy[/bold]" in text
     assert text.splitlines()[-1].endswith("files in runs/quickstart")
 
