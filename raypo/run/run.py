@@ -96,6 +96,12 @@ class Run(Generic[AnyConfig]):
         """Write the trained models as Hugging Face folders."""
         raise NotImplementedError
 
+    def save_share(self, directory: Path) -> None:
+        """Write into a checkpoint what this worker keeps besides; most recipes keep nothing."""
+
+    def restore_share(self, directory: Path) -> None:
+        """Read what `save_share` wrote."""
+
     def before_saving(self) -> None:
         """Make the learner ready to be saved; most recipes have nothing to do."""
 
@@ -153,6 +159,7 @@ class Run(Generic[AnyConfig]):
         self.before_saving()
         directory = Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
         learner.save(directory)
+        self.save_share(directory)
         if self.workers.rank == 0:
             state = {
                 "step": step,
@@ -230,6 +237,7 @@ class Run(Generic[AnyConfig]):
         learner.restore(directory)
         state = json.loads((directory / "run.json").read_text())
         self.load_state_dict(state)
+        self.restore_share(directory)
         self.last_step = state["step"]
         self._earlier_s = state["wall_s"]
         if self.workers.rank == 0:

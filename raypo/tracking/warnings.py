@@ -35,6 +35,8 @@ MIN_FALL = 0.2
 _PHASE_REMEDIES = {
     "time/generate_s": "Give the engines more (rollout.engine.count, "
     "rollout.engine.gpu_memory_fraction), or lower rollout.max_new_tokens.",
+    "time/wait_for_rollouts_s": "Give the engines more (rollout.engine.count), lower "
+    "rollout.max_new_tokens, or make the reward function faster.",
     "time/score_s": "Make the reward function faster or batch its calls.",
     "time/evaluate_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers.",
     "time/update_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers, or lower "
@@ -263,7 +265,7 @@ def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     recent = rows[-2 * PATIENCE :]
     if len(rows) < 2 * PATIENCE + 1:  # the first step warms up
         return None
-    if "time/generate_s" not in rows[-1]:  # updates are all that such a run has to do
+    if "rollout/score_mean" not in rows[-1]:  # updates are all that such a run has to do
         return None
     seconds: dict[str, float] = {}
     for row in recent:
