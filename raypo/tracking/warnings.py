@@ -199,8 +199,10 @@ def _engine_mismatch(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     gaps = _newest(rows, "mismatch/kl")
     is_bare = (_get(config, "ppo", "correction") or {}).get("kind", "none") == "none"
     if gaps and min(gaps) > MAX_MISMATCH_KL:
+        age = rows[-1].get("rollout/staleness_mean", 0.0)
+        which = f"weights that are {age:.1f} versions apart" if age else "the same weights"
         return (
-            f"engine and learner differ by {gaps[-1]:.3f} nats per token on the same weights.",
+            f"engine and learner differ by {gaps[-1]:.3f} nats per token on {which}.",
             f"{'Set ppo.correction.kind: tis, keep' if is_bare else 'Keep'} rollout.top_p at 1, or "
             "use model.dtype: float32.",
         )

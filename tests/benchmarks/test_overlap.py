@@ -36,6 +36,8 @@ def test_sampling_beside_the_update_against_one_after_the_other(task: Path):
         "placement.mode": "dedicated",
         "rollout.max_new_tokens": 48,
         "ppo.num_epochs": 1,
+        "learner.policy_lr": 1e-5,
+        "learner.critic_lr": 1e-5,
         "eval.every": 100,
         "checkpoint.every": 100,
         "num_steps": 12,
