@@ -58,11 +58,17 @@ def test_sampling_beside_the_update_against_one_after_the_other(task: Path):
     sampling = seconds("sync", "time/generate_s", "time/score_s")
     step = seconds("sync", "time/step_s")
     longer = max(sampling, step - sampling)
-    print(f"\nsync: {step:.2f} s a step, {sampling:.2f} s of them sampling and scoring")
+    updating = seconds("sync", "time/update_s")
+    print(
+        f"\nsync: {step:.2f} s a step: {sampling:.2f} s sampling and scoring, "
+        f"{updating:.2f} s updating"
+    )
     for mode in ("one_step_off", "async"):
         took = seconds(mode, "time/step_s")
         waits = seconds(mode, "time/wait_for_rollouts_s", "perf/wait_for_engines_s")
+        beside = seconds(mode, "perf/generate_s", "perf/score_s")
         print(
-            f"{mode}: {took:.2f} s a step ({waits:.2f} s waiting), {step / took:.2f} times as fast "
-            f"as sync, {took / longer:.2f} of the longer path"
+            f"{mode}: {took:.2f} s a step: {seconds(mode, 'time/update_s'):.2f} s updating beside "
+            f"{beside:.2f} s sampling and scoring, {waits:.2f} s waiting; {step / took:.2f} times "
+            f"as fast as sync, {took / longer:.2f} of the longer path"
         )
