@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ class Workers:
 
     rank: int = 0
     count: int = 1
+    group: dist.ProcessGroup | None = None
+    """None: the default process group."""
 
     @classmethod
     def current(cls) -> Workers:
@@ -25,6 +27,10 @@ class Workers:
         if not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
+
+    def beside(self) -> Workers:
+        """The same workers in a group of their own, for another thread; all of them call it."""
+        return replace(self, group=dist.new_group(backend="gloo")) if self.count > 1 else self
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the workers, on every worker; any shape, not in place."""
@@ -39,7 +45,7 @@ class Workers:
         if self.count == 1:
             return [value]
         gathered: list[Any] = [None] * self.count
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
@@ -59,8 +65,8 @@ class Workers:
         device = self._device()
         moved = [each.to(device) for each in received]
         others = [rank for rank in range(self.count) if rank != self.rank]
-        calls = [dist.P2POp(dist.isend, sent[rank].to(device), rank) for rank in others]
-        calls += [dist.P2POp(dist.irecv, moved[rank], rank) for rank in others]
+        calls = [dist.P2POp(dist.isend, sent[rank].to(device), rank, self.group) for rank in others]
+        calls += [dist.P2POp(dist.irecv, moved[rank], rank, self.group) for rank in others]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
         return [pickle.loads(each.cpu().numpy().tobytes()) for each in moved]
@@ -70,23 +76,23 @@ class Workers:
         if self.count == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def barrier(self) -> None:
         """Wait for all workers."""
         if self.count > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
         if self.count == 1:
             return values
         total = values.to(self._device(), copy=True)
-        dist.all_reduce(total, op=op)
+        dist.all_reduce(total, op=op, group=self.group)
         return total.to(values.device)
 
     def _device(self) -> str:
-        return "cuda" if dist.get_backend() == "nccl" else "cpu"
+        return "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
 
 
 def as_tensor(*values: float) -> Tensor:

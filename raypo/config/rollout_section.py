@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raypo.config.base import Config, ConfigError
 
@@ -95,5 +95,27 @@ class RolloutSection(SamplingSection):
     """Prompts of one step, over all workers."""
     samples_per_prompt: int = Field(default=4, ge=1)
     """Responses sampled for each prompt."""
-    mode: Literal["sync"] = "sync"
-    """sync: sample, then update."""
+    mode: Literal["sync", "one_step_off", "async"] = "sync"
+    """sync: sample, then update. one_step_off: sample the next step's batch while the learner
+    updates, one weight version behind; runs repeat bit for bit. async: as far ahead as
+    `max_staleness` lets it. The last two need engines with resources of their own
+    (placement.mode)."""
+    max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """async: most weight versions between the first token of a response and the update that trains
+    it; auto: 1. In the other modes it is what the mode says: 0 or 1."""
+
+    @property
+    def staleness(self) -> int:
+        """The bound on staleness, in weight versions."""
+        usual = 0 if self.mode == "sync" else 1
+        return usual if self.max_staleness == "auto" else self.max_staleness
+
+    @model_validator(mode="after")
+    def _staleness_is_the_modes(self) -> Self:
+        usual = {"sync": 0, "one_step_off": 1}.get(self.mode, self.staleness)
+        if self.staleness != usual:
+            raise ValueError(
+                f"max_staleness ({self.max_staleness}): mode {self.mode} has {usual}. Set "
+                f"max_staleness to auto, or mode to async."
+            )
+        return self

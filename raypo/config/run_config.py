@@ -158,6 +158,16 @@ class PPOConfig(RecipeConfig):
         return self
 
     @model_validator(mode="after")
+    def _engines_that_sample_ahead_have_their_own_resources(self) -> Self:
+        if self.rollout.mode != "sync" and self.placement.group_of("engine") == "colocated":
+            raise ValueError(
+                f"rollout.mode ({self.rollout.mode}): samples while the learner updates, and "
+                f"colocated engines take turns with it. Set placement.mode to dedicated (or to "
+                f"{{engine: dedicated}}), or rollout.mode to sync."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _workers_that_share_a_replica_share_a_node(self) -> Self:
         strategy = self.placement.strategy
         for key, (role, size) in self.devices_of_replicas().items():

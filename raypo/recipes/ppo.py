@@ -42,10 +42,11 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         learner = run.start_learner()  # 3. policy and critic; restored where there is a checkpoint
         run.push_weights(learner, services, version=run.last_step)
         run.evaluate_before_first_update(services)
+        rollouts = run.open_rollouts(lambda clock, workers: collect(run, services, clock, workers))
 
         for step in run.steps():
             clock = Clock()
-            collected = collect(run, services, clock)  # 4. generate and score, below;
+            collected = rollouts.take(step, clock)  # 4. generate and score: `collect`, below;
             dealt = deal(
                 collected.trained,
                 minibatch_size=config.ppo.minibatch_size,
@@ -116,23 +117,27 @@ def ppo_step(
     return experience, metrics | to_reference | to_engine | updated, next_state
 
 
-def collect(run: PPORun, services: Services, clock: Clock) -> Collected:
-    """Generate and score this worker's share of a step, and again for what `ppo.filter` drops."""
+def collect(run: PPORun, services: Services, clock: Clock, workers: Workers) -> Collected:
+    """Generate and score this worker's share of a step, and again for what `ppo.filter` drops.
+
+    In the modes that sample ahead a thread calls it, with a clock and a process group of its own.
+    """
 
     def scored_rollouts(num_prompts: int) -> list[ScoredRollout]:
-        draws = run.draw_prompts(num_prompts)
-        run.enter(Phase.GENERATE)
-        rollouts = sample(draws, services.engine, run.tokenizer, run.sampling, run.push_again)
-        clock.lap("time/generate_s")
-        run.enter(Phase.SCORE)
-        scored = judge(rollouts, run.judges(services), services.reference)
-        clock.lap("time/score_s")
-        return scored
+        with run.round_of_sampling(clock):
+            draws = run.draw_prompts(num_prompts)
+            run.enter(Phase.GENERATE)
+            rollouts = sample(draws, services.engine, run.tokenizer, run.sampling, run.push_again)
+            clock.lap("time/generate_s")
+            run.enter(Phase.SCORE)
+            scored = judge(rollouts, run.judges(services), services.reference)
+            clock.lap("time/score_s")
+            return scored
 
     return fill_step(
         scored_rollouts,
         prompts_per_step=run.config.rollout.prompts_per_step,
         section=run.config.ppo.filter,
         reward=run.config.reward,
-        workers=run.workers,
+        workers=workers,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -15,6 +17,7 @@ from raypo.data.prompts import load_prompts, repetition_note
 from raypo.data.stream import Draw, PromptStream
 from raypo.learner.learner import Learner
 from raypo.learner.peak import peak_flops
+from raypo.metrics.clock import Clock
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.critic import critic_start
 from raypo.models.loading import load_tokenizer, stop_token_ids
@@ -22,6 +25,7 @@ from raypo.plan.estimate import Models
 from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
 from raypo.rewards.sources import close_function, open_function, open_remote
+from raypo.rollout.ahead import Collect, Rollouts, RolloutsAhead, RolloutsInTurn
 from raypo.rollout.collect import PushAgain, Sampling
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.experience import AdvantageState
@@ -59,7 +63,10 @@ class PPORun(Run[PPOConfig]):
     models: Models | None
     """Their shapes, for the arithmetic that they need; None where they are not known."""
     push_again: PushAgain | None = None
-    """The last push once more, for the case that no engine is left that has it."""
+    """The last push once more, for the case that no engine is left that has it; where rollouts are
+    collected while the learner updates it is None, for its weights are then of no version."""
+    ahead: RolloutsAhead | None = None
+    """Where `rollout.mode` samples ahead: the batches of the next steps."""
     _phases: Phases | None = None
     _work: dict[str, Work] = field(default_factory=dict)
     _elsewhere: frozenset[str] = frozenset()
@@ -92,6 +99,8 @@ class PPORun(Run[PPOConfig]):
             held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
         reward_function = open_function(config.reward, runtime.reward_fn)
         first_answers = runtime.shared.first_answers if runtime.shared else None
+        stream = PromptStream(loaded.prompts, seed=config.seed)
+        is_ahead = config.rollout.mode != "sync"
         return cls(
             config,
             runtime,
@@ -100,7 +109,16 @@ class PPORun(Run[PPOConfig]):
             tell,
             tokenizer=tokenizer,
             prompts=loaded.prompts,
-            stream=PromptStream(loaded.prompts, seed=config.seed),
+            stream=stream,
+            ahead=RolloutsAhead(
+                stream,
+                max_staleness=config.rollout.staleness,
+                settles=config.rollout.mode == "one_step_off",
+                num_steps=config.num_steps,
+                workers=workers.beside(),
+            )
+            if is_ahead
+            else None,
             held_out=held_out,
             reward_function=reward_function,
             reward_servers=open_remote(config.reward),
@@ -113,7 +131,9 @@ class PPORun(Run[PPOConfig]):
                 seed=config.seed,
                 samples_per_prompt=config.rollout.samples_per_prompt,
                 adapter=runtime.name if _pushes_adapter(config) else None,
-                recall=Recall(first_answers, config, workers) if first_answers else None,
+                recall=Recall(first_answers, config, workers)
+                if first_answers and not is_ahead
+                else None,
             ),
             advantage_state=AdvantageState.of(config.ppo.kl),
             transport=open_transport(
@@ -148,7 +168,12 @@ class PPORun(Run[PPOConfig]):
         return services
 
     def enter(self, phase: Phase) -> None:
-        """Go on to a phase of the step together; on shared GPUs memory changes hands."""
+        """Go on to a phase of the step together; on shared GPUs memory changes hands.
+
+        Where rollouts are collected ahead there are no phases: engines share nothing.
+        """
+        if self.ahead:
+            return
         assert self._phases is not None, "phases begin when the services have started"
         self._phases.enter(phase)
 
@@ -181,6 +206,8 @@ class PPORun(Run[PPOConfig]):
 
     def close(self) -> None:
         """Close what is open; safe to call in any state."""
+        if self.ahead:
+            self.ahead.close()
         close_function(self.reward_function)
         super().close()
 
@@ -198,14 +225,15 @@ class PPORun(Run[PPOConfig]):
         self, learner: Learner, services: Services, *, version: int
     ) -> dict[str, float]:
         """The learner's weights to the engines; their version is the step that made them."""
-        if self.push_again is None:  # the first push of this attempt
+        if version == self.last_step:  # the first push of this attempt
             self.tell.phase("waiting for the engine")
             services.wait(self.config.placement.timeout_s)
             mine = peak_flops(self.config.model.dtype, self.config.learner.peak_tflops)
             self._peak_flops = float(self.workers.sum(as_tensor(mine)))
-        self.push_again = PushAgain(
-            lambda: self.push_weights(learner, services, version=version), self.workers
-        )
+        if self.ahead is None:
+            self.push_again = PushAgain(
+                lambda: self.push_weights(learner, services, version=version), self.workers
+            )
         if version > 0:
             self.sampling = replace(self.sampling, recall=None)
         config = self.config
@@ -218,7 +246,10 @@ class PPORun(Run[PPOConfig]):
         )
         self.enter(Phase.LEARN)
         self.enter(Phase.PUSH)
-        figures = self._push(learner, services, version=version, probe=probe)
+        with self._engines_to_itself() as waited:
+            figures = self._push(learner, services, version=version, probe=probe) | waited
+        if self.ahead:
+            self.ahead.arrived(version)
         self.enter(Phase.GENERATE)
         return figures | self._memory(services)
 
@@ -253,6 +284,17 @@ class PPORun(Run[PPOConfig]):
         figures = super().speed(metrics, step_s)
         seconds = metrics | figures
         return figures | work_figures(self._work, seconds, peak_flops=self._peak_flops)
+
+    def open_rollouts(self, collect: Collect) -> Rollouts:
+        """Where the rollouts of the steps that are left come from, by `rollout.mode`."""
+        if self.ahead is None:
+            return RolloutsInTurn(collect, self.workers)
+        self.ahead.begin(collect, version=self.last_step, last_step=self.last_step)
+        return self.ahead
+
+    def round_of_sampling(self, clock: Clock) -> AbstractContextManager[None]:
+        """What is drawn, sampled and judged without a push or an evaluation in between."""
+        return self.ahead.round(clock) if self.ahead else nullcontext()
 
     def draw_prompts(self, count: int) -> Sequence[Draw]:
         """This worker's share of the next prompts, `count` over all workers."""
@@ -316,6 +358,16 @@ class PPORun(Run[PPOConfig]):
         self.stream.load_state_dict(state["stream"])
         self.advantage_state = self.advantage_state.restored(state["advantages"])
 
+    def save_share(self, directory: Path) -> None:
+        """The rollouts that were collected ahead."""
+        if self.ahead:
+            self.ahead.save(directory, self.workers)
+
+    def restore_share(self, directory: Path) -> None:
+        """See `save_share`."""
+        if self.ahead:
+            self.ahead.restore(directory, self.workers)
+
     def save_models(self, learner: Learner) -> None:
         """The policy into the run's `policy/`, with LoRA also its adapter into `adapter/`.
 
@@ -355,19 +407,30 @@ class PPORun(Run[PPOConfig]):
                 self.files.write_rollouts(step, rows, held_out=True)
 
         self.enter(Phase.GENERATE)
-        return evaluate_policy(
-            self.held_out,
-            services.engine,
-            self.tokenizer,
-            self.eval_function,
-            section=self.config.eval,
-            sampling=self.sampling,
-            workers=self.workers,
-            judges=self.judges(services),
-            push_again=self.push_again,
-            before_judging=lambda: self.enter(Phase.SCORE),
-            keep=keep,
-        )
+        with self._engines_to_itself():
+            return evaluate_policy(
+                self.held_out,
+                services.engine,
+                self.tokenizer,
+                self.eval_function,
+                section=self.config.eval,
+                sampling=self.sampling,
+                workers=self.workers,
+                judges=self.judges(services),
+                push_again=self.push_again,
+                before_judging=lambda: self.enter(Phase.SCORE),
+                keep=keep,
+            )
+
+    @contextmanager
+    def _engines_to_itself(self) -> Iterator[dict[str, float]]:
+        """While nobody samples ahead; all workers enter before one goes on."""
+        if self.ahead is None:
+            yield {}
+            return
+        with self.ahead.paused() as waited:
+            self.workers.barrier()
+            yield {"perf/wait_for_engines_s": waited}
 
 
 def _pushes_adapter(config: PPOConfig) -> bool:

@@ -101,6 +101,12 @@ class Run(ABC, Generic[AnyConfig]):
     def save_models(self, learner: Any) -> None:
         """Write the trained models as Hugging Face folders."""
 
+    def save_share(self, directory: Path) -> None:
+        """Write into a checkpoint what this worker keeps besides; most recipes keep nothing."""
+
+    def restore_share(self, directory: Path) -> None:
+        """Read what `save_share` wrote."""
+
     def before_saving(self) -> None:
         """Make the learner ready to be saved; most recipes have nothing to do."""
 
@@ -158,6 +164,7 @@ class Run(ABC, Generic[AnyConfig]):
         self.before_saving()
         directory = Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
         learner.save(directory)
+        self.save_share(directory)
         if self.workers.rank == 0:
             state = {
                 "step": step,
@@ -235,6 +242,7 @@ class Run(ABC, Generic[AnyConfig]):
         learner.restore(directory)
         state = json.loads((directory / "run.json").read_text())
         self.load_state_dict(state)
+        self.restore_share(directory)
         self.last_step = state["step"]
         self._earlier_s = state["wall_s"]
         if self.workers.rank == 0:

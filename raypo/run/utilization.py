@@ -105,12 +105,13 @@ def work_figures(
     """Rates of each phase, and model FLOPs utilisation of each and of the whole step.
 
     Args:
-        seconds: `time/generate_s` and its like, `time/step_s` among them.
+        seconds: `time/generate_s` and its like, `time/step_s` among them; `perf/generate_s` where
+            the learner did something else meanwhile.
         peak_flops: FLOP/s of all devices together.
     """
     figures: dict[str, float] = {}
     for phase, each in work.items():
-        took = seconds.get(f"time/{phase}_s", 0.0)
+        took = seconds.get(f"time/{phase}_s") or seconds.get(f"perf/{phase}_s", 0.0)
         if took > 0.0:
             figures[f"perf/{phase}_samples_per_s"] = each.samples / took
             figures[f"perf/{phase}_tokens_per_s"] = each.tokens / took

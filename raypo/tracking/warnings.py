@@ -34,6 +34,8 @@ MIN_FALL = 0.2
 _PHASE_REMEDIES = {
     "time/generate_s": "Give the engines more (rollout.engine.count, "
     "rollout.engine.gpu_memory_fraction), or lower rollout.max_new_tokens.",
+    "time/wait_for_rollouts_s": "Give the engines more (rollout.engine.count), lower "
+    "rollout.max_new_tokens, or make the reward function faster.",
     "time/score_s": "Make the reward function faster or batch its calls.",
     "time/evaluate_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers.",
     "time/update_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers, or lower "
@@ -205,8 +207,10 @@ def _engine_mismatch(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     gaps = _newest(rows, "mismatch/kl")
     is_bare = (_get(config, "ppo", "correction") or {}).get("kind", "none") == "none"
     if gaps and min(gaps) > MAX_MISMATCH_KL:
+        age = rows[-1].get("rollout/staleness_mean", 0.0)
+        which = f"weights that are {age:.1f} versions apart" if age else "the same weights"
         return (
-            f"engine and learner differ by {gaps[-1]:.3f} nats per token on the same weights.",
+            f"engine and learner differ by {gaps[-1]:.3f} nats per token on {which}.",
             f"{'Set ppo.correction.kind: tis, keep' if is_bare else 'Keep'} rollout.top_p at 1, or "
             "use model.dtype: float32.",
         )
@@ -271,7 +275,7 @@ def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     recent = rows[-2 * PATIENCE :]
     if len(rows) < 2 * PATIENCE + 1:  # the first step warms up
         return None
-    if "time/generate_s" not in rows[-1]:  # updates are all that such a run has to do
+    if "rollout/score_mean" not in rows[-1]:  # updates are all that such a run has to do
         return None
     seconds = seconds_by_phase(recent)
     if not seconds:

@@ -256,6 +256,11 @@ class ThreadWorkers(Workers):
         barrier.wait(30)
         return everyone
 
+    def beside(self) -> Workers:
+        own = (threading.Barrier(self.count), [None] * self.count)
+        barrier, box = self.gather(own)[0]
+        return ThreadWorkers(self.rank, self.count, barrier, box)
+
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
         return [of_one[self.rank] for of_one in self.gather(list(parcels))]
 

@@ -22,6 +22,11 @@ def test_a_run_that_goes_well_has_no_warning():
         ("kl_drift", {"kl/ref_response_mean": 80.0}, "ppo.kl.coef"),
         ("clip_fraction", {"ppo/clip_fraction": 0.4}, "learner.policy_lr"),
         ("engine_mismatch", {"mismatch/kl": 0.05}, "ppo.correction.kind"),
+        (
+            "engine_mismatch",
+            {"mismatch/kl": 0.05, "rollout/staleness_mean": 1.5},
+            "ppo.correction.kind",
+        ),
         ("correction_drops", {"mismatch/dropped_fraction": 0.9}, "ppo.correction.low"),
         ("truncated", {"rollout/truncated_fraction": 0.9}, "rollout.max_new_tokens"),
         ("one_phase", {"time/generate_s": 20.0}, "rollout.engine.count"),

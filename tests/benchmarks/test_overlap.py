@@ -1,0 +1,74 @@
+"""What sampling beside the update saves: sync, one_step_off and async, engine and learner on one
+core each, one run after the other.
+
+Ratios of one session, printed (`-s` shows them). What is asserted is that the modes train the same
+prompts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from raypo import PPOConfig, PPOTrainer
+from tests.integration.task import read_metrics
+from tests.integration.test_ahead import prompts
+from tests.tiny import tiny_policy
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "one_step_off": {"rollout.mode": "one_step_off"},
+    "async": {"rollout.mode": "async", "rollout.max_staleness": 2},
+}
+FIRST = 3
+"""Steps that warm up."""
+
+
+def test_sampling_beside_the_update_against_one_after_the_other(task: Path):
+    tiny_policy(task.parent / "larger", hidden=256, layers=8, head_dim=64)
+    common = {
+        "model.policy": str(task.parent / "larger"),
+        "placement.mode": "dedicated",
+        "rollout.max_new_tokens": 48,
+        "ppo.num_epochs": 1,
+        "learner.policy_lr": 1e-5,
+        "learner.critic_lr": 1e-5,
+        "eval.every": 100,
+        "checkpoint.every": 100,
+        "num_steps": 12,
+    }
+    rows: dict[str, list[dict[str, Any]]] = {}
+    trained = []
+    for mode, overrides in MODES.items():
+        config = PPOConfig.load(task, overrides={**common, **overrides, "name": f"overlap_{mode}"})
+        PPOTrainer(config).fit()
+        folder = task.parent / "runs" / config.name
+        rows[mode] = read_metrics(folder)[FIRST:-1]  # the last step saves the policy
+        trained.append(prompts(folder))
+    assert trained[0] == trained[1] == trained[2]
+
+    def seconds(mode: str, *names: str) -> float:
+        return median(sum(row[name] for name in names) for row in rows[mode])
+
+    sampling = seconds("sync", "time/generate_s", "time/score_s")
+    step = seconds("sync", "time/step_s")
+    longer = max(sampling, step - sampling)
+    updating = seconds("sync", "time/update_s")
+    print(
+        f"\nsync: {step:.2f} s a step: {sampling:.2f} s sampling and scoring, "
+        f"{updating:.2f} s updating"
+    )
+    for mode in ("one_step_off", "async"):
+        took = seconds(mode, "time/step_s")
+        waits = seconds(mode, "time/wait_for_rollouts_s", "perf/wait_for_engines_s")
+        beside = seconds(mode, "perf/generate_s", "perf/score_s")
+        print(
+            f"{mode}: {took:.2f} s a step: {seconds(mode, 'time/update_s'):.2f} s updating beside "
+            f"{beside:.2f} s sampling and scoring, {waits:.2f} s waiting; {step / took:.2f} times "
+            f"as fast as sync, {took / longer:.2f} of the longer path"
+        )
