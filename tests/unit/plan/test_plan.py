@@ -112,6 +112,9 @@ def test_the_keys_that_a_plan_names_make_it_fit(values: dict):
     tokens = int(problem.split(remedy)[1].split(",")[0].split(".")[0])
     values["learner"]["max_tokens_per_microbatch"] = tokens
     assert plan(values, "8xGPU80G").fits
+    values["learner"]["max_tokens_per_microbatch"] = 2 * tokens
+    assert not plan(values, "8xGPU80G").fits, "it is the mildest of the halves"
+    assert problem.count(remedy) == 1
 
 
 def test_an_engine_without_room_for_one_sequence_is_refused(values: dict):
