@@ -18,6 +18,7 @@ from raypo.config import (
 )
 from raypo.data.prompts import peek, repetition_note
 from raypo.plan.model_shape import ModelShape
+from raypo.plan.placement import place, worker_bundles
 from raypo.rewards.loader import check_function
 from raypo.serving.vllm_arguments import check_extra
 from raypo.storage.run_files import RunFiles
@@ -197,8 +198,9 @@ def _check_cpus(config: Any) -> None:
     if config.cluster.address or os.environ.get("RAY_ADDRESS") or _ray_is_running():
         return
     learner, cores = config.learner, os.cpu_count() or 1
-    asked = learner.num_workers * learner.cpus_per_worker
-    if asked > cores:
+    workers = worker_bundles(config, use_gpu=False)
+    if len(place(workers, [{"CPU": cores}], "PACK")) < len(workers):
+        asked = learner.num_workers * learner.cpus_per_worker
         raise ConfigError(
             f"learner.cpus_per_worker ({learner.cpus_per_worker}): {learner.num_workers} learner "
             f"workers ask for {asked} CPU cores, this machine has {cores}. Lower "

@@ -11,7 +11,7 @@ from raypo.cli.exit_status import WRONG_INPUT, exit_status, tell
 
 if TYPE_CHECKING:
     from raypo.config import PPOConfig
-    from raypo.plan import Node
+    from raypo.plan.hardware import Node
 
 CLUSTER_HELP = (
     "The hardware: 8xGPU80G,2 is two nodes, each with 8 GPUs of 80 GB; 4xCPU,16G is one with 4 "
@@ -32,7 +32,7 @@ def plan(
     from raypo.checks import check_inputs
     from raypo.config import ConfigError, PPOConfig, parse_run_config
     from raypo.config.base import read_yaml
-    from raypo.plan import make_plan
+    from raypo.plan.fit import make_plan
 
     values = read_yaml(config, overrides or ())
     if "space" in values:
@@ -69,7 +69,7 @@ def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) ->
     """Trials, what each takes, how many run at a time, what all will cost."""
     from raypo.checks import check_inputs
     from raypo.config.sweep_config import SweepConfig
-    from raypo.plan import parse_cluster
+    from raypo.plan.hardware import parse_cluster
     from raypo.tuning.capacity import describe, plan_sweep
 
     sweep = SweepConfig.load(file, overrides)
@@ -81,9 +81,7 @@ def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) ->
         nodes, use_gpu = find_nodes(base)
     else:
         parsed = parse_cluster(cluster)
-        nodes = [
-            {"CPU": 1e6 if node.cpus is None else node.cpus, "GPU": node.gpus} for node in parsed
-        ]
+        nodes = [node.resources for node in parsed]
         auto = any(node.gpus for node in parsed)
         use_gpu = auto if base.learner.use_gpu == "auto" else base.learner.use_gpu
     for line in describe(sweep, base, plan_sweep(sweep, base, nodes, use_gpu=use_gpu)):
@@ -96,7 +94,7 @@ def _nodes(run: PPOConfig, cluster: str | None) -> list[Node]:
     """The hardware of the text, else of the cluster that the run would join, else this machine."""
     import os
 
-    from raypo.plan import parse_cluster, this_machine
+    from raypo.plan.hardware import parse_cluster, this_machine
 
     if cluster is not None:
         return parse_cluster(cluster)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ray
 
 from raypo.cluster.connect import connect
-from raypo.cluster.placement import Resources, alive_nodes
 from raypo.config import ClusterSection
-from raypo.plan import Node
-from raypo.plan.hardware import GB
+from raypo.plan.hardware import GB, Node
+from raypo.plan.placement import Resources
 
 GPU_GB = {
     "V100": 16,
@@ -24,6 +23,11 @@ GPU_GB = {
     "B200": 180,
 }
 """Memory by the accelerator type that Ray tells; the smaller kind where there are two."""
+
+
+def alive_nodes() -> list[Resources]:
+    """Resources of the nodes of the connected cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def cluster_nodes(section: ClusterSection) -> list[Node]:

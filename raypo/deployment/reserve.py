@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import ray
 import ray.util
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from raypo.cluster.placement import PlacementError, Resources, words
+from raypo.config import PlacementSection
 from raypo.deployment.handle import DeploymentHandle
+from raypo.plan.placement import Bundle, PlacementError, Resources, place, words
 
 WAIT_S = 0.5
 
@@ -34,61 +34,29 @@ class Dedicated:
 
 
 def reserve(
-    bundles: Sequence[Resources],
-    *,
-    name: str,
-    strategy: str,
-    timeout_s: float,
-    guests: Sequence[str],
-    what: str = "the dedicated group",
+    bundles: Sequence[Bundle], what: str, *, name: str, placement: PlacementSection
 ) -> PlacementGroup:
     """A placement group that is there when this returns; it ends with this process's job.
 
     Args:
-        bundles: Resources of each.
-        name: Readable, for the dashboard.
-        strategy: Ray's placement strategy.
-        timeout_s: Seconds to wait for what others hold.
-        guests: Who lives in each bundle, for people.
         what: The group, for people.
+        name: Readable, for the dashboard.
+        placement: Its strategy, and the seconds to wait for what others hold.
 
     Raises:
         PlacementError: it was not there in time, with the bundle that waits and what is free.
     """
-    group = ray.util.placement_group([dict(each) for each in bundles], strategy, name=name)
-    deadline = time.monotonic() + timeout_s
+    resources = [dict(bundle.resources) for bundle in bundles]
+    group = ray.util.placement_group(resources, placement.strategy, name=name)
+    deadline = time.monotonic() + placement.timeout_s
     try:
         while not group.wait(WAIT_S):  # in pieces, between which Ctrl-C is heard
             if time.monotonic() > deadline:
-                raise PlacementError(
-                    _why_it_waits(bundles, guests, group, strategy, timeout_s, what)
-                )
+                raise PlacementError(_why_it_waits(bundles, what, group, placement))
     except BaseException:
         remove_placement_group(group)
         raise
     return group
-
-
-def wait_for_room(
-    bundles: Sequence[Resources], *, name: str, strategy: str, timeout_s: float
-) -> None:
-    """Wait until the learner workers' group could be placed, which Ray Train then makes itself.
-
-    It would not say which bundle waits, for what, or who has it.
-
-    Raises:
-        PlacementError: it could not in time, with the bundle that waits and what is free.
-    """
-    guests = [f"learner worker {number}" for number in range(len(bundles))]
-    group = reserve(
-        bundles,
-        name=name,
-        strategy=strategy,
-        timeout_s=timeout_s,
-        guests=guests,
-        what="the learner workers' group",
-    )
-    remove_placement_group(group)
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:
@@ -98,45 +66,29 @@ def nodes_of(group: PlacementGroup) -> list[str]:
 
 
 def _why_it_waits(
-    bundles: Sequence[Resources],
-    guests: Sequence[str],
-    group: PlacementGroup,
-    strategy: str,
-    timeout_s: float,
-    what: str,
+    bundles: Sequence[Bundle], what: str, group: PlacementGroup, placement: PlacementSection
 ) -> str:
-    free = ray.available_resources()
-    left = {name: free.get(name, 0.0) for bundle in bundles for name in bundle}
-    first = 0
-    for index, bundle in enumerate(bundles):
-        first = index
-        if any(amount > left[name] for name, amount in bundle.items()):
-            break
-        for name, amount in bundle.items():
-            left[name] -= amount
+    names = {name for bundle in bundles for name in bundle.resources}
+    available = ray.available_resources()
+    free = {name: available.get(name, 0.0) for name in names}
+    fitting = place(bundles, [free], "PACK")
+    waiting = [index for index in range(len(bundles)) if index not in fitting]
+    first = waiting[0] if waiting else len(bundles) - 1
     return (
-        f"placement.timeout_s ({timeout_s:g}): bundle {first} of {what} "
-        f"({words(bundles[first])} for {guests[first]}) was not free in time; the group asks for "
-        f"{len(bundles)} bundles under placement.strategy {strategy}, free are "
-        f"{words({name: free.get(name, 0.0) for name in left})}. {_holders(group)}Wait until they "
-        f"end, raise placement.timeout_s, or use a larger cluster."
+        f"placement.timeout_s ({placement.timeout_s:g}): bundle {first} of {what} "
+        f"({bundles[first]}) was not free in time; the group asks for {len(bundles)} bundles under "
+        f"placement.strategy {placement.strategy}, free are {words(free)}. {_holders(group)}Wait "
+        f"until they end, raise placement.timeout_s, or use a larger cluster."
     )
 
 
 def _holders(group: PlacementGroup) -> str:
     """Other groups that hold something, by name or id."""
-    names = [
-        f"{info['name'] or info['placement_group_id'][:8]} "
-        f"({words(_sum(info['bundles'].values()))})"
-        for info in placement_group_table().values()
-        if info["state"] == "CREATED" and info["placement_group_id"] != group.id.hex()
-    ]
+    names = []
+    for info in placement_group_table().values():
+        if info["state"] == "CREATED" and info["placement_group_id"] != group.id.hex():
+            held: Resources = {}
+            for bundle in info["bundles"].values():
+                held |= {name: held.get(name, 0.0) + each for name, each in bundle.items()}
+            names.append(f"{info['name'] or info['placement_group_id'][:8]} ({words(held)})")
     return f"Placement groups that hold the rest: {', '.join(names)}. " if names else ""
-
-
-def _sum(bundles: Any) -> Resources:
-    total: Resources = {}
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total

@@ -12,9 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raypo.models.packed_attention import hidden_states, own_logits
 from raypo.models.packing import Packed, pack_padded
-
-CHUNK_ELEMENTS = 1 << 24
-"""Logits that are made, and held in float32 besides, at any time (64 MB)."""
+from raypo.plan.sizes import CHUNK_ELEMENTS
 
 
 def response_log_probs(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raypo.config import FrozenSection, LoraSection, PPOConfig
+from raypo.config import EngineSection, FrozenSection, LoraSection, PPOConfig, SFTConfig
 from raypo.plan import memory
 from raypo.plan.memory import ITEMSIZE, Batch, Bytes, Memory, Sharding
 from raypo.plan.model_shape import ModelShape
+from raypo.plan.placement import LEARNER
+from raypo.plan.sizes import default_cpu_kv_bytes
 
 Device = Literal["cpu", "cuda"]
 RUNTIME = {
@@ -26,8 +28,6 @@ RAY_BYTES = 10**9
 """RAM of Ray's own processes on a node."""
 CPU_HEAP = 1.4
 """Resident bytes a byte of activations on CPU: glibc's heap keeps what is freed (measured)."""
-LEARNER = "learner worker"
-"""Name of that role."""
 ENGINE_SEQUENCES = 256
 """Sequences that vLLM samples at a time; each has a row of float32 logits, three times."""
 
@@ -75,17 +75,26 @@ class Role:
     memory: Memory
 
 
-def update_batch(config: PPOConfig, shape: ModelShape) -> Batch:
-    """The largest micro-batch of an update on one worker."""
-    return _worst(config, shape, rows=config.ppo.minibatch_size)
+def roles_of(
+    config: PPOConfig, models: Models, sharding: Sharding, device: Device, gpu_bytes: int | None
+) -> list[Role]:
+    """Each kind of process with its memory; replicas of one kind are alike."""
+    roles = [
+        Role(LEARNER, _learner(config, models, sharding, device)),
+        Role("engine", engine(config, models.policy, device, gpu_bytes)),
+    ]
+    frozen = config.placement.frozen
+    if models.reference:
+        section = frozen.reference
+        held = _frozen(config, models.reference, device, gpu_bytes, section=section)
+        roles.append(Role("reference", held))
+    for number, shape in enumerate(models.rewards):
+        held = _frozen(config, shape, device, gpu_bytes, section=frozen.reward, head=False)
+        roles.append(Role(f"reward_{number}", held))
+    return roles
 
 
-def step_batch(config: PPOConfig, shape: ModelShape) -> Batch:
-    """The largest batch of a pass over all of a step's responses."""
-    return _worst(config, shape, rows=config.responses_per_step)
-
-
-def learner(config: PPOConfig, models: Models, sharding: Sharding, device: Device) -> Memory:
+def _learner(config: PPOConfig, models: Models, sharding: Sharding, device: Device) -> Memory:
     """A learner worker: policy and critic under DeepSpeed."""
     itemsize = ITEMSIZE[config.model.dtype]
     result = Memory(held={"runtime": RUNTIME[device]["learner"]})
@@ -106,18 +115,29 @@ def learner(config: PPOConfig, models: Models, sharding: Sharding, device: Devic
         for what, size in extra.items():
             update[what] = max(update.get(what, 0), size)
     gathered = update.pop("gathered weights", 0)
-    saved, made = _passes(config, models, itemsize)
     step = sum(update.values())
-    bucket = memory.push_bytes(models.policy, itemsize=itemsize)
+    batch = _batch(config, rows=config.ppo.minibatch_size)
+    made = memory.logits(models.policy, batch, itemsize=itemsize, copies=2)
+    saved = max(
+        memory.activations(shape, batch, itemsize=itemsize)
+        for shape in (models.policy, models.critic)
+        if shape
+    )
+    batch = _batch(config, rows=config.responses_per_step)
+    scratch = memory.layer_scratch(models.policy, batch, itemsize=itemsize)
+    scratch += memory.logits(models.policy, batch, itemsize=itemsize, copies=1)
+    evaluate = _named(gathered, {"activations": scratch})
+    pushed = {"push bucket": memory.push_bytes(models.policy, itemsize=itemsize)}
+    if device == "cuda":
+        result.host |= pushed
+    elif sharding.stage < 3 and not config.model.lora:  # it goes to the store from where it lies
+        pushed = {"push bucket": 0}
     result.phases = {
-        "evaluate": _named(gathered, activations=_scratch(config, models, itemsize)),
+        "evaluate": evaluate,
         "update": _update(device, gathered, saved, made, step),
+        "push": pushed,
+        "probe": evaluate,
     }
-    if device == "cpu":  # weights go to the object store from where they lie, if they lie whole
-        is_made = sharding.stage == 3 or config.model.lora is not None
-        result.phases["push"] = {"push bucket": bucket if is_made else 0}
-    else:
-        result.host["push bucket"] = bucket
     return result
 
 
@@ -137,7 +157,7 @@ def _adapter(lora: LoraSection, shape: ModelShape) -> int:
     return shape.adapter_parameters(lora.rank, targets)
 
 
-def frozen(
+def _frozen(
     config: PPOConfig,
     shape: ModelShape,
     device: Device,
@@ -147,82 +167,85 @@ def frozen(
     head: bool = True,
 ) -> Memory:
     """The reference, or another frozen model without its head."""
-    if section.backend == "vllm":
-        return _frozen_in_vllm(config, shape, device, gpu_bytes, section=section, head=head)
     itemsize = ITEMSIZE[config.model.dtype]
-    batch = step_batch(config, shape)
+    parameters = shape.parameters if head else shape.backbone_parameters
+    if section.backend == "vllm":
+        return _in_vllm(
+            shape,
+            device,
+            gpu_bytes,
+            section=section,
+            parameters=parameters,
+            itemsize=itemsize,
+            max_model_len=max_model_len(config) + 1,
+        )
+    batch = _batch(config, rows=config.responses_per_step)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
     if head:
         added["logits"] = memory.logits(shape, batch, itemsize=itemsize, copies=1)
-    parameters = shape.parameters if head else shape.backbone_parameters
     return Memory(
         held={"runtime": RUNTIME[device]["frozen"], "weights": parameters * itemsize},
         phases={"score": added},
     )
 
 
-def _frozen_in_vllm(
-    config: PPOConfig,
-    shape: ModelShape,
-    device: Device,
-    gpu_bytes: int | None,
-    *,
-    section: FrozenSection,
-    head: bool,
-) -> Memory:
-    """As an engine: it takes its fraction of a GPU, and what is left over is cache."""
-    itemsize, size = ITEMSIZE[config.model.dtype], section.tensor_parallel
-    parameters = shape.parameters if head else shape.backbone_parameters
-    held: Bytes = {
-        "runtime": _vllm_runtime(device, size),
-        "weights": parameters * itemsize // size,
-    }
-    if device == "cpu":
-        held["KV cache"] = memory.default_cpu_kv_bytes(
-            shape, max_model_len(config) + 1, itemsize=itemsize, tensor_parallel=size
-        )
-    elif gpu_bytes:
-        taken = int(section.gpu_memory_fraction * gpu_bytes)
-        held["KV cache"] = max(0, taken - sum(held.values()))
-    return Memory(held=held)
-
-
 def engine(config: PPOConfig, shape: ModelShape, device: Device, gpu_bytes: int | None) -> Memory:
-    """A vLLM engine on one of its devices, or its process there.
-
-    On a GPU it takes `gpu_memory_fraction` and makes the rest its KV cache.
-    """
+    """A vLLM engine on one of its devices, or its process there."""
     itemsize = ITEMSIZE[config.model.dtype]
-    section, length = config.rollout.engine, max_model_len(config)
-    size = section.tensor_parallel
-    sampling = ENGINE_SEQUENCES * shape.vocabulary * 4 * 3
-    held: Bytes = {
-        "runtime": _vllm_runtime(device, size),
-        "weights": shape.parameters * itemsize // size,
-        "sampling": sampling
-        if device == "cuda"
-        else min(config.responses_per_step, ENGINE_SEQUENCES) * shape.vocabulary * 12,
-    }
-    lora = config.model.lora
-    if lora and lora.push == "adapter":
-        held["adapter"] = _adapter(lora, shape) * itemsize
-    if section.kv_cache_gb is not None:
-        held["KV cache"] = int(section.kv_cache_gb * 1e9)
-    elif device == "cpu":
-        held["KV cache"] = memory.default_cpu_kv_bytes(
-            shape, length, itemsize=itemsize, tensor_parallel=size
-        )
-    elif gpu_bytes:
-        taken = int(section.gpu_memory_fraction * gpu_bytes)
-        held["KV cache"] = max(0, taken - sum(held.values()))
-    result = Memory(held=held)
-    if size > 1 and by_object(config, device):  # each process gets a copy of its own
+    section, lora = config.rollout.engine, config.model.lora
+    sequences = ENGINE_SEQUENCES
+    if device == "cpu":
+        sequences = min(config.responses_per_step, ENGINE_SEQUENCES)
+    result = _in_vllm(
+        shape,
+        device,
+        gpu_bytes,
+        section=section,
+        parameters=shape.parameters,
+        itemsize=itemsize,
+        max_model_len=max_model_len(config),
+        more={"sampling": 3 * 4 * sequences * shape.vocabulary}
+        | (
+            {"adapter": _adapter(lora, shape) * itemsize} if lora and lora.push == "adapter" else {}
+        ),
+        kv_cache_gb=section.kv_cache_gb,
+    )
+    if section.tensor_parallel > 1 and by_object(config, device):  # each process gets a copy
         received = {"received bucket": memory.push_bytes(shape, itemsize=itemsize)}
         if device == "cpu":
             result.phases["push"] = received
         else:
             result.host |= received
     return result
+
+
+def _in_vllm(
+    shape: ModelShape,
+    device: Device,
+    gpu_bytes: int | None,
+    *,
+    section: EngineSection | FrozenSection,
+    parameters: int,
+    itemsize: int,
+    max_model_len: int,
+    more: Bytes | None = None,
+    kv_cache_gb: float | None = None,
+) -> Memory:
+    """Of a GPU vLLM takes `gpu_memory_fraction`, and makes the rest of that its KV cache."""
+    size = section.tensor_parallel
+    runtime = RUNTIME[device]["engine"]
+    if device == "cpu" and size > 1:  # each bears its part of the process that asks them
+        runtime = SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["asks"] // size
+    held: Bytes = {"runtime": runtime, "weights": parameters * itemsize // size, **(more or {})}
+    if kv_cache_gb is not None:
+        held["KV cache"] = int(kv_cache_gb * 1e9)
+    elif device == "cpu":
+        a_token = memory.kv_bytes_per_token(shape, itemsize=itemsize, tensor_parallel=size)
+        held["KV cache"] = default_cpu_kv_bytes(a_token, max_model_len)
+    elif gpu_bytes:
+        taken = int(section.gpu_memory_fraction * gpu_bytes)
+        held["KV cache"] = max(0, taken - sum(held.values()))
+    return Memory(held=held)
 
 
 def by_object(config: PPOConfig, device: Device) -> bool:
@@ -235,42 +258,19 @@ def by_object(config: PPOConfig, device: Device) -> bool:
     )
 
 
-def _vllm_runtime(device: Device, tensor_parallel: int) -> int:
-    """Of one of a replica's processes; on CPU it bears its part of the one that asks them."""
-    if device == "cuda" or tensor_parallel == 1:
-        return RUNTIME[device]["engine"]
-    return SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["asks"] // tensor_parallel
-
-
-def max_model_len(config: PPOConfig) -> int:
+def max_model_len(config: PPOConfig | SFTConfig) -> int:
     """Most tokens of prompt and response together."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
-def _worst(config: PPOConfig, shape: ModelShape, *, rows: int) -> Batch:
+def _batch(config: PPOConfig, *, rows: int) -> Batch:
+    """The largest micro-batch on one worker of so many responses over all workers."""
     return memory.worst_batch(
         max_tokens=config.learner.max_tokens_per_microbatch,
         max_rows=-(-rows // config.learner.num_workers),
         samples=config.rollout.samples_per_prompt,
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=config.rollout.max_new_tokens,
-    )
-
-
-def _passes(config: PPOConfig, models: Models, itemsize: int) -> tuple[int, int]:
-    """Bytes that the larger forward and backward pass saves, and of its logits."""
-    batch = update_batch(config, models.policy)
-    saved = memory.activations(models.policy, batch, itemsize=itemsize)
-    made = memory.logits(models.policy, batch, itemsize=itemsize, copies=2)
-    if models.critic:
-        saved = max(saved, memory.activations(models.critic, batch, itemsize=itemsize))
-    return saved, made
-
-
-def _scratch(config: PPOConfig, models: Models, itemsize: int) -> int:
-    batch = step_batch(config, models.policy)
-    return memory.layer_scratch(models.policy, batch, itemsize=itemsize) + memory.logits(
-        models.policy, batch, itemsize=itemsize, copies=1
     )
 
 
@@ -285,6 +285,5 @@ def _update(device: Device, gathered: int, saved: int, made: int, step: int) -> 
     return _named(gathered, {"gradient copies": step})
 
 
-def _named(gathered: int, parts: Bytes | None = None, **more: int) -> Bytes:
-    parts = {**(parts or {}), **more}
+def _named(gathered: int, parts: Bytes) -> Bytes:
     return {"gathered weights": gathered, **parts} if gathered else parts

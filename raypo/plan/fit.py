@@ -1,31 +1,38 @@
-"""The plan of a run: role -> bundle -> node and devices, memory, and whether it fits."""
+"""The plan of a run: bundles on nodes, memory of roles and devices, whether it fits, what helps."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any
 
-from raypo.config import PPOConfig
-from raypo.plan import memory
-from raypo.plan.estimate import LEARNER, Device, Models, Role
+import yaml
+from omegaconf import OmegaConf
+
+from raypo.config import ConfigError, PPOConfig
+from raypo.config.sweep_config import with_values
+from raypo.plan import estimate, memory
+from raypo.plan.estimate import Device, Models, Role, roles_of
 from raypo.plan.hardware import GB, Node
-from raypo.plan.loads import (
-    USABLE,
-    DeviceLoad,
-    GpuNumbers,
-    Layout,
-    apart,
-    device_loads,
-    device_of,
-    lay_out,
-    roles_in,
-    roles_of,
-    smallest_gpu,
+from raypo.plan.memory import ITEMSIZE, Sharding
+from raypo.plan.phase_table import (
+    ENGINE_WEIGHTS,
+    FROZEN_MODELS,
+    KV_CACHE,
+    PARAMETERS,
+    PRESENT,
+    TRAINING_STATE,
+    Phase,
 )
-from raypo.plan.memory import Sharding
-from raypo.plan.remedies import impossible, remedy
+from raypo.plan.placement import LEARNER, PlacedBundle, lay_out, served_roles, torn_apart
+from raypo.plan.sizes import cpu_sequence_bytes
 
+USABLE = 0.95
+"""Share of a device that is planned with: Ray kills workers above 95 % of a node's RAM, and torch's
+allocator loses as much of a GPU to fragments."""
 CHOICES = (
     (0, False, False),
     (1, False, False),
@@ -36,18 +43,33 @@ CHOICES = (
     (3, True, True),
 )
 """ZeRO stage, optimizer off-loaded, weights off-loaded."""
+OFF_LOAD = {
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+}
+"""Of `learner.deepspeed`: the optimizer in RAM."""
+MAX_REMEDIES = 3
+MOMENTS = {phase.value: phase for phase in Phase if phase != Phase.LEARN} | {
+    "evaluate": Phase.LEARN,
+    "update": Phase.LEARN,
+}
+"""What a role's memory is stated for, and the phase in which it is."""
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """One bundle of a placement group and who lives in it."""
+class DeviceLoad:
+    """What a GPU or a node's RAM must hold at its worst moment."""
 
-    group: Literal["dedicated", "workers"]
-    index: int
-    node: str
-    resources: str
-    roles: tuple[str, ...]
-    devices: str
+    name: str
+    phase: str
+    needed: int
+    available: int | None
+    """Bytes; None: nobody said."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it stays below the usable share."""
+        return self.available is None or self.needed <= USABLE * self.available
 
 
 @dataclass(frozen=True)
@@ -67,140 +89,305 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that `raypo plan` prints."""
+    """A run on some nodes: everything that `raypo plan` prints."""
 
-    bundles: list[Bundle]
-    roles: list[Role]
-    loads: list[DeviceLoad]
-    choices: list[Choice]
-    problems: list[str]
-    """One sentence each: key (value): rule. remedy."""
-    notes: list[str]
+    config: PPOConfig
+    nodes: Sequence[Node]
+    device: Device
+    """Where the models live."""
+    models: Models
+    bundles: list[PlacedBundle]
 
     @property
     def fits(self) -> bool:
         """Whether the run can be started."""
         return not self.problems
 
+    @cached_property
+    def problems(self) -> list[str]:
+        """One sentence each: key (value): rule. remedy."""
+        problems = [*_impossible(self), *self._torn_apart()]
+        full = [load for load in self.loads if not load.fits]
+        if full:
+            worst = max(full, key=lambda load: load.needed / (load.available or 1))
+            problems.append(
+                f"memory ({worst.name}): needs {worst.needed / GB:.3g} GB in the phase "
+                f"{worst.phase}, {USABLE * (worst.available or 0) / GB:.3g} GB of "
+                f"{(worst.available or 0) / GB:.3g} GB are usable. {_remedy(self)}"
+            )
+        return problems
+
+    @property
+    def notes(self) -> list[str]:
+        """What was not known."""
+        notes = []
+        if not self.models.policy.is_exact:
+            notes.append("model.policy has no weights here: its size is computed from config.json")
+        if self.device == "cuda" and any(n.gpus and n.gpu_bytes is None for n in self.nodes):
+            notes.append("the memory of the GPUs is not known, so it is not checked: use --cluster")
+        if any(node.ram_bytes is None for node in self.nodes):
+            notes.append("the nodes' RAM is not stated, so it is not checked")
+        return notes
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the learner holds its models."""
+        learner, dtype = self.config.learner, self.config.model.dtype
+        return memory.sharding_of(
+            learner.zero_stage, learner.num_workers, learner.deepspeed, dtype=dtype
+        )
+
+    @property
+    def roles(self) -> list[Role]:
+        """Each kind of process with its memory."""
+        return roles_of(self.config, self.models, self.sharding, self.device, self.gpu_bytes)
+
+    @cached_property
+    def loads(self) -> list[DeviceLoad]:
+        """Each GPU and each node's RAM at its worst phase."""
+        return self._loads(self.sharding)
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The ways to shard the learner's models."""
+        choices = []
+        for stage, optimizer, param in CHOICES:
+            if self.device == "cpu" and (optimizer or param):
+                continue  # they are in RAM already
+            if stage == 0 and self.config.model.dtype == "bfloat16":
+                continue  # it runs as 1
+            sharding = replace(
+                self.sharding, stage=stage, offload_optimizer=optimizer, offload_param=param
+            )
+            fullest = sorted(
+                self._loads(sharding),
+                key=lambda load: -load.needed / (load.available or load.needed * 2),
+            )
+            rams = [load for load in fullest if load.name.endswith("RAM")]
+            gpus = [load for load in fullest if load not in rams] or fullest
+            choices.append(Choice(sharding, sharding == self.sharding, gpus[0], rams[0]))
+        return choices
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Of the smallest GPU that is used; None: nobody said."""
+        sizes = [self.nodes[each.node].gpu_bytes for each in self.bundles]
+        return min((size for size in sizes if size), default=None)
+
+    def _torn_apart(self) -> list[str]:
+        """Learner workers that would share a replica and lie on several nodes."""
+        where = [each.node for each in self.bundles if each.group == "workers"]
+        roles = served_roles(self.config, num_workers=len(where), use_gpu=self.device == "cuda")
+        found = [torn_apart(role, where) for role in roles if role.group == "colocated"]
+        return list(dict.fromkeys(filter(None, found)))  # reward models have one key
+
+    def _loads(self, sharding: Sharding) -> list[DeviceLoad]:
+        """The loads where the learner's models are held so."""
+        config, device = self.config, self.device
+        roles = roles_of(config, self.models, sharding, device, self.gpu_bytes)
+        by_name = {role.name: role for role in roles}
+        # Who does not work on a learner worker's GPU is moved to the host.
+        takes_turns = (
+            device == "cuda"
+            and config.placement.group_of("engine") == "colocated"
+            and config.rollout.engine.sleep
+        )
+        loads: list[DeviceLoad] = []
+        processes: dict[int, list[Role]] = {}
+        in_turn: dict[int, list[Role]] = {}
+        stores: set[int] = set()
+        for each in self.bundles:
+            guests = [by_name[guest.role] for guest in each.bundle.guests]
+            node, is_shared = self.nodes[each.node], takes_turns and each.group == "workers"
+            needed, phase = _worst_turn(guests) if is_shared else _worst(guests)
+            for gpu in each.gpus:
+                loads.append(DeviceLoad(f"{node.name} GPU {gpu}", phase, needed, node.gpu_bytes))
+            for guest, role in zip(each.bundle.guests, guests, strict=True):
+                processes.setdefault(each.node, []).extend([role] * guest.processes)
+            in_turn.setdefault(each.node, []).extend(guests if is_shared else ())
+            if by_name["engine"] in guests or (each.group, each.index) == ("workers", 0):
+                stores.add(each.node)  # pushed weights, from rank 0 to the engines
+        stored = 0
+        if estimate.by_object(config, device):
+            engine = by_name["engine"].memory
+            stored = engine.held["weights"] * config.rollout.engine.tensor_parallel
+        for index, here in processes.items():
+            needed, phase = _ram(here, in_turn[index], device)
+            needed += stored if index in stores else 0
+            node = self.nodes[index]
+            loads.append(DeviceLoad(f"{node.name} RAM", phase, needed, node.ram_bytes))
+        return loads
+
 
 def make_plan(config: PPOConfig, nodes: Sequence[Node]) -> Plan:
     """Plan a run on some nodes; pure but for the models' headers.
 
     Raises:
-        ConfigError: a model's sizes cannot be read, or the bundles do not fit onto the nodes.
+        ConfigError: a model's sizes cannot be read, learner.use_gpu is true and no node has a GPU,
+            or the bundles do not fit onto the nodes.
     """
-    models = Models.read(config)
-    device = device_of(config, nodes)
-    layout = lay_out(config, nodes, device)
-    sharding = memory.sharding_of(
-        config.learner.zero_stage,
-        config.learner.num_workers,
-        config.learner.deepspeed,
-        dtype=config.model.dtype,
+    has_gpus = any(node.gpus for node in nodes)
+    if config.learner.use_gpu is True and not has_gpus:
+        raise ConfigError(
+            "learner.use_gpu (True): no node has a GPU. Set learner.use_gpu to auto or false, or "
+            "name nodes with GPUs, like --cluster 8xGPU80G."
+        )
+    use_gpu = has_gpus and bool(config.learner.use_gpu)
+    bundles = lay_out(config, [node.resources for node in nodes], use_gpu=use_gpu)
+    return Plan(config, nodes, "cuda" if use_gpu else "cpu", Models.read(config), bundles)
+
+
+def _worst(roles: Sequence[Role]) -> tuple[int, str]:
+    """Bytes of some processes together at their worst phase, and which it is."""
+    steady = sum(role.memory.steady for role in roles)
+    phases = dict.fromkeys(phase for role in roles for phase in role.memory.phases)
+    added = {phase: sum(role.memory.added(phase) for role in roles) for phase in phases}
+    if not added:
+        return steady, "always"
+    worst = max(added, key=lambda phase: added[phase])
+    return steady + added[worst], worst
+
+
+def _worst_turn(roles: Sequence[Role]) -> tuple[int, str]:
+    """The same of a GPU whose processes take turns."""
+    return max((sum(_here(role, moment) for role in roles), moment) for moment in MOMENTS)
+
+
+def _ram(roles: Sequence[Role], in_turn: Sequence[Role], device: Device) -> tuple[int, str]:
+    """RAM of a node: Ray, what the processes hold, and what leaves the GPUs by turns."""
+    if device == "cpu":
+        needed, phase = _worst(roles)
+        return estimate.RAY_BYTES + needed, phase
+    host = sum(estimate.HOST_RUNTIME + sum(role.memory.host.values()) for role in roles)
+    moments = MOMENTS.keys() - {Phase.START.value}  # the learner is not made yet
+    away, phase = max((sum(_away(role, moment) for role in in_turn), moment) for moment in moments)
+    return estimate.RAY_BYTES + host + away, phase if away else "update"
+
+
+def _here(role: Role, moment: str) -> int:
+    """Bytes of a role on the GPU."""
+    present = (None, *PRESENT[MOMENTS[moment]])
+    held = sum(size for part, _, size in _parts(role) if part in present)
+    return held + role.memory.added(moment)
+
+
+def _away(role: Role, moment: str) -> int:
+    """Bytes of a role in RAM meanwhile."""
+    present = PRESENT[MOMENTS[moment]]
+    return sum(size for part, kept, size in _parts(role) if kept and part not in present)
+
+
+def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
+    """What a role always holds: its part of the phase table, whether RAM keeps it, and its bytes.
+
+    A process's runtime stays where it is; keys and values are thrown away.
+    """
+    for what, size in role.memory.held.items():
+        if what == "runtime":
+            yield None, False, size
+        elif role.name == LEARNER:
+            yield PARAMETERS if what == "policy weights" else TRAINING_STATE, True, size
+        elif role.name == "engine":
+            is_weights = what == "weights"
+            yield ENGINE_WEIGHTS if is_weights else KV_CACHE, is_weights, size
+        else:
+            yield FROZEN_MODELS, what == "weights", size
+
+
+def _impossible(plan: Plan) -> Iterator[str]:
+    """What no memory could heal, or what the engine alone cannot hold."""
+    config, gpu_bytes = plan.config, plan.gpu_bytes
+    section, length = config.rollout.engine, estimate.max_model_len(config)
+    a_token = memory.kv_bytes_per_token(
+        plan.models.policy,
+        itemsize=ITEMSIZE[config.model.dtype],
+        tensor_parallel=section.tensor_parallel,
     )
-    roles = roles_of(config, models, sharding, device, smallest_gpu(nodes, layout))
-    loads = device_loads(config, roles, nodes, layout, device)
-    problems = _problems(config, models, nodes, layout, device, loads)
-    return Plan(
-        bundles=list(_bundles(config, models, nodes, layout, device)),
-        roles=roles,
-        loads=loads,
-        choices=list(_choices(config, models, nodes, layout, device, sharding)),
-        problems=problems,
-        notes=_notes(models, nodes, device),
+    one = cpu_sequence_bytes(a_token, length)
+    held = estimate.engine(config, plan.models.policy, plan.device, gpu_bytes).held
+    cache = held.get("KV cache")
+    if cache is None or cache >= one:
+        return
+    if section.kv_cache_gb is not None:
+        yield (
+            f"rollout.engine.kv_cache_gb ({section.kv_cache_gb:g}): one sequence of {length} "
+            f"tokens (data.max_prompt_tokens + rollout.max_new_tokens) takes {one / 1e9:.3g} GB of "
+            f"keys and values. Set rollout.engine.kv_cache_gb to at least {_up(one / 1e9)}, or the "
+            f"lengths lower."
+        )
+        return
+    assert gpu_bytes is not None
+    least = (sum(held.values()) - cache + one) / gpu_bytes
+    change = (
+        f"Set rollout.engine.gpu_memory_fraction to at least {_up(least)}"
+        if least <= USABLE
+        else "Use GPUs with more memory or a smaller model"
+    )
+    yield (
+        f"rollout.engine.gpu_memory_fraction ({section.gpu_memory_fraction:g}): of "
+        f"{gpu_bytes / GB:.3g} GB it leaves {cache / GB:.2g} GB for keys and values beside the "
+        f"engine's weights, and one sequence of {length} tokens takes {one / GB:.2g} GB. {change}, "
+        f"or set the lengths lower."
     )
 
 
-def _bundles(
-    config: PPOConfig, models: Models, nodes: Sequence[Node], layout: Layout, device: Device
-) -> Iterator[Bundle]:
-    frozen = ["reference"] if models.reference else []
-    frozen += [f"reward_{number}" for number in range(len(models.rewards))]
-    gpus = GpuNumbers()
-    for index, (dedicated, node) in enumerate(zip(layout.bundles, layout.dedicated, strict=True)):
-        numbers = gpus.take(node, dedicated.gpus)
-        yield Bundle(
-            group="dedicated",
-            index=index,
-            node=nodes[node].name,
-            resources=words(dedicated.cpus, dedicated.gpus),
-            roles=tuple(map(str, dedicated.guests)),
-            devices=device_words(numbers),
-        )
-    for bundle, node in enumerate(layout.workers):
-        num_gpus = 1 if device == "cuda" else 0
-        kinds = roles_in(config, bundle, layout, device, frozen)
-        names = {kind: f"{kind}:{number}" for kind, number in kinds.items()}
-        names[LEARNER] = f"learner {bundle}"
-        yield Bundle(
-            group="workers",
-            index=bundle,
-            node=nodes[node].name,
-            resources=words(config.learner.cpus_per_worker, num_gpus),
-            roles=tuple(names.values()),
-            devices=device_words(gpus.take(node, num_gpus)),
-        )
+def _up(number: float) -> float:
+    """Two digits, rounded up."""
+    return -(-number * 100 // 1) / 100
 
 
-def words(cpus: int, gpus: int) -> str:
-    """`1 CPU, 2 GPU`."""
-    return f"{cpus} CPU" + (f", {gpus} GPU" if gpus else "")
+def _remedy(plan: Plan) -> str:
+    """Which keys make it fit: up to three, each by itself, else several together."""
+    one_key, several_keys = _ways(plan.config)
+    found = list(itertools.islice(_that_fit(plan, one_key), MAX_REMEDIES))
+    found = found or list(_that_fit(plan, several_keys))
+    if not found:
+        return "None of the usual keys makes it fit: use a larger cluster or a smaller model."
+    return f"Set {', or '.join(found)}."
 
 
-def device_words(gpus: range) -> str:
-    """`GPU 0, 1`."""
-    return f"GPU {', '.join(map(str, gpus))}" if gpus else "CPU"
+Way = list[dict[str, Any]]
+"""Values by key that may help, from mild to severe."""
 
 
-def _choices(
-    config: PPOConfig,
-    models: Models,
-    nodes: Sequence[Node],
-    layout: Layout,
-    device: Device,
-    chosen: Sharding,
-) -> Iterator[Choice]:
-    for stage, optimizer, param in CHOICES:
-        if device == "cpu" and (optimizer or param):
-            continue  # they are in RAM already
-        if stage == 0 and config.model.dtype == "bfloat16":
-            continue  # it runs as 1
-        sharding = replace(chosen, stage=stage, offload_optimizer=optimizer, offload_param=param)
-        roles = roles_of(config, models, sharding, device, smallest_gpu(nodes, layout))
-        loads = device_loads(config, roles, nodes, layout, device)
-        fullest = sorted(loads, key=lambda load: -load.needed / (load.available or load.needed * 2))
-        gpus = [load for load in fullest if not load.name.endswith("RAM")] or fullest
-        rams = [load for load in fullest if load.name.endswith("RAM")]
-        yield Choice(sharding, sharding == chosen, gpus[0], rams[0])
+def _ways(config: PPOConfig) -> tuple[list[Way], list[Way]]:
+    """With one key and with several, in the order in which they should be tried."""
+    learner, fraction = config.learner, config.rollout.engine.gpu_memory_fraction
+    halves = [learner.max_tokens_per_microbatch // 2**n for n in range(1, 32)]
+    halves = [half for half in halves if half >= estimate.max_model_len(config)]
+    stages = range(learner.zero_stage + 1, 4) if learner.num_workers > 1 else ()
+    fractions = [each for each in (0.4, 0.3, 0.2) if each < fraction]
+    off_load = {
+        "learner.deepspeed": OmegaConf.to_object(OmegaConf.merge(learner.deepspeed, OFF_LOAD))
+    }
+    one_key: list[Way] = [
+        [{"learner.max_tokens_per_microbatch": half} for half in halves],
+        [{"learner.zero_stage": stage} for stage in stages],
+        [off_load] if learner.zero_stage >= 1 else [],
+        [{"rollout.engine.gpu_memory_fraction": each} for each in fractions],
+        [{"model.dtype": "bfloat16"}] if config.model.dtype == "float32" else [],
+        [{"rollout.engine.kv_cache_gb": 0.5}],
+    ]
+    most = {"learner.zero_stage": 3, **off_load}
+    several_keys = [most, *({**most, "rollout.engine.gpu_memory_fraction": f} for f in fractions)]
+    return one_key, [several_keys] if learner.num_workers > 1 else []
 
 
-def _problems(
-    config: PPOConfig,
-    models: Models,
-    nodes: Sequence[Node],
-    layout: Layout,
-    device: Device,
-    loads: list[DeviceLoad],
-) -> list[str]:
-    problems = list(impossible(config, models, device, smallest_gpu(nodes, layout)))
-    problems += apart(config, layout, device)
-    full = [load for load in loads if not load.fits]
-    if full:
-        worst = max(full, key=lambda load: load.needed / (load.available or 1))
-        problems.append(
-            f"memory ({worst.name}): needs {worst.needed / GB:.3g} GB in the phase "
-            f"{worst.phase}, {USABLE * (worst.available or 0) / GB:.3g} GB of "
-            f"{(worst.available or 0) / GB:.3g} GB are usable. {remedy(config, nodes)}"
-        )
-    return problems
+def _that_fit(plan: Plan, ways: Sequence[Way]) -> Iterator[str]:
+    """The mildest values of each way with which the run fits, found by planning with them."""
+    for way in ways:
+        for changes in way:
+            try:
+                config = plan.config.parse(with_values(plan.config.model_dump(), changes))
+                changed = make_plan(config, plan.nodes)
+            except ConfigError:
+                continue
+            if all(load.fits for load in changed.loads) and not any(_impossible(changed)):
+                yield " and ".join(f"{key} to {_flow(value)}" for key, value in changes.items())
+                break
 
 
-def _notes(models: Models, nodes: Sequence[Node], device: Device) -> list[str]:
-    notes = []
-    if not models.policy.is_exact:
-        notes.append("model.policy has no weights here: its size is computed from config.json")
-    if device == "cuda" and any(node.gpus and node.gpu_bytes is None for node in nodes):
-        notes.append("the memory of the GPUs is not known, so it is not checked: use --cluster")
-    if any(node.ram_bytes is None for node in nodes):
-        notes.append("the nodes' RAM is not stated, so it is not checked")
-    return notes
+def _flow(value: Any) -> str:
+    """As it stands in a run file, on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -12,6 +12,7 @@ GB are 1e9 bytes, as data sheets count. What a text does not say is not checked.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -43,12 +44,10 @@ class Node:
     cpus: int | None = None
     ram_bytes: int | None = None
 
-    def __str__(self) -> str:
-        parts = [f"{self.gpus} GPU" + (f" x {_gb(self.gpu_bytes)}" if self.gpu_bytes else "")]
-        parts = parts if self.gpus else []
-        parts += [f"{self.cpus} CPU"] if self.cpus is not None else []
-        parts += [f"{_gb(self.ram_bytes)} RAM"] if self.ram_bytes is not None else []
-        return f"{self.name} ({', '.join(parts)})"
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray counts them; what nobody said is without bounds."""
+        return {"CPU": math.inf if self.cpus is None else self.cpus, "GPU": self.gpus}
 
 
 def parse_cluster(text: str) -> list[Node]:
@@ -142,7 +141,3 @@ def _memory() -> int:
         except (OSError, ValueError):  # not there, or "max"
             continue
     return total
-
-
-def _gb(size: int | None) -> str:
-    return "?" if size is None else f"{size / GB:.3g} GB"

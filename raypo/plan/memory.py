@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypo.plan.model_shape import ModelShape
+from raypo.plan.sizes import BUCKET_BYTES, CHUNK_ELEMENTS
 
-MIB = 1024**2
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 MASTER = 4
 """Bytes of a master weight, of each of AdamW's two moments and of an accumulated gradient: fp32."""
@@ -19,16 +19,8 @@ REDUCE_BUCKET = 500_000_000
 """Elements; DeepSpeed's zero_optimization.reduce_bucket_size."""
 MAX_LIVE = 1_000_000_000
 """Elements; DeepSpeed's zero_optimization.stage3_max_live_parameters."""
-PUSH_BUCKET = 256 * MIB
-"""`raypo.weights.transport.BUCKET_BYTES`, from a floor above."""
-SCRATCH_LOGITS = 1 << 24
-"""`raypo.models.token_log_probs.CHUNK_ELEMENTS`, from a floor above."""
 SCRATCH_COPIES = 3
-"""Tensors of that size that `_TokenLogProbs` holds at a time: z, exp(z) and a product."""
-CPU_BLOCK_TOKENS = 128
-CPU_SEQUENCES = 32
-CPU_KV_BYTES = (1 << 29, 1 << 31)
-"""Of `raypo.serving.vllm_settings.default_cpu_kv_bytes`, from a floor above."""
+"""Chunks of float32 logits that `_TokenLogProbs` holds at a time: z, exp(z) and a product."""
 
 Bytes = dict[str, int]
 """What holds memory -> bytes."""
@@ -139,7 +131,7 @@ def logits(shape: ModelShape, batch: Batch, *, itemsize: int, copies: int) -> in
 
     Of `raypo.models.token_log_probs.packed_log_probs`.
     """
-    elements = min(batch.tokens * shape.vocabulary, SCRATCH_LOGITS)
+    elements = min(batch.tokens * shape.vocabulary, CHUNK_ELEMENTS)
     return elements * (copies * itemsize + SCRATCH_COPIES * 4)
 
 
@@ -208,29 +200,9 @@ def kv_bytes_per_token(shape: ModelShape, *, itemsize: int, tensor_parallel: int
     return 2 * shape.layers * heads * shape.head_dim * itemsize
 
 
-def kv_bytes_of_one(
-    shape: ModelShape, max_model_len: int, *, itemsize: int, tensor_parallel: int = 1
-) -> int:
-    """Bytes of a device's cache that hold one sequence of full length: vLLM takes no less."""
-    blocks = -(-max_model_len // CPU_BLOCK_TOKENS) + 1
-    per_token = kv_bytes_per_token(shape, itemsize=itemsize, tensor_parallel=tensor_parallel)
-    return blocks * CPU_BLOCK_TOKENS * per_token
-
-
-def default_cpu_kv_bytes(
-    shape: ModelShape, max_model_len: int, *, itemsize: int, tensor_parallel: int = 1
-) -> int:
-    """The cache of an engine's process on CPU where `rollout.engine.kv_cache_gb` is null."""
-    sequence = kv_bytes_of_one(
-        shape, max_model_len, itemsize=itemsize, tensor_parallel=tensor_parallel
-    )
-    smallest, largest = CPU_KV_BYTES
-    return max(sequence, smallest, min(largest, CPU_SEQUENCES * sequence))
-
-
 def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
     """RAM of one bucket of `raypo.weights.buckets` whose tensors are made for the push."""
-    largest = max(PUSH_BUCKET, shape.largest_tensor * itemsize)
+    largest = max(BUCKET_BYTES, shape.largest_tensor * itemsize)
     return min(largest, shape.parameters * itemsize)
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from raypo.plan.estimate import Role
 from raypo.plan.fit import DeviceLoad, Plan
 from raypo.plan.hardware import GB
+from raypo.plan.placement import words
 
 
 def tables(plan: Plan) -> Iterator[Table]:
@@ -26,17 +27,15 @@ def gb(size: int) -> str:
 
 def _bundles(plan: Plan) -> Table:
     table = _table("Placement", "group", "bundle", "node", "resources", "roles", "device")
-    for bundle in plan.bundles:
-        roles = ", ".join(bundle.roles)
-        row = (
-            bundle.group,
-            str(bundle.index),
-            bundle.node,
-            bundle.resources,
-            roles,
-            bundle.devices,
+    for each in plan.bundles:
+        table.add_row(
+            each.group,
+            str(each.index),
+            plan.nodes[each.node].name,
+            words(each.bundle.resources),
+            ", ".join(each.roles),
+            each.devices,
         )
-        table.add_row(*row)
     return table
 
 

@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup
 from raypo.config import PPOConfig
 from raypo.deployment.deployment import Place, start_deployment
 from raypo.deployment.reserve import Dedicated, reserve
-from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles
+from raypo.plan.placement import Bundle, dedicated_bundles
 from raypo.run.roles import roles_of, settled
 
 
@@ -34,17 +34,11 @@ def start_dedicated(
     bundles = dedicated_bundles(config, use_gpu=use_gpu)
     if not bundles:
         return Dedicated()
-    placement = config.placement
-    group = reserve(
-        [bundle.resources for bundle in bundles],
-        name=f"raypo:{run_name}:dedicated",
-        strategy=placement.strategy,
-        timeout_s=placement.timeout_s,
-        guests=[", ".join(map(str, bundle.guests)) for bundle in bundles],
-    )
+    name = f"raypo:{run_name}:dedicated"
+    group = reserve(bundles, "the dedicated group", name=name, placement=config.placement)
     dedicated = Dedicated(group=group)
     places = places_in(group, bundles)
-    threads = placement.cpus_per_bundle
+    threads = config.placement.cpus_per_bundle
     try:
         for role in roles_of(config, engine_threads=threads, frozen_threads=threads):
             if role.name in places:
@@ -52,23 +46,19 @@ def start_dedicated(
                 deployment = settled(role, config, run_name, logs_dir)
                 handle = start_deployment(deployment, places[role.name])
                 dedicated.handles[role.name] = handle
-                if is_shared_gpu(bundles, role.name):  # vLLM measures what is free there
-                    handle.wait(placement.timeout_s)
+                if any(_is_shared_gpu(bundles[place.bundle]) for place in places[role.name]):
+                    handle.wait(config.placement.timeout_s)  # vLLM measures what is free there
     except BaseException:
         dedicated.shutdown(graceful=False)
         raise
     return dedicated
 
 
-def is_shared_gpu(bundles: Sequence[DedicatedBundle], role: str) -> bool:
-    """Whether a replica of a role lies on a GPU with others, so that they must start in turn."""
-    return any(
-        bundle.gpus and len(bundle.guests) > 1 and role in {guest.role for guest in bundle.guests}
-        for bundle in bundles
-    )
+def _is_shared_gpu(bundle: Bundle) -> bool:
+    return bundle.gpus > 0 and len(bundle.guests) > 1
 
 
-def places_in(group: PlacementGroup, bundles: Sequence[DedicatedBundle]) -> dict[str, list[Place]]:
+def places_in(group: PlacementGroup, bundles: Sequence[Bundle]) -> dict[str, list[Place]]:
     """By role, the place of each replica, in the order of their numbers."""
     places: dict[str, list[Place]] = {}
     for index, bundle in enumerate(bundles):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from raypo.cluster.connect import untold_environment
-from raypo.config import FrozenSection, PolicyLoraSection, PPOConfig, SFTConfig
+from raypo.config import PolicyLoraSection, PPOConfig, SFTConfig
 from raypo.deployment.deployment import Deployment
+from raypo.plan.estimate import max_model_len
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
@@ -25,15 +26,6 @@ class Role:
     num_threads: int
     num_devices: int = 1
     """Of each replica: GPUs, on CPU processes."""
-    num_replicas: int | Literal["auto"] = "auto"
-    """Of a frozen model; auto: one on each node."""
-
-    @property
-    def devices_key(self) -> str:
-        """The config key of `num_devices`."""
-        if self.name == "engine":
-            return "rollout.engine.tensor_parallel"
-        return f"placement.frozen.{self.name.partition('_')[0]}.tensor_parallel"
 
     def with_kwargs(self, changes: Mapping[str, Any]) -> Role:
         """The role, made with other arguments too."""
@@ -72,29 +64,24 @@ def engine_of(config: PPOConfig | SFTConfig, *, num_threads: int) -> Role:
         "model": config.model.policy,
         "section": config.rollout.engine,
         "dtype": config.model.dtype,
-        "max_model_len": _longest(config),
+        "max_model_len": max_model_len(config),
         "seed": config.seed,
         "lora": lora if holds_adapter else None,
     }
     return Role("engine", Engine, kwargs, num_threads, config.rollout.engine.tensor_parallel)
 
 
-def _longest(config: PPOConfig | SFTConfig) -> int:
-    """Most tokens of prompt and response together."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
-
-
 def _reference(config: PPOConfig, num_threads: int) -> Role:
     section = config.placement.frozen.reference
     kwargs = {"model": config.reference, "dtype": config.model.dtype}
     if section.backend == "vllm":
-        kwargs |= {"section": section, "max_model_len": _longest(config)}
-        return Role("reference", VllmReference, kwargs, num_threads, *_spread(section))
+        kwargs |= {"section": section, "max_model_len": max_model_len(config)}
+        return Role("reference", VllmReference, kwargs, num_threads, section.tensor_parallel)
     kwargs |= {
         "temperature": config.rollout.temperature,
         "max_batch_tokens": config.learner.max_tokens_per_microbatch,
     }
-    return Role("reference", ReferenceModel, kwargs, num_threads, *_spread(section))
+    return Role("reference", ReferenceModel, kwargs, num_threads, section.tensor_parallel)
 
 
 def _reward_model(config: PPOConfig, number: int, num_threads: int) -> Role:
@@ -106,12 +93,7 @@ def _reward_model(config: PPOConfig, number: int, num_threads: int) -> Role:
         "dtype": config.model.dtype,
     }
     if section.backend == "vllm":
-        kwargs |= {"section": section, "max_model_len": _longest(config)}
-        return Role(name, VllmRewardModel, kwargs, num_threads, *_spread(section))
+        kwargs |= {"section": section, "max_model_len": max_model_len(config)}
+        return Role(name, VllmRewardModel, kwargs, num_threads, section.tensor_parallel)
     kwargs |= {"max_batch_tokens": config.learner.max_tokens_per_microbatch}
-    return Role(name, RewardModel, kwargs, num_threads, *_spread(section))
-
-
-def _spread(section: FrozenSection) -> tuple[int, int | Literal["auto"]]:
-    """Devices of a replica, and replicas."""
-    return section.tensor_parallel, section.num_replicas
+    return Role(name, RewardModel, kwargs, num_threads, section.tensor_parallel)

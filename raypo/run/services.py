@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import ray
 import ray.util
@@ -12,7 +11,6 @@ import torch
 
 from raypo.cluster.actors import DeploymentError, survivors
 from raypo.cluster.devices import together
-from raypo.cluster.placement import PlacementError, own_bundle
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
 from raypo.deployment.deployment import (
@@ -23,14 +21,22 @@ from raypo.deployment.deployment import (
     start_deployment,
 )
 from raypo.deployment.reserve import nodes_of
-from raypo.plan.layout import first_workers, nearest
+from raypo.plan.placement import (
+    PlacementError,
+    ServedRole,
+    first_workers,
+    nearest,
+    served_roles,
+    torn_apart,
+    workers_beside,
+)
 from raypo.run.handles import (
     EngineHandle,
     FrozenHandle,
     ReferenceHandle,
     RewardModelHandle,
 )
-from raypo.run.roles import Role, engine_of, roles_of, settled
+from raypo.run.roles import engine_of, roles_of, settled
 from raypo.run.setup import Shared
 from raypo.run.shared_services import of_shared
 
@@ -97,23 +103,32 @@ def start_deployments(
         engine_threads=_engine_threads(config, workers),
         frozen_threads=config.learner.cpus_per_worker,
     )
-    colocated = [beside_workers(role) for role in roles if role.name not in elsewhere]
-    count = _num_engines(config, workers)
-    places = places_beside(workers, colocated, num_engines=count)
-    deployments = [settled(role, config, run_name, logs_dir) for role in colocated]
-    started = _start(deployments, places, workers, in_turn=torch.cuda.is_available())
-    handles = {**elsewhere, **started}
-    nodes = workers.gather(ray.get_runtime_context().get_node_id())
-    near = {
-        role.name: handles[role.name].preferring(_nearest(role, nodes, workers, elsewhere))
+    # A frozen model gets the cores of all the workers that it lies beside; engines have theirs.
+    colocated = [
+        role
+        if role.name == "engine"
+        else replace(role, num_threads=role.num_threads * role.num_devices)
         for role in roles
-        if role.name != "engine"
+        if role.name not in elsewhere
+    ]
+    nodes = workers.gather(ray.get_runtime_context().get_node_id())
+    started = _start(
+        [settled(role, config, run_name, logs_dir) for role in colocated],
+        places_beside(config, [role.name for role in colocated], workers, nodes),
+        workers,
+        in_turn=torch.cuda.is_available(),
+    )
+    handles = {
+        role.name: {**elsewhere, **started}[role.name].preferring(
+            *_asked_first(role, workers, nodes, is_beside=role.name in started)
+        )
+        for role in _served(config, workers)
     }
     rewards = [role.name for role in roles if role.name.startswith("reward_")]
     return Services(
-        engine=EngineHandle(handles["engine"].preferring(*own_engines(workers, count))),
-        reference=ReferenceHandle(near["reference"]) if "reference" in near else None,
-        reward_models=tuple(RewardModelHandle(near[name]) for name in rewards),
+        engine=EngineHandle(handles["engine"]),
+        reference=ReferenceHandle(handles["reference"]) if "reference" in handles else None,
+        reward_models=tuple(RewardModelHandle(handles[name]) for name in rewards),
         elsewhere=frozenset(elsewhere),
         in_pool=shared is not None and shared.pool and "engine" in elsewhere,
     )
@@ -124,27 +139,27 @@ def start_engines(
 ) -> EngineHandle:
     """Start only the engines, as `start_deployments` does."""
     role = engine_of(config, num_threads=_engine_threads(config, workers))
-    count = _num_engines(config, workers)
-    places = places_beside(workers, [role], num_engines=count)
+    nodes = workers.gather(ray.get_runtime_context().get_node_id())
+    places = places_beside(config, [role.name], workers, nodes)
     started = _start([settled(role, config, run_name, logs_dir)], places, workers)
-    engines = started["engine"].preferring(*own_engines(workers, count))
-    return EngineHandle(engines)
+    (engine,) = _served(config, workers)
+    asked = _asked_first(engine, workers, nodes, is_beside=True)
+    return EngineHandle(started["engine"].preferring(*asked))
 
 
-def _nearest(
-    role: Role, nodes: Sequence[str], workers: Workers, elsewhere: Mapping[str, Any]
-) -> int:
-    """Number of the replica of a frozen model that this worker asks first."""
-    if role.name in elsewhere and role.num_replicas == "auto":
-        return 0
-    return nearest(first_workers(role.num_replicas, nodes), workers.rank)
+def _served(config: PPOConfig | SFTConfig, workers: Workers) -> list[ServedRole]:
+    return served_roles(config, num_workers=workers.count, use_gpu=torch.cuda.is_available())
 
 
-def beside_workers(role: Role) -> Role:
-    """A role with the cores of all the workers that it lies beside; an engine has them already."""
+def _asked_first(
+    role: ServedRole, workers: Workers, nodes: Sequence[str], *, is_beside: bool
+) -> list[int]:
+    """Numbers of the replicas that this worker asks first."""
     if role.name == "engine":
-        return role
-    return replace(role, num_threads=role.num_threads * role.num_devices)
+        return own_engines(workers, int(role.num_replicas))
+    if role.num_replicas == "auto" and not is_beside:
+        return [0]
+    return [nearest(first_workers(role.num_replicas, nodes), workers.rank)]
 
 
 def own_engines(workers: Workers, count: int) -> list[int]:
@@ -156,24 +171,30 @@ def own_engines(workers: Workers, count: int) -> list[int]:
 
 
 def places_beside(
-    workers: Workers, roles: Sequence[Role], *, num_engines: int
+    config: PPOConfig | SFTConfig, names: Sequence[str], workers: Workers, nodes: Sequence[str]
 ) -> dict[str, list[Place]]:
     """By role, the place of each replica: the bundle of a worker, the devices of one or several.
 
     All workers call it.
 
+    Args:
+        names: The roles.
+        nodes: Of each worker.
+
     Raises:
         PlacementError: workers that would share a replica lie on several nodes.
     """
-    beside = workers.gather(_own_place(workers))
-    nodes = workers.gather(ray.get_runtime_context().get_node_id())
+    beside = workers.gather(_own_place(workers, nodes))
     places: dict[str, list[Place]] = {}
-    for role in roles:
-        size = role.num_devices
-        first = [number * size for number in range(num_engines)]
-        if role.name != "engine":
-            first = first_workers(role.num_replicas, nodes)
-        places[role.name] = [_shared(role, beside[rank : rank + size]) for rank in first]
+    for role in _served(config, workers):
+        if role.name not in names:
+            continue
+        if problem := torn_apart(role, nodes):
+            raise PlacementError(problem)
+        places[role.name] = [
+            replace(beside[ranks[0]], env=together([beside[rank].env for rank in ranks]))
+            for ranks in workers_beside(role, nodes)
+        ]
     return places
 
 
@@ -199,27 +220,7 @@ def _start(
     return workers.broadcast(handles)
 
 
-def _shared(role: Role, places: Sequence[Place]) -> Place:
-    """The first of some places, with the devices of all of them."""
-    if len(places) < role.num_devices:
-        raise PlacementError(
-            f"{role.devices_key} ({role.num_devices}): every colocated replica needs as many "
-            f"learner workers, and there are too few (learner.num_workers). Lower it or "
-            f"rollout.engine.count, or raise learner.num_workers."
-        )
-    if len(places) == 1:
-        return places[0]
-    nodes = {nodes_of(place.group)[place.bundle] for place in places if place.group}
-    if len(nodes) > 1:
-        raise PlacementError(
-            f"{role.devices_key} ({role.num_devices}): the learner workers that share a replica "
-            f"lie on {len(nodes)} nodes. Set placement.strategy to PACK and learner.num_workers "
-            f"so that they share one, {role.devices_key} lower, or placement.mode to dedicated."
-        )
-    return replace(places[0], env=together([place.env for place in places]))
-
-
-def _own_place(workers: Workers) -> Place:
+def _own_place(workers: Workers, nodes: Sequence[str]) -> Place:
     """Beside this worker: it takes nothing of the bundle, which is the worker's, and its devices.
 
     The two take turns.
@@ -227,17 +228,15 @@ def _own_place(workers: Workers) -> Place:
     group = ray.util.get_current_placement_group()
     if group is None:
         return Place(env=own_devices())
-    # Ray Train's local rank counts by address, which nodes of one machine share.
-    nodes = workers.gather(ray.get_runtime_context().get_node_id())
-    number = nodes[: workers.rank].count(nodes[workers.rank])
-    return Place(group, own_bundle(group, number=number), env=own_devices())
-
-
-def _num_engines(config: PPOConfig | SFTConfig, workers: Workers) -> int:
-    return config.rollout.engine.resolved_count(
-        num_workers=workers.count, use_gpu=torch.cuda.is_available()
-    )
+    # Ray Train sorts its workers after it has made them, so a rank is no bundle index, and its
+    # local rank counts by address, which nodes of one machine share.
+    here = nodes[workers.rank]
+    bundles = [index for index, node in enumerate(nodes_of(group)) if node == here]
+    return Place(group, bundles[nodes[: workers.rank].count(here)], env=own_devices())
 
 
 def _engine_threads(config: PPOConfig | SFTConfig, workers: Workers) -> int:
-    return config.learner.cpus_per_worker * workers.count // _num_engines(config, workers)
+    count = config.rollout.engine.resolved_count(
+        num_workers=workers.count, use_gpu=torch.cuda.is_available()
+    )
+    return config.learner.cpus_per_worker * workers.count // count

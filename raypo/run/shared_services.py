@@ -13,9 +13,9 @@ from raypo.config import PPOConfig
 from raypo.deployment.deployment import DeploymentHandle, Place, start_deployment
 from raypo.deployment.lender import Loan
 from raypo.deployment.reserve import Dedicated
-from raypo.plan.dedicated import with_dedicated
+from raypo.plan.placement import served_roles, with_dedicated
 from raypo.run.dedicated_services import start_dedicated
-from raypo.run.roles import Role, roles_of, settled
+from raypo.run.roles import roles_of, settled
 from raypo.run.setup import Shared
 
 
@@ -55,25 +55,22 @@ def start_shared(
             more=more,
         )
     learner = config.learner
-    engines = config.rollout.engine.resolved_count(num_workers=learner.num_workers, use_gpu=False)
+    served = served_roles(config, num_workers=learner.num_workers, use_gpu=False)
+    counts = {r.name: 1 if r.num_replicas == "auto" else r.num_replicas for r in served}
     threads = learner.cpus_per_worker
     handles = {
         role.name: start_deployment(
             settled(role.with_kwargs(more.get(role.name, {})), config, name, logs_dir),
-            [Place()] * (engines if role.name == "engine" else _replicas(role)),
+            [Place()] * counts[role.name],
         )
         for role in roles_of(
             config,
-            engine_threads=threads * learner.num_workers // engines,
+            engine_threads=threads * learner.num_workers // counts["engine"],
             frozen_threads=threads,
         )
         if role.name in roles
     }
     return Dedicated(handles)
-
-
-def _replicas(role: Role) -> int:
-    return 1 if role.num_replicas == "auto" else role.num_replicas
 
 
 def of_shared(

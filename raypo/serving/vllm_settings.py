@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from raypo.config import EngineSection
+from raypo.plan.sizes import default_cpu_kv_bytes
 from raypo.serving.checkpoint import kv_bytes_per_token
 from raypo.serving.vllm_arguments import check_extra
 
@@ -25,12 +26,6 @@ DEFAULTS = {
 }
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Else the first sampled token waits for a C++ compiler, for a function of three lines."""
-
-CPU_BLOCK_TOKENS = 128
-CPU_SEQUENCES = 32
-"""Sequences of full length that the default KV cache on CPU holds, within the limits below."""
-CPU_KV_BYTES = (1 << 29, 1 << 31)
-
 
 IN_ANOTHER_PROCESS = "in a background process"
 """vLLM says so, and no more, where one of its workers could not start."""
@@ -136,11 +131,3 @@ def parallel_arguments(tensor_parallel: int) -> dict[str, Any]:
     """In this process on one device, in a process for each of several."""
     executor = "uni" if tensor_parallel == 1 else "mp"
     return {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": executor}
-
-
-def default_cpu_kv_bytes(bytes_per_token: int, max_model_len: int) -> int:
-    """Room for a batch of full-length sequences within 0.5 to 2 GiB, but for one in any case."""
-    blocks = -(-max_model_len // CPU_BLOCK_TOKENS) + 1  # one more: vLLM keeps an empty block
-    sequence = blocks * CPU_BLOCK_TOKENS * bytes_per_token
-    smallest, largest = CPU_KV_BYTES
-    return max(sequence, smallest, min(largest, CPU_SEQUENCES * sequence))

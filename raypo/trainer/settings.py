@@ -13,6 +13,7 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raypo.cluster.connect import cluster_address, connect
 from raypo.config import ConfigError, PPOConfig, RecipeConfig
 from raypo.config.paths import storage_path
+from raypo.plan.placement import worker_resources
 from raypo.rewards.loader import check_callable
 from raypo.rewards.scoring import RewardFunction
 
@@ -134,11 +135,11 @@ def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
     """Ray's scaling config of the resolved config; what else the given one says stays."""
     learner = config.learner
     use_gpu = _cluster_has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
-    resources = {"CPU": float(learner.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {})
     scaling = given or ScalingConfig(num_workers=learner.num_workers, use_gpu=use_gpu)
     return dataclasses.replace(
         scaling,
-        resources_per_worker=scaling.resources_per_worker or resources,
+        resources_per_worker=scaling.resources_per_worker
+        or worker_resources(config, use_gpu=use_gpu),
         placement_strategy=config.placement.strategy,
     )
 

@@ -28,11 +28,11 @@ from raypo.cluster.connect import (
     untold_environment,
 )
 from raypo.cluster.messenger import start_monitor
-from raypo.cluster.placement import Demand, alive_nodes, check_group, check_together, words
+from raypo.cluster.resources import alive_nodes
 from raypo.config import PPOConfig, RecipeConfig
 from raypo.config.paths import storage_path
-from raypo.deployment.reserve import Dedicated, wait_for_room
-from raypo.plan.dedicated import dedicated_bundles
+from raypo.deployment.reserve import Dedicated, reserve
+from raypo.plan.placement import lay_out, worker_bundles
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
@@ -283,51 +283,35 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """Whether somebody else than the user wants the run to end after its step."""
         return False
 
-    def _wait_for_room(self) -> None:
-        config: Any = self.config
-        wait_for_room(
-            [self._worker_bundle] * config.learner.num_workers,
-            name=f"raypo:{config.name}:workers",
-            strategy=config.placement.strategy,
-            timeout_s=config.placement.timeout_s,
+    def _check_cluster(self) -> None:
+        """Refuse what no waiting could ever place; Ray itself would wait for ever."""
+        lay_out(
+            self._recipe, alive_nodes(), use_gpu=self._use_gpu, each_worker=self._worker_resources
         )
+
+    def _wait_for_room(self) -> None:
+        """Wait until the learner workers' group could be placed, which Ray Train then makes.
+
+        It would not say which bundle waits, for what, or who has it.
+        """
+        group = reserve(
+            worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self._worker_resources),
+            "the learner workers' group",
+            name=f"raypo:{self.config.name}:workers",
+            placement=self.config.placement,
+        )
+        remove_placement_group(group)
 
     @property
-    def _worker_bundle(self) -> dict[str, float]:
-        """What each learner worker takes."""
-        bundle: dict[str, Any] = self.scaling_config._resources_per_worker_not_none
-        return {name: amount for name, amount in bundle.items() if amount}
+    def _recipe(self) -> Any:
+        """The config, of whichever recipe."""
+        return self.config
 
-    def _check_cluster(self) -> None:
-        config: Any = self.config
-        learner = Demand(
-            role="learner workers (colocated engines and frozen models share their bundles)",
-            bundle=self._worker_bundle,
-            count=config.learner.num_workers,
-            remedy="Lower learner.num_workers or learner.cpus_per_worker, or use a larger cluster.",
-        )
-        nodes, strategy = alive_nodes(), config.placement.strategy
-        dedicated = self._dedicated_demands()
-        check_together([*dedicated, learner], nodes, strategy=strategy)
-        check_group(dedicated, nodes, strategy=strategy)
-
-    def _dedicated_demands(self) -> list[Demand]:
-        """The bundles of the dedicated group, alike ones together."""
-        if not isinstance(self.config, PPOConfig):
-            return []
-        demands: dict[str, Demand] = {}
-        for bundle in dedicated_bundles(self.config, use_gpu=self._use_gpu):
-            key = words(bundle.resources)
-            guests = ", ".join(map(str, bundle.guests))
-            known = demands.get(key)
-            demands[key] = Demand(
-                role=f"{known.role}, {guests}" if known else f"dedicated {guests}",
-                bundle=bundle.resources,
-                count=known.count + 1 if known else 1,
-                remedy="Lower rollout.engine.count, placement.gpus or placement.cpus_per_bundle, "
-                "or set placement.mode to colocated.",
-            )
-        return list(demands.values())
+    @property
+    def _worker_resources(self) -> dict[str, float]:
+        """What each learner worker takes, custom resources of the scaling config too."""
+        resources: dict[str, Any] = self.scaling_config._resources_per_worker_not_none
+        return {name: amount for name, amount in resources.items() if amount}
 
     def _start_dedicated(self) -> Dedicated:
         """Step 2 of what outlives the workers: before they start."""

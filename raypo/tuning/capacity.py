@@ -8,11 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypo.cluster.placement import Demand, Resources, check_feasible, room
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.clock import duration
+from raypo.plan.placement import (
+    Resources,
+    groups_side_by_side,
+    lay_out,
+    place,
+    without,
+    worker_bundles,
+    worker_resources,
+)
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.shared import Sharing
 from raypo.tuning.sweep_folder import TRIALS_FOLDER
@@ -23,8 +31,10 @@ class SweepPlan:
     """How many trials, of which size, how many at a time."""
 
     num_trials: int
-    demand: Demand
-    """Of one trial."""
+    resources: Resources
+    """Of each of a trial's learner workers."""
+    num_workers: int
+    """Of a trial."""
     num_slots: int
     """Trials at a time."""
     sharing: Sharing
@@ -33,17 +43,17 @@ class SweepPlan:
     @property
     def device(self) -> str:
         """The unit of cost: GPU where a trial has any, else CPU."""
-        return "GPU" if self.demand.bundle.get("GPU") else "CPU"
+        return "GPU" if self.resources.get("GPU") else "CPU"
 
     @property
     def num_devices(self) -> float:
         """Devices that a trial holds."""
-        return self.demand.bundle[self.device] * self.demand.count
+        return self.resources[self.device] * self.num_workers
 
     @property
     def trial_resources(self) -> str:
         """What a trial takes, for people."""
-        return _words(self.demand.bundle, self.demand.count)
+        return _words(self.resources, self.num_workers)
 
 
 def plan_sweep(
@@ -62,20 +72,21 @@ def plan_sweep(
     Raises:
         ConfigError: not even one trial fits.
     """
-    learner, strategy = base.learner, base.placement.strategy
-    bundle = {"CPU": float(learner.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {})
-    demand = Demand(
-        role="learner workers of one trial",
-        bundle=bundle,
-        count=learner.num_workers,
-        remedy="Lower learner.num_workers or learner.cpus_per_worker of the base.",
-    )
-    check_feasible(demand, list(nodes), strategy=strategy)
-    fits = _sets(demand, nodes, strategy)
+    strategy, num_workers = base.placement.strategy, base.learner.num_workers
+    lay_out(base, nodes, use_gpu=use_gpu)
+    trial = worker_bundles(base, use_gpu=use_gpu)
+    wanted = sweep.num_trials
+    if sweep.max_concurrent != "auto":
+        wanted = min(wanted, sweep.max_concurrent)
+    num_slots = groups_side_by_side(trial, nodes, strategy, at_most=wanted)
     sharing = Sharing.of(sweep, base, use_gpu=use_gpu)
     if sharing.bundles:
-        beside = sharing.room_beside(nodes, lambda rest: _sets(demand, rest, strategy))
-        if sweep.share == "auto" and beside < fits:
+        placed = place(sharing.bundles, nodes, strategy)
+        left = without(nodes, sharing.bundles, placed)
+        beside = groups_side_by_side(trial, left, strategy, at_most=wanted)
+        if len(placed) < len(sharing.bundles):
+            beside = 0
+        if sweep.share == "auto" and beside < num_slots:
             sharing = Sharing(first_rollout=sharing.first_rollout)
         elif not beside:
             raise ConfigError(
@@ -83,9 +94,10 @@ def plan_sweep(
                 f"{len(sharing.bundles)} bundles of their own, no trial fits. Set share to []."
             )
         else:
-            fits = beside
+            num_slots = beside
+    resources = worker_resources(base, use_gpu=use_gpu)
     for key, name in (("cpus", "CPU"), ("gpus", "GPU")):
-        limit, asked = getattr(sweep.resources, key), bundle.get(name, 0.0) * demand.count
+        limit, asked = getattr(sweep.resources, key), resources.get(name, 0.0) * num_workers
         if limit is None or not asked:
             continue
         if limit < asked:
@@ -93,29 +105,14 @@ def plan_sweep(
                 f"resources.{key} ({limit:g}): one trial takes {asked:g} {name}. Set "
                 f"resources.{key} to at least {asked:g}, or give a trial of the base less."
             )
-        fits = min(fits, int(limit / asked + 1e-9))
-    wanted = fits if sweep.max_concurrent == "auto" else min(sweep.max_concurrent, fits)
-    num_slots = max(1, min(wanted, sweep.num_trials))
+        num_slots = min(num_slots, int(limit / asked + 1e-9))
     if sweep.scheduler.kind == "pbt" and num_slots < sweep.num_trials:
         raise ConfigError(
             f"num_samples ({sweep.num_trials}): pbt compares trials that run at the same time, and "
-            f"{num_slots} of {_words(bundle, demand.count)} fit here. Set num_samples to "
+            f"{num_slots} of {_words(resources, num_workers)} fit here. Set num_samples to "
             f"{max(2, num_slots)}, or have a trial take less (overrides.learner.cpus_per_worker)."
         )
-    return SweepPlan(sweep.num_trials, demand, num_slots, sharing)
-
-
-def _sets(demand: Demand, nodes: Sequence[Resources], strategy: str) -> int:
-    """Trials that fit side by side, each with all its bundles."""
-    if strategy == "STRICT_PACK":
-        return sum(room(demand.bundle, [node], strategy) // demand.count for node in nodes)
-    if strategy == "STRICT_SPREAD":  # at most one bundle of a trial on a node
-        by_node = [room(demand.bundle, [node], "PACK") for node in nodes]
-        sets = max(by_node, default=0)
-        while sets and sum(min(each, sets) for each in by_node) < sets * demand.count:
-            sets -= 1
-        return sets
-    return room(demand.bundle, list(nodes), strategy) // demand.count
+    return SweepPlan(sweep.num_trials, resources, num_workers, num_slots, sharing)
 
 
 def describe(sweep: SweepConfig, base: PPOConfig, plan: SweepPlan) -> list[str]:

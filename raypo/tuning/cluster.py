@@ -7,8 +7,9 @@ import os
 import ray
 
 from raypo.cluster.connect import cluster_address, connect
-from raypo.cluster.placement import Resources, alive_nodes
+from raypo.cluster.resources import alive_nodes
 from raypo.config import PPOConfig
+from raypo.plan.placement import Resources
 
 
 def find_nodes(base: PPOConfig) -> tuple[list[Resources], bool]:

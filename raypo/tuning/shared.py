@@ -5,17 +5,16 @@ On small machines a trial's price is its start-up, and most of that is loading m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import get_args
 
 import ray
 
-from raypo.cluster.placement import Resources
 from raypo.config import PolicyLoraSection, PPOConfig
 from raypo.config.sweep_config import SharedRole, SweepConfig
-from raypo.plan.dedicated import DedicatedBundle, dedicated_bundles, with_dedicated
+from raypo.plan.placement import Bundle, dedicated_bundles, with_dedicated
 from raypo.run.setup import Shared
 
 MADE_FROM = {
@@ -57,7 +56,7 @@ class Sharing:
     """Whether engines are handed on from trial to trial."""
     pool: bool = False
     """Whether all trials use the same engines, each with a LoRA adapter of its own."""
-    bundles: tuple[DedicatedBundle, ...] = ()
+    bundles: tuple[Bundle, ...] = ()
     """Of the placement group that models and pool get; none on CPUs, where they take turns."""
 
     @classmethod
@@ -92,29 +91,6 @@ class Sharing:
         if self.engines:
             told.append("  engines are handed on from trial to trial")
         return told
-
-    def room_beside(
-        self, nodes: Sequence[Resources], count: Callable[[list[Resources]], int]
-    ) -> int:
-        """Trials that fit where the models have taken their bundles.
-
-        Args:
-            count: Trials that fit on given nodes.
-        """
-        left = [dict(node) for node in nodes]
-        for bundle in self.bundles:
-            asked = bundle.resources
-            fitting = [
-                node
-                for node in left
-                if all(node.get(name, 0.0) >= amount for name, amount in asked.items())
-            ]
-            if not fitting:
-                return 0
-            node = max(fitting, key=lambda each: each.get("GPU", 0.0))
-            for name, amount in asked.items():
-                node[name] -= amount
-        return count(left)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from raypo.calls import AnswerOfOne, MethodOfAll
 from raypo.collectives import Workers
+from raypo.plan.sizes import BUCKET_BYTES
 from raypo.weights.buckets import Bucket, Specs, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
 from raypo.weights.store import Keeper, Kept
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from raypo.weights.broadcast import BroadcastBucket, Rendezvous
     from raypo.weights.ipc import IpcBucket
 
-BUCKET_BYTES = 256 * 1024**2
 REASON_S, POLL_S = 3.0, 0.05
 """How long an engine's end may take to be known, after others have noticed it."""
 

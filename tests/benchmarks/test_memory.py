@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from raypo.config import PPOConfig
-from raypo.plan.estimate import LEARNER, Models
-from raypo.plan.loads import num_devices, roles_of
+from raypo.plan.estimate import Models, roles_of
 from raypo.plan.memory import sharding_of
+from raypo.plan.placement import LEARNER, served_roles
 from tests.tiny import tiny_tokenizer
 
 SHAPES = {"25M": {"vocab_size": 9216, "num_hidden_layers": 6}, "135M": {}}
@@ -99,7 +99,8 @@ def compare(what: str, role: str, config: PPOConfig, worst: str) -> None:
     """Prints every phase, of all processes of a replica; the worst decides whether a run fits."""
     peaks, memory = measured(role, config), predicted(role, config)
     phases = [phase for phase in peaks if phase != "first_update"]  # an update like the next
-    size = 1 if role == LEARNER else num_devices(config, role)
+    served = served_roles(config, num_workers=1, use_gpu=False)
+    size = {each.name: each.num_devices for each in served}.get(role, 1)
     needed = {phase: size * (memory.steady + memory.added(phase)) for phase in phases}
     for phase in phases:
         peak = peaks[phase]

@@ -39,11 +39,10 @@ def cluster(nodes: list[dict[str, Any]]) -> Cluster:
 
 
 def placement() -> dict[str, Any]:
-    from raypo.cluster.placement import PlacementError
-    from raypo.config import PPOConfig
+    from raypo.config import PlacementSection, PPOConfig
     from raypo.deployment.deployment import Deployment, start_deployment
     from raypo.deployment.reserve import nodes_of, reserve
-    from raypo.plan.dedicated import dedicated_bundles
+    from raypo.plan.placement import PlacementError, dedicated_bundles
     from raypo.run.dedicated_services import places_in
     from tests.integration.deployments import Doubler
 
@@ -59,12 +58,11 @@ def placement() -> dict[str, Any]:
         }
     )
     bundles = dedicated_bundles(config, use_gpu=True)
-    guests = [", ".join(map(str, bundle.guests)) for bundle in bundles]
-    resources = [bundle.resources for bundle in bundles]
     found: dict[str, Any] = {"bundles": list(map(str, bundles))}
     for strategy in STRATEGIES:
         try:
-            group = reserve(resources, name=strategy, strategy=strategy, timeout_s=5, guests=guests)
+            wanted = PlacementSection.model_validate({"strategy": strategy, "timeout_s": 5})
+            group = reserve(bundles, "the dedicated group", name=strategy, placement=wanted)
         except PlacementError as error:
             found[strategy] = str(error)
             continue
@@ -110,11 +108,10 @@ def beside_workers(count: int, strategy: str) -> dict[str, Any] | str:
 
 def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
     """The train loop: starts a plain class where the models of a run would be."""
-    from raypo.cluster.placement import PlacementError
     from raypo.collectives import Workers
     from raypo.config import PPOConfig
     from raypo.deployment.deployment import Deployment, start_deployment
-    from raypo.run.roles import roles_of
+    from raypo.plan.placement import PlacementError
     from raypo.run.services import places_beside
     from tests.integration.deployments import Doubler
 
@@ -133,9 +130,9 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
     context = ray.get_runtime_context()
     mine = {"node": context.get_node_id(), "gpus": context.get_accelerator_ids()["GPU"]}
     found: dict[str, Any] = {"workers": workers.gather(mine)}
-    roles = roles_of(config, engine_threads=1, frozen_threads=1)
+    nodes = [worker["node"] for worker in found["workers"]]
     try:
-        places = places_beside(workers, roles, num_engines=num_engines)
+        places = places_beside(config, ("engine", "reference", "reward_0"), workers, nodes)
     except PlacementError as error:
         return str(error)
     if workers.rank == 0:

@@ -68,5 +68,7 @@ def test_colocated_replicas_lie_beside_their_workers_and_see_their_gpus(beside: 
 def test_a_replica_does_not_span_nodes(beside: dict[str, Any]):
     """Two workers, spread over two nodes, would share an engine."""
     message = beside["SPREAD"]
-    assert message.startswith("rollout.engine.tensor_parallel (2): the learner workers that share")
+    assert message.startswith(
+        "rollout.engine.tensor_parallel (2): learner workers 0 to 1 would share"
+    )
     assert "lie on 2 nodes. Set placement.strategy to PACK" in message

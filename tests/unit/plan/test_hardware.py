@@ -4,7 +4,6 @@ import pytest
 
 from raypo.config import ConfigError
 from raypo.plan.hardware import GB, Node, parse_cluster, this_machine
-from raypo.plan.layout import place
 
 
 def test_two_nodes_of_eight_gpus():
@@ -42,41 +41,3 @@ def test_this_machine_has_cores_and_memory():
     (node,) = this_machine()
     assert (node.cpus or 0) >= 1
     assert (node.ram_bytes or 0) > GB // 10
-
-
-TWO = parse_cluster("4xGPU80G,2")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "count", "expected"),
-    [
-        ("PACK", 5, [0, 0, 0, 0, 1]),
-        ("SPREAD", 5, [0, 0, 0, 1, 1]),
-        ("STRICT_PACK", 4, [0, 0, 0, 0]),
-        ("STRICT_SPREAD", 2, [0, 1]),
-    ],
-)
-def test_bundles_lie_where_the_strategy_puts_them(strategy: str, count: int, expected: list[int]):
-    assert place(TWO, count, cpus=1, gpus=1, strategy=strategy) == expected
-
-
-@pytest.mark.parametrize(
-    ("strategy", "count", "remedy"),
-    [
-        ("PACK", 9, "Set learner.num_workers to at most 8"),
-        ("STRICT_PACK", 5, "Set placement.strategy to PACK"),
-        ("STRICT_SPREAD", 3, "Set placement.strategy to SPREAD"),
-    ],
-)
-def test_what_has_no_room_says_what_to_change(strategy: str, count: int, remedy: str):
-    with pytest.raises(ConfigError) as caught:
-        place(TWO, count, cpus=1, gpus=1, strategy=strategy)
-    assert f"learner.num_workers ({count}): asks for {count} bundles of 1 CPU and 1 GPU" in str(
-        caught.value
-    )
-    assert remedy in str(caught.value)
-
-
-def test_too_few_cores_for_one_worker_name_the_cores():
-    with pytest.raises(ConfigError, match=r"Lower learner.cpus_per_worker \(8\)"):
-        place(parse_cluster("4xCPU"), 1, cpus=8, gpus=0, strategy="PACK")

@@ -8,16 +8,13 @@ import torch
 
 from raypo.config import LearnerSection, LoraSection, PPOConfig
 from raypo.learner.trained_model import deepspeed_config
-from raypo.models import token_log_probs
 from raypo.models.loading import load_causal_lm
 from raypo.models.lora import add_adapter
 from raypo.models.packed_attention import hidden_states
 from raypo.models.packing import pack
-from raypo.plan import estimate, memory
-from raypo.plan.estimate import Models
+from raypo.plan.estimate import Models, roles_of
 from raypo.plan.memory import Batch, Sharding, activations, sharding_of, trained, worst_batch
 from raypo.plan.model_shape import ModelShape
-from raypo.weights import transport
 from tests.tiny import tiny_policy
 
 N = 1_000
@@ -25,11 +22,6 @@ N = 1_000
 
 def total(parts: dict[str, int]) -> int:
     return sum(parts.values())
-
-
-def test_constants_are_those_of_the_code():
-    assert memory.PUSH_BUCKET == transport.BUCKET_BYTES
-    assert memory.SCRATCH_LOGITS == token_log_probs.CHUNK_ELEMENTS
 
 
 def test_stage_0_in_float32_takes_sixteen_bytes_a_weight():
@@ -156,7 +148,11 @@ def test_lora_takes_the_optimizer_and_the_reference_out_of_the_plan(tmp_path: Pa
     lora = PPOConfig.parse(values | {"model": {"policy": folder, "lora": {"rank": 2}}})
     assert Models.read(whole).reference is not None
     assert Models.read(lora).reference is None
-    full = estimate.learner(whole, Models.read(whole), Sharding(2), "cpu").held
-    small = estimate.learner(lora, Models.read(lora), Sharding(2), "cpu").held
+
+    def learner(run: PPOConfig) -> dict[str, int]:
+        return roles_of(run, Models.read(run), Sharding(2), "cpu", None)[0].memory.held
+
+    full = learner(whole)
+    small = learner(lora)
     assert small["policy optimizer"] < full["policy optimizer"] / 5
     assert small["policy weights"] > full["policy weights"]

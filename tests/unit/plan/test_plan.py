@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from raypo.config import ConfigError, PPOConfig
-from raypo.plan import Plan, make_plan, parse_cluster
-from raypo.plan.layout import first_workers, nearest
+from raypo.plan.fit import Plan, make_plan
+from raypo.plan.hardware import parse_cluster
 from raypo.plan.tables import gb, tables
 
 LLAMA_8B = {
@@ -54,8 +54,8 @@ def test_a_billion_weights_fit_eight_large_gpus(values: dict):
     made = plan(values, "8xGPU80G,128xCPU,1000G")
     assert made.fits, made.problems
     assert [bundle.devices for bundle in made.bundles] == [f"GPU {i}" for i in range(8)]
-    assert made.bundles[0].roles == ("learner 0", "engine:0", "reference:0")
-    assert made.bundles[7].roles == ("learner 7", "engine:7")
+    assert made.bundles[0].roles == ("learner worker 0", "engine:0", "reference:0")
+    assert made.bundles[7].roles == ("learner worker 7", "engine:7")
     assert [load.name for load in made.loads][-1] == "node 0 RAM"
     (chosen,) = [choice for choice in made.choices if choice.is_chosen]
     assert chosen.sharding.stage == 2
@@ -112,6 +112,9 @@ def test_the_keys_that_a_plan_names_make_it_fit(values: dict):
     tokens = int(problem.split(remedy)[1].split(",")[0].split(".")[0])
     values["learner"]["max_tokens_per_microbatch"] = tokens
     assert plan(values, "8xGPU80G").fits
+    values["learner"]["max_tokens_per_microbatch"] = 2 * tokens
+    assert not plan(values, "8xGPU80G").fits, "it is the mildest of the halves"
+    assert problem.count(remedy) == 1
 
 
 def test_an_engine_without_room_for_one_sequence_is_refused(values: dict):
@@ -164,7 +167,7 @@ def test_reward_models_lie_beside_the_first_worker(values: dict, tmp_path: Path)
     values["rollout"]["engine"] = {"sleep": False}
     made = plan(values, "8xGPU80G")
     assert made.bundles[0].roles[2:] == ("reference:0", "reward_0:0", "reward_1:0")
-    assert made.bundles[1].roles == ("learner 1", "engine:1")
+    assert made.bundles[1].roles == ("learner worker 1", "engine:1")
     first, second = made.loads[0].needed, made.loads[1].needed
     weights = 3 * 2 * 1_235_814_400  # the reference and two reward models in bfloat16
     assert first - second >= weights
@@ -178,10 +181,10 @@ def test_what_is_tensor_parallel_spans_the_workers_bundles(values: dict):
     made = plan(values, "8xGPU80G,128xCPU,1000G")
     assert made.fits, made.problems
     roles = [bundle.roles for bundle in made.bundles]
-    assert roles[0] == ("learner 0", "engine:0", "reference:0")
-    assert roles[1] == ("learner 1", "engine:0", "reference:0")
-    assert roles[2] == ("learner 2", "engine:1", "reference:0")
-    assert roles[4] == ("learner 4", "engine:2")
+    assert roles[0] == ("learner worker 0", "engine:0", "reference:0")
+    assert roles[1] == ("learner worker 1", "engine:0", "reference:0")
+    assert roles[2] == ("learner worker 2", "engine:1", "reference:0")
+    assert roles[4] == ("learner worker 4", "engine:2")
     weights = {role.name: role.memory.held.get("weights", 0) for role in made.roles}
     assert weights["engine"] == 2 * weights["reference"]
 
@@ -253,10 +256,3 @@ def test_frozen_models_lie_on_each_node_or_as_often_as_is_asked(values: dict):
     values["placement"] = {"frozen": {"reference": {"num_replicas": 9}}}
     with pytest.raises(ConfigError, match=r"there are 8 .* for 9 of them \(placement\.frozen\.ref"):
         plan(values, "8xGPU80G")
-
-
-def test_a_worker_asks_the_replica_that_begins_nearest_before_it():
-    assert first_workers("auto", ["a", "a", "b", "c", "c"]) == [0, 2, 3]
-    assert [nearest([0, 2, 3], rank) for rank in range(5)] == [0, 0, 1, 2, 2]
-    assert first_workers(2, list("aaaaa")) == [0, 2]
-    assert first_workers(1, list("ab")) == [0]

@@ -9,10 +9,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from raypo.config import EngineSection
+from raypo.plan.sizes import cpu_sequence_bytes, default_cpu_kv_bytes
 from raypo.serving import vllm_settings
 from raypo.serving.vllm_settings import (
     check_version,
-    default_cpu_kv_bytes,
     engine_arguments,
     prepare_environment,
     start_llm,
@@ -89,6 +89,8 @@ def test_default_kv_cache_holds_one_sequence_at_least(tmp_path) -> None:
     assert default_cpu_kv_bytes(46_080, 384) == 32 * 512 * 46_080  # a batch of SmolLM2-135M
     assert default_cpu_kv_bytes(46_080, 8064) == 1 << 31  # no more than that unasked
     assert default_cpu_kv_bytes(524_288, 8064) == 8192 * 524_288  # but one sequence in any case
+    for length in (16, 5_000, 400_000):
+        assert default_cpu_kv_bytes(46_080, length) >= cpu_sequence_bytes(46_080, length)
 
 
 def test_what_the_user_says_about_logging_stays(monkeypatch) -> None:

@@ -1,0 +1,426 @@
+"""Which process of a run lies in which bundle, and on which node a bundle comes to lie.
+
+`raypo plan`, the checks before a start, a sweep's capacity and the reservation itself ask here. A
+run has up to two placement groups: the dedicated one, which is reserved first, and that of the
+learner workers, in which all else lies. Pure arithmetic on resources as Ray counts them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from raypo.config import ConfigError, PPOConfig, RewardModelConfig, SFTConfig
+
+AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
+Resources = dict[str, float]
+
+LEARNER = "learner worker"
+"""Name of that role; what is served is called engine, reference, reward_0, reward_1, ..."""
+_ROUNDING = 1e-9
+
+
+class PlacementError(ConfigError):
+    """The cluster can never hold what the run asks for, or does not hold it in time."""
+
+
+@dataclass(frozen=True)
+class ServedRole:
+    """How often a role is there besides the learner, and what each replica of it takes."""
+
+    name: str
+    group: Literal["colocated", "dedicated"]
+    num_replicas: int | Literal["auto"]
+    """auto: one on each node of the learner workers, of a dedicated group one."""
+    num_devices: int
+    """Of each replica: GPUs, on CPU processes."""
+    devices_key: str
+    """The config key of `num_devices`."""
+    gpu_share: float
+    """What a dedicated replica takes of each of its GPUs."""
+
+
+@dataclass(frozen=True)
+class Guest:
+    """Who lies in a bundle: a learner worker, or (a part of) a replica of what is served."""
+
+    role: str
+    index: int
+    gpus: float = 0.0
+    """What it takes of a dedicated bundle's GPUs."""
+    processes: int = 1
+    """Those in this bundle."""
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.index}" if self.role == LEARNER else f"{self.role}:{self.index}"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Resources that are reserved together, on one node, and who shares them."""
+
+    resources: Resources
+    guests: tuple[Guest, ...]
+
+    @property
+    def gpus(self) -> int:
+        """Whole devices."""
+        return round(self.resources.get("GPU", 0.0))
+
+    def __str__(self) -> str:
+        return f"{words(self.resources)} for {', '.join(map(str, self.guests))}"
+
+
+@dataclass(frozen=True)
+class PlacedBundle:
+    """A bundle of a run on a node."""
+
+    group: Literal["dedicated", "workers"]
+    index: int
+    """In its group; of the workers' the rank."""
+    bundle: Bundle
+    node: int
+    """Index of the node."""
+    gpus: range
+    """Numbers of its GPUs there."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Who lies in it, for people."""
+        return tuple(map(str, self.bundle.guests))
+
+    @property
+    def devices(self) -> str:
+        """`GPU 0, 1`."""
+        return f"GPU {', '.join(map(str, self.gpus))}" if self.gpus else "CPU"
+
+
+def words(resources: Resources) -> str:
+    """`1 CPU, 2 GPU`; what is without bounds is left out."""
+    named = sorted(resources.items())
+    bounded = [f"{amount:g} {name}" for name, amount in named if math.isfinite(amount)]
+    return ", ".join(bounded) or "enough"
+
+
+def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[ServedRole]:
+    """All that a run needs besides its learner: engines first, then frozen models."""
+    if isinstance(config, RewardModelConfig):
+        return []
+    placement, engine = config.placement, config.rollout.engine
+    count = engine.resolved_count(num_workers=num_workers, use_gpu=use_gpu)
+    roles = [
+        ServedRole(
+            name="engine",
+            group=placement.group_of("engine"),
+            num_replicas=count,
+            num_devices=engine.tensor_parallel,
+            devices_key="rollout.engine.tensor_parallel",
+            gpu_share=placement.gpus.engine,
+        )
+    ]
+    if isinstance(config, SFTConfig):
+        return roles
+    frozen, shares = placement.frozen, placement.gpus
+    names = ["reference"] if config.reference else []
+    names += [f"reward_{number}" for number in range(len(config.model.reward or ()))]
+    for name in names:
+        kind = "reference" if name == "reference" else "reward"
+        section = frozen.reference if kind == "reference" else frozen.reward
+        roles.append(
+            ServedRole(
+                name=name,
+                group=placement.group_of(kind),
+                num_replicas=section.num_replicas,
+                num_devices=section.tensor_parallel,
+                devices_key=f"placement.frozen.{kind}.tensor_parallel",
+                gpu_share=shares.reference if kind == "reference" else shares.reward,
+            )
+        )
+    return roles
+
+
+def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
+    """The dedicated group, engines first; empty where everything is colocated.
+
+    Replicas share a bundle as long as their shares of GPUs fit it. On CPU all frozen models take
+    turns on the cores of the first, but no two engines do.
+    """
+    bundles: list[tuple[int, list[Guest]]] = []
+    for role in served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu):
+        if role.group != "dedicated":
+            continue
+        share = role.gpu_share * role.num_devices if use_gpu else 0.0
+        takes_cores = role.name == "engine" and not use_gpu
+        for index in range(1 if role.num_replicas == "auto" else role.num_replicas):
+            guest = Guest(role.name, index, share, processes=role.num_devices)
+            for gpus, guests in bundles:
+                taken = sum(each.gpus for each in guests)
+                if not takes_cores and taken + share <= gpus + _ROUNDING:
+                    guests.append(guest)
+                    break
+            else:
+                bundles.append((max(1, round(share)) if use_gpu else 0, [guest]))
+    cpus = config.placement.cpus_per_bundle
+    return [Bundle(_resources(cpus, gpus), tuple(guests)) for gpus, guests in bundles]
+
+
+def worker_bundles(
+    config: AnyConfig, *, use_gpu: bool, each: Resources | None = None
+) -> list[Bundle]:
+    """The learner workers' group, without what lies beside them.
+
+    Args:
+        each: Resources of a worker; None: as the config has it.
+    """
+    resources = each or worker_resources(config, use_gpu=use_gpu)
+    count = config.learner.num_workers
+    return [Bundle(resources, (Guest(LEARNER, rank),)) for rank in range(count)]
+
+
+def worker_resources(config: AnyConfig, *, use_gpu: bool) -> Resources:
+    """What each learner worker takes."""
+    return _resources(config.learner.cpus_per_worker, 1 if use_gpu else 0)
+
+
+def _resources(cpus: int, gpus: int) -> Resources:
+    return {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
+
+
+def with_dedicated(config: PPOConfig, roles: Iterable[str]) -> PPOConfig:
+    """The config with these roles in the dedicated group, and no others.
+
+    Args:
+        roles: engine, reference, reward_0, ...
+    """
+    wanted = {role.partition("_")[0] for role in roles}
+    mode = {
+        role: "dedicated" if role in wanted else "colocated"
+        for role in ("engine", "reference", "reward")
+    }
+    placement = config.placement.model_copy(update={"mode": mode})
+    return config.model_copy(update={"placement": placement})
+
+
+def workers_beside(role: ServedRole, nodes: Sequence[Hashable]) -> list[range]:
+    """Of each colocated replica of a role, the ranks of the workers in whose bundles it lies.
+
+    Engines lie beside the first workers, frozen models beside the first worker of each node; what
+    is tensor parallel spans the bundles of as many workers from there on.
+
+    Args:
+        nodes: Of each worker, in the order of ranks.
+    """
+    size = role.num_devices
+    if role.name == "engine" and role.num_replicas != "auto":
+        firsts = [number * size for number in range(role.num_replicas)]
+    else:
+        firsts = first_workers(role.num_replicas, nodes)
+    return [range(first, first + size) for first in firsts]
+
+
+def first_workers(num_replicas: int | Literal["auto"], nodes: Sequence[Hashable]) -> list[int]:
+    """Rank of the first worker that each replica of a frozen model is near to.
+
+    Args:
+        num_replicas: Spread evenly over the workers; auto: one on each of their nodes.
+        nodes: Of each worker, in the order of ranks.
+    """
+    if num_replicas == "auto":
+        return [rank for rank, node in enumerate(nodes) if node not in nodes[:rank]]
+    return [number * len(nodes) // num_replicas for number in range(num_replicas)]
+
+
+def nearest(first: Sequence[int], rank: int) -> int:
+    """Number of the replica that a worker asks: the last one that begins at or before it."""
+    return max(0, bisect_right(first, rank) - 1)
+
+
+def torn_apart(role: ServedRole, nodes: Sequence[Hashable]) -> str | None:
+    """Why a colocated replica of a role cannot lie beside workers on these nodes; None: it can."""
+    key, size = role.devices_key, role.num_devices
+    for ranks in workers_beside(role, nodes):
+        if ranks.stop > len(nodes):
+            return (
+                f"{key} ({size}): every colocated replica needs as many learner workers, and there "
+                f"are too few (learner.num_workers). Lower it or rollout.engine.count, or raise "
+                f"learner.num_workers."
+            )
+        if (count := len(set(nodes[ranks.start : ranks.stop]))) > 1:
+            return (
+                f"{key} ({size}): learner workers {ranks[0]} to {ranks[-1]} would share a replica "
+                f"and lie on {count} nodes. Set placement.strategy to PACK and learner.num_workers "
+                f"so that each node holds a multiple of {size}, or placement.mode to dedicated."
+            )
+    return None
+
+
+def lay_out(
+    config: AnyConfig,
+    nodes: Sequence[Resources],
+    *,
+    use_gpu: bool,
+    each_worker: Resources | None = None,
+) -> list[PlacedBundle]:
+    """All bundles of a run on nodes that are otherwise empty, the dedicated group first.
+
+    Args:
+        each_worker: Resources of a learner worker; None: as the config has it.
+
+    Raises:
+        PlacementError: they do not fit, with what is asked, what there is, and what to change.
+    """
+    strategy = config.placement.strategy
+    dedicated = dedicated_bundles(config, use_gpu=use_gpu)
+    workers = worker_bundles(config, use_gpu=use_gpu, each=each_worker)
+    placed = place(dedicated, nodes, strategy)
+    beside = place(workers, without(nodes, dedicated, placed), strategy)
+    if len(placed) < len(dedicated) or len(beside) < len(workers):
+        raise PlacementError(_refusal(dedicated, workers, nodes, strategy))
+    ranks = sorted(beside.values())  # as Ray Train sorts its workers
+    guests = {rank: list(bundle.guests) for rank, bundle in enumerate(workers)}
+    for role in served_roles(config, num_workers=len(workers), use_gpu=use_gpu):
+        for index, span in enumerate(workers_beside(role, ranks)):
+            for rank in span if role.group == "colocated" else ():
+                guests.get(rank, []).append(Guest(role.name, index))
+    spots: list[tuple[Literal["dedicated", "workers"], int, Bundle, int]] = [
+        ("dedicated", index, bundle, placed[index]) for index, bundle in enumerate(dedicated)
+    ]
+    for rank, (bundle, node) in enumerate(zip(workers, ranks, strict=True)):
+        spots.append(("workers", rank, Bundle(bundle.resources, tuple(guests[rank])), node))
+    result: list[PlacedBundle] = []
+    for group, index, bundle, node in spots:
+        first = sum(each.bundle.gpus for each in result if each.node == node)
+        gpus = range(first, first + bundle.gpus)
+        result.append(PlacedBundle(group, index, bundle, node, gpus))
+    return result
+
+
+def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) -> dict[int, int]:
+    """Bundle -> node, by index, as Ray places a group; those that find no room are left out.
+
+    Ray takes the largest bundles first and prefers the node with the most room. PACK fills a node
+    before it begins another; SPREAD takes the node with the fewest bundles of the group.
+    """
+    if strategy == "STRICT_PACK":
+        on_one = [place(bundles, [node], "PACK") for node in nodes]
+        rooms = [_room(bundles[0], node) if bundles else 0 for node in nodes]
+        order = sorted(range(len(nodes)), key=lambda node: (-len(on_one[node]), -rooms[node]))
+        return {bundle: order[0] for bundle in on_one[order[0]]} if order else {}
+    left, placed = list(nodes), dict[int, int]()
+    sizes = [(bundle.gpus, bundle.resources.get("CPU", 0.0)) for bundle in bundles]
+    for index in sorted(range(len(bundles)), key=lambda index: sizes[index], reverse=True):
+        chosen = list(placed.values())
+        rooms = [_room(bundles[index], node) for node in left]
+        fitting = [node for node, room in enumerate(rooms) if room]
+        if strategy == "PACK":
+            turns = [(*chosen, node).index(node) for node in range(len(left))]
+        else:
+            turns = [chosen.count(node) for node in range(len(left))]
+        if strategy == "STRICT_SPREAD":
+            fitting = [node for node in fitting if not turns[node]]
+        if fitting:
+            node = min(fitting, key=lambda node: (turns[node], -rooms[node]))
+            placed[index] = node
+            left = without(left, [bundles[index]], {0: node})
+    return placed
+
+
+def without(
+    nodes: Sequence[Resources], bundles: Sequence[Bundle], placed: Mapping[int, int]
+) -> list[Resources]:
+    """What placed bundles leave of the nodes."""
+    left = [dict(node) for node in nodes]
+    for index, node in placed.items():
+        for name, amount in bundles[index].resources.items():
+            left[node][name] = left[node].get(name, 0.0) - amount
+    return left
+
+
+def groups_side_by_side(
+    bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str, *, at_most: int
+) -> int:
+    """How many groups of these bundles fit at the same time."""
+    left = list(nodes)
+    for count in range(at_most):
+        placed = place(bundles, left, strategy)
+        if len(placed) < len(bundles):
+            return count
+        left = without(left, bundles, placed)
+    return at_most
+
+
+def _room(bundle: Bundle, node: Resources) -> int:
+    """How often a node holds a bundle; at most a million times where nobody said what it has."""
+    parts = [node.get(name, 0.0) / each for name, each in bundle.resources.items() if each]
+    return int(min(1e6, *parts) + _ROUNDING)
+
+
+def _refusal(
+    dedicated: Sequence[Bundle],
+    workers: Sequence[Bundle],
+    nodes: Sequence[Resources],
+    strategy: str,
+) -> str:
+    """A sentence where the learner workers do not fit even alone, else a table of all groups."""
+    names = sorted({name for bundle in (*dedicated, *workers) for name in bundle.resources})
+    total = {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
+    largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in names}
+    count = _count(len(nodes), "node")
+    if (fits := len(place(workers, nodes, strategy))) < len(workers):
+        return (
+            f"learner.num_workers ({len(workers)}): asks for {_count(len(workers), 'bundle')} of "
+            f"{words(workers[0].resources)}, each on one node; the cluster has {words(total)} on "
+            f"{count}, the largest has {words(largest)}: under placement.strategy {strategy} there "
+            f"is room for {fits}. {_change(workers, nodes, strategy)}, or use a larger cluster."
+        )
+    alike: dict[str, list[Bundle]] = {}
+    for bundle in dedicated:
+        alike.setdefault(words(bundle.resources), []).append(bundle)
+    named = {
+        f"dedicated {', '.join(str(guest) for each in bundles for guest in each.guests)}": bundles
+        for bundles in alike.values()
+    }
+    placed = place(dedicated, nodes, strategy)
+    what = "the groups do not fit the cluster at the same time"
+    change = _change(workers, without(nodes, dedicated, placed), strategy)
+    if len(placed) < len(dedicated):
+        what, change = "the dedicated group does not fit the cluster", "Use a larger cluster"
+    rows = [("", "bundles", "each", "in all")]
+    for name, bundles in {**named, "learner workers": workers}.items():
+        each = bundles[0].resources
+        whole = {resource: len(bundles) * amount for resource, amount in each.items()}
+        rows.append((name, str(len(bundles)), words(each), words(whole)))
+    rows += [(f"the cluster ({count})", "", "", words(total))]
+    rows += [("its largest node", "", "", words(largest))]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    table = "\n  ".join(line.rstrip() for line in lines)
+    return (
+        f"placement.mode: {what} under placement.strategy {strategy}:\n  {table}\n{change}, lower "
+        f"rollout.engine.count, placement.gpus or placement.cpus_per_bundle, or set placement.mode "
+        f"to colocated."
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _change(workers: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) -> str:
+    """The key to change where the learner workers do not fit onto nodes."""
+    each, loose = workers[0].resources, strategy.removeprefix("STRICT_")
+    if len(place(workers, nodes, loose)) == len(workers):
+        return f"Set placement.strategy to {loose}"
+    if fits := len(place(workers, nodes, strategy)):
+        return f"Set learner.num_workers to at most {fits}"
+    short = [name for name in each if all(node.get(name, 0.0) < each[name] for node in nodes)]
+    if "GPU" in short and not any(node.get("GPU") for node in nodes):
+        return "Set learner.use_gpu to false"
+    if other := [name for name in short if name not in ("CPU", "GPU")]:
+        return f"Lower {other[0]} in ScalingConfig.resources_per_worker"
+    if each.get("CPU", 0.0) > 1:
+        return f"Lower learner.cpus_per_worker ({each['CPU']:g})"
+    return "Lower learner.num_workers"

@@ -1,0 +1,29 @@
+"""Sizes of buffers and caches that the run keeps to and `raypo plan` counts with."""
+
+from __future__ import annotations
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that are made, and held in float32 besides, at any time (64 MB)."""
+BUCKET_BYTES = 256 * 1024**2
+"""Weights that are pushed together."""
+CPU_BLOCK_TOKENS = 128
+"""Of a block of an engine's KV cache on CPU."""
+CPU_SEQUENCES = 32
+"""Sequences of full length that the default KV cache on CPU holds, within the limits below."""
+CPU_KV_BYTES = (1 << 29, 1 << 31)
+
+
+def cpu_sequence_bytes(bytes_per_token: int, max_model_len: int) -> int:
+    """KV cache on CPU that holds one sequence of full length: vLLM takes no less."""
+    blocks = -(-max_model_len // CPU_BLOCK_TOKENS) + 1  # one more: vLLM keeps an empty block
+    return blocks * CPU_BLOCK_TOKENS * bytes_per_token
+
+
+def default_cpu_kv_bytes(bytes_per_token: int, max_model_len: int) -> int:
+    """Room for a batch of full-length sequences within 0.5 to 2 GiB, but for one in any case.
+
+    It is the cache of each process of an engine on CPU where `rollout.engine.kv_cache_gb` is null.
+    """
+    sequence = cpu_sequence_bytes(bytes_per_token, max_model_len)
+    smallest, largest = CPU_KV_BYTES
+    return max(sequence, smallest, min(largest, CPU_SEQUENCES * sequence))

@@ -1,0 +1,360 @@
+"""Who shares which bundle, where bundles come to lie, and what can never fit; no Ray is started."""
+
+from typing import Any
+
+import pytest
+
+from raypo.config import ConfigError, PPOConfig
+from raypo.plan.hardware import parse_cluster
+from raypo.plan.placement import (
+    Bundle,
+    PlacementError,
+    Resources,
+    dedicated_bundles,
+    first_workers,
+    groups_side_by_side,
+    lay_out,
+    nearest,
+    place,
+    without,
+)
+
+
+def config(mode: Any = "dedicated", *, engines: int = 1, **placement: Any) -> PPOConfig:
+    return PPOConfig.parse(
+        {
+            "name": "run",
+            "model": {"policy": "p", "reward": ["a", "b"]},
+            "data": {"prompts": "d.jsonl"},
+            "rollout": {"engine": {"count": engines}},
+            "placement": {"mode": mode, **placement},
+        }
+    )
+
+
+def layout(run: PPOConfig, *, use_gpu: bool = True) -> list[str]:
+    return [str(bundle) for bundle in dedicated_bundles(run, use_gpu=use_gpu)]
+
+
+def test_frozen_models_share_a_gpu_as_long_as_their_parts_fit():
+    assert layout(config(engines=2)) == [
+        "1 CPU, 1 GPU for engine:0",
+        "1 CPU, 1 GPU for engine:1",
+        "1 CPU, 1 GPU for reference:0, reward_0:0",
+        "1 CPU, 1 GPU for reward_1:0",
+    ]
+
+
+def test_an_engine_shares_its_gpu_where_it_leaves_room():
+    shares = {"engine": 0.5, "reference": 0.25, "reward": 0.125}
+    assert layout(config(gpus=shares)) == [
+        "1 CPU, 1 GPU for engine:0, reference:0, reward_0:0, reward_1:0"
+    ]
+    assert (
+        layout(config(gpus={"engine": 0.5}, engines=2))[0] == "1 CPU, 1 GPU for engine:0, engine:1"
+    )
+
+
+def test_on_cpu_each_engine_has_its_cores_and_frozen_models_take_turns_with_the_first():
+    assert layout(config(engines=2, cpus_per_bundle=4), use_gpu=False) == [
+        "4 CPU for engine:0, reference:0, reward_0:0, reward_1:0",
+        "4 CPU for engine:1",
+    ]
+
+
+def test_the_map_places_each_role_by_itself():
+    assert layout(config({"reference": "dedicated"})) == ["1 CPU, 1 GPU for reference:0"]
+    assert layout(config({"engine": "dedicated"})) == ["1 CPU, 1 GPU for engine:0"]
+    assert layout(config("colocated")) == []
+
+
+def test_a_tensor_parallel_engine_is_one_bundle_of_whole_gpus():
+    run = PPOConfig.parse(
+        {
+            "name": "run",
+            "model": {"policy": "p"},
+            "data": {"prompts": "d.jsonl"},
+            "rollout": {"engine": {"count": 2, "tensor_parallel": 4}},
+            "placement": {"mode": {"engine": "dedicated"}},
+        }
+    )
+    assert layout(run) == ["1 CPU, 4 GPU for engine:0", "1 CPU, 4 GPU for engine:1"]
+
+
+def workers(**changes: Any) -> PPOConfig:
+    """A run whose engines and frozen models lie beside its learner workers."""
+    values = {
+        "name": "run",
+        "model": {"policy": "p"},
+        "data": {"prompts": "d.jsonl"},
+        "ppo": {"kl": {"coef": 0.0}},
+    }
+    return PPOConfig.parse(values | changes)
+
+
+def nodes_of(cluster: str) -> list[Resources]:
+    return [node.resources for node in parse_cluster(cluster)]
+
+
+def bundles(count: int, **resources: float) -> list[Bundle]:
+    return [Bundle(resources, ())] * count
+
+
+def placed(
+    count: int, nodes: list[Resources], strategy: str = "PACK", **resources: float
+) -> list[int]:
+    found = place(bundles(count, **resources), nodes, strategy)
+    return [found[index] for index in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cluster", "nodes"),
+    [
+        ("PACK", "4xGPU80G,2", [0, 0, 0, 0]),
+        ("PACK", "3xGPU80G,2", [0, 0, 0, 1]),
+        ("PACK", "3xGPU80G+4xGPU80G", [1, 1, 1, 1]),
+        ("SPREAD", "4xGPU80G,2", [0, 1, 0, 1]),
+        ("STRICT_SPREAD", "1xGPU80G,4", [0, 1, 2, 3]),
+        ("STRICT_PACK", "2xGPU80G+4xGPU80G", [1, 1, 1, 1]),
+    ],
+)
+def test_bundles_lie_as_the_strategy_says(strategy: str, cluster: str, nodes: list[int]):
+    made, there = dedicated_bundles(config(engines=2), use_gpu=True), nodes_of(cluster)
+    found = place(made, there, strategy)
+    assert [found[index] for index in range(len(made))] == nodes
+    left = [node["GPU"] for node in without(there, made, found)]
+    assert left == [node["GPU"] - nodes.count(index) for index, node in enumerate(there)]
+
+
+def test_large_bundles_come_first_as_ray_sorts_them():
+    """Else the small one would lie on the node that the large one needs."""
+    small, large = Bundle({"GPU": 1.0}, ()), Bundle({"GPU": 4.0}, ())
+    assert place([small, large], [{"GPU": 4.0}, {"GPU": 1.0}], "PACK") == {0: 1, 1: 0}
+
+
+def test_a_bundle_lies_on_one_node():
+    assert placed(2, [{"CPU": 4.0}, {"CPU": 2.0}], CPU=3) == [0], "6 in all, but not 4 and 2"
+    assert placed(2, [{"CPU": 4.0}, {"CPU": 2.0}], "SPREAD", CPU=2) == [0, 1]
+    assert placed(2, [{"CPU": 4.0}, {"CPU": 4.0}], "STRICT_PACK", CPU=3) == [0]
+    assert placed(2, [{"CPU": 8.0}], "STRICT_SPREAD", CPU=3) == [0]
+    assert placed(1, [{"CPU": 2.0}], GPU=1) == [], "nobody has any"
+    assert placed(1, []) == placed(1, [], "STRICT_PACK", CPU=1) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count", "expected"),
+    [
+        ("PACK", 5, [0, 0, 0, 0, 1]),
+        ("SPREAD", 5, [0, 0, 0, 1, 1]),
+        ("STRICT_PACK", 4, [0, 0, 0, 0]),
+        ("STRICT_SPREAD", 2, [0, 1]),
+    ],
+)
+def test_workers_are_sorted_by_node(strategy: str, count: int, expected: list[int]):
+    run = workers(learner={"num_workers": count}, placement={"strategy": strategy})
+    made = lay_out(run, nodes_of("4xGPU80G,2"), use_gpu=True)
+    assert [each.node for each in made] == expected
+    assert [str(each.gpus[0]) for each in made if each.node == 0] == list("0123")[
+        : expected.count(0)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count", "room", "remedy"),
+    [
+        ("PACK", 9, 8, "Set learner.num_workers to at most 8"),
+        ("STRICT_PACK", 5, 4, "Set placement.strategy to PACK"),
+        ("STRICT_SPREAD", 3, 2, "Set placement.strategy to SPREAD"),
+    ],
+)
+def test_what_has_no_room_says_what_to_change(strategy: str, count: int, room: int, remedy: str):
+    run = workers(learner={"num_workers": count}, placement={"strategy": strategy})
+    with pytest.raises(PlacementError) as caught:
+        lay_out(run, nodes_of("4xGPU80G,2"), use_gpu=True)
+    assert str(caught.value) == (
+        f"learner.num_workers ({count}): asks for {count} bundles of 1 CPU, 1 GPU, each on one "
+        f"node; the cluster has 8 GPU on 2 nodes, the largest has 4 GPU: under placement.strategy "
+        f"{strategy} there is room for {room}. {remedy}, or use a larger cluster."
+    )
+
+
+@pytest.mark.parametrize(
+    ("each", "nodes", "remedy"),
+    [
+        ({"CPU": 8.0}, [{"CPU": 4.0}] * 2, r"Lower learner.cpus_per_worker \(8\)"),
+        ({"CPU": 1.0, "GPU": 1.0}, [{"CPU": 2.0}], "Set learner.use_gpu to false"),
+        ({"CPU": 1.0, "TPU": 1.0}, [{"CPU": 2.0}], "Lower TPU in ScalingConfig.resources_per_w"),
+    ],
+)
+def test_a_worker_that_no_node_can_hold_names_what_is_short(
+    each: Resources, nodes: list[Resources], remedy: str
+):
+    with pytest.raises(PlacementError, match=rf"there is room for 0. {remedy}"):
+        lay_out(workers(), nodes, use_gpu="GPU" in each, each_worker=each)
+
+
+def test_groups_that_fit_alone_but_not_together_are_refused_with_a_table():
+    run = workers(
+        placement={"mode": {"engine": "dedicated"}},
+        learner={"num_workers": 2},
+        rollout={"engine": {"count": 1}},
+    )
+    with pytest.raises(PlacementError) as caught:
+        lay_out(run, [{"CPU": 8.0, "GPU": 2.0}], use_gpu=True)
+    assert str(caught.value) == (
+        "placement.mode: the groups do not fit the cluster at the same time under "
+        "placement.strategy PACK:\n"
+        "                        bundles  each          in all\n"
+        "  dedicated engine:0    1        1 CPU, 1 GPU  1 CPU, 1 GPU\n"
+        "  learner workers       2        1 CPU, 1 GPU  2 CPU, 2 GPU\n"
+        "  the cluster (1 node)                         8 CPU, 2 GPU\n"
+        "  its largest node                             8 CPU, 2 GPU\n"
+        "Set learner.num_workers to at most 1, lower rollout.engine.count, placement.gpus or "
+        "placement.cpus_per_bundle, or set placement.mode to colocated."
+    )
+    made = lay_out(run, [{"CPU": 8.0, "GPU": 3.0}], use_gpu=True)
+    assert [(each.group, each.devices) for each in made] == [
+        ("dedicated", "GPU 0"),
+        ("workers", "GPU 1"),
+        ("workers", "GPU 2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "fits"),
+    [
+        ("PACK", [2, 2], True),
+        ("SPREAD", [2, 2], True),
+        ("STRICT_PACK", [2, 2], True),
+        ("STRICT_PACK", [2, 1], False),  # the first group took one of the two
+        ("STRICT_SPREAD", [2, 1], True),
+        ("STRICT_SPREAD", [3], False),
+    ],
+)
+def test_what_the_first_group_leaves_must_do_for_the_second(strategy: str, nodes: list, fits: bool):
+    run = workers(
+        placement={"mode": {"engine": "dedicated"}, "strategy": strategy},
+        learner={"num_workers": 2},
+        rollout={"engine": {"count": 1}},
+    )
+    cluster = [{"CPU": float(n)} for n in nodes]
+    if fits:
+        assert len(lay_out(run, cluster, use_gpu=False)) == 3
+    else:
+        with pytest.raises(PlacementError):
+            lay_out(run, cluster, use_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cluster"),
+    [("PACK", "3xGPU80G"), ("STRICT_SPREAD", "8xGPU80G,3"), ("STRICT_PACK", "2xGPU80G,2")],
+)
+def test_a_dedicated_group_that_does_not_fit_is_refused_with_who_asks(strategy: str, cluster: str):
+    run = config(engines=2, strategy=strategy)
+    with pytest.raises(PlacementError) as caught:
+        lay_out(run, nodes_of(cluster), use_gpu=True)
+    text = str(caught.value)
+    assert (
+        f"the dedicated group does not fit the cluster under placement.strategy {strategy}" in text
+    )
+    assert "dedicated engine:0, engine:1, reference:0, reward_0:0, reward_1:0  4 " in text
+
+
+def test_groups_side_by_side_hold_all_their_bundles():
+    def fit(strategy: str, *cpus: float) -> int:
+        return groups_side_by_side(
+            bundles(2, CPU=1), [{"CPU": n} for n in cpus], strategy, at_most=99
+        )
+
+    assert fit("PACK", 3, 3) == fit("SPREAD", 3, 3) == fit("STRICT_SPREAD", 3, 3) == 3
+    assert fit("STRICT_PACK", 3, 3) == 2
+    assert fit("STRICT_SPREAD", 5, 1) == 1
+    assert groups_side_by_side(bundles(1, CPU=1), nodes_of("1xGPU80G"), "PACK", at_most=7) == 7
+
+
+def test_a_worker_asks_the_replica_that_begins_nearest_before_it():
+    assert first_workers("auto", ["a", "a", "b", "c", "c"]) == [0, 2, 3]
+    assert [nearest([0, 2, 3], rank) for rank in range(5)] == [0, 0, 1, 2, 2]
+    assert first_workers(2, list("aaaaa")) == [0, 2]
+    assert first_workers(1, list("ab")) == [0]
+
+
+def test_the_recipes_without_frozen_models_refuse_the_mode():
+    from raypo.config import SFTConfig
+
+    values = {
+        "name": "s",
+        "recipe": "sft",
+        "model": {"policy": "p"},
+        "data": {"prompts": "d.jsonl", "response_key": "r"},
+        "placement": {"mode": "dedicated"},
+    }
+    with pytest.raises(ConfigError, match="the recipe sft has nothing that could live in a group"):
+        SFTConfig.parse(values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": {"tensor_parallel": 2}, "use_gpu": True}, "must divide learner.num_workers"),
+        ({"engine": {"count": 2}, "use_gpu": True}, "to at most 1, or placement.mode to dedicated"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(changes: dict, message: str):
+    values = {
+        "name": "run",
+        "model": {"policy": "p"},
+        "data": {"prompts": "d.jsonl"},
+        "rollout": {"engine": changes["engine"]},
+        "learner": {"use_gpu": changes["use_gpu"]},
+    }
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig.parse(values)
+
+
+def test_a_frozen_model_in_vllm_may_span_the_gpus_of_a_bundle():
+    frozen = {"reference": {"backend": "vllm", "tensor_parallel": 4}}
+    run = config({"reference": "dedicated"}, frozen=frozen, gpus={"reference": 1.0})
+    assert layout(run) == ["1 CPU, 4 GPU for reference:0"]
+    assert layout(run, use_gpu=False) == ["1 CPU for reference:0"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "placement", "message"),
+    [
+        (
+            "dedicated",
+            {"frozen": {"reward": {"tensor_parallel": 2}}},
+            r"tensor_parallel \(2\): backend torch computes on one",
+        ),
+        (
+            "colocated",
+            {"frozen": {"reward": {"backend": "vllm", "tensor_parallel": 2}}},
+            r"reward\.tensor_parallel \(2\): .* of 2 learner workers, and there are 1 .* or "
+            r"placement\.mode to dedicated",
+        ),
+        (
+            "dedicated",
+            {"frozen": {"reference": {"backend": "vllm", "tensor_parallel": 2}}},
+            r"placement\.gpus\.reference \(0\.5\): .* takes whole ones\. Set it to 1",
+        ),
+    ],
+)
+def test_frozen_models_that_cannot_span_devices_are_refused(
+    mode: str, placement: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        config(mode, **placement)
+
+
+def test_vllm_gives_log_probs_of_prompts_at_temperature_1_alone():
+    values = {
+        "name": "run",
+        "model": {"policy": "p"},
+        "data": {"prompts": "d.jsonl"},
+        "rollout": {"temperature": 0.7},
+        "placement": {"frozen": {"reference": {"backend": "vllm"}}},
+    }
+    with pytest.raises(ConfigError, match=r"temperature is 0\.7\. Set it to torch"):
+        PPOConfig.parse(values)
+    PPOConfig.parse(values | {"rollout": {}})
