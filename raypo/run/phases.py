@@ -18,6 +18,7 @@ from raypo.plan.phase_table import (
     ALLOWED,
     ENGINE_WEIGHTS,
     FROZEN_MODELS,
+    KV_CACHE,
     PARAMETERS,
     PRESENT,
     TRAINING_STATE,
