@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -23,11 +23,11 @@ from raypo.plan.estimate import Models
 from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
 from raypo.rewards.sources import close_function, open_function, open_remote
-from raypo.rollout.collect import PushAgain, Sampling
+from raypo.rollout.collect import PushAgain, Sampler, Sampling
 from raypo.rollout.dealing import Deal
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.experience import AdvantageState
-from raypo.rollout.first_answers import Recall
+from raypo.rollout.first_answers import Recalling
 from raypo.rollout.judges import Judges
 from raypo.rollout.refill import Collected
 from raypo.run.phases import Phase, Phases
@@ -71,6 +71,8 @@ class PPORun(Run[PPOConfig]):
     """The last push once more, for the case that no engine is left that has it."""
     keeper: Keeper = field(default_factory=Keeper)
     """Of adapters."""
+    _recalling: Recalling | None = None
+    """Before the first update of a sweep's trial: what other trials were answered."""
     _phases: Phases | None = None
     _work: dict[str, Work] = field(default_factory=dict)
     _elsewhere: frozenset[str] = frozenset()
@@ -102,7 +104,6 @@ class PPORun(Run[PPOConfig]):
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
         reward_function = open_function(config.reward, runtime.reward_fn)
-        first_answers = runtime.shared.first_answers if runtime.shared else None
         return cls(
             config=config,
             name=runtime.name,
@@ -124,7 +125,6 @@ class PPORun(Run[PPOConfig]):
                 seed=config.seed,
                 samples_per_prompt=config.rollout.samples_per_prompt,
                 adapter=runtime.name if _pushes_adapter(config) else None,
-                recall=Recall(first_answers, config, workers) if first_answers else None,
             ),
             advantage_state=AdvantageState.of(config.ppo.kl),
             dedicated=runtime.dedicated,
@@ -149,6 +149,8 @@ class PPORun(Run[PPOConfig]):
             shared=self.shared,
         )
         self._elsewhere = services.elsewhere
+        if self.shared is not None and self.shared.first_answers is not None:
+            self._recalling = Recalling(services.engine, self.shared.first_answers, self.config)
         if torch.cuda.is_available():
             services.wait(self.config.placement.timeout_s)
         shares_gpus = torch.cuda.is_available() and "engine" not in services.elsewhere
@@ -197,6 +199,10 @@ class PPORun(Run[PPOConfig]):
         close_function(self.reward_function)
         super().close()
 
+    def sampler(self, services: Services) -> Sampler:
+        """Who samples responses: the engines, asked through what a sweep's trials share if any."""
+        return self._recalling or services.engine
+
     def judges(self, services: Services) -> Judges:
         """Who scores this run's responses."""
         return Judges.of(
@@ -220,7 +226,7 @@ class PPORun(Run[PPOConfig]):
             lambda: self.push_weights(learner, services, version=version), self.workers
         )
         if version > 0:
-            self.sampling = replace(self.sampling, recall=None)
+            self._recalling = None
         config = self.config
         probe = Probe(
             prompts=[prompt.token_ids for prompt in self.prompts[:NUM_PROBES]],
@@ -284,7 +290,7 @@ class PPORun(Run[PPOConfig]):
             step=step,
             elsewhere=self._elsewhere,
         )
-        if self.sampling.recall and self.sampling.recall.has_recalled:
+        if self._recalling and self._recalling.has_recalled:
             del self._work["generate"]  # another trial did it
         missing, wanted = collected.missing_groups, self.config.rollout.prompts_per_step
         if missing:
@@ -372,7 +378,7 @@ class PPORun(Run[PPOConfig]):
         self.enter(Phase.GENERATE)
         return evaluate_policy(
             self.held_out,
-            services.engine,
+            self.sampler(services),
             self.tokenizer,
             self.eval_function,
             section=self.config.eval,
