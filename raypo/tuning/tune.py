@@ -31,7 +31,7 @@ from raypo.tuning.goal import Goal
 from raypo.tuning.outcome import Outcome, write_outcome
 from raypo.tuning.record import read_trials, write_trials
 from raypo.tuning.schedule import reports_of, scheduler_of, tell_past
-from raypo.tuning.search import NUMBER, listed_space, searcher_of
+from raypo.tuning.search import NUMBER, OptunaSearcher, listed_space
 from raypo.tuning.shared import started
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, recorded_config
 from raypo.tuning.trial import TrialSetup, run_trial
@@ -207,10 +207,10 @@ class _Sweep:
 
     def _trials(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments of the Tuner and of its TuneConfig that say which trials to run."""
-        if self._setup.is_population:  # Tune takes no searcher beside pbt
+        if self._sweep.searcher != "optuna":
             return {"param_space": listed_space(self._sweep, self._ended, self._left)}, {}
         return {}, {
-            "search_alg": searcher_of(self._sweep, self._ended, self._left),
+            "search_alg": OptunaSearcher(self._sweep, self._ended, self._left),
             "num_samples": self._plan.num_trials - len(self._ended),
         }
 
