@@ -113,7 +113,7 @@ class OptunaSearcher(Searcher):
         self._space = {key: as_optuna(domain) for key, domain in sweep.domains.items()}
         self._asked: dict[str, optuna.Trial] = {}
         self.study = optuna.create_study(
-            directions=[f"{mode}imize" for mode in sweep.mode],
+            directions=["maximize" if mode == "max" else "minimize" for mode in sweep.mode],
             sampler=optuna.samplers.TPESampler(
                 seed=sweep.seed + len(ended),  # or new trials would repeat the first ones' draws
                 # Trials before TPE begins: Optuna's usual 10, but at most half of a small sweep.

@@ -27,10 +27,12 @@ from raypo.storage.run_files import RunFiles
 from raypo.tuning.board import Board
 from raypo.tuning.capacity import SweepPlan, describe, plan_sweep, trial_name
 from raypo.tuning.cluster import find_nodes
-from raypo.tuning.goal import Goal
+from raypo.tuning.goal import STEP, Goal
 from raypo.tuning.outcome import Outcome, write_outcome
+from raypo.tuning.population import Segment
+from raypo.tuning.ray_internals import tell_past
 from raypo.tuning.record import read_trials, write_trials
-from raypo.tuning.schedule import reports_of, scheduler_of, tell_past
+from raypo.tuning.schedule import reports_of, scheduler_of
 from raypo.tuning.search import NUMBER, OptunaSearcher, listed_space
 from raypo.tuning.shared import started
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, recorded_config
@@ -168,7 +170,13 @@ class _Sweep:
             ray.kill(janitor)
 
     def _fit_trials(self, setup: TrialSetup) -> None:
-        scheduler = scheduler_of(self._sweep, self._base, storage_path=setup.storage_path)
+        last_steps = [
+            int(Segment.last(setup.files(record.number)).known.get(STEP, 0))
+            for record in self._left
+        ]
+        scheduler = scheduler_of(
+            self._sweep, self._base, last_comparison=max(last_steps, default=0)
+        )
         if not setup.is_population:  # it looks at those alone that still run
             past = {
                 record.name: reports_of(
