@@ -10,18 +10,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ray.train import Result
+from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.tune.schedulers import TrialScheduler
 
 
-def run_controller_here(**arguments: Any) -> Result:
-    """Run Ray Train's controller in this process, where Ray starts one for it.
+def run_controllers_here(trainer: TorchTrainer) -> None:
+    """Have Ray Train's controller run in the process of its trainer, where Ray starts another."""
 
-    It takes the place of a trainer's method `_initialize_and_run_controller`.
-    """
-    controller = TrainController(**arguments)
-    asyncio.run(controller.run())
-    return controller.get_result()
+    def run(**arguments: Any) -> Result:
+        controller = TrainController(**arguments)
+        asyncio.run(controller.run())
+        return controller.get_result()
+
+    trainer._initialize_and_run_controller = run
 
 
 class PastTrial:

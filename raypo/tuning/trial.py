@@ -15,7 +15,7 @@ from typing import Any
 
 from ray import tune
 from ray.actor import ActorHandle
-from ray.train import Checkpoint, Result, RunConfig, UserCallback
+from ray.train import Checkpoint, RunConfig, UserCallback
 
 from raypo.checks import is_finished
 from raypo.config import PPOConfig
@@ -27,7 +27,7 @@ from raypo.trainer import PPOTrainer
 from raypo.tuning.capacity import trial_name
 from raypo.tuning.goal import Goal, as_report, known_metrics
 from raypo.tuning.population import Segment
-from raypo.tuning.ray_internals import run_controller_here
+from raypo.tuning.ray_internals import run_controllers_here
 from raypo.tuning.search import POINT, Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
@@ -108,6 +108,7 @@ class TrialTrainer(PPOTrainer):
     ) -> None:
         self._setup, self._reports, self._segment = setup, reports, segment
         super().__init__(config, run_config=RunConfig(callbacks=[reports]))
+        run_controllers_here(self)
 
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
         runtime = super()._runtime(monitor, dedicated)
@@ -117,9 +118,6 @@ class TrialTrainer(PPOTrainer):
             shared=self._setup.shared,
             resume_from=self._segment.resume_from if self._segment else None,
         )
-
-    def _initialize_and_run_controller(self, **arguments: Any) -> Result:
-        return run_controller_here(**arguments)
 
     def _is_unwanted(self) -> bool:
         # One that pbt has stopped begins again where it was stopped.

@@ -7,14 +7,11 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.tune.schedulers import MedianStoppingRule
 
-from raypo.tuning.trial import TrialTrainer
 
-
-def test_ray_train_hands_its_controllers_arguments_to_the_method_that_a_trial_overrides():
+def test_ray_train_hands_its_controllers_arguments_to_the_method_that_a_trial_replaces():
     method = "_initialize_and_run_controller"
     assert method in vars(TorchTrainer.__mro__[1]), "TorchTrainer is a DataParallelTrainer"
     assert f"self.{method}(" in inspect.getsource(TorchTrainer.fit)
-    assert method in vars(TrialTrainer)
     theirs: Any = inspect.signature(getattr(TorchTrainer, method))
     (kind,) = {each.kind for name, each in theirs.parameters.items() if name != "self"}
     assert kind is inspect.Parameter.VAR_KEYWORD
