@@ -68,7 +68,7 @@ class SchedulerSection(Config):
     reduction_factor: float = Field(default=3.0, gt=1.0)
     """asha: one of this many trials goes on at each rung."""
     perturb_every: int | None = Field(default=None, ge=1)
-    """pbt: steps between two perturbations; null: `eval.every` of the base."""
+    """pbt: steps between two comparisons, at which trials wait; null: `eval.every` of the base."""
     quantile: float = Field(default=0.25, gt=0.0, le=0.5)
     """pbt: share of the trials that is replaced by copies of the best."""
     resample: float = Field(default=0.25, ge=0.0, le=1.0)

@@ -95,5 +95,7 @@ def start_lender(handles: Sequence[DeploymentHandle]) -> ActorHandle:
         handles: One for each seat; a deployment that several runs use at a time comes several
             times.
     """
-    lender: Any = ray.remote(Lender).options(num_cpus=0, max_concurrency=16)
+    # A run that waits for a seat takes a thread; `hold` must get one all the same.
+    threads = 16 + len(handles)
+    lender: Any = ray.remote(Lender).options(num_cpus=0, max_concurrency=threads)
     return lender.remote(handles)

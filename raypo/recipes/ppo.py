@@ -127,7 +127,9 @@ def collect(run: PPORun, services: Services, clock: Clock, workers: Workers) -> 
         with run.round_of_sampling(clock):
             draws = run.draw_prompts(num_prompts)
             run.enter(Phase.GENERATE)
-            rollouts = sample(draws, services.engine, run.tokenizer, run.sampling, run.push_again)
+            rollouts = sample(
+                draws, run.sampler(services), run.tokenizer, run.sampling, run.push_again
+            )
             clock.lap("time/generate_s")
             run.enter(Phase.SCORE)
             scored = judge(rollouts, run.judges(services), services.reference)

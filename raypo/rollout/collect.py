@@ -15,7 +15,6 @@ from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
 from raypo.data.stream import Draw
 from raypo.rewards.scoring import first_reason, too_many_failures
-from raypo.rollout.first_answers import Recall
 from raypo.rollout.judges import Judges
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout, ScoredRollout
@@ -69,8 +68,6 @@ class Sampling:
     """Keeps the seeds of training and evaluation apart."""
     adapter: str | None = None
     """Name of the LoRA adapter that the engines answer with; None: their own weights alone."""
-    recall: Recall | None = None
-    """Before the first update of a sweep's trial: what other trials were answered."""
 
     @classmethod
     def of(
@@ -81,7 +78,6 @@ class Sampling:
         seed: int,
         samples_per_prompt: int = 1,
         adapter: str | None = None,
-        recall: Recall | None = None,
     ) -> Sampling:
         """The sampling of training rollouts."""
         return cls(
@@ -92,7 +88,6 @@ class Sampling:
             stop_token_ids=stop_token_ids,
             seed=seed,
             adapter=adapter,
-            recall=recall,
         )
 
 
@@ -134,11 +129,7 @@ def sample(
         for draw in draws
         for number in range(sampling.samples_per_prompt)
     ]
-
-    def generate() -> list[Completion]:
-        return _generate(requests, engine, push_again) if requests or push_again else []
-
-    completions = sampling.recall.or_make(requests, generate) if sampling.recall else generate()
+    completions = _generate(requests, engine, push_again) if requests or push_again else []
     texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
     return [
         _rollout(draws[i // sampling.samples_per_prompt], i % sampling.samples_per_prompt, c, text)
@@ -150,7 +141,7 @@ def _generate(
     requests: list[SamplingRequest], engine: Sampler, push_again: PushAgain | None
 ) -> list[Completion]:
     try:
-        completions, lost = _ask(requests, engine), None
+        completions, lost = ask(requests, engine), None
     except NoReplicaLeft as error:
         if push_again is None:
             raise
@@ -158,10 +149,10 @@ def _generate(
     if push_again is None or not push_again.workers.sum(as_tensor(lost is not None)):
         return completions
     push_again.push()
-    return _ask(requests, engine) if lost else completions
+    return ask(requests, engine) if lost else completions
 
 
-def _ask(requests: list[SamplingRequest], engine: Sampler) -> list[Completion]:
+def ask(requests: list[SamplingRequest], engine: Sampler) -> list[Completion]:
     """All at once, each of this worker's engines an equal lot; the answers in the order given."""
     engines = engine.each_preferred()
     size = -(-len(requests) // len(engines))

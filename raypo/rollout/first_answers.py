@@ -7,102 +7,97 @@ sampling and seed sample the same responses, whatever they do with them afterwar
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
 from ray.actor import ActorHandle
 
+from raypo.calls import Here
 from raypo.cluster.actors import is_alive
-from raypo.collectives import Workers
 from raypo.config import PPOConfig
+from raypo.rollout.collect import Sampler, ask
 from raypo.serving.requests import Completion, SamplingRequest
 
 LOOK_EVERY_S = 0.5
 """How often one that waits looks whether the answers are there, or their maker has died."""
-THREADS_PER_TRIAL = 16
-"""One waits, the others are for the calls of its workers."""
 
 
 class FirstAnswers:
     """What a sweep's trials were answered before their first update. A zero-CPU actor."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, dict[int, list[Completion]]] = {}
+        self._answers: dict[str, list[Completion]] = {}
         self._makers: dict[str, ActorHandle] = {}
-        self._lock = threading.Lock()
 
-    def claim(self, key: str, count: int, maker: ActorHandle) -> bool:
-        """Whether all answers are there; if not, the caller is the one who makes them.
+    def find(self, key: str, asker: ActorHandle) -> list[Completion] | Literal["make", "wait"]:
+        """The answers, where they are there.
 
-        Waits while another one, who is alive, is at it.
-
-        Args:
-            count: Workers of a trial, each of which has answers of its own.
+        Returns:
+            "make" where the caller is the one who makes them, "wait" where another one, who is
+            alive, is at it.
         """
-        while True:
-            with self._lock:
-                if len(self._answers.get(key, ())) == count:
-                    return True
-                if key not in self._makers or not is_alive(self._makers[key]):
-                    self._makers[key] = maker
-                    return False
-            time.sleep(LOOK_EVERY_S)
+        if key in self._answers:
+            return self._answers[key]
+        if key in self._makers and is_alive(self._makers[key]):
+            return "wait"
+        self._makers[key] = asker
+        return "make"
 
-    def put(self, key: str, rank: int, answers: list[Completion]) -> None:
-        """A worker's share."""
-        with self._lock:
-            self._answers.setdefault(key, {})[rank] = answers
-
-    def get(self, key: str, rank: int) -> list[Completion]:
-        """A worker's share, of answers that are there."""
-        return self._answers[key][rank]
+    def put(self, key: str, answers: list[Completion] | None) -> None:
+        """What the maker has made; None where it failed and somebody else may try."""
+        del self._makers[key]
+        if answers is not None:
+            self._answers[key] = answers
 
     def __repr__(self) -> str:
         return f"FirstAnswers({len(self._answers)} calls)"
 
 
-def start_first_answers(num_trials: int) -> ActorHandle:
-    """The actor for this many trials at a time."""
-    # Workers of trials wait in `claim`, a thread each, while those that they wait for need some.
+def start_first_answers() -> ActorHandle:
+    """The actor; it lives as long as this process."""
     cls: Any = ray.remote(FirstAnswers)
-    return cls.options(num_cpus=0, max_concurrency=THREADS_PER_TRIAL * num_trials).remote()
+    return cls.options(num_cpus=0).remote()
 
 
 @dataclass
-class Recall:
-    """One worker's access to the answers; good until the first update."""
+class Recalling:
+    """Engines that are asked only what no other trial has asked; good until the first update."""
 
+    engine: Sampler
     answers: ActorHandle
     config: PPOConfig
-    workers: Workers
     has_recalled: bool = field(default=False, init=False)
     """Whether the last call was answered with what another trial has sampled."""
 
-    def or_make(
-        self, requests: Sequence[SamplingRequest], make: Callable[[], list[Completion]]
-    ) -> list[Completion]:
-        """This worker's answers; all workers call it together.
+    @property
+    def generate(self) -> Here[[list[SamplingRequest]], list[Completion]]:
+        """One response a request, in the order given."""
+        return Here(self._recall_or_ask)
 
-        Args:
-            make: Asks the engines.
-        """
+    def each_preferred(self) -> Sequence[Sampler]:
+        """Itself: what this worker asks is recalled as a whole."""
+        return [self]
+
+    def _recall_or_ask(self, requests: list[SamplingRequest]) -> list[Completion]:
         actor: Any = self.answers
-        key = f"{made_from(self.config)}: {self.workers.gather(digest(requests))}"
-        is_there = False
-        if self.workers.rank == 0:
-            this_worker = ray.get_runtime_context().current_actor
-            is_there = ray.get(actor.claim.remote(key, self.workers.count, this_worker))
-        self.has_recalled = self.workers.broadcast(is_there)
+        this_worker = ray.get_runtime_context().current_actor
+        key = f"{made_from(self.config)}: {digest(requests)}"
+        while (found := ray.get(actor.find.remote(key, this_worker))) == "wait":
+            time.sleep(LOOK_EVERY_S)
+        self.has_recalled = found != "make"
         if self.has_recalled:
-            return ray.get(actor.get.remote(key, self.workers.rank))
-        answers = make()
-        ray.get(actor.put.remote(key, self.workers.rank, answers))
-        return answers
+            return found
+        try:
+            made = ask(requests, self.engine)
+        except BaseException:
+            ray.get(actor.put.remote(key, None))
+            raise
+        ray.get(actor.put.remote(key, made))
+        return made
 
 
 def made_from(config: PPOConfig) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,10 +26,10 @@ from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
 from raypo.rewards.sources import close_function, open_function, open_remote
 from raypo.rollout.ahead import Collect, Rollouts, RolloutsAhead, RolloutsInTurn
-from raypo.rollout.collect import PushAgain, Sampling
+from raypo.rollout.collect import PushAgain, Sampler, Sampling
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.experience import AdvantageState
-from raypo.rollout.first_answers import Recall
+from raypo.rollout.first_answers import Recalling
 from raypo.rollout.judges import Judges
 from raypo.rollout.refill import Collected
 from raypo.run.phases import Phase, Phases
@@ -67,6 +67,8 @@ class PPORun(Run[PPOConfig]):
     collected while the learner updates it is None, for its weights are then of no version."""
     ahead: RolloutsAhead | None = None
     """Where `rollout.mode` samples ahead: the batches of the next steps."""
+    _recalling: Recalling | None = None
+    """Before the first update of a sweep's trial: what other trials were answered."""
     _phases: Phases | None = None
     _work: dict[str, Work] = field(default_factory=dict)
     _elsewhere: frozenset[str] = frozenset()
@@ -98,9 +100,7 @@ class PPORun(Run[PPOConfig]):
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
         reward_function = open_function(config.reward, runtime.reward_fn)
-        first_answers = runtime.shared.first_answers if runtime.shared else None
         stream = PromptStream(loaded.prompts, seed=config.seed)
-        is_ahead = config.rollout.mode != "sync"
         return cls(
             config,
             runtime,
@@ -117,7 +117,7 @@ class PPORun(Run[PPOConfig]):
                 num_steps=config.num_steps,
                 workers=workers.beside(),
             )
-            if is_ahead
+            if config.rollout.mode != "sync"
             else None,
             held_out=held_out,
             reward_function=reward_function,
@@ -131,9 +131,6 @@ class PPORun(Run[PPOConfig]):
                 seed=config.seed,
                 samples_per_prompt=config.rollout.samples_per_prompt,
                 adapter=runtime.name if _pushes_adapter(config) else None,
-                recall=Recall(first_answers, config, workers)
-                if first_answers and not is_ahead
-                else None,
             ),
             advantage_state=AdvantageState.of(config.ppo.kl),
             transport=open_transport(
@@ -156,6 +153,9 @@ class PPORun(Run[PPOConfig]):
             shared=self.runtime.shared,
         )
         self._elsewhere = services.elsewhere
+        shared = self.runtime.shared
+        if shared is not None and shared.first_answers is not None:
+            self._recalling = Recalling(services.engine, shared.first_answers, self.config)
         if torch.cuda.is_available():
             services.wait(self.config.placement.timeout_s)
         shares_gpus = torch.cuda.is_available() and "engine" not in services.elsewhere
@@ -211,6 +211,10 @@ class PPORun(Run[PPOConfig]):
         close_function(self.reward_function)
         super().close()
 
+    def sampler(self, services: Services) -> Sampler:
+        """Who samples responses: the engines, asked through what a sweep's trials share if any."""
+        return self._recalling or services.engine
+
     def judges(self, services: Services) -> Judges:
         """Who scores this run's responses."""
         return Judges.of(
@@ -235,7 +239,7 @@ class PPORun(Run[PPOConfig]):
                 lambda: self.push_weights(learner, services, version=version), self.workers
             )
         if version > 0:
-            self.sampling = replace(self.sampling, recall=None)
+            self._recalling = None
         config = self.config
         probe = Probe(
             prompts=[prompt.token_ids for prompt in self.prompts[:NUM_PROBES]],
@@ -312,7 +316,7 @@ class PPORun(Run[PPOConfig]):
             step=step,
             elsewhere=self._elsewhere,
         )
-        if self.sampling.recall and self.sampling.recall.has_recalled:
+        if self._recalling and self._recalling.has_recalled:
             del self._work["generate"]  # another trial did it
         missing, wanted = collected.missing_groups, self.config.rollout.prompts_per_step
         if missing:
@@ -410,7 +414,7 @@ class PPORun(Run[PPOConfig]):
         with self._engines_to_itself():
             return evaluate_policy(
                 self.held_out,
-                services.engine,
+                self.sampler(services),
                 self.tokenizer,
                 self.eval_function,
                 section=self.config.eval,

@@ -64,7 +64,6 @@ class Board(Callback):
         record = self.records[number_of(trial)]
         record.metrics = figures_of(result)
         record.step = int(result.get(STEP, record.step))
-        self._view.reported(record)
 
     def on_trial_complete(
         self, iteration: int, trials: list[Trial], trial: Trial, **_: Any

@@ -15,7 +15,7 @@ from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions
 from raypo.tracking.tensorboard import write_hparams
 from raypo.tuning.goal import Goal
-from raypo.tuning.lead import who_is_best
+from raypo.tuning.held_out import who_is_best
 from raypo.tuning.record import TRIALS, TrialRecord, best_of, ranked, write_trials
 from raypo.tuning.sweep_folder import TRIALS_FOLDER
 from raypo.tuning.view import point_text

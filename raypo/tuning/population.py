@@ -1,7 +1,8 @@
 """Population-based training: trials begin again from other trials' checkpoints.
 
-Ray Tune copies checkpoints from trial to trial; what it copies here is a pointer, a folder with one
-small file that names the run's own checkpoint: policy, critic, optimizers, KL controller, cursor.
+Every some steps all trials wait for each other, and are compared at the same step. Ray Tune then
+hands checkpoints from trial to trial; what it hands on here is a pointer, a folder with one small
+file that names the run's own checkpoint: policy, critic, optimizers, KL controller, cursor.
 
 Paper: Jaderberg et al. 2017, arXiv:1711.09846.
 """
@@ -10,203 +11,145 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
+import random
 import tempfile
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pyarrow.fs import FileSystem, copy_files
+import numpy as np
 from ray import tune
-from ray.train import Checkpoint, CheckpointConfig, RunConfig, UserCallback
-from ray.util.queue import Empty, Queue
+from ray.train import CheckpointConfig, RunConfig
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import PopulationBasedTraining
 
+from raypo.config.space import Domain
+from raypo.storage.folder import open_folder
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.goal import Goal, as_report, known_metrics
+from raypo.tuning.goal import STEP
+from raypo.tuning.search import POINT
 
-POINTER, SEGMENT, TAKEN = "pointer.json", "segment.json", "taken.json"
-COPIED = "copied"
-"""Folder of a segment: the checkpoint that it began with."""
-POLL_S = 0.5
-"""How often the run of a trial is looked at for its end."""
-KEPT_CHECKPOINTS = 3
-"""At least: Tune may decide for the last but one of them while the trial goes on."""
-KEPT_SEGMENTS = 2
-"""The last one's first checkpoint may still be on its way to another trial."""
+SEGMENT = "segment.json"
+KEPT_CHECKPOINTS = 2
+"""At least: one that another trial begins with stays until that one has its own."""
+
+
+class Population(PopulationBasedTraining):
+    """Ray Tune's, in step: what it decides depends on scores and the sweep's seed alone."""
+
+    def __init__(self, *, every: int, num_steps: int, seed: int, **arguments: Any) -> None:
+        """Compare trials that all run at the same time.
+
+        Args:
+            every: Steps between two comparisons.
+            num_steps: Of a whole trial.
+            seed: Of the values that are drawn.
+        """
+        super().__init__(perturbation_interval=every, synch=True, log_config=False, **arguments)
+        self._every, self._num_steps, self._seed = every, num_steps, seed
+
+    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict) -> str:
+        """Trials wait for each other where they are compared; at their end they are left alone."""
+        step = result[STEP]
+        if step % self._every or step >= self._num_steps:
+            return self.CONTINUE
+        random.seed(f"{self._seed} {step}")  # Ray draws from the process's own generators
+        np.random.seed(np.random.SeedSequence((self._seed, step)).generate_state(4))
+        return super().on_trial_result(tune_controller, trial, result)
+
+    def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
+        """The others do not wait for one that has failed, as Ray would."""
+        super().on_trial_error(tune_controller, trial)
+        tune_controller.get_live_trials().discard(trial)
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
+        """The next trial to go on; those that wait for one that has failed are compared now."""
+        chosen = super().choose_trial_to_run(tune_controller)
+        live = list(tune_controller.get_live_trials())
+        if chosen is None and live and all(trial.status == Trial.PAUSED for trial in live):
+            self.on_trial_result(tune_controller, live[0], live[0].last_result)
+            chosen = super().choose_trial_to_run(tune_controller)
+        return chosen
+
+
+def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:
+    """A Tune config whose perturbed values are brought back into their domains."""
+    point = {key: domains[key].nearest(value) for key, value in config[POINT].items()}
+    return {**config, POINT: point}
 
 
 @dataclass(frozen=True)
 class Segment:
     """A stretch of a trial's run between two copies; Ray Train resumes within it by itself."""
 
-    number: int
-    storage_path: str
-    known: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What was known of the trial that was copied, where the segment has just begun."""
+    trial: str
+    """Its name."""
+    number: int = 0
+    resume_from: str | None = None
+    """Another trial's checkpoint that it begins with, for as long as it has none of its own."""
+    checkpoint: str | None = None
+    """The last one; `resume_from` where there is no other."""
+    known: Mapping[str, float] = field(default_factory=dict)
+    """What was known of the trial at that checkpoint."""
+
+    @classmethod
+    def last(cls, files: RunFiles) -> Segment:
+        """The one that a trial is in."""
+        written = files.read(SEGMENT)
+        return cls(files.name) if written is None else cls(**json.loads(written))
 
     @property
-    def location(self) -> str:
-        """Its folder."""
-        return f"{self.storage_path.rstrip('/')}/segment_{self.number}"
+    def folder(self) -> str:
+        """Below the trial's own."""
+        return f"segment_{self.number}"
 
-    @property
-    def resume_from(self) -> str | None:
-        """The trial's own copy of the checkpoint that it begins with."""
-        return f"{self.location}/{COPIED}" if self.number else None
+    def next(self, pointer: tune.Checkpoint, files: RunFiles) -> Segment:
+        """A new one where the pointer is another trial's, else this one.
 
-    def run_config(self, run_config: RunConfig) -> RunConfig:
+        The other trial keeps its checkpoint: it waits for this one before it makes its next but
+        one. What this trial has made so far nobody needs any more.
+        """
+        with pointer.as_directory() as folder:
+            other = Segment(**json.loads((Path(folder) / SEGMENT).read_text()))
+        if other.trial == self.trial:
+            return self
+        following = dataclasses.replace(
+            other, trial=self.trial, number=self.number + 1, resume_from=other.checkpoint
+        )
+        following.write(files)
+        open_folder(files.location, self.folder).remove()
+        return following
+
+    def at(self, checkpoint: str, known: Mapping[str, float], files: RunFiles) -> Segment:
+        """The same with a later checkpoint, also in the trial's folder.
+
+        Args:
+            checkpoint: Its path as Ray Train says it, without the scheme of a URI.
+        """
+        path = f"{files.location}/{self.folder}/{Path(checkpoint).name}"
+        later = dataclasses.replace(self, checkpoint=path, known=dict(known))
+        later.write(files)
+        return later
+
+    def write(self, files: RunFiles) -> None:
+        """Keep it in the trial's folder."""
+        files.write(SEGMENT, json.dumps(dataclasses.asdict(self)).encode())
+        files.sync()
+
+    def report(self, report: dict[str, float]) -> None:
+        """Report to Tune, with this as the pointer to the trial's checkpoint."""
+        with tempfile.TemporaryDirectory(prefix="raypo-pointer-") as folder:
+            (Path(folder) / SEGMENT).write_text(json.dumps(dataclasses.asdict(self)))
+            tune.report(report, checkpoint=tune.Checkpoint.from_directory(folder))
+
+    def run_config(self, run_config: RunConfig, files: RunFiles) -> RunConfig:
         """Ray's run config, in a folder of the segment's own."""
         kept = run_config.checkpoint_config or CheckpointConfig()
-        num_to_keep = max(kept.num_to_keep or 0, KEPT_CHECKPOINTS)
+        num_to_keep = kept.num_to_keep and max(kept.num_to_keep, KEPT_CHECKPOINTS)
         return dataclasses.replace(
             run_config,
-            name=Path(self.location).name,
-            storage_path=self.storage_path,
+            name=self.folder,
+            storage_path=files.location,
             checkpoint_config=dataclasses.replace(kept, num_to_keep=num_to_keep),
         )
-
-
-def next_segment(files: RunFiles, pointer: Any | None) -> Segment:
-    """The segment to run: a new one where Tune hands out another trial's checkpoint."""
-    segment = take_along(files, pointer) if pointer else None
-    if segment is None:
-        return _last_segment(files)
-    files.write(SEGMENT, json.dumps({"number": segment.number}).encode())
-    files.sync()
-    if segment.number >= KEPT_SEGMENTS:
-        remove_folder(Segment(segment.number - KEPT_SEGMENTS, files.location).location)
-    return segment
-
-
-def take_along(files: RunFiles, pointer: Any) -> Segment | None:
-    """Copy another trial's checkpoint into the segment that a trial begins with it; once.
-
-    The driver does it when the scheduler decides: before the trial has started again, the other
-    one may have gone on and deleted the checkpoint.
-
-    Args:
-        files: Of the trial that begins again.
-
-    Returns:
-        The segment; None where the checkpoint is the trial's own.
-
-    Raises:
-        OSError: the checkpoint is gone.
-    """
-    with pointer.as_directory() as folder:
-        target = json.loads((Path(folder) / POINTER).read_text())
-    if target["trial"] == files.name:
-        return None
-    number = _last_segment(files).number + 1
-    segment = Segment(number, files.location, target["known"])
-    taken = {"number": number, "checkpoint": target["checkpoint"]}
-    if json.loads(files.read(TAKEN) or "null") != taken:
-        copy_checkpoint(target["checkpoint"], f"{segment.location}/{COPIED}")
-        files.write(TAKEN, json.dumps(taken).encode())
-        files.sync()
-    return segment
-
-
-def _last_segment(files: RunFiles) -> Segment:
-    state = json.loads(files.read(SEGMENT) or '{"number": 0}')
-    return Segment(state["number"], files.location)
-
-
-def copy_checkpoint(source: str, target: str) -> None:
-    """Of another trial, which will delete its own some time; on one disk by hard links.
-
-    Args:
-        source: A local path or a URI, as the target is.
-    """
-    if "://" in source:
-        system, path = FileSystem.from_uri(source)
-        into = FileSystem.from_uri(target)[1]
-        copy_files(path, into, source_filesystem=system, destination_filesystem=system)
-        return
-    shutil.rmtree(target, ignore_errors=True)  # of an attempt that was killed
-    shutil.copytree(source, target, copy_function=_link)
-
-
-def remove_folder(location: str) -> None:
-    """Nothing happens where it is gone already."""
-    with suppress(FileNotFoundError):
-        system, path = FileSystem.from_uri(location)
-        system.delete_dir(path)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk
-        shutil.copy2(source, target)
-
-
-class QueuedReports(UserCallback):
-    """Each step's metrics, and where its checkpoint is, into a queue."""
-
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
-
-    def after_report(
-        self,
-        run_context: Any,
-        metrics: list[dict[str, Any]],
-        checkpoint: Checkpoint | None,
-    ) -> None:
-        """Ray Train calls it in its controller after each report of the workers."""
-        self._queue.put((metrics[0], checkpoint.path if checkpoint else None))
-
-
-def run_with_pointers(
-    fit: Callable[[UserCallback], None],
-    goal: Goal,
-    known: Mapping[str, float],
-    *,
-    trial: str,
-    segment: Segment,
-) -> None:
-    """Run a trial and report each step to Tune, with a pointer where there is a checkpoint.
-
-    Args:
-        fit: Runs the trial with a callback.
-        known: Last known metrics of the trial.
-        trial: Its name.
-    """
-    queue = Queue(maxsize=1, actor_options={"num_cpus": 0})  # a run waits until Tune knows its step
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            fit(QueuedReports(queue))
-        except BaseException as error:  # handed to the caller below
-            failures.append(error)
-
-    # A daemon: the process of a trial that Tune stops must not wait for its run.
-    thread = threading.Thread(target=run, name="raypo-trial", daemon=True)
-    thread.start()
-    while thread.is_alive() or not queue.empty():
-        try:
-            metrics, path = queue.get(timeout=POLL_S)
-        except Empty:
-            continue
-        known = known_metrics([known, metrics], goal)
-        pointer = None
-        if path is not None:  # without the scheme of a URI
-            checkpoint = f"{segment.location}/{Path(path).name}"
-            pointer = {"trial": trial, "checkpoint": checkpoint, "known": known}
-        _report(as_report(known, goal), pointer)
-    if failures:
-        raise failures[0]
-
-
-def _report(report: dict[str, float], pointer: Mapping[str, Any] | None) -> None:
-    if pointer is None:
-        tune.report(report)
-        return
-    with tempfile.TemporaryDirectory(prefix="raypo-pointer-") as folder:
-        (Path(folder) / POINTER).write_text(json.dumps(pointer))
-        tune.report(report, checkpoint=tune.Checkpoint.from_directory(folder))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,11 @@ from optuna.distributions import (
 )
 from ray import tune
 from ray.tune.search import Searcher
-from ray.tune.search.optuna import OptunaSearch
 
 from raypo.config.space import Domain
 from raypo.config.sweep_config import SweepConfig
 from raypo.tuning.capacity import grid_points
-from raypo.tuning.goal import INFEASIBLE, Goal
+from raypo.tuning.goal import INFEASIBLE, Goal, Metrics
 from raypo.tuning.record import TrialRecord
 
 Point = dict[str, Any]
@@ -30,39 +29,42 @@ NUMBER, POINT = "number", "point"
 """Keys of a trial's Tune config."""
 
 
-def searcher_of(
-    sweep: SweepConfig, ended: Sequence[TrialRecord] = (), begun: Sequence[TrialRecord] = ()
-) -> Searcher:
-    """The sweep's searcher.
-
-    Args:
-        ended: Trials of an earlier attempt that are done: the searcher learns from them.
-        begun: Those that are not: they come first.
-    """
-    if sweep.searcher == "optuna":
-        return _Optuna(sweep, ended, begun)
-    return _Listed(sweep, ended, begun)
-
-
 def listed_space(
     sweep: SweepConfig, ended: Sequence[TrialRecord] = (), begun: Sequence[TrialRecord] = ()
 ) -> dict[str, Any]:
-    """All trials that are left as Tune's own grid: pbt allows no searcher beside it."""
-    searcher = _Listed(sweep, ended, begun)
-    points = {}
-    for _ in range(sweep.num_trials - len(ended)):
-        suggested = searcher.suggest("")
-        points[suggested[NUMBER]] = suggested[POINT]
+    """All trials that are left as a grid of Tune's own: they do not depend on results.
+
+    Args:
+        ended: Trials of an earlier attempt that are done.
+        begun: Those that are not: they come first.
+    """
+    known = {record.number: record.point for record in begun}
+    grid = grid_points(sweep) if sweep.searcher == "grid" else None
+    points = {
+        number: known.get(number) or (grid[number] if grid else random_point(sweep, number))
+        for number in numbers_left(sweep, ended, begun)
+    }
     return {
         NUMBER: tune.grid_search(list(points)),
         POINT: tune.sample_from(lambda config: points[config[NUMBER]]),
     }
 
 
+def numbers_left(
+    sweep: SweepConfig, ended: Sequence[TrialRecord], begun: Sequence[TrialRecord]
+) -> list[int]:
+    """Numbers of the trials to run: first of those that were begun, then the lowest unused ones."""
+    num_left = sweep.num_trials - len(ended)
+    used = {record.number for record in (*ended, *begun)}
+    unused = [number for number in range(len(used) + num_left) if number not in used]
+    return [*(record.number for record in begun), *unused][:num_left]
+
+
 def random_point(sweep: SweepConfig, number: int) -> Point:
     """The point of a trial of the random searcher; it depends on seed and number alone."""
     draw = np.random.RandomState(np.random.SeedSequence((sweep.seed, number)).generate_state(4))
-    return {key: _plain(as_tune(each).sample(random_state=draw)) for key, each in _items(sweep)}
+    domains = sorted(sweep.domains.items())
+    return {key: _plain(as_tune(each).sample(random_state=draw)) for key, each in domains}
 
 
 def as_tune(domain: Domain) -> Any:
@@ -84,40 +86,69 @@ def as_optuna(domain: Domain) -> BaseDistribution:
     return FloatDistribution(low, high, log=domain.kind == "loguniform")
 
 
-class _Numbers:
-    """Trial numbers: first of what was begun, then those that were never used."""
+class OptunaSearcher(Searcher):
+    """TPE over the space, which learns also from which trials break a constraint.
 
-    def __init__(self, ended: Sequence[TrialRecord], begun: Sequence[TrialRecord]) -> None:
-        self._begun = [record.number for record in begun]
-        self._next = 1 + max((record.number for record in (*ended, *begun)), default=-1)
+    It asks and tells an Optuna study itself: Ray's OptunaSearch takes no constraints.
 
-    def take(self) -> int:
-        """The next number."""
-        if self._begun:
-            return self._begun.pop(0)
-        self._next += 1
-        return self._next - 1
-
-
-class _Listed(Searcher):
-    """Points that do not depend on results: a grid, or random ones."""
+    Paper: Watanabe 2023, arXiv:2304.11127; constraints as in Optuna's TPESampler.
+    """
 
     def __init__(
-        self, sweep: SweepConfig, ended: Sequence[TrialRecord], begun: Sequence[TrialRecord]
+        self,
+        sweep: SweepConfig,
+        ended: Sequence[TrialRecord] = (),
+        begun: Sequence[TrialRecord] = (),
     ) -> None:
+        """A study that knows the trials of an earlier attempt.
+
+        Args:
+            ended: Those that are done: it learns from them.
+            begun: Those that are not: they come first.
+        """
         super().__init__()
-        self._sweep, self._numbers = sweep, _Numbers(ended, begun)
-        self._points = {record.number: record.point for record in begun}
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._goal = Goal.of(sweep)
+        self._numbers = numbers_left(sweep, ended, begun)
+        self._space = {key: as_optuna(domain) for key, domain in sweep.domains.items()}
+        self._asked: dict[str, optuna.Trial] = {}
+        self.study = optuna.create_study(
+            directions=["maximize" if mode == "max" else "minimize" for mode in sweep.mode],
+            sampler=optuna.samplers.TPESampler(
+                seed=sweep.seed + len(ended),  # or new trials would repeat the first ones' draws
+                # Trials before TPE begins: Optuna's usual 10, but at most half of a small sweep.
+                n_startup_trials=min(10, max(sweep.num_trials // 2, 1)),
+            ),
+        )
+        for record in ended:
+            if values := self._values(record.metrics):
+                past = optuna.trial.create_trial(
+                    values=values,
+                    params=record.point,
+                    distributions=self._space,
+                    constraints=self._excess(record.metrics) or None,
+                )
+                self.study.add_trial(past)
+        for record in begun:
+            self.study.enqueue_trial(record.point)
 
     def suggest(self, trial_id: str) -> dict[str, Any]:
         """Number and point of the next trial."""
-        number = self._numbers.take()
-        return {NUMBER: number, POINT: self._points.get(number) or self._point(number)}
+        self._asked[trial_id] = trial = self.study.ask(self._space)
+        point = {key: _plain(value) for key, value in trial.params.items()}
+        return {NUMBER: self._numbers.pop(0), POINT: point}
 
     def on_trial_complete(
         self, trial_id: str, result: dict | None = None, error: bool = False
     ) -> None:
-        """Nothing to learn."""
+        """Tell Optuna what a trial came to, and by how much it broke each constraint."""
+        trial, values = self._asked.pop(trial_id), self._values(result or {})
+        if not values:
+            self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            return
+        for name, excess in self._excess(result or {}).items():
+            trial.set_constraint(name, excess)
+        self.study.tell(trial, values)
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing to keep: the sweep's own record is all that a resumed sweep reads."""
@@ -125,85 +156,16 @@ class _Listed(Searcher):
     def restore(self, checkpoint_path: str) -> None:
         """Nothing was kept."""
 
-    def _point(self, number: int) -> Point:
-        if self._sweep.searcher == "grid":
-            return grid_points(self._sweep)[number]
-        return random_point(self._sweep, number)
+    def _values(self, known: Metrics) -> list[float]:
+        """The value of each metric; none where one is not known."""
+        values = [known.get(name, math.nan) for name in self._goal.metrics]
+        return [] if any(map(math.isnan, values)) else values
 
-
-class _Optuna(OptunaSearch):
-    """TPE over the space, which learns also from which trials break a constraint.
-
-    Paper: Watanabe 2023, arXiv:2304.11127; constraints as in Optuna's TPESampler.
-    """
-
-    def __init__(
-        self, sweep: SweepConfig, ended: Sequence[TrialRecord], begun: Sequence[TrialRecord]
-    ) -> None:
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        logging.getLogger("ray.tune.search.optuna").setLevel(logging.ERROR)
-        self._goal, self._numbers = Goal.of(sweep), _Numbers(ended, begun)
-        space = {key: as_optuna(domain) for key, domain in sweep.domains.items()}
-        many = len(sweep.metric) > 1
-        super().__init__(
-            space=space,
-            metric=list(sweep.metric) if many else sweep.metric[0],
-            mode=list(sweep.mode) if many else sweep.mode[0],
-            points_to_evaluate=[record.point for record in begun],
-            sampler=optuna.samplers.TPESampler(
-                seed=sweep.seed + len(ended),  # or new trials would repeat the first ones' draws
-                n_startup_trials=_num_random(sweep),
-            ),
-        )
-        for record in ended:
-            self._tell_past(record, space)
-
-    def suggest(self, trial_id: str) -> dict[str, Any] | None:
-        """Number and point of the next trial."""
-        point = super().suggest(trial_id)
-        if point is None:
-            return None
-        plain = {key: _plain(value) for key, value in point.items()}
-        return {NUMBER: self._numbers.take(), POINT: plain}
-
-    def on_trial_result(self, trial_id: str, result: dict) -> None:
-        """Only a trial's last result counts."""
-
-    def on_trial_complete(
-        self, trial_id: str, result: dict | None = None, error: bool = False
-    ) -> None:
-        """Tell Optuna what a trial came to, and by how much it broke each constraint."""
-        for name, excess in self._excess(result or {}).items():
-            self._ot_trials[trial_id].set_constraint(name, excess)
-        super().on_trial_complete(trial_id, result, error)
-
-    def _tell_past(self, record: TrialRecord, space: dict[str, BaseDistribution]) -> None:
-        metrics = [self.metric] if isinstance(self.metric, str) else list(self.metric or ())
-        if not all(name in record.metrics for name in metrics):
-            return
-        past = optuna.trial.create_trial(
-            values=[record.metrics[name] for name in metrics],
-            params=record.point,
-            distributions=space,
-            constraints=self._excess(record.metrics) or None,
-        )
-        assert self._ot_study is not None
-        self._ot_study.add_trial(past)
-
-    def _excess(self, known: Mapping[str, float]) -> dict[str, float]:
+    def _excess(self, known: Metrics) -> dict[str, float]:
         return {
             name: min(excess, -INFEASIBLE)
             for name, excess in zip(self._goal.constraints, self._goal.excess(known), strict=True)
         }
-
-
-def _num_random(sweep: SweepConfig) -> int:
-    """Trials before TPE begins: Optuna's usual 10, but at most half of a small sweep."""
-    return min(10, max(sweep.num_trials // 2, 1))
-
-
-def _items(sweep: SweepConfig) -> list[tuple[str, Domain]]:
-    return sorted(sweep.domains.items())
 
 
 def _plain(value: Any) -> Any:

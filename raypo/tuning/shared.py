@@ -135,7 +135,7 @@ def started(
             lender = start_lender([each.handles["engine"] for each in open_ones[1:]])
         models = {role: common.handles[role] for role in sharing.models}
         if sharing.first_rollout:
-            first_answers = start_first_answers(num_slots)
+            first_answers = start_first_answers()
         yield Shared(base, models, lender, sharing.pool, first_answers)
     finally:
         for actor in filter(None, (lender, first_answers)):

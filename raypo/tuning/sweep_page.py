@@ -27,16 +27,17 @@ from raypo.report.change import held_out_scores
 from raypo.report.charts import chart_of, new_figure
 from raypo.report.page import COLOURS, number
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.gaming import (
+from raypo.tuning.goal import Goal
+from raypo.tuning.held_out import (
     REWARD_MODEL,
     SCORE,
+    WORDS,
     Changes,
     Scores,
     gaming_words,
     held_out_changes,
+    who_is_best,
 )
-from raypo.tuning.goal import Goal
-from raypo.tuning.lead import WORDS, who_is_best
 from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
 from raypo.tuning.sweep_folder import BASE, TRIALS_FOLDER
 from raypo.tuning.view import point_text, status_words, value_text

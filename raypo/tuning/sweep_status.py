@@ -11,6 +11,9 @@ from raypo.tuning.goal import Goal
 from raypo.tuning.record import TRIALS, best_of, read_trials
 from raypo.tuning.sweep_folder import BASE, TRIALS_FOLDER
 
+KEYS = ("name", "base", "space", "searcher", "num_samples", "metric", "mode", "constraint")
+"""Of a sweep's recorded config: the others may be of a version that wrote them otherwise."""
+
 
 def sweep_status(files: RunFiles, now: float) -> RunStatus | None:
     """How a sweep stands; None where the folder holds none.
@@ -21,7 +24,8 @@ def sweep_status(files: RunFiles, now: float) -> RunStatus | None:
     recorded = files.config() or {}
     if recorded.pop(BASE, None) is None:
         return None
-    sweep = SweepConfig.parse(recorded, origin=f"{files.location}/config.yaml")
+    needed = {key: recorded[key] for key in KEYS if key in recorded}
+    sweep = SweepConfig.parse(needed, origin=f"{files.location}/config.yaml")
     trials, summary = read_trials(files), files.summary() or {}
     written = files.written_at(TRIALS if trials else "config.yaml")
     age_s = max(now - written, 0.0) if written is not None else None

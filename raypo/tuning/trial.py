@@ -6,21 +6,16 @@ Ray Train's controller runs in the trial's own one, and Tune hands that on to th
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ray import tune
 from ray.actor import ActorHandle
-from ray.train import Checkpoint, Result, RunConfig
-from ray.train._internal.session import get_session
-from ray.tune.integration.ray_train import TuneReportCallback
-from ray.util.queue import Empty
+from ray.train import Checkpoint, RunConfig, UserCallback
 
 from raypo.checks import is_finished
 from raypo.config import PPOConfig
@@ -31,7 +26,8 @@ from raypo.storage.run_files import RunFiles
 from raypo.trainer import PPOTrainer
 from raypo.tuning.capacity import trial_name
 from raypo.tuning.goal import Goal, as_report, known_metrics
-from raypo.tuning.population import Segment, next_segment, run_with_pointers
+from raypo.tuning.population import Segment
+from raypo.tuning.ray_internals import run_controllers_here
 from raypo.tuning.search import POINT, Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
@@ -78,16 +74,19 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
     known = known_metrics(files.metrics(), setup.goal)
     if is_finished(files):  # the driver was killed before it could note that
         tune.report(as_report(known, setup.goal))
-    elif setup.is_population:
-        segment = next_segment(files, tune.get_checkpoint())
-
-        def fit(callback: Any) -> None:
-            TrialTrainer(run, setup, callback, segment).fit()
-
-        known = segment.known or known
-        run_with_pointers(fit, setup.goal, known, trial=name, segment=segment)
-    else:
-        TrialTrainer(run, setup, TrialReports(setup.goal, known)).fit()
+        return
+    segment = None
+    if setup.is_population:
+        segment, pointer = Segment.last(files), tune.get_checkpoint()
+        if pointer is not None:
+            segment = segment.next(pointer, files)
+        elif segment.checkpoint is not None:  # the sweep goes on: here the others waited for it
+            segment.report(as_report(segment.known, setup.goal))
+        known = segment.known
+    reports = TrialReports(setup.goal, known, files, segment)
+    TrialTrainer(run, setup, reports, segment).fit()
+    if reports.are_unwanted:
+        raise SystemExit(0)  # as Tune has asked for
 
 
 def _wait_for_predecessor(files: RunFiles) -> None:
@@ -101,10 +100,15 @@ class TrialTrainer(PPOTrainer):
     """A PPOTrainer whose workers know the sweep that they are part of."""
 
     def __init__(
-        self, config: PPOConfig, setup: TrialSetup, callback: Any, segment: Segment | None = None
+        self,
+        config: PPOConfig,
+        setup: TrialSetup,
+        reports: TrialReports,
+        segment: Segment | None = None,
     ) -> None:
-        self._setup, self._segment = setup, segment
-        super().__init__(config, run_config=RunConfig(callbacks=[callback]))
+        self._setup, self._reports, self._segment = setup, reports, segment
+        super().__init__(config, run_config=RunConfig(callbacks=[reports]))
+        run_controllers_here(self)
 
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
         runtime = super()._runtime(monitor, dedicated)
@@ -115,36 +119,39 @@ class TrialTrainer(PPOTrainer):
             resume_from=self._segment.resume_from if self._segment else None,
         )
 
-    def _initialize_and_run_controller(self, **arguments: Any) -> Result:
-        """In this process; where a later Ray has no such method, it starts another one again."""
-        from ray.train.v2._internal.execution.controller import TrainController
-
-        controller = TrainController(**arguments)
-        asyncio.run(controller.run())
-        return controller.get_result()
-
     def _is_unwanted(self) -> bool:
-        callbacks = self.run_config.callbacks or ()
-        return any(isinstance(c, TrialReports) and c.are_unwanted() for c in callbacks)
+        # One that pbt has stopped begins again where it was stopped.
+        return self._reports.are_unwanted and self._segment is None
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
         run_config = super()._run_config(given)
-        return self._segment.run_config(run_config) if self._segment else run_config
+        return self._segment.run_config(run_config, self._files) if self._segment else run_config
 
     def _check_folder(self) -> None:
         if self._segment is None:  # pbt changes the config of a run as it goes
             super()._check_folder()
 
 
-class TrialReports(TuneReportCallback):
+class TrialReports(UserCallback):
     """Each step's metrics for Tune, with the last known values of those that it did not measure.
 
     Schedulers compare trials at every report; held-out scores are not measured at every step.
     """
 
-    def __init__(self, goal: Goal, known: Mapping[str, float]) -> None:
-        super().__init__()
-        self._goal, self._known = goal, dict(known)
+    def __init__(
+        self, goal: Goal, known: Mapping[str, float], files: RunFiles, segment: Segment | None
+    ) -> None:
+        """Nothing is reported yet.
+
+        Args:
+            known: Metrics of the trial as far as it has come.
+            files: Of the trial.
+            segment: Of pbt: what its reports point to.
+        """
+        self._goal, self._known = goal, known
+        self._files, self._segment = files, segment
+        self.are_unwanted = False
+        """Whether Tune has stopped the trial and waits for its process to become free."""
 
     def after_report(
         self,
@@ -152,18 +159,19 @@ class TrialReports(TuneReportCallback):
         metrics: list[dict[str, Any]],
         checkpoint: Checkpoint | None,
     ) -> None:
-        """Ray Train calls it in its controller after each report of the workers."""
-        self._known = known_metrics([self._known, metrics[0]], self._goal)
-        super().after_report(run_context, [as_report(self._known, self._goal)], checkpoint)
+        """Ray Train's controller, in this process, calls it after each report of the workers.
 
-    def are_unwanted(self) -> bool:
-        """Whether Tune has stopped the trial and waits for its process.
-
-        What was reported since then is dropped: nobody takes it, and the run would wait.
+        It comes back when Tune has decided whether the trial goes on.
         """
-        session = get_session()
-        if session is None or not session.stop_event.is_set():
-            return False
-        with suppress(Empty):
-            self._training_actor_item_queue.get_nowait()
-        return True
+        self._known = known_metrics([self._known, metrics[0]], self._goal)
+        report = as_report(self._known, self._goal)
+        if self.are_unwanted:
+            return
+        try:
+            if self._segment is not None and checkpoint is not None:
+                self._segment = self._segment.at(checkpoint.path, self._known, self._files)
+                self._segment.report(report)
+            else:
+                tune.report(report)
+        except SystemExit:  # so Tune ends a trial; the run ends after its step
+            self.are_unwanted = True

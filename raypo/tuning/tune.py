@@ -27,11 +27,13 @@ from raypo.storage.run_files import RunFiles
 from raypo.tuning.board import Board
 from raypo.tuning.capacity import SweepPlan, describe, plan_sweep, trial_name
 from raypo.tuning.cluster import find_nodes
-from raypo.tuning.goal import Goal
+from raypo.tuning.goal import STEP, Goal
 from raypo.tuning.outcome import Outcome, write_outcome
+from raypo.tuning.population import Segment
+from raypo.tuning.ray_internals import tell_past
 from raypo.tuning.record import read_trials, write_trials
-from raypo.tuning.schedule import reports_of, scheduler_of, tell_past
-from raypo.tuning.search import NUMBER, listed_space, searcher_of
+from raypo.tuning.schedule import reports_of, scheduler_of
+from raypo.tuning.search import NUMBER, OptunaSearcher, listed_space
 from raypo.tuning.shared import started
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, recorded_config
 from raypo.tuning.trial import TrialSetup, run_trial
@@ -168,7 +170,13 @@ class _Sweep:
             ray.kill(janitor)
 
     def _fit_trials(self, setup: TrialSetup) -> None:
-        scheduler = scheduler_of(self._sweep, self._base, storage_path=setup.storage_path)
+        last_steps = [
+            int(Segment.last(setup.files(record.number)).known.get(STEP, 0))
+            for record in self._left
+        ]
+        scheduler = scheduler_of(
+            self._sweep, self._base, last_comparison=max(last_steps, default=0)
+        )
         if not setup.is_population:  # it looks at those alone that still run
             past = {
                 record.name: reports_of(
@@ -207,10 +215,10 @@ class _Sweep:
 
     def _trials(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments of the Tuner and of its TuneConfig that say which trials to run."""
-        if self._setup.is_population:  # Tune takes no searcher beside pbt
+        if self._sweep.searcher != "optuna":
             return {"param_space": listed_space(self._sweep, self._ended, self._left)}, {}
         return {}, {
-            "search_alg": searcher_of(self._sweep, self._ended, self._left),
+            "search_alg": OptunaSearcher(self._sweep, self._ended, self._left),
             "num_samples": self._plan.num_trials - len(self._ended),
         }
 

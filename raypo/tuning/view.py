@@ -80,9 +80,6 @@ class SweepView:
         """A trial starts."""
         self.message(f"{record.name} starts: {point_text(record.point)}")
 
-    def reported(self, record: TrialRecord) -> None:
-        """A trial reports a step; without a live table nothing is said of it."""
-
     def ended(self, record: TrialRecord) -> None:
         """A trial has ended."""
         scores = ", ".join(

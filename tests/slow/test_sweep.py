@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -273,15 +274,86 @@ scheduler: {kind: pbt, perturb_every: 2, quantile: 0.5}
     assert [record.status for record in outcome.records] == ["finished", "finished"]
 
     good, copy = (files.folder / "trials" / record.name for record in outcome.records)
-    number = json.loads((copy / "segment.json").read_text())["number"]
-    assert number >= 1
-    step = json.loads((copy / f"segment_{number}" / "copied" / "run.json").read_text())["step"]
+    segment = json.loads((copy / "segment.json").read_text())
+    assert segment["number"] == 3, "it was the worse one at steps 2, 4 and 6"
+    assert [path.name for path in copy.glob("segment_*")] == ["segment_3"]
+    step = json.loads(Path(segment["resume_from"], "run.json").read_text())["step"]
+    assert step == 6
     rows = {folder: {row["step"]: row for row in read_metrics(folder)} for folder in (good, copy)}
     assert list(rows[copy]) == list(range(1, 9))
     assert numbers([rows[copy][step]]) == numbers([rows[good][step]])
     for name in ("rollout/score_mean", "kl/ref_response_mean", "rollout/response_tokens_mean"):
         for later in range(step + 1, min(step + 2, 9)):  # same weights, same prompts, same seeds
             assert rows[copy][later][name] == rows[good][later][name], name
+
+
+def grow(config: dict[str, Any]) -> None:
+    """Of a population: what it is worth is its value; the worst one is the fastest."""
+    from ray import tune
+
+    from raypo.tuning.goal import VALUE
+
+    given, x = tune.get_checkpoint(), config["point"]["x"]
+    done = json.loads(Path(given.path, "step.json").read_text()) if given else 0
+    for step in range(done + 1, 7):
+        time.sleep(x / 2)
+        if x == 0.5 and step == 4:  # when the others wait for it already
+            time.sleep(2)
+            raise ValueError("it fails")
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "step.json").write_text(str(step))
+            kept = tune.Checkpoint.from_directory(folder)
+            tune.report({"step": step, VALUE: x}, checkpoint=kept)
+
+
+def test_a_population_is_compared_at_the_same_step_and_does_not_wait_for_failed_trials(
+    tmp_path: Path, local_ray: None
+):
+    from ray import tune
+
+    from raypo.tuning.goal import VALUE
+    from raypo.tuning.population import Population
+
+    def tried() -> dict[int, list[float]]:
+        class Values(tune.Callback):
+            def __init__(self) -> None:
+                self.of: dict[int, list[float]] = {}
+
+            def on_trial_result(
+                self, iteration: int, trials: list[Any], trial: Any, result: dict, **_: Any
+            ) -> None:
+                number = int(str(trial).rpartition("_")[2])
+                self.of.setdefault(number, []).append(result[VALUE])
+
+        values, start = Values(), [0.1, 0.8, 0.5]
+        tune.Tuner(
+            tune.with_resources(grow, {"memory": 1}),
+            param_space={
+                "number": tune.grid_search([0, 1, 2]),
+                "point": tune.sample_from(lambda config: {"x": start[config["number"]]}),
+            },
+            tune_config=tune.TuneConfig(
+                scheduler=Population(
+                    every=2,
+                    num_steps=6,
+                    seed=0,
+                    time_attr="step",
+                    metric=VALUE,
+                    mode="max",
+                    hyperparam_mutations={"point": {"x": tune.uniform(0.0, 1.0)}},
+                )
+            ),
+            run_config=tune.RunConfig(storage_path=str(tmp_path), callbacks=[values], verbose=0),
+        ).fit()
+        return values.of
+
+    first = tried()
+    assert first[2] == [0.5] * 3
+    assert first[1] == [0.8] * 6
+    assert first[0][:2] == [0.1, 0.1]
+    assert len(first[0]) == 6
+    assert min(first[0][2:]) > 0.1, "it begins again with values near the best one's"
+    assert tried() == first
 
 
 def test_adapters_of_trials_at_a_time_live_in_one_engine(task: Path, local_ray: None):

@@ -1,6 +1,5 @@
 """Answers from before the first update: who makes them, who waits, and what they depend on."""
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -21,37 +20,38 @@ CONFIG: dict[str, Any] = {"name": "r", "model": {"policy": "p"}, "data": {"promp
 def dead(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     gone: set[str] = set()
     monkeypatch.setattr(first_answers, "is_alive", lambda maker: maker not in gone)
-    monkeypatch.setattr(first_answers, "LOOK_EVERY_S", 0.01)
     return gone
 
 
-def claim(answers: FirstAnswers, maker: Any, *, count: int = 1) -> bool:
-    return answers.claim("key", count, maker)
+def find(answers: FirstAnswers, worker: Any) -> list[Completion] | str:
+    return answers.find("key", worker)
 
 
-def test_the_first_makes_them_and_the_others_wait_for_all_shares(dead: set[str]):
+def test_the_first_makes_them_and_the_others_wait(dead: set[str]):
     answers = FirstAnswers()
-    assert not claim(answers, "one", count=2)
-    heard: list[bool] = []
-    waiting = threading.Thread(target=lambda: heard.append(claim(answers, "two", count=2)))
-    waiting.start()
-    answers.put("key", 1, [])
-    waiting.join(0.1)
-    assert not heard
-    answers.put("key", 0, [ANSWER])
-    waiting.join(10)
-    assert heard == [True]
-    assert answers.get("key", 0) == [ANSWER]
-    assert not answers.claim("another key", 1, "three")  # pyright: ignore[reportArgumentType]
+    assert find(answers, "one") == "make"
+    assert find(answers, "two") == "wait"
+    assert answers.find("another key", "three") == "make"  # pyright: ignore[reportArgumentType]
+    answers.put("key", [ANSWER])
+    assert find(answers, "two") == [ANSWER]
 
 
-def test_another_makes_them_where_the_first_has_died(dead: set[str]):
+def test_no_requests_have_an_answer_too(dead: set[str]):
     answers = FirstAnswers()
-    assert not claim(answers, "one")
+    assert find(answers, "one") == "make"
+    answers.put("key", [])
+    assert find(answers, "two") == []
+
+
+def test_another_makes_them_where_the_first_has_died_or_failed(dead: set[str]):
+    answers = FirstAnswers()
+    assert find(answers, "one") == "make"
     dead.add("one")
-    assert not claim(answers, "two")
-    answers.put("key", 0, [ANSWER])
-    assert claim(answers, "three")
+    assert find(answers, "two") == "make"
+    answers.put("key", None)
+    assert find(answers, "three") == "make"
+    answers.put("key", [ANSWER])
+    assert find(answers, "four") == [ANSWER]
 
 
 @pytest.mark.parametrize(

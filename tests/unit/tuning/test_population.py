@@ -1,7 +1,6 @@
-import dataclasses
 import json
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,101 +9,120 @@ from ray.train import CheckpointConfig, RunConfig
 
 from raypo.config.space import Domain
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.population import (
-    POINTER,
-    copy_checkpoint,
-    next_segment,
-    remove_folder,
-    take_along,
-)
-from raypo.tuning.schedule import inside
+from raypo.tuning.population import SEGMENT, Population, Segment, inside
 
 
-def pointer(folder: Path, trial: str) -> Any:
-    checkpoint = folder / "checkpoint"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "run.json").write_text(f"of {trial}")
-    content = {"trial": trial, "checkpoint": str(checkpoint), "known": {"kl/coef": 0.5}}
-    (folder / POINTER).write_text(json.dumps(content))
+def files_of(folder: Path, name: str) -> RunFiles:
+    files = RunFiles(str(folder), name)
+    files.folder.mkdir()
+    return files
+
+
+def pointer(folder: Path, files: RunFiles, segment: Segment) -> Any:
+    """As Tune hands it on: to a checkpoint of a trial."""
+    folder.mkdir()
+    at = segment.at("bucket/checkpoint_2", {"step": 2, "kl/coef": 0.5}, files)
+    (folder / SEGMENT).write_text(json.dumps(vars(at)))
     return tune.Checkpoint.from_directory(str(folder))
 
 
 def test_another_trials_checkpoint_begins_a_segment_and_ones_own_goes_on(tmp_path: Path):
-    files = RunFiles(str(tmp_path), "p-00001")
-    files.folder.mkdir()
-    assert (next_segment(files, None).number, next_segment(files, None).resume_from) == (0, None)
+    good, copy = files_of(tmp_path, "p-00000"), files_of(tmp_path, "p-00001")
+    first = Segment.last(copy)
+    assert (first.number, first.resume_from, first.known) == (0, None, {})
+    (copy.folder / "segment_0" / "checkpoint_1").mkdir(parents=True)
 
-    copied = next_segment(files, pointer(tmp_path / "a", "p-00000"))
-    assert copied.number == 1
-    assert copied.known == {"kl/coef": 0.5}
+    begun = first.next(pointer(tmp_path / "a", good, Segment.last(good)), copy)
+    assert (begun.trial, begun.number) == ("p-00001", 1)
+    assert begun.resume_from == f"{tmp_path}/p-00000/segment_0/checkpoint_2"
+    assert begun.known == {"step": 2, "kl/coef": 0.5}
+    assert Segment.last(copy) == begun, "it goes on there after a kill"
+    assert not (copy.folder / "segment_0").exists()
 
-    for own in (None, pointer(tmp_path / "b", "p-00001")):  # after a pause, or a kill
-        assert next_segment(files, own) == dataclasses.replace(copied, known={})
-
-
-def test_the_copied_checkpoint_is_the_trials_own_and_old_segments_go(tmp_path: Path):
-    files = RunFiles(str(tmp_path), "p-00001")
-    (files.folder / "segment_0" / "checkpoint_1").mkdir(parents=True)
-    for number in (1, 2):
-        source = tmp_path / str(number)
-        copied = next_segment(files, pointer(source, "p-00000"))
-        shutil.rmtree(source)
-        assert copied.resume_from is not None
-        assert (Path(copied.resume_from) / "run.json").read_text() == "of p-00000"
-        assert Path(copied.location).is_relative_to(files.folder)
-    names = {path.name for path in files.folder.iterdir() if path.is_dir()}
-    assert names == {"segment_1", "segment_2"}
+    own = pointer(tmp_path / "b", copy, begun)
+    later = Segment.last(copy)
+    assert later.next(own, copy) == later
+    assert later.checkpoint == f"{tmp_path}/p-00001/segment_1/checkpoint_2"
+    assert later.resume_from == begun.resume_from
 
 
-def test_what_the_driver_took_along_is_there_though_the_other_trial_has_deleted_it(tmp_path: Path):
-    files = RunFiles(str(tmp_path), "p-00001")
-    chosen = pointer(tmp_path / "a", "p-00000")
-    taken = take_along(files, chosen)
-    shutil.rmtree(tmp_path / "a" / "checkpoint")
-    begun = next_segment(files, chosen)
-    assert begun == taken
-    assert begun.resume_from is not None
-    assert (Path(begun.resume_from) / "run.json").read_text() == "of p-00000"
-
-    again = pointer(tmp_path / "b", "p-00000")
-    (tmp_path / "b" / "checkpoint" / "run.json").write_text("later")
-    for _ in range(2):  # decided twice before the trial has started: the last one counts
-        take_along(files, again)
-    begun = next_segment(files, again)
-    assert begun.resume_from is not None
-    assert (Path(begun.resume_from) / "run.json").read_text() == "later"
-
-
-def test_a_checkpoint_that_is_gone_cannot_be_taken(tmp_path: Path):
-    gone = pointer(tmp_path / "a", "p-00000")
-    shutil.rmtree(tmp_path / "a" / "checkpoint")
-    with pytest.raises(OSError, match="checkpoint"):
-        take_along(RunFiles(str(tmp_path), "p-00001"), gone)
-    assert take_along(RunFiles(str(tmp_path), "p-00000"), gone) is None  # its own
-
-
-@pytest.mark.parametrize("scheme", ["", "file://"])
-def test_a_checkpoint_is_copied_whole_by_path_and_by_uri(tmp_path: Path, scheme: str):
-    (tmp_path / "source" / "optimizer").mkdir(parents=True)
-    (tmp_path / "source" / "run.json").write_text("{}")
-    (tmp_path / "source" / "optimizer" / "rank_0.pt").write_bytes(b"state")
-    target = tmp_path / "trial" / "segment_1" / "copied"
-    copy_checkpoint(f"{scheme}{tmp_path}/source", f"{scheme}{target}")
-    shutil.rmtree(tmp_path / "source")
-    assert (target / "run.json").read_text() == "{}"
-    assert (target / "optimizer" / "rank_0.pt").read_bytes() == b"state"
-    for _ in range(2):  # the second time there is nothing left
-        remove_folder(f"{scheme}{tmp_path}/trial/segment_1")
-        assert not target.exists()
-
-
-def test_a_segment_has_a_folder_of_its_own_and_keeps_what_others_may_copy(tmp_path: Path):
-    files = RunFiles(str(tmp_path), "p-00001")
-    run = RunConfig(name="p-00001", checkpoint_config=CheckpointConfig(num_to_keep=2))
-    made = next_segment(files, None).run_config(run)
+@pytest.mark.parametrize(("keep", "kept"), [(1, 2), (5, 5), (None, None)])
+def test_a_segment_has_a_folder_of_its_own_and_keeps_what_others_may_begin_with(
+    tmp_path: Path, keep: int | None, kept: int | None
+):
+    files = files_of(tmp_path, "p-00001")
+    run = RunConfig(name="p-00001", checkpoint_config=CheckpointConfig(num_to_keep=keep))
+    made = Segment.last(files).run_config(run, files)
     assert (made.name, made.storage_path) == ("segment_0", str(tmp_path / "p-00001"))
     assert made.checkpoint_config is not None
-    assert made.checkpoint_config.num_to_keep == 3
+    assert made.checkpoint_config.num_to_keep == kept
+
+
+class RunningTrial:
+    """As much of a Tune trial as pbt looks at before it copies any."""
+
+    status, experiment_tag = "RUNNING", ""
+
+    def __init__(self) -> None:
+        self.config = {"point": {"x": 1}}
+        keeps_all = SimpleNamespace(checkpoint_config=SimpleNamespace(num_to_keep=None))
+        self.run_metadata = SimpleNamespace(checkpoint_manager=keeps_all)
+
+    def is_finished(self) -> bool:
+        return False
+
+
+def judge_of(trials: list[Any], **changes: Any) -> tuple[Population, Any]:
+    """Compares every 2 of 6 steps and copies nobody; with a controller of these trials."""
+    mutations: Any = {"point": {"x": [1, 2]}}
+    judge = Population(
+        every=2,
+        num_steps=6,
+        seed=0,
+        hyperparam_mutations=mutations,
+        quantile_fraction=0.0,
+        time_attr="step",
+        metric="v",
+        mode="max",
+        **changes,
+    )
+    controller = SimpleNamespace(
+        search_alg=None, get_trials=lambda: trials, get_live_trials=lambda: set(trials)
+    )
+    for each in trials:
+        judge.on_trial_add(controller, each)  # pyright: ignore[reportArgumentType]
+    return judge, controller
+
+
+def test_trials_wait_where_they_are_compared_and_at_their_end_for_nobody():
+    first, second = trials = [RunningTrial(), RunningTrial()]
+    judge, controller = judge_of(trials)
+
+    def decide(trial: Any, step: int) -> str:
+        return judge.on_trial_result(controller, trial, {"step": step, "v": 0.5})
+
+    assert [decide(first, step) for step in (1, 2)] == ["CONTINUE", "PAUSE"]
+    first.status = "PAUSED"
+    assert judge.choose_trial_to_run(controller) is None, "it waits for the second one"
+    assert decide(second, 2) == "PAUSE"
+    second.status = "PAUSED"
+    assert judge.choose_trial_to_run(controller) in trials
+    assert decide(first, 6) == "CONTINUE"
+
+
+def test_a_population_that_goes_on_is_compared_where_its_first_trials_waited():
+    ahead, behind = trials = [RunningTrial(), RunningTrial()]
+    judge, controller = judge_of(trials, burn_in_period=4)
+
+    def decide(trial: Any, step: int) -> str:
+        return judge.on_trial_result(controller, trial, {"step": step, "v": 0.5})
+
+    assert decide(ahead, 4) == "PAUSE"
+    ahead.status = "PAUSED"
+    assert [decide(behind, step) for step in (2, 3)] == ["CONTINUE"] * 2
+    assert judge.choose_trial_to_run(controller) is None
+    assert decide(behind, 4) == "PAUSE"
+    assert judge.choose_trial_to_run(controller) is ahead
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from raypo.config.sweep_config import SweepConfig
 from raypo.tuning.record import TrialRecord
-from raypo.tuning.search import random_point, searcher_of
+from raypo.tuning.search import OptunaSearcher, listed_space, random_point
 
 SCORE = "eval/score_mean"
 SPACE = {
@@ -23,13 +23,24 @@ def trial(number: int, point: dict[str, Any], status: Any, **metrics: float) -> 
     return TrialRecord(number, f"s-{number:05d}", point, status, metrics=metrics)
 
 
-def suggestions(searcher: Any, count: int) -> list[dict[str, Any]]:
-    return [searcher.suggest(f"trial {i}") for i in range(count)]
+def trials_of(
+    sweep: SweepConfig, ended: list[TrialRecord] | None = None, begun: Any = ()
+) -> list[dict[str, Any]]:
+    """Number and point of each trial, in their order."""
+    if sweep.searcher == "optuna":
+        searcher = OptunaSearcher(sweep, ended or [], begun)
+        return [searcher.suggest(f"trial {i}") for i in range(sweep.num_trials - len(ended or []))]
+    space = listed_space(sweep, ended or [], begun)
+    numbers = space["number"]["grid_search"]
+    return [
+        {"number": each, "point": space["point"].sample(config={"number": each})}
+        for each in numbers
+    ]
 
 
 @pytest.mark.parametrize("searcher", ["random", "optuna"])
 def test_points_lie_in_the_space_and_are_plain_values(searcher: str):
-    for config in suggestions(searcher_of(sweep_of(searcher=searcher)), 20):
+    for config in trials_of(sweep_of(searcher=searcher, num_samples=20)):
         point = config["point"]
         assert 1e-3 <= point["ppo.kl.coef"] <= 1.0
         assert point["ppo.num_epochs"] in (1, 2, 3, 4)
@@ -47,23 +58,38 @@ def test_random_points_depend_on_seed_and_number_alone():
 
 def test_a_grid_is_handed_out_in_its_order():
     grid = {"seed": {"grid": [0, 1]}, "ppo.gamma": {"grid": [0.9, 1.0]}}
-    searcher = searcher_of(sweep_of(searcher="grid", space=grid))
-    assert [config["number"] for config in suggestions(searcher, 4)] == [0, 1, 2, 3]
-    again = searcher_of(sweep_of(searcher="grid", space=grid))
-    points = [config["point"] for config in suggestions(again, 4)]
-    assert points[1] == {"seed": 0, "ppo.gamma": 1.0}
-    assert points[2] == {"seed": 1, "ppo.gamma": 0.9}
+    trials = trials_of(sweep_of(searcher="grid", space=grid))
+    assert [config["number"] for config in trials] == [0, 1, 2, 3]
+    assert trials[1]["point"] == {"seed": 0, "ppo.gamma": 1.0}
+    assert trials[2]["point"] == {"seed": 1, "ppo.gamma": 0.9}
+
+
+@pytest.mark.parametrize("searcher", ["random", "optuna"])
+def test_the_same_seed_gives_the_same_trials(searcher: str):
+    first = trials_of(sweep_of(searcher=searcher, num_samples=3))
+    assert trials_of(sweep_of(searcher=searcher, num_samples=3)) == first
+    assert trials_of(sweep_of(searcher=searcher, num_samples=3, seed=1)) != first
 
 
 @pytest.mark.parametrize("searcher", ["random", "optuna"])
 def test_a_resumed_sweep_first_goes_on_with_what_was_begun(searcher: str):
-    sweep = sweep_of(searcher=searcher)
-    first = suggestions(searcher_of(sweep), 3)
+    sweep = sweep_of(searcher=searcher, num_samples=4)
+    first = trials_of(sweep)
     ended = [trial(0, first[0]["point"], "finished", **{SCORE: 0.5})]
     begun = [trial(2, first[2]["point"], "interrupted")]
-    resumed = suggestions(searcher_of(sweep, ended, begun), 3)
-    assert [config["number"] for config in resumed] == [2, 3, 4]
+    resumed = trials_of(sweep, ended, begun)
+    assert [config["number"] for config in resumed] == [2, 1, 3]
     assert resumed[0]["point"] == pytest.approx(first[2]["point"])
+
+
+@pytest.mark.parametrize("searcher", ["random", "optuna"])
+def test_more_trials_for_a_finished_sweep_are_new_ones(searcher: str):
+    first = trials_of(sweep_of(searcher=searcher, num_samples=2))
+    ended = [trial(t["number"], t["point"], "finished", **{SCORE: 0.5}) for t in first]
+    more = trials_of(sweep_of(searcher=searcher, num_samples=4), ended)
+    assert [config["number"] for config in more] == [2, 3]
+    coefs = {config["point"]["ppo.kl.coef"] for config in (*first, *more)}
+    assert len(coefs) == 4
 
 
 def tell(searcher: Any, score: Any, count: int) -> list[float]:
@@ -79,7 +105,9 @@ def tell(searcher: Any, score: Any, count: int) -> list[float]:
 def test_optuna_comes_to_where_the_score_is_best_and_the_constraint_kept():
     def mean_of_last(**changes: Any) -> float:
         sweep = sweep_of(space={"ppo.kl.coef": {"uniform": [0.0, 1.0]}}, num_samples=40, **changes)
-        last = tell(searcher_of(sweep), lambda c: {SCORE: c, "kl/ref_response_mean": c}, 40)[-20:]
+        last = tell(OptunaSearcher(sweep), lambda c: {SCORE: c, "kl/ref_response_mean": c}, 40)[
+            -20:
+        ]
         return sum(last) / len(last)
 
     assert mean_of_last() > 0.8  # the larger, the better
@@ -93,13 +121,21 @@ def test_optuna_learns_from_the_trials_of_an_earlier_attempt():
         trial(i, {"ppo.kl.coef": i / 30}, "finished", **{SCORE: -abs(i / 30 - 0.2)})
         for i in range(30)
     ]
-    tried = tell(searcher_of(sweep, ended), lambda c: {SCORE: -abs(c - 0.2)}, 8)
+    tried = tell(OptunaSearcher(sweep, ended), lambda c: {SCORE: -abs(c - 0.2)}, 8)
     assert sum(abs(coefficient - 0.2) < 0.15 for coefficient in tried) >= 6
+
+
+def test_optuna_is_not_told_of_trials_without_a_score():
+    searcher = OptunaSearcher(sweep_of())
+    for name, result in (("a", None), ("b", {"step": 1}), ("c", {SCORE: float("nan")})):
+        searcher.suggest(name)
+        searcher.on_trial_complete(name, result, error=result is None)
+    assert [each.state.name for each in searcher.study.trials] == ["FAIL"] * 3
 
 
 def test_optuna_takes_several_metrics():
     sweep = sweep_of(metric=[SCORE, "kl/ref_response_mean"], mode=["max", "min"])
-    searcher: Any = searcher_of(sweep)
+    searcher = OptunaSearcher(sweep)
     tell(searcher, lambda c: {SCORE: c, "kl/ref_response_mean": c}, 6)
-    assert len(searcher._ot_study.trials) == 6
-    assert {len(each.values) for each in searcher._ot_study.trials} == {2}
+    assert len(searcher.study.trials) == 6
+    assert {len(each.values) for each in searcher.study.trials} == {2}
