@@ -127,7 +127,7 @@ def push(engine: Engine, tensors: Callable[[int], Any]) -> list[Exception | None
     together, handle = Together(), Handle(engine)
 
     def work(rank: int) -> Exception | None:
-        workers = InThread(rank, together.count, together)
+        workers = InThread(rank, together.count, together=together)
         transport = IpcTransport(torch.device("cuda", rank), bucket_bytes=100)
         try:
             transport.push(tensors(rank), handle, version=3, workers=workers)
