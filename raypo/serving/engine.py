@@ -211,6 +211,7 @@ class Engine:
 
         Where `rollout.engine.max_waiting_requests` wait already, it waits for places. What is given
         back before its end has a finish reason that says so: cancelled, timeout or paused.
+        Callbacks of the futures hold up the sampling, and must not ask for more.
         """
         return [each.answer for each in self._ask(requests, alone=False)]
 

@@ -153,6 +153,7 @@ class VllmLoop:
         Raises:
             RuntimeError: the engine was shut down.
         """
+        assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
         now = time.monotonic()
         asked = [Asked(each, Future(), now + (each.timeout_s or math.inf)) for each in requests]
         for each in asked:
@@ -177,6 +178,8 @@ class VllmLoop:
         """Have requests given back before the next step; how many there were."""
         answer: Future[int] = Future()
         give_back = partial(self.give_back, are_meant, "cancelled")
+        if threading.current_thread() is self._thread:
+            return give_back()
         self._hand_in(self._news, partial(_run_into, answer, give_back))
         return answer.result()
 
@@ -351,9 +354,9 @@ class VllmLoop:
             most = 1 if lot.alone else self._most_running
             if lot.asked and len(self._running) >= most:
                 return
-            heapq.heappop(self._queue)
             if lot.asked:
                 self._enter(lot)
+            heapq.heappop(self._queue)  # only now: if vLLM fails, what waits is told
 
     def _enter(self, lot: Lot) -> None:
         self._leave_queue(lot.asked)

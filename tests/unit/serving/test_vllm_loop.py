@@ -237,6 +237,23 @@ def test_what_a_call_raises_is_raised_at_its_caller_and_the_thread_goes_on(loop:
     assert len(loop.submit([ask(2)], alone=True)[0].answer.result(SOON_S).token_ids) == 2
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_failure_to_take_requests_in_is_told_to_them_and_to_those_behind(
+    loop: VllmLoop, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    def fail(*_: Any, **__: Any) -> list[str]:
+        raise ValueError("a prompt that vLLM does not like")
+
+    monkeypatch.setattr(loop.llm, "enqueue", fail)
+    pause(loop, "keep")
+    asked = loop.submit([ask(3), ask(3)], alone=alone) + loop.submit([ask(3)], alone=False)
+    pause(loop, None)
+    for each in asked:
+        with pytest.raises(RuntimeError, match="ValueError: a prompt that vLLM does not like"):
+            each.answer.result(timeout=SOON_S)
+    assert loop.serving.broken is not None
+
+
 def test_tokens_that_vllm_sampled_ahead_are_of_the_weights_before_the_push() -> None:
     """With asynchronous scheduling a step is under way when its weights are to be replaced."""
     loop = VllmLoop(lambda: StandIn(ahead=True), Serving(version=1), max_waiting=8)
