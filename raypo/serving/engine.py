@@ -227,6 +227,8 @@ class Engine:
     def pause(self, in_flight: InFlight = "recompute") -> None:
         """Sample nothing until `resume`; what is asked meanwhile waits.
 
+        During a push without a pause, what is asked is refused, and what has joined waits.
+
         Args:
             in_flight: What becomes of requests that are being sampled when weights are pushed. For
                 `restart` they are given back here. Weights that are pushed without a pause have
