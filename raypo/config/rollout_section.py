@@ -33,6 +33,9 @@ class EngineSection(Config):
     does not work is off-loaded to the host. false: all stay, which is faster where they fit."""
     prefix_caching: bool = True
     """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
+    max_waiting_requests: int = Field(default=4096, ge=1)
+    """Requests that may wait in an engine to join those that it samples; whoever asks for more
+    waits for a place. The batches of a synchronous run do not count."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other argument of vLLM's EngineArgs; it wins over raypo's choice. What another key says
     is refused here."""

@@ -108,9 +108,11 @@ class Adapters:
         if number is not None:
             processes.remove_lora(number)
 
-    def forget_all(self) -> None:
-        """New base weights came, and vLLM let go of all adapters."""
+    def forget_all(self) -> list[str]:
+        """New base weights came, and vLLM let go of all adapters; which ones."""
+        forgotten = list(self._versions)
         self._versions.clear()
+        return forgotten
 
     def _give_number(self, name: str) -> None:
         if name in self._numbers:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 import zlib
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial, wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -15,9 +16,15 @@ from raypo.config import EngineSection, LoraSection
 from raypo.models.loading import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.checkpoint import Checkpoint
-from raypo.serving.requests import Completion, SamplingRequest, validate_request
+from raypo.serving.requests import (
+    Completion,
+    InFlight,
+    Load,
+    SamplingRequest,
+    validate_request,
+)
+from raypo.serving.vllm_loop import Asked, Serving, VllmLoop
 from raypo.serving.vllm_processes import VllmProcesses
-from raypo.serving.vllm_requests import completion_of, sampling_params
 from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.broadcast import BroadcastBucket, Rendezvous
@@ -28,6 +35,9 @@ from raypo.weights.store import Kept
 from raypo.weights.transport import PushStart, Ready, StoredBucket, WeightPush
 
 AnyBucket = Bucket | StoredBucket | IpcBucket | BroadcastBucket
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _in_this_process: weakref.ref[Engine] | None = None
 
@@ -45,13 +55,27 @@ def _refuse_a_second() -> None:
         )
 
 
+def _between_steps(
+    method: Callable[Concatenate[Engine, P], T],
+) -> Callable[Concatenate[Engine, P], T]:
+    """Run a method in the thread that owns vLLM; a batch that is sampled as a whole ends first."""
+
+    @wraps(method)
+    def between_steps(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._loop.call(partial(method, self, *args, **kwargs))
+
+    return between_steps
+
+
 class Engine:
     """One vLLM engine inside this process: prompts in, responses with log-probs out.
 
     It starts with dummy weights (or, with `reads_weights`, its model's own) and samples only while
-    it holds one whole weight version. Calls from several threads take turns. An exception out of
-    vLLM while it samples is the end of the engine: every later call says so, and its owner starts
-    another. There is one engine a process, for vLLM keeps its state in globals.
+    it holds one whole weight version. Any thread may ask: for a batch that is sampled as a whole,
+    or for responses that join what is being sampled at any step. What changes the engine happens
+    between two steps. An exception out of vLLM while it samples is the end of the engine: all who
+    wait are told, every later call says so, and its owner starts another. There is one engine a
+    process, for vLLM keeps its state in globals.
     """
 
     def __init__(
@@ -88,18 +112,13 @@ class Engine:
                 engine already.
         """
         self._name = short_name(model)  # `repr` is asked even where the start fails
-        self._version: int | None = None
+        self._serving = Serving()
         self._was_pushed_to = False
-        self._broken: str | None = None
-        self._why_not = "no weights were pushed yet"
         self._arriving: PushStart | None = None
         self._held: dict[str | None, str] = {}
         """Of the weights (None) and of each adapter, the push that brought them."""
-        self._asleep: set[str] = set()
         self._arrived: list[TensorSpec] = []
         _refuse_a_second()
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._checkpoint = Checkpoint.of(model)
         arguments = engine_arguments(
@@ -112,32 +131,41 @@ class Engine:
         if reads_weights:
             arguments["load_format"] = "auto"
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
+        threads = torch.get_num_threads() if num_threads is None else num_threads
         with memory_advice("the engine", ENGINE_REMEDY):
-            self._llm = start_llm(arguments)
-        self._processes = VllmProcesses(self._llm)
+            self._loop = VllmLoop(
+                partial(_start, arguments, threads),
+                self._serving,
+                max_waiting=section.max_waiting_requests,
+            )
+        self._stop = weakref.finalize(self, self._loop.close)
+        self._loop.adapters = self._adapters
+        self._llm = self._loop.llm
+        self._processes = self._loop.call(partial(VllmProcesses, self._llm))
         self._max_model_len = max_model_len
         self._vocabulary_size: int = self._llm.llm_engine.model_config.get_vocab_size()
-        self._turn = threading.Lock()
         if reads_weights:
-            self._version = 0
+            self._serving.version = 0
         _remember(self)
 
     def __repr__(self) -> str:
         """Model, version, state; Ray's dashboard keeps for good what it was asked at the start."""
-        if self._broken is not None:
+        serving = self._serving
+        if serving.broken is not None:
             state = "broken"
-        elif self._version is not None:
-            state = f"v{self._version}, {'asleep' if self._asleep else 'ready'}"
+        elif serving.version is not None:
+            now = "asleep" if serving.asleep else "paused" if serving.paused else "ready"
+            state = f"v{serving.version}, {now}"
         else:
             state = "no weights" if self._was_pushed_to else "started"
         return f"Engine({self._name}, {state})"
 
     def weight_version(self) -> int | None:
         """The version that it samples under; None while it holds no whole one."""
-        return self._version
+        return self._serving.version
 
     def check_health(self) -> None:
-        """Raise if the engine can never sample again; its replica is then replaced.
+        """Raise if the engine can never sample again; its replica is then replaced. Never waits.
 
         Raises:
             RuntimeError: it is broken.
@@ -148,35 +176,79 @@ class Engine:
         """The version of an adapter that it holds; None where it holds none of that name."""
         return self._adapters.version(name) if self._adapters else None
 
+    @_between_steps
     def peak_memory(self) -> dict[str, float]:
         """The most memory that its processes have held, in GB (`VllmProcesses`)."""
-        with self._turn:
-            return self._processes.peak_memory()
+        return self._processes.peak_memory()
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+    def load(self) -> Load:
+        """What it is busy with, as of a quarter of a second ago at most. Never waits."""
+        return self._loop.load
+
+    def generate(
+        self, requests: Sequence[SamplingRequest], *, joins: bool = False
+    ) -> list[Completion]:
         """One response a request, in the order given.
+
+        Args:
+            requests: By default a batch that enters as a whole, when nothing else is sampled, and
+                shares its steps with nobody, so that it does not depend on what others ask.
+            joins: They enter one by one, as soon as there is room, beside whatever else does.
 
         Raises:
             ValueError: a request cannot be served; nothing was sampled, the engine stays usable.
             RuntimeError: it holds no whole weight version, or it is broken.
         """
-        with self._turn:
-            self._require_unbroken()
-            if self._version is None:
-                raise RuntimeError(f"the engine refuses to sample: {self._why_not}.")
-            if self._asleep:
-                raise RuntimeError("the engine refuses to sample: it sleeps. Call wake_up first.")
-            for request in requests:
-                validate_request(
-                    request,
-                    vocabulary_size=self._vocabulary_size,
-                    max_model_len=self._max_model_len,
-                )
-            if not requests:
-                return []
-            adapters = [self._adapter_of(request) for request in requests]
-            return self._sample(requests, adapters, self._version)
+        asked = self._ask(requests, alone=not joins)
+        try:
+            return [each.answer.result() for each in asked]
+        except BaseException:  # of a caller that is interrupted: nobody waits for the others
+            self._withdraw(asked)
+            raise
 
+    def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
+        """As `generate` with `joins`, for callers that do not want to wait for the responses.
+
+        Where `rollout.engine.max_waiting_requests` wait already, it waits for places. What is given
+        back before its end has a finish reason that says so: cancelled, timeout or paused.
+        Callbacks of the futures hold up the sampling, and must not ask for more.
+        """
+        return [each.answer for each in self._ask(requests, alone=False)]
+
+    def cancel(self, *ids: str) -> int:
+        """Have requests given back by their ids, with what was sampled of them so far.
+
+        Returns:
+            How many they were; what has been answered, or was never asked, does not count.
+        """
+        return self._loop.cancel(lambda each: each.request.id in ids)
+
+    @_between_steps
+    def pause(self, in_flight: InFlight = "recompute") -> None:
+        """Sample nothing until `resume`; what is asked meanwhile waits.
+
+        During a push without a pause, what is asked is refused, and what has joined waits.
+
+        Args:
+            in_flight: What becomes of requests that are being sampled when weights are pushed. For
+                `restart` they are given back here. Weights that are pushed without a pause have
+                them recomputed.
+
+        Raises:
+            RuntimeError: it is broken.
+        """
+        self._require_unbroken()
+        self._loop.settle()
+        self._serving.paused = in_flight
+        if in_flight == "restart":
+            self._loop.give_back_running()
+
+    @_between_steps
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._serving.paused = None
+
+    @_between_steps
     def begin_push(self, start: PushStart) -> Ready:
         """Let go of the weights: from here until `finish_push` the engine refuses to sample.
 
@@ -185,33 +257,34 @@ class Engine:
         Raises:
             RuntimeError: it is broken.
         """
-        with self._turn:
-            self._require_unbroken()
-            if "weights" in self._asleep:
-                raise WeightError("the engine's weights sleep: wake them before a push begins.")
-            self._version, self._was_pushed_to = None, True
-            self._held.clear()
-            self._arriving = start
-            self._why_not = f"the push of version {start.version} failed half-way"
-            self._arrived = []
-            return Ready.together(self._ask_workers("raypo_begin_push"))
+        self._require_unbroken()
+        if "weights" in self._serving.asleep:
+            raise WeightError("the engine's weights sleep: wake them before a push begins.")
+        self._loop.settle()
+        self._serving.version, self._was_pushed_to = None, True
+        self._held.clear()
+        self._arriving = start
+        self._serving.why_not = f"the push of version {start.version} failed half-way"
+        self._arrived = []
+        return Ready.together(self._ask_workers("raypo_begin_push"))
 
+    @_between_steps
     def load_bucket(self, bucket: AnyBucket) -> None:
         """Take some of the tensors of the push that was begun.
 
         Raises:
             WeightError: no push was begun, or the bytes did not arrive as they were sent.
         """
-        with self._turn:
-            self._require_a_push()
-            if isinstance(bucket, StoredBucket):
-                bucket = bucket.fetch()
-            second_names = sorted(self._checkpoint.optional)
-            shares = self._ask_workers("raypo_load_bucket", bucket, second_names)
-            if any(share != shares[0] for share in shares):
-                raise WeightError("the engine's workers did not receive the same tensors.")
-            self._arrived += shares[0]
+        self._require_a_push()
+        if isinstance(bucket, StoredBucket):
+            bucket = bucket.fetch()
+        second_names = sorted(self._checkpoint.optional)
+        shares = self._ask_workers("raypo_load_bucket", bucket, second_names)
+        if any(share != shares[0] for share in shares):
+            raise WeightError("the engine's workers did not receive the same tensors.")
+        self._arrived += shares[0]
 
+    @_between_steps
     def finish_push(self, manifest: Manifest) -> Manifest:
         """Serve under the new weights, and forget all keys and values of the old ones.
 
@@ -222,29 +295,28 @@ class Engine:
         Raises:
             WeightError: the push is not this model's, or not what its manifest says.
         """
-        with self._turn:
-            arriving = self._require_a_push()
-            if manifest.version != arriving.version:
-                raise WeightError(
-                    f"version {arriving.version} is arriving, and version {manifest.version} was "
-                    "to be finished. Only one push at a time may go to an engine."
-                )
-            self._checkpoint.check(manifest)
-            arrived = Manifest.of(manifest.version, self._arrived)
-            lines = manifest.differences(arrived)
-            if lines:
-                raise WeightError(
-                    f"what arrived is not what version {manifest.version} announced: "
-                    f"{summary(lines)}."
-                )
-            self._ask_workers("raypo_finish_push")
-            if not self._llm.reset_prefix_cache():
-                raise WeightError("vLLM did not let go of the old weights' prefix cache.")
-            if self._adapters:
-                self._adapters.forget_all()
-            self._version, self._arriving = manifest.version, None
-            self._held[None] = arriving.id
-            return arrived
+        arriving = self._require_a_push()
+        if manifest.version != arriving.version:
+            raise WeightError(
+                f"version {arriving.version} is arriving, and version {manifest.version} was "
+                "to be finished. Only one push at a time may go to an engine."
+            )
+        self._checkpoint.check(manifest)
+        arrived = Manifest.of(manifest.version, self._arrived)
+        lines = manifest.differences(arrived)
+        if lines:
+            raise WeightError(
+                f"what arrived is not what version {manifest.version} announced: {summary(lines)}."
+            )
+        self._ask_workers("raypo_finish_push")
+        if self._adapters:
+            self._loop.give_back_running(adapters=self._adapters.forget_all())
+        if not self._loop.forget_keys():
+            raise WeightError("vLLM did not let go of the old weights' prefix cache.")
+        self._serving.version, self._arriving = manifest.version, None
+        self._loop.note_version(None, manifest.version)
+        self._held[None] = arriving.id
+        return arrived
 
     def load_weights(self, push: WeightPush) -> Manifest:
         """A whole push at once, from where its buckets are kept; as the three calls above.
@@ -259,45 +331,49 @@ class Engine:
             self.load_bucket(bucket)
         return self.finish_push(push.manifest)
 
+    @_between_steps
     def join_group(self, rendezvous: Rendezvous) -> None:
         """Become a member of the group that weights are broadcast in.
 
         Raises:
             WeightError: not all members came in time.
         """
-        with self._turn:
-            self._ask_workers("raypo_join_group", rendezvous)
+        self._ask_workers("raypo_join_group", rendezvous)
 
+    @_between_steps
     def sleep(self) -> None:
         """Give the GPU's memory to others: weights to the host, keys and values away.
+
+        Requests that are being sampled are given back (finish reason: paused).
 
         Weights of no version, as a fresh engine has, are dropped. vLLM's CPU build keeps all of
         its memory; there the engine only refuses to sample until it is woken.
         """
-        with self._turn:
-            self._require_unbroken()
-            if not self._asleep and self._can_sleep:
-                with self._processes.vllms_own_call():
-                    self._llm.sleep(level=2 if self._version is None else 1)
-            self._asleep = {"weights", "kv_cache"}
+        self._require_unbroken()
+        self._loop.give_back_running()
+        if not self._serving.asleep and self._can_sleep:
+            with self._processes.vllms_own_call():
+                self._llm.sleep(level=2 if self._serving.version is None else 1)
+        self._serving.asleep = {"weights", "kv_cache"}
 
+    @_between_steps
     def wake_up(self, part: Literal["weights", "kv_cache"] | None = None) -> None:
         """Take memory again; for `weights` alone a push can be loaded, but nothing sampled.
 
         Args:
             part: weights or kv_cache; None: both.
         """
-        with self._turn:
-            self._require_unbroken()
-            parts = self._asleep & ({part} if part else {"weights", "kv_cache"})
-            for name in sorted(parts, reverse=True):  # weights first: they are there to stay
-                if self._can_sleep:
-                    with self._processes.vllms_own_call():
-                        self._llm.wake_up(tags=[name])
-                self._asleep -= {name}
-            if "kv_cache" in parts and not self._llm.reset_prefix_cache():
-                raise RuntimeError("vLLM did not let go of the prefix cache that it slept through.")
+        self._require_unbroken()
+        parts = self._serving.asleep & ({part} if part else {"weights", "kv_cache"})
+        for name in sorted(parts, reverse=True):  # weights first: they are there to stay
+            if self._can_sleep:
+                with self._processes.vllms_own_call():
+                    self._llm.wake_up(tags=[name])
+            self._serving.asleep -= {name}
+        if "kv_cache" in parts and not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not let go of the prefix cache that it slept through.")
 
+    @_between_steps
     def load_adapter(self, push: AdapterPush) -> int:
         """Put a version of an adapter in the place of its earlier one; others stay as they are.
 
@@ -310,12 +386,19 @@ class Engine:
             RuntimeError: the engine was started without adapters, holds no weights of its own, or
                 is broken.
         """
-        with self._turn:
-            self._require_unbroken()
-            if self._version is None:
-                raise RuntimeError(f"the engine takes no adapter: {self._why_not}.")
+        self._require_unbroken()
+        if self._serving.version is None:
+            raise RuntimeError(f"the engine takes no adapter: {self._serving.why_not}.")
+        self._loop.settle()
+        try:
             self._require_adapters().load(self._processes, push)
-            return zlib.crc32(push.data)
+        except Exception:
+            self._loop.give_back_running(adapters={push.name})
+            raise
+        if self._loop.runs(push.name) and self._serving.paused != "keep":
+            self._loop.forget_keys()
+        self._loop.note_version(push.name, push.version)
+        return zlib.crc32(push.data)
 
     def hold(self, *pushes: Kept) -> None:
         """Load what of these the engine does not hold: it is new, or was started again since.
@@ -340,19 +423,28 @@ class Engine:
                 self.load_adapter(push)
                 self._held[kept.adapter] = kept.id
 
+    @_between_steps
     def drop_adapter(self, name: str) -> None:
         """Make room for another adapter; nothing happens where there is none of that name."""
-        with self._turn:
-            self._require_unbroken()
-            self._held.pop(name, None)
-            self._require_adapters().drop(self._processes, name)
+        self._require_unbroken()
+        self._held.pop(name, None)
+        self._loop.give_back_running(adapters={name})
+        self._require_adapters().drop(self._processes, name)
 
     def shutdown(self) -> None:
-        """Give memory and vLLM's globals back; only after this may the process start another."""
-        with self._turn:
-            self._version, self._broken = None, "it was shut down"
-            self._llm.llm_engine.engine_core.shutdown()
-            _remember(None)
+        """Give memory and vLLM's globals back; only after this may the process start another.
+
+        A batch that is sampled as a whole comes to its end; other requests are answered with an
+        error.
+        """
+        if self._stop.detach() is not None:
+            self._loop.call(self._end)
+            self._loop.close()
+
+    def _end(self) -> None:
+        self._serving.version, self._serving.broken = None, "it was shut down"
+        self._llm.llm_engine.engine_core.shutdown()
+        _remember(None)
 
     def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
         """The answer of every vLLM worker."""
@@ -370,9 +462,6 @@ class Engine:
             raise WeightError("no push was begun on this engine. Push the weights again.")
         return self._arriving
 
-    def _adapter_of(self, request: SamplingRequest) -> Any | None:
-        return self._require_adapters().request(request.adapter) if request.adapter else None
-
     def _require_adapters(self) -> Adapters:
         if self._adapters is None:
             raise RuntimeError(
@@ -380,38 +469,35 @@ class Engine:
             )
         return self._adapters
 
-    def _sample(
-        self, requests: Sequence[SamplingRequest], adapters: list[Any], version: int
-    ) -> list[Completion]:
-        prompts = [{"prompt_token_ids": request.prompt_ids.tolist()} for request in requests]
-        parameters = [sampling_params(request) for request in requests]
-        try:
-            with memory_advice("the engine", ENGINE_REMEDY):
-                outputs = self._llm.generate(
-                    prompts, parameters, use_tqdm=False, lora_request=adapters
-                )
-        except BaseException as error:
-            self._broken = f"vLLM failed while it sampled ({type(error).__name__}: {error})"
-            if not isinstance(error, Exception):
-                raise
-            raise RuntimeError(self._broken_message()) from error
-        return [
-            completion_of(output.outputs[0], self._version_of(request, version))
-            for output, request in zip(outputs, requests, strict=True)
-        ]
+    def _ask(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
+        """Hand requests to the thread that samples."""
+        self._require_unbroken()
+        refusal = self._serving.refusal()
+        if refusal is not None and self._serving.paused is None:
+            raise RuntimeError(refusal)
+        for request in requests:
+            validate_request(
+                request,
+                vocabulary_size=self._vocabulary_size,
+                max_model_len=self._max_model_len,
+            )
+            if request.adapter is not None:
+                self._require_adapters().request(request.adapter)
+        return self._loop.submit(requests, alone=alone) if requests else []
 
-    def _version_of(self, request: SamplingRequest, version: int) -> int:
-        """Of the adapter that a request names, else of the engine's own weights."""
-        of_adapter = self.adapter_version(request.adapter) if request.adapter else None
-        return version if of_adapter is None else of_adapter
+    def _withdraw(self, asked: Sequence[Asked]) -> None:
+        mine = set(asked)
+        if not all(each.answer.done() for each in asked):
+            self._loop.cancel(lambda each: each in mine)
 
     def _require_unbroken(self) -> None:
-        self._broken = self._broken or self._processes.why_broken()
-        if self._broken is not None:
-            raise RuntimeError(self._broken_message())
+        reason = self._serving.broken or self._processes.why_broken()
+        if reason is not None:
+            self._loop.give_up(reason)
+            raise RuntimeError(self._serving.refusal())
 
-    def _broken_message(self) -> str:
-        return (
-            f"this engine cannot go on: {self._broken}. "
-            "Start another one and push the weights to it."
-        )
+
+def _start(arguments: dict[str, Any], num_threads: int) -> Any:
+    """vLLM, in the thread that will step it: the number of its threads is that thread's own."""
+    torch.set_num_threads(num_threads)
+    return start_llm(arguments)

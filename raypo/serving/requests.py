@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+
+InFlight = Literal["keep", "recompute", "restart"]
+"""What becomes of requests that are being sampled when new weights arrive. keep: they go on with
+the keys and values of the old weights; recompute: these are computed again, the tokens stay;
+restart: they are given back with what was sampled, for their caller to ask anew."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,12 @@ class SamplingRequest:
     """Any of them ends the response and is its last token; nothing else ends it early."""
     adapter: str | None = None
     """Name of a LoRA adapter that the engine holds; None: its own weights alone."""
+    id: str = ""
+    """By which it can be cancelled; several may share one, like the samples of a prompt."""
+    priority: int = 0
+    """Lower is sampled sooner, as in vLLM; among equals, first come, first served."""
+    timeout_s: float | None = None
+    """Seconds from the call until it is given back as far as it was sampled; None: never."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +44,45 @@ class Completion:
     """Under the distribution that was sampled from: softmax(logits / temperature), renormalised
     over the nucleus when top_p is below 1. Greedy: softmax(logits), temperature 1."""
     finish_reason: str
-    """stop | length."""
+    """stop | length; or where it was given back before: cancelled | timeout | paused."""
     weight_version: int
-    """Version of the weights that sampled it; of the adapter, where one was asked for."""
+    """Version of the weights that sampled its first token; of the adapter, where one was asked
+    for; -1 where no token was sampled."""
+    later_versions: tuple[tuple[int, int], ...] = ()
+    """Where new weights came meanwhile: the first token that they sampled, and their version."""
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """Version of the weights that sampled each token; int64 [T].
+
+        Example: 5 tokens with `weight_version` 3 and `later_versions` ((2, 4),) give 3 3 4 4 4.
+        """
+        versions = np.full(len(self.token_ids), self.weight_version, dtype=np.int64)
+        for first, version in self.later_versions:
+            versions[first:] = version
+        return versions
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine is busy with; its counts go on from its start."""
+
+    queued: int = 0
+    """Requests that wait for their turn."""
+    running: int = 0
+    """Requests that vLLM samples, or has taken in to sample."""
+    kv_cache_use: float = 0.0
+    """Share of the KV cache that is in use, 0 to 1."""
+    preemptions: int = 0
+    """Times that vLLM took the KV cache from a request, to compute it again later."""
+    steps: int = 0
+    """Forward passes."""
+    busy_s: float = 0.0
+    """Seconds spent in them."""
+    tokens: int = 0
+    """Tokens sampled."""
+    tokens_per_s: float = 0.0
+    """Over the last second, or more, that was spent in steps."""
 
 
 def validate_request(request: SamplingRequest, *, vocabulary_size: int, max_model_len: int) -> None:
@@ -67,4 +115,9 @@ def validate_request(request: SamplingRequest, *, vocabulary_size: int, max_mode
         raise ValueError(
             f"temperature ({request.temperature}) must not be negative and top_p "
             f"({request.top_p}) must lie in (0, 1]."
+        )
+    if request.timeout_s is not None and not request.timeout_s > 0.0:
+        raise ValueError(
+            f"timeout_s ({request.timeout_s}): a request has some time. Raise it, or leave it out "
+            "for a request that may take for ever."
         )

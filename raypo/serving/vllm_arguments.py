@@ -30,6 +30,7 @@ FIXED = {
     "generation_config": "sampling follows the rollout section alone",
     "load_format": "the weights come by raypo's pushes",
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
+    "scheduling_policy": "requests have priorities, and without them first come is first served",
     "skip_tokenizer_init": "prompts and responses are token ids",
     "worker_extension_cls": "the weights come by raypo's own",
 }

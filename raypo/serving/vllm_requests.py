@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,26 @@ def sampling_params(request: SamplingRequest) -> Any:
     )
 
 
-def completion_of(output: Any, version: int) -> Completion:
-    """vLLM's answer in ours, stamped with the weight version that it was sampled under."""
-    ids = list(output.token_ids)
-    log_probs = [at[token].logprob for token, at in zip(ids, output.logprobs, strict=True)]
+def completion_of(
+    token_ids: Sequence[int],
+    log_probs: Sequence[Any],
+    finish_reason: str,
+    versions: Sequence[tuple[int, int]] = (),
+) -> Completion:
+    """vLLM's answer in ours.
+
+    Args:
+        log_probs: By token, what vLLM says of the tokens that it looked at.
+        versions: Of the weights, each with the first token that they were to sample, in order.
+    """
+    ids, sampled = list(token_ids), dict(versions)  # of two at one token the later one has sampled
+    spans = [(first, version) for first, version in sampled.items() if first < len(ids)]
     return Completion(
         token_ids=np.array(ids, dtype=np.int32),
-        log_probs=np.array(log_probs, dtype=np.float32),
-        finish_reason=output.finish_reason,
-        weight_version=version,
+        log_probs=np.array(
+            [at[token].logprob for token, at in zip(ids, log_probs, strict=True)], dtype=np.float32
+        ),
+        finish_reason=finish_reason,
+        weight_version=spans[0][1] if spans else -1,
+        later_versions=tuple(spans[1:]),
     )

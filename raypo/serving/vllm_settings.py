@@ -111,6 +111,7 @@ def engine_arguments(
         "generation_config": "vllm",  # requests say all about sampling; no defaults from a file
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": section.prefix_caching,
+        "scheduling_policy": "priority",  # first come, first served among equals
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
     } | parallel_arguments(section.tensor_parallel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,14 @@ from raypo.weights.adapter import AdapterPush
 from raypo.weights.buckets import pack
 from raypo.weights.manifest import WeightError
 from raypo.weights.transport import LocalTransport
-from tests.integration.test_engine import AGREES, MAX_MODEL_LEN, PROMPTS, gap
+from tests.integration.test_engine import (
+    AGREES,
+    MAX_MODEL_LEN,
+    PROMPTS,
+    gap,
+    learner_log_probs,
+)
+from tests.integration.test_engine_joins import runs, until
 from tests.tiny import tiny_policy
 
 SECTION = LoraSection(rank=4, alpha=16.0)
@@ -146,6 +154,37 @@ def test_a_push_that_is_broken_or_of_another_model_is_refused(
         engine.load_adapter(push(wide, "b", 31, folder))
     engine.load_adapter(good)
     assert gap(model, engine.generate(requests("b"))) < AGREES
+
+
+def test_a_new_version_reaches_what_runs_under_the_adapter_and_nothing_else(
+    engine: Engine, folder: str
+) -> None:
+    models = {"a": learner(folder, 9), "b": learner(folder, 10)}
+    for name, model in models.items():
+        engine.load_adapter(push(model, name, 50, folder))
+    asked = [replace(requests(name)[0], max_new_tokens=200) for name in models]
+    answers = engine.submit(asked)
+    until(runs(engine, 2, 20))
+    before = copy.deepcopy(models["a"])
+    engine.load_adapter(push(moved(models["a"]), "a", 51, folder))
+
+    of_a, of_b = (answer.result() for answer in answers)
+
+    assert set(of_b.weight_versions) == {50}
+    assert gap(models["b"], [of_b], PROMPTS[:1]) < AGREES
+    num_old = int((of_a.weight_versions == 50).sum())
+    assert of_a.later_versions == ((num_old, 51),)
+    assert 20 <= num_old < 200
+    old, new = (
+        np.abs(of_a.log_probs - learner_log_probs(model, PROMPTS[0], of_a.token_ids, 1.0))
+        for model in (before, models["a"])
+    )
+    assert max(old[:num_old].max(), new[num_old:].max()) < AGREES < old[num_old:].max()
+
+    (running,) = engine.submit(asked[:1])
+    until(runs(engine, 1, 5))
+    engine.drop_adapter("a")
+    assert running.result().finish_reason == "paused"
 
 
 def test_new_weights_of_the_engine_forget_the_adapters(engine: Engine, folder: str) -> None:

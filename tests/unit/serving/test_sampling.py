@@ -25,6 +25,7 @@ def test_a_request_that_fits_exactly_is_served() -> None:
         ({"max_new_tokens": 6}, r"3 tokens leaves no room for max_new_tokens \(6\)"),
         ({"temperature": -0.1}, r"temperature \(-0.1\)"),
         ({"top_p": 0.0}, r"top_p \(0.0\)"),
+        ({"timeout_s": 0.0}, r"timeout_s \(0.0\): a request has some time"),
     ],
 )
 def test_what_cannot_be_served_is_refused(changes: dict, message: str) -> None:

@@ -1,0 +1,497 @@
+"""The thread that owns a vLLM: it steps it, and does all else between two steps."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
+from raypo.serving.adapters import Adapters
+from raypo.serving.requests import Completion, InFlight, Load, SamplingRequest
+from raypo.serving.vllm_requests import completion_of, sampling_params
+
+LOOK_EVERY_S = 0.25
+RATE_OVER_S = 1.0
+LEAVE_S = 5.0
+"""How long the end of the process waits for the step that is under way."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class Serving:
+    """What an engine may sample under. Written between steps; read anywhere."""
+
+    version: int | None = None
+    """Of the weights; None while they are of no whole version."""
+    why_not: str = "no weights were pushed yet"
+    asleep: set[str] = field(default_factory=set)
+    paused: InFlight | None = None
+    broken: str | None = None
+
+    def refusal(self) -> str | None:
+        """Why nothing can be sampled, whoever asks; None where it can."""
+        if self.broken is not None:
+            return (
+                f"this engine cannot go on: {self.broken}. "
+                "Start another one and push the weights to it."
+            )
+        if self.version is None:
+            return f"the engine refuses to sample: {self.why_not}."
+        if self.asleep:
+            return "the engine refuses to sample: it sleeps. Call wake_up first."
+        return None
+
+    def may_step(self) -> bool:
+        """Whether vLLM may be stepped."""
+        return self.paused is None and self.refusal() is None
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request from its arrival to its answer."""
+
+    request: SamplingRequest
+    answer: Future[Completion]
+    deadline: float
+    """On the clock of `time.monotonic`; inf: none."""
+    has_place: bool = False
+    """Whether it takes one of the places of those that wait to join."""
+    name: str | None = None
+    """What vLLM calls it, while vLLM has it."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Of the weights, each with the first token that they were to sample."""
+    num_preemptions: int = 0
+    """Those that were counted."""
+
+
+@dataclass(eq=False)
+class Lot:
+    """Requests that enter vLLM at once: one that joins what runs, or a batch that runs alone."""
+
+    asked: list[Asked]
+    alone: bool
+
+
+class VllmLoop:
+    """Steps a vLLM in a thread of its own, which alone touches it and what is known of requests.
+
+    Other threads hand in what they want, under one lock that is never held while anything is
+    waited for or worked on, and wait for a future. The thread waits for nothing but what is handed
+    in, and looks at it before every step. So nobody can wait in a circle, and none is overlooked.
+    """
+
+    def __init__(self, start: Callable[[], Any], serving: Serving, *, max_waiting: int) -> None:
+        """Start vLLM in the thread.
+
+        Args:
+            start: Makes a `vllm.LLM`.
+            serving: Of the engine; vLLM is stepped while it allows that.
+            max_waiting: Most requests that wait to join; whoever has more waits with them.
+        """
+        self.serving = serving
+        self.adapters: Adapters | None = None
+        self.load = Load()
+        # Handed in by other threads, under the lock.
+        self._door = threading.Condition()
+        self._news: list[Callable[[], None]] = []
+        self._calls: list[Callable[[], None]] = []
+        """What waits while a batch runs alone."""
+        self._is_closing = False
+        # Taken by callers, given back by the thread.
+        self._places = threading.Semaphore(max_waiting)
+        # The thread's own.
+        self._queue: list[tuple[int, int, Lot]] = []
+        """A heap, by priority and order of arrival."""
+        self._deadlines: list[tuple[float, int, Asked]] = []
+        """A heap."""
+        self._numbers = itertools.count()
+        self._running: dict[str, Asked] = {}
+        """By the name that vLLM's outputs have."""
+        self._runs_alone = False
+        self._salt: str | None = None
+        """Keeps what is cached under these weights apart from what was under older ones."""
+        self._steps, self._busy_s, self._tokens, self._preemptions = 0, 0.0, 0, 0
+        self._looked_at = -math.inf
+        self._rate_from = 0.0, 0
+        """Seconds and tokens at which `tokens_per_s` begins."""
+        started: Future[Any] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(start, started), name="raypo-vllm", daemon=True
+        )
+        self._thread.start()
+        self.llm = started.result()
+        self._most_running: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread, between two steps; a batch that runs alone ends first.
+
+        Raises:
+            RuntimeError: the engine was shut down.
+            Exception: whatever the function raises.
+        """
+        if threading.current_thread() is self._thread:
+            return function()
+        answer: Future[T] = Future()
+        self._hand_in(self._calls, partial(_run_into, answer, function))
+        return answer.result()
+
+    def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
+        """Ask for responses. Where as many wait to join as may, the caller waits for a place.
+
+        Args:
+            alone: They enter together, when nothing else runs, and nothing joins them.
+
+        Raises:
+            RuntimeError: the engine was shut down.
+        """
+        assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
+        now = time.monotonic()
+        asked = [Asked(each, Future(), now + (each.timeout_s or math.inf)) for each in requests]
+        for each in asked:
+            each.answer.set_running_or_notify_cancel()  # callers cannot take it away any more
+        if alone:
+            self._hand_in(self._news, partial(self._arrive, Lot(asked, alone=True)))
+            return asked
+        for each in asked:
+            left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
+            if not self._places.acquire(timeout=left):
+                each.answer.set_result(completion_of((), (), "timeout"))
+                continue
+            each.has_place = True
+            try:
+                self._hand_in(self._news, partial(self._arrive, Lot([each], alone=False)))
+            except RuntimeError:
+                self._places.release()  # who waits next shall be told too
+                raise
+        return asked
+
+    def cancel(self, are_meant: Callable[[Asked], bool]) -> int:
+        """Have requests given back before the next step; how many there were."""
+        answer: Future[int] = Future()
+        give_back = partial(self.give_back, are_meant, "cancelled")
+        if threading.current_thread() is self._thread:
+            return give_back()
+        self._hand_in(self._news, partial(_run_into, answer, give_back))
+        return answer.result()
+
+    def give_up(self, reason: str) -> None:
+        """vLLM can never be stepped again: have all who wait told."""
+        self.serving.broken = self.serving.broken or reason
+        with self._door:
+            self._door.notify()
+
+    def close(self) -> None:
+        """End the thread after the step that is under way; all who wait are told."""
+        with self._door:
+            self._is_closing = True
+            self._door.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(LEAVE_S)
+
+    def _hand_in(self, where: list[Callable[[], None]], what: Callable[[], None]) -> None:
+        with self._door:
+            if self._is_closing:
+                raise RuntimeError(self.serving.refusal() or "this engine was shut down.")
+            where.append(what)
+            self._door.notify()
+
+    def settle(self) -> None:
+        """Take what vLLM has sampled ahead: it is of the weights that are there now.
+
+        With asynchronous scheduling, as on GPUs, vLLM is a step ahead of its outputs.
+
+        Raises:
+            RuntimeError: vLLM failed.
+        """
+        core = self.llm.llm_engine.engine_core.engine_core
+        if not self._running or not getattr(core, "batch_queue", None):
+            return
+        from vllm.v1.core.sched.interface import PauseState
+
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while core.batch_queue and self.serving.broken is None:
+            self._step()
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        if self.serving.broken is not None:
+            raise RuntimeError(self.serving.refusal())
+
+    def give_back(self, are_meant: Callable[[Asked], bool], reason: str) -> int:
+        """Answer requests that wait or run with what was sampled so far.
+
+        Args:
+            are_meant: Which ones.
+            reason: Their finish reason.
+
+        Returns:
+            How many.
+        """
+        waiting = (each for _, _, lot in self._queue for each in lot.asked)
+        meant = [each for each in (*waiting, *self._running.values()) if not each.answer.done()]
+        meant = [each for each in meant if are_meant(each)]
+        for each in meant:
+            self._give_back(each, reason)
+        return len(meant)
+
+    def give_back_running(self, *, adapters: Collection[str | None] | None = None) -> None:
+        """Answer what runs, under these adapters or all, with what was sampled so far."""
+
+        def are_meant(each: Asked) -> bool:
+            return each.name is not None and (adapters is None or each.request.adapter in adapters)
+
+        self.give_back(are_meant, "paused")
+
+    def forget_keys(self) -> bool:
+        """Let no key or value of weights that were replaced be used, but by what runs on with them.
+
+        Returns:
+            Whether vLLM did.
+        """
+        if self._running and self.serving.paused == "keep":
+            self._salt = str(next(self._numbers))
+            return True
+        self._salt = None
+        if self._running:
+            return self.llm.reset_prefix_cache(reset_running_requests=True)
+        return self.llm.reset_prefix_cache()
+
+    def note_version(self, adapter: str | None, version: int) -> None:
+        """What runs is sampled under other weights from its next token on.
+
+        Args:
+            adapter: Of this name; None: the engine's own.
+            version: That is there now.
+        """
+        for each in self._running.values():
+            if each.request.adapter == adapter:
+                num_tokens = self._state(each).detokenizer.num_output_tokens()
+                each.versions.append((num_tokens, version))
+
+    def runs(self, adapter: str) -> bool:
+        """Whether anything runs under an adapter."""
+        return any(each.request.adapter == adapter for each in self._running.values())
+
+    def _run(self, start: Callable[[], Any], started: Future[Any]) -> None:
+        _run_into(started, start)
+        if started.exception() is None:
+            self.llm = started.result()
+            while self._turn():
+                pass
+
+    def _turn(self) -> bool:
+        """Do what was handed in, then a step where there is one to do; False at the end."""
+        with self._door:
+            self._door.wait_for(self._is_needed, self._seconds_left())
+            is_last = self._is_closing
+            todo = list(self._news)
+            self._news.clear()  # the very lists stay: others have them in hand
+            if is_last or not self._runs_alone:
+                todo += self._calls
+                self._calls.clear()
+        try:
+            for function in todo:
+                function()
+            self._give_back_late()
+            self._admit()
+            if self._running and self.serving.may_step():
+                self._step()
+            self._look()
+        except BaseException as error:
+            self._break(error)
+        if is_last:
+            self.serving.broken = self.serving.broken or "it was shut down"
+        if self.serving.broken is not None:
+            self._fail_all()
+        return not is_last
+
+    def _is_needed(self) -> bool:
+        has_requests = bool(self._running or self._queue)
+        can_go_on = self.serving.may_step() or self.serving.broken is not None
+        has_calls = bool(self._calls) and not self._runs_alone
+        return self._is_closing or bool(self._news) or has_calls or (has_requests and can_go_on)
+
+    def _seconds_left(self) -> float | None:
+        """Until the next request is late; None: there is none that can be."""
+        while self._deadlines and self._deadlines[0][2].answer.done():
+            heapq.heappop(self._deadlines)
+        if not self._deadlines:
+            return None
+        return max(0.0, self._deadlines[0][0] - time.monotonic())
+
+    def _give_back_late(self) -> None:
+        while self._seconds_left() == 0.0:
+            self._give_back(heapq.heappop(self._deadlines)[2], "timeout")
+
+    def _arrive(self, lot: Lot) -> None:
+        refusal, is_paused = self.serving.refusal(), self.serving.paused is not None
+        if refusal is not None and (self.serving.broken is not None or not is_paused):
+            self._fail(lot.asked, RuntimeError(refusal))
+            return
+        priority = min(each.request.priority for each in lot.asked)
+        heapq.heappush(self._queue, (priority, next(self._numbers), lot))
+        for each in lot.asked:
+            if each.deadline < math.inf:
+                heapq.heappush(self._deadlines, (each.deadline, next(self._numbers), each))
+
+    def _admit(self) -> None:
+        """Let vLLM have what may enter now."""
+        refusal = self.serving.refusal()
+        if refusal is not None and self.serving.paused is None:
+            for _, _, lot in self._queue:
+                if lot.alone:  # a push came first; what joins waits until it has come to its end
+                    self._fail(lot.asked, RuntimeError(refusal))
+        while self._queue and not self._runs_alone and self.serving.may_step():
+            lot = self._queue[0][2]
+            lot.asked = [each for each in lot.asked if not each.answer.done()]
+            most = 1 if lot.alone else self._most_running
+            if lot.asked and len(self._running) >= most:
+                return
+            if lot.asked:
+                self._enter(lot)
+            heapq.heappop(self._queue)  # only now: if vLLM fails, what waits is told
+
+    def _enter(self, lot: Lot) -> None:
+        self._leave_queue(lot.asked)
+        requests = [each.request for each in lot.asked]
+        try:
+            adapters = [self._adapter(request) for request in requests]
+        except ValueError as error:  # it was dropped while they waited
+            self._fail(lot.asked, error)
+            return
+        salt = {} if self._salt is None else {"cache_salt": self._salt}
+        names = self.llm.enqueue(
+            [{"prompt_token_ids": request.prompt_ids.tolist(), **salt} for request in requests],
+            [sampling_params(request) for request in requests],
+            lora_request=adapters,
+            priority=[request.priority for request in requests],
+            use_tqdm=False,
+        )
+        for each, name in zip(lot.asked, names, strict=True):
+            each.name, each.versions = name, [(0, self._version(each.request))]
+            self._running[self._state(each).external_req_id] = each
+        self._runs_alone = lot.alone
+
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        try:
+            with memory_advice("the engine", ENGINE_REMEDY):
+                outputs = self.llm.llm_engine.step()
+        except BaseException as error:
+            self._break(error)
+            return
+        self._steps += 1
+        self._busy_s += time.perf_counter() - begin
+        for output in outputs:
+            if output.finished:
+                each, said = self._running[output.request_id], output.outputs[0]
+                self._answer(
+                    each, output.request_id, said.token_ids, said.logprobs, said.finish_reason
+                )
+
+    def _give_back(self, each: Asked, reason: str) -> None:
+        if each.name is None:
+            self._leave_queue([each])
+            each.answer.set_result(completion_of((), (), reason))
+            return
+        state = self._state(each)
+        self.llm.llm_engine.abort_request([each.name], internal=True)
+        tokens, log_probs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+        self._answer(each, state.external_req_id, tokens, log_probs, reason)
+
+    def _answer(
+        self, each: Asked, name: str, tokens: Sequence[int], log_probs: Sequence[Any], reason: str
+    ) -> None:
+        del self._running[name]
+        each.name = None
+        self._tokens += len(tokens)
+        self._runs_alone = self._runs_alone and bool(self._running)
+        each.answer.set_result(completion_of(tokens, log_probs, reason, each.versions))
+
+    def _leave_queue(self, asked: Iterable[Asked]) -> None:
+        for each in asked:
+            if each.has_place:
+                each.has_place = False
+                self._places.release()
+
+    def _fail(self, asked: Iterable[Asked], error: Exception) -> None:
+        for each in asked:
+            if not each.answer.done():
+                self._leave_queue([each])
+                each.answer.set_exception(error)
+
+    def _break(self, error: BaseException) -> None:
+        reason = f"vLLM failed while it sampled ({type(error).__name__}: {error})"
+        self.serving.broken = self.serving.broken or reason
+        self._fail_all(error)
+
+    def _fail_all(self, cause: BaseException | None = None) -> None:
+        for each in [*self._running.values(), *(e for _, _, lot in self._queue for e in lot.asked)]:
+            error = RuntimeError(self.serving.refusal())
+            error.__cause__ = cause
+            self._fail([each], error)
+        self._running.clear()
+        self._queue.clear()
+        self._runs_alone = False
+
+    def _state(self, each: Asked) -> Any:
+        """What vLLM has of a request that runs, its tokens with it."""
+        return self.llm.llm_engine.output_processor.request_states[each.name]
+
+    def _adapter(self, request: SamplingRequest) -> Any | None:
+        if request.adapter is None or self.adapters is None:
+            return None
+        return self.adapters.request(request.adapter)
+
+    def _version(self, request: SamplingRequest) -> int:
+        """Of the adapter that a request names, else of the engine's own weights."""
+        of_adapter = None
+        if request.adapter is not None and self.adapters is not None:
+            of_adapter = self.adapters.version(request.adapter)
+        assert self.serving.version is not None
+        return self.serving.version if of_adapter is None else of_adapter
+
+    def _look(self) -> None:
+        """Tell the load, now and then: it takes a look at every request."""
+        now = time.monotonic()
+        if self._running and now < self._looked_at + LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        tokens = self._tokens
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        for each in self._running.values():
+            tokens += self._state(each).detokenizer.num_output_tokens()
+            known = scheduler.requests.get(each.name)
+            if known is not None:
+                self._preemptions += known.num_preemptions - each.num_preemptions
+                each.num_preemptions = known.num_preemptions
+        rate, (begin_s, begin_tokens) = self.load.tokens_per_s, self._rate_from
+        if self._busy_s - begin_s >= RATE_OVER_S:
+            rate = (tokens - begin_tokens) / (self._busy_s - begin_s)
+            self._rate_from = self._busy_s, tokens
+        waiting = (each for _, _, lot in self._queue for each in lot.asked)
+        self.load = Load(
+            queued=sum(not each.answer.done() for each in waiting),
+            running=len(self._running),
+            kv_cache_use=scheduler.kv_cache_manager.usage,
+            preemptions=self._preemptions,
+            steps=self._steps,
+            busy_s=self._busy_s,
+            tokens=tokens,
+            tokens_per_s=rate,
+        )
+
+
+def _run_into(answer: Future[T], function: Callable[[], T]) -> None:
+    """Call a function for somebody who waits in another thread."""
+    try:
+        answer.set_result(function())
+    except BaseException as error:
+        answer.set_exception(error)

@@ -1,0 +1,393 @@
+"""Requests that join and leave an engine at any step; vLLM itself, and one engine for all."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from raypo.config import EngineSection
+from raypo.serving.engine import Engine
+from raypo.serving.requests import Completion, InFlight, SamplingRequest
+from raypo.weights.manifest import WeightError
+from raypo.weights.transport import PushStart
+from tests.integration.test_engine import (
+    AGREES,
+    MAX_MODEL_LEN,
+    PROMPTS,
+    Pair,
+    disturb,
+    learner_log_probs,
+)
+from tests.tiny import tiny_policy
+
+RUNNING, WAITING = 4, 12
+"""Most requests that the engine samples at once, and that wait to join them."""
+SOON_S = 20.0
+LONG = np.arange(300, dtype=np.int32) % 90 + 3
+"""A prompt of more than two blocks of the prefix cache."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = str(tiny_policy(tmp_path_factory.mktemp("policy")))
+    section = EngineSection(
+        kv_cache_gb=0.1, max_waiting_requests=WAITING, extra={"max_num_seqs": RUNNING}
+    )
+    engine = Engine(folder, section=section, dtype="float32", max_model_len=MAX_MODEL_LEN)
+    made = Pair(folder, engine, AutoModelForCausalLM.from_pretrained(folder).eval())
+    yield made
+    made.engine.shutdown()
+
+
+@pytest.fixture
+def served(pair: Pair) -> Pair:
+    pair.engine.load_weights(pair.push())
+    return pair
+
+
+@pytest.fixture
+def engine(served: Pair) -> Engine:
+    return served.engine
+
+
+def ask(tokens: int, seed: int = 0, **changes: Any) -> SamplingRequest:
+    request = SamplingRequest(PROMPTS[seed % len(PROMPTS)], tokens, 1.0, seed=seed)
+    return replace(request, **changes)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for it, looking between steps."""
+    end = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.001)  # the interpreter's lock is for the thread that steps
+
+
+def sampled(engine: Engine) -> list[int]:
+    """Tokens so far of each request that runs, asked for between two steps."""
+    loop = engine._loop
+
+    def look() -> list[int]:
+        running = loop._running.values()
+        return [loop._state(each).detokenizer.num_output_tokens() for each in running]
+
+    return loop.call(look)
+
+
+def runs(engine: Engine, count: int, tokens: int) -> Callable[[], bool]:
+    """Whether so many requests run that have so many tokens."""
+    return lambda: sum(number >= tokens for number in sampled(engine)) >= count
+
+
+def results(answers: list[Future[Completion]]) -> list[Completion]:
+    return [answer.result(timeout=SOON_S) for answer in answers]
+
+
+def assert_begins(whole: Completion, part: Completion) -> None:
+    """What was given back is what an undisturbed request samples first."""
+    length = len(part.token_ids)
+    assert part.token_ids.tolist() == whole.token_ids[:length].tolist()
+    np.testing.assert_allclose(part.log_probs, whole.log_probs[:length], atol=1e-4)
+
+
+def test_what_joins_is_sampled_as_alone_and_does_not_wait_for_the_others(engine: Engine):
+    greedy = [ask(300, 0, temperature=0.0), *(ask(20, i, temperature=0.0) for i in range(1, 6))]
+    sampled_too = [ask(20, i) for i in range(6, 12)]
+    alone = [engine.generate([each])[0] for each in greedy + sampled_too]
+    order: list[int] = []
+
+    answers = engine.submit(greedy[:1])
+    answers[0].add_done_callback(lambda _: order.append(0))
+    for number, request in enumerate([*greedy[1:], *sampled_too], start=1):
+        until(runs(engine, 1, 8 * number))
+        answers += engine.submit([request])
+        answers[-1].add_done_callback(lambda _, number=number: order.append(number))
+
+    for joined, before in zip(results(answers), alone, strict=True):
+        assert joined.token_ids.tolist() == before.token_ids.tolist()
+        np.testing.assert_allclose(joined.log_probs, before.log_probs, atol=1e-4)
+        assert joined.finish_reason == "length"
+        assert set(joined.weight_versions) == {engine.weight_version()}
+    assert order[-1] == 0, "the first and longest is the last to end"
+
+
+def test_joining_requests_share_their_steps(engine: Engine):
+    before = engine.load()
+    answers = results(engine.submit([ask(40, seed) for seed in range(RUNNING)]))
+    until(lambda: engine.load().running == 0)
+    after = engine.load()
+    assert after.tokens - before.tokens == sum(len(each.token_ids) for each in answers)
+    assert 40 <= after.steps - before.steps < 2 * 40
+    assert (after.queued, after.kv_cache_use) == (0, 0.0)
+
+
+def test_a_cancelled_request_gives_back_what_was_sampled(engine: Engine):
+    whole = engine.generate([ask(300, 1)])[0]
+    asked = [ask(300, 1, id="a"), ask(300, 2, id="b"), ask(300, 3, id="b")]
+    first, *others = engine.submit(asked)
+    until(runs(engine, 3, 10))
+
+    assert engine.cancel("a", "unknown") == 1
+
+    cancelled = first.result(timeout=SOON_S)
+    assert cancelled.finish_reason == "cancelled"
+    assert 10 <= len(cancelled.token_ids) < 300
+    assert_begins(whole, cancelled)
+    assert not any(answer.done() for answer in others), "only what has the id leaves"
+    assert engine.cancel("b") == 2, "several may share an id"
+    assert [each.finish_reason for each in results(others)] == ["cancelled"] * 2
+    assert engine.cancel("a", "b") == 0
+
+
+def test_requests_that_wait_are_cancelled_and_time_out_without_a_token(engine: Engine):
+    engine.pause()
+    waiting, late = engine.submit([ask(20, id="w"), ask(20, timeout_s=0.05)])
+    assert engine.cancel("w") == 1
+    for answer, reason in ((waiting, "cancelled"), (late, "timeout")):
+        empty = answer.result(timeout=SOON_S)
+        assert (empty.finish_reason, empty.weight_version) == (reason, -1)
+        assert empty.token_ids.shape == empty.log_probs.shape == empty.weight_versions.shape == (0,)
+    engine.resume()
+
+
+def test_a_request_that_takes_too_long_is_given_back(engine: Engine):
+    whole = engine.generate([ask(300, 1)])[0]
+    late, other = engine.submit([ask(300, 1, timeout_s=0.1), ask(300, 2)])
+    given_back = late.result(timeout=SOON_S)
+    assert given_back.finish_reason == "timeout"
+    assert 0 < len(given_back.token_ids) < 300
+    assert_begins(whole, given_back)
+    assert len(other.result(timeout=SOON_S).token_ids) == 300
+    with pytest.raises(ValueError, match=r"timeout_s \(0.0\)"):
+        engine.submit([ask(5, timeout_s=0.0)])
+
+
+def test_lower_priorities_are_sampled_sooner_and_equals_in_their_order(engine: Engine):
+    order: list[int] = []
+    engine.pause()
+    answers = []
+    for number, priority in enumerate([1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, -1]):
+        answers += engine.submit([ask(8, number, priority=priority)])
+        answers[-1].add_done_callback(lambda _, number=number: order.append(number))
+    engine.resume()
+    results(answers)
+    assert set(order[:RUNNING]) == {11, 6, 7, 8}
+    assert set(order[RUNNING : 2 * RUNNING]) == {9, 10, 0, 1}
+
+
+def test_whoever_asks_for_more_than_may_wait_waits_and_nothing_is_lost(engine: Engine):
+    engine.pause()
+    everybody: list[Future[Completion]] = []
+    asks_too_much = threading.Thread(
+        target=lambda: everybody.extend(engine.submit([ask(4, i) for i in range(WAITING + 5)]))
+    )
+    asks_too_much.start()
+    until(lambda: engine.load().queued == WAITING)
+    asks_too_much.join(0.1)
+    assert asks_too_much.is_alive()
+    assert engine.load().queued == WAITING
+
+    no_place = engine.generate([ask(4, timeout_s=0.05)], joins=True)
+    assert no_place[0].finish_reason == "timeout"
+
+    engine.resume()
+    asks_too_much.join(SOON_S)
+    assert [len(each.token_ids) for each in results(everybody)] == [4] * (WAITING + 5)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "restart", None])
+def test_a_push_between_gives_each_token_the_version_that_sampled_it(
+    served: Pair, in_flight: InFlight | None
+):
+    engine, old = served.engine, served.version
+    before = copy.deepcopy(served.learner)
+    asked = [replace(ask(80, seed), prompt_ids=LONG) for seed in range(3)]
+    answers = engine.submit(asked)
+    until(runs(engine, 3, 20))
+    if in_flight is not None:
+        engine.pause(in_flight)
+        counts = sampled(engine)
+        assert counts == sampled(engine), "nothing is sampled while it is paused"
+        assert repr(engine).endswith("paused)")
+    torch.manual_seed(5)
+    disturb(served.learner)
+    engine.load_weights(served.push())
+    new = served.version
+    fresh = engine.submit([replace(ask(20, 9), prompt_ids=LONG)])
+    engine.resume()
+
+    for request, done in zip(asked, results(answers), strict=True):
+        versions = done.weight_versions
+        num_old = int((versions == old).sum())
+        assert versions.tolist() == [old] * num_old + [new] * (len(versions) - num_old)
+        assert 20 <= num_old < 80
+        under_old, under_new = (
+            learner_log_probs(model, request.prompt_ids, done.token_ids, 1.0)
+            for model in (before, served.learner)
+        )
+        assert np.abs(done.log_probs - under_old)[:num_old].max() < AGREES
+        if in_flight == "restart":
+            assert (done.finish_reason, len(versions)) == ("paused", num_old)
+            continue
+        assert (done.finish_reason, len(versions)) == ("length", 80)
+        assert np.abs(done.log_probs - under_old)[num_old:].max() > 30 * AGREES
+        stale = np.abs(done.log_probs - under_new)[num_old:].max()
+        assert (stale > 3 * AGREES) if in_flight == "keep" else (stale < AGREES)
+
+    (answer,) = results(fresh)
+    assert set(answer.weight_versions) == {new}
+    afterwards = learner_log_probs(served.learner, LONG, answer.token_ids, 1.0)
+    assert np.abs(answer.log_probs - afterwards).max() < AGREES, "keys of old weights were used"
+
+
+def test_a_push_that_fails_half_way_loses_no_request(served: Pair):
+    engine, old = served.engine, served.version
+    answers = engine.submit([ask(60, seed) for seed in range(6)])  # two of them wait
+    until(runs(engine, RUNNING, 10))
+    push = served.push()
+    engine.begin_push(PushStart(push.version))
+    with pytest.raises(WeightError, match="what arrived is not"):
+        engine.finish_push(push.manifest)
+    with pytest.raises(RuntimeError, match="failed half-way"):
+        engine.submit([ask(5)])
+    assert not any(answer.done() for answer in answers)
+
+    engine.load_weights(served.push())
+
+    done = results(answers)
+    assert [len(each.token_ids) for each in done] == [60] * 6
+    assert [each.weight_version for each in done] == [old] * RUNNING + [served.version] * 2
+
+
+def test_whole_batches_share_their_steps_with_nobody(engine: Engine):
+    batches = [[ask(24, 10 * lot + i) for i in range(6)] for lot in range(2)]
+    alone = [engine.generate(batch) for batch in batches]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            joining = pool.submit(engine.generate, [ask(30, i) for i in range(50, 56)], joins=True)
+            until(runs(engine, 1, 1))
+            together = list(pool.map(engine.generate, batches))
+            assert len(joining.result()) == 6
+            for mine, before in zip(together, alone, strict=True):
+                for one, other in zip(mine, before, strict=True):
+                    assert one.token_ids.tolist() == other.token_ids.tolist()
+                    assert one.log_probs.tolist() == other.log_probs.tolist(), "bit for bit"
+
+
+def test_health_and_load_do_not_wait_for_a_batch(engine: Engine):
+    with ThreadPoolExecutor(2) as pool:
+        batch = pool.submit(engine.generate, [ask(300, seed, id="all") for seed in range(4)])
+        until(lambda: engine.load().running == 4)
+        engine.check_health()
+        assert engine.load().kv_cache_use > 0.0
+        assert repr(engine).endswith("ready)")
+        late = pool.submit(engine.peak_memory)
+        assert engine.cancel("all") == 4, "nor does a cancellation"
+        assert {each.finish_reason for each in batch.result(SOON_S)} == {"cancelled"}
+        assert late.result(SOON_S)["memory"] > 0.0
+
+
+def test_an_engine_that_falls_asleep_gives_back_what_it_samples(engine: Engine):
+    whole = engine.generate([ask(300, 1)])[0]
+    answers = engine.submit([ask(300, 1), *(ask(20, i) for i in range(2, 8))])
+    until(runs(engine, 1, 10))
+    engine.sleep()
+    given_back = answers[0].result(timeout=SOON_S)
+    assert given_back.finish_reason == "paused"
+    assert_begins(whole, given_back)
+    with pytest.raises(RuntimeError, match="it sleeps"):
+        engine.submit([ask(5)])
+    engine.wake_up()
+    assert {each.finish_reason for each in results(answers[1:])} <= {"length", "paused"}
+    assert len(engine.generate([ask(5)])) == 1
+
+
+def test_of_many_callers_at_once_each_request_is_answered_once(served: Pair):
+    """Joins, cancels and a push at random: no answer is lost, doubled or of unknown weights."""
+    engine, old = served.engine, served.version
+    learners = {old: copy.deepcopy(served.learner)}
+    requests = {
+        f"{caller}-{number}": ask(random.Random(seed).randint(1, 40), seed, id=f"{caller}-{number}")
+        for seed, (caller, number) in enumerate((c, n) for c in range(8) for n in range(20))
+    }
+    answered: list[str] = []
+    done: dict[str, Completion] = {}
+
+    def call(caller: int) -> None:
+        chance = random.Random(caller)
+        pending = []
+        for number in range(20):
+            name = f"{caller}-{number}"
+            (answer,) = engine.submit([requests[name]])
+            answer.add_done_callback(lambda _, name=name: answered.append(name))
+            pending.append((name, answer))
+            if chance.random() < 0.3:
+                engine.cancel(f"{chance.randrange(8)}-{chance.randrange(20)}")
+            if chance.random() < 0.2:
+                engine.generate([ask(3, number)])
+            time.sleep(chance.random() * 0.02)
+        done.update((name, answer.result(timeout=60.0)) for name, answer in pending)
+
+    with ThreadPoolExecutor(8) as pool:
+        callers = [pool.submit(call, caller) for caller in range(8)]
+        until(lambda: len(answered) > 40)
+        torch.manual_seed(6)
+        disturb(served.learner)
+        engine.pause("recompute")  # or what is asked during the push would be refused
+        engine.load_weights(served.push())
+        engine.resume()
+        learners[served.version] = served.learner
+        wait(callers)
+    for caller in callers:
+        caller.result()
+
+    assert sorted(answered) == sorted(requests)
+    assert {each.finish_reason for each in done.values()} == {"length", "cancelled"}
+    for name, answer in done.items():
+        request = requests[name]
+        if answer.finish_reason == "length":
+            assert len(answer.token_ids) == request.max_new_tokens
+        for version in set(answer.weight_versions.tolist()):
+            its = answer.weight_versions == version
+            exact = learner_log_probs(
+                learners[version], request.prompt_ids, answer.token_ids, request.temperature
+            )
+            assert np.abs(answer.log_probs - exact)[its].max() < AGREES
+    assert {v for each in done.values() for v in each.weight_versions.tolist()} == set(learners)
+
+
+def test_a_failure_of_vllm_is_told_to_all_who_wait(served: Pair, monkeypatch):
+    """The last of this file: the engine is broken afterwards."""
+    engine = served.engine
+    running = engine.submit([ask(300, seed) for seed in range(RUNNING)])
+    with ThreadPoolExecutor(2) as pool:
+        until(runs(engine, RUNNING, 2))
+        whole = pool.submit(engine.generate, [ask(5)])
+        too_many = pool.submit(engine.submit, [ask(5, seed) for seed in range(WAITING + 3)])
+        until(lambda: engine.load().queued == WAITING + 1)
+
+        def fail() -> None:
+            raise IndexError("index 7 is out of bounds")
+
+        monkeypatch.setattr(engine._llm.llm_engine, "step", fail)
+        for answer in (*running, whole, *too_many.result(timeout=SOON_S)):
+            with pytest.raises(RuntimeError, match=r"IndexError: index 7 .* Start another one"):
+                answer.result(timeout=SOON_S)
+    for refused in (engine.check_health, engine.pause, lambda: engine.submit([ask(5)])):
+        with pytest.raises(RuntimeError, match="Start another one"):
+            refused()
+    engine.shutdown()
+    engine.shutdown()
+    with pytest.raises(RuntimeError, match="cannot go on"):
+        engine.pause()

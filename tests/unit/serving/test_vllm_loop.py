@@ -1,0 +1,335 @@
+"""The thread that owns vLLM, with a stand-in for vLLM: thousands of turns in a second.
+
+What vLLM does with requests that join, leave and see new weights: tests/integration/
+test_engine_joins.py. Here is what takes many interleavings, or a device, to be seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import IntEnum
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypo.serving import vllm_loop
+from raypo.serving.requests import Completion, SamplingRequest
+from raypo.serving.vllm_loop import Serving, VllmLoop
+from raypo.serving.vllm_requests import completion_of
+
+SOON_S = 10.0
+PROMPT = np.array([1], dtype=np.int32)
+
+
+class Pause(IntEnum):
+    UNPAUSED, PAUSED_ALL = 0, 2
+
+
+class Request:
+    """Of the stand-in: its tokens are 0, 1, 2, ..., each with its number as its log-prob."""
+
+    num_preemptions = 0
+
+    def __init__(self, name: str, length: int) -> None:
+        self.external_req_id, self.length = name, length
+        self.ids: list[int] = []
+        self.detokenizer = SimpleNamespace(
+            output_token_ids=self.ids, num_output_tokens=lambda: len(self.ids)
+        )
+        self.logprobs_processor = SimpleNamespace(logprobs=[])
+
+    def sample(self) -> None:
+        number = len(self.ids)
+        self.ids.append(number)
+        self.logprobs_processor.logprobs.append({number: SimpleNamespace(logprob=-number)})
+
+
+class StandIn:
+    """What the thread asks of a `vllm.LLM`; every call fails in another thread than the first."""
+
+    def __init__(self, *, ahead: bool = False) -> None:
+        self.numbers = itertools.count()
+        self.requests: dict[str, Request] = {}
+        self.entered: list[list[str]] = []
+        self.thread = threading.current_thread()
+        self.ahead = ahead
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=3))
+        self.scheduler = SimpleNamespace(
+            requests={},
+            kv_cache_manager=SimpleNamespace(usage=0.0),
+            set_pause_state=lambda state: setattr(self, "pause", state),
+        )
+        self.core = SimpleNamespace(scheduler=self.scheduler, batch_queue=[] if ahead else None)
+        self.pause = Pause.UNPAUSED
+        self.llm_engine = SimpleNamespace(
+            vllm_config=config,
+            output_processor=SimpleNamespace(request_states=self.requests),
+            engine_core=SimpleNamespace(engine_core=self.core),
+            step=self.step,
+            abort_request=self.abort_request,
+        )
+
+    def enqueue(self, prompts: list, params: list[SamplingRequest], **_: Any) -> list[str]:
+        assert threading.current_thread() is self.thread
+        names = [str(next(self.numbers)) for _ in prompts]
+        self.entered.append(names)
+        for name, request in zip(names, params, strict=True):
+            self.requests[f"{name}-x"] = Request(name, request.max_new_tokens)
+        return [f"{name}-x" for name in names]
+
+    def step(self) -> list[Any]:
+        """A token of each; where vLLM is ahead, of those that were there one step before."""
+        assert threading.current_thread() is self.thread
+        batch = [] if self.pause is Pause.PAUSED_ALL else list(self.requests)
+        if self.ahead:
+            self.core.batch_queue.insert(0, batch)
+            if len(self.core.batch_queue) < 2 and self.pause is Pause.UNPAUSED:
+                return []
+            batch = self.core.batch_queue.pop()
+            self.core.batch_queue = [each for each in self.core.batch_queue if each]
+        finished = []
+        for name in batch:
+            if name in self.requests:
+                request = self.requests[name]
+                request.sample()
+                if len(request.ids) == request.length:
+                    del self.requests[name]
+                    said = SimpleNamespace(
+                        token_ids=request.ids,
+                        logprobs=request.logprobs_processor.logprobs,
+                        finish_reason="length",
+                    )
+                    output = SimpleNamespace(
+                        finished=True, request_id=request.external_req_id, outputs=[said]
+                    )
+                    finished.append(output)
+        return finished
+
+    def abort_request(self, names: list[str], internal: bool) -> None:
+        assert threading.current_thread() is self.thread
+        assert internal
+        for name in names:
+            del self.requests[name]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        return reset_running_requests or not self.requests
+
+
+@pytest.fixture(autouse=True)
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_loop, "sampling_params", lambda request: request)
+    interface = SimpleNamespace(PauseState=Pause)
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.interface", interface)
+
+
+@pytest.fixture
+def loop() -> Iterator[VllmLoop]:
+    started = VllmLoop(StandIn, Serving(version=1), max_waiting=8)
+    yield started
+    started.close()
+
+
+def ask(length: int, **changes: Any) -> SamplingRequest:
+    return SamplingRequest(PROMPT, length, 1.0, **changes)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(1e-4)
+
+
+def push(loop: VllmLoop, version: int) -> None:
+    """As an engine does, in several calls."""
+
+    def begin() -> None:
+        loop.settle()
+        loop.serving.version = None
+
+    def finish() -> None:
+        assert loop.forget_keys()
+        loop.serving.version = version
+        loop.note_version(None, version)
+
+    loop.call(begin)
+    loop.call(finish)
+
+
+def pause(loop: VllmLoop, how: Any) -> None:
+    loop.call(lambda: setattr(loop.serving, "paused", how))
+
+
+def test_every_request_of_many_callers_is_answered_once(loop: VllmLoop) -> None:
+    answered: list[str] = []
+    weights = itertools.count(2)
+
+    def call(caller: int) -> None:
+        chance = random.Random(caller)
+        answers: list[tuple[SamplingRequest, Future[Completion]]] = []
+        for number in range(60):
+            name = f"{caller}-{number}"
+            timeout_s = chance.choice([None, None, 1e-4])
+            request = ask(chance.randint(1, 12), id=name, timeout_s=timeout_s)
+            alone = chance.random() < 0.2
+            (asked,) = loop.submit([request], alone=alone)
+            asked.answer.add_done_callback(lambda _, name=name: answered.append(name))
+            answers.append((request, asked.answer))
+            if chance.random() < 0.2:
+                of = f"{chance.randrange(8)}-{number}"
+                loop.cancel(lambda each, of=of: each.request.id == of)
+            if caller == 0 and number % 5 == 0:
+                pause(loop, chance.choice(["keep", "recompute"]))
+                push(loop, next(weights))
+                pause(loop, None)
+        for request, answer in answers:
+            done = answer.result(timeout=SOON_S)
+            length = len(done.token_ids)
+            assert done.finish_reason in ("length", "cancelled", "timeout")
+            assert length == request.max_new_tokens or done.finish_reason != "length"
+            assert done.token_ids.tolist() == list(range(length))
+            assert done.log_probs.tolist() == [-number for number in range(length)]
+            assert (np.diff(done.weight_versions) >= 0).all()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(8)))
+    assert sorted(answered) == sorted(f"{c}-{n}" for c in range(8) for n in range(60))
+    assert (loop.load.queued, loop.load.running) == (0, 0)
+    loop.submit([ask(1)] * 8, alone=False)  # all places are free again, or this would wait
+
+
+def test_a_batch_that_runs_alone_enters_alone_and_what_joins_fills_the_room(loop: VllmLoop) -> None:
+    pause(loop, "keep")
+    asked = loop.submit([ask(4)] * 5, alone=False)
+    asked += loop.submit([ask(4)] * 7, alone=True) + loop.submit([ask(4)] * 2, alone=False)
+    pause(loop, None)
+    for each in asked:
+        each.answer.result(timeout=SOON_S)
+    assert [len(names) for names in loop.llm.entered] == [1] * 5 + [7] + [1] * 2
+
+
+def test_calls_wait_for_a_batch_that_runs_alone_and_for_nothing_else(loop: VllmLoop) -> None:
+    (joined,) = loop.submit([ask(10**6, id="j")], alone=False)
+    assert loop.call(lambda: loop.call(lambda: 3)) == 3, "from within, at once"
+    assert not joined.answer.done()
+    loop.cancel(lambda each: each.request.id == "j")
+    (alone,) = loop.submit([ask(3000)], alone=True)
+    until(lambda: len(loop.llm.entered) == 2)
+    assert loop.call(lambda: alone.answer.done())
+    assert joined.answer.done()
+
+
+def test_what_a_call_raises_is_raised_at_its_caller_and_the_thread_goes_on(loop: VllmLoop) -> None:
+    def fail() -> None:
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        loop.call(fail)
+    assert len(loop.submit([ask(2)], alone=True)[0].answer.result(SOON_S).token_ids) == 2
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_failure_to_take_requests_in_is_told_to_them_and_to_those_behind(
+    loop: VllmLoop, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    def fail(*_: Any, **__: Any) -> list[str]:
+        raise ValueError("a prompt that vLLM does not like")
+
+    monkeypatch.setattr(loop.llm, "enqueue", fail)
+    pause(loop, "keep")
+    asked = loop.submit([ask(3), ask(3)], alone=alone) + loop.submit([ask(3)], alone=False)
+    pause(loop, None)
+    for each in asked:
+        with pytest.raises(RuntimeError, match="ValueError: a prompt that vLLM does not like"):
+            each.answer.result(timeout=SOON_S)
+    assert loop.serving.broken is not None
+
+
+def test_tokens_that_vllm_sampled_ahead_are_of_the_weights_before_the_push() -> None:
+    """With asynchronous scheduling a step is under way when its weights are to be replaced."""
+    loop = VllmLoop(lambda: StandIn(ahead=True), Serving(version=1), max_waiting=8)
+    (asked,) = loop.submit([ask(10**9)], alone=False)
+
+    def num_tokens() -> int:
+        return sum(len(each.ids) for each in loop.llm.requests.values())
+
+    until(lambda: loop.call(num_tokens) > 3)
+    before = loop.call(lambda: (num_tokens(), loop.settle(), num_tokens()))
+    assert before[2] == before[0] + 1, "the step that was under way"
+    push(loop, 2)
+    assert loop.llm.pause is Pause.UNPAUSED
+    until(lambda: loop.call(num_tokens) > before[2] + 10**3)
+    loop.cancel(lambda each: each is asked)
+    done = asked.answer.result(timeout=SOON_S)
+    num_old = int((done.weight_versions == 1).sum())
+    assert before[2] <= num_old < len(done.token_ids)
+    assert done.later_versions == ((num_old, 2),)
+    loop.close()
+
+
+def test_no_call_is_overlooked_that_comes_while_others_are_taken(loop: VllmLoop) -> None:
+    answers: list[int] = []
+    for number in range(50):
+        call = partial(loop.call, lambda number=number: answers.append(number))
+        caller = threading.Thread(target=call, daemon=True)
+        with loop._door:
+            caller.start()
+            time.sleep(0.001)  # it stands at the door, and so will the thread, with news
+            loop._hand_in(loop._news, lambda: None)
+        caller.join(SOON_S)
+        assert answers[-1:] == [number]
+
+
+def test_whoever_waits_for_a_place_is_told_of_the_end() -> None:
+    loop = VllmLoop(StandIn, Serving(version=1, paused="keep"), max_waiting=2)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(loop.submit, [ask(1)] * 3, alone=False) for _ in range(3)]
+        time.sleep(0.05)
+        assert not any(each.done() for each in waiting)
+        loop.close()
+        for each in waiting:
+            with pytest.raises(RuntimeError, match="it was shut down"):
+                each.result(timeout=SOON_S)
+    with pytest.raises(RuntimeError, match="it was shut down"):
+        loop.call(lambda: None)
+
+
+def test_a_start_that_fails_is_told() -> None:
+    def fail() -> None:
+        raise OSError("no memory")
+
+    with pytest.raises(OSError, match="no memory"):
+        VllmLoop(fail, Serving(), max_waiting=1)
+
+
+@pytest.mark.parametrize(
+    ("versions", "by_token"),
+    [
+        ([(0, 3)], [3, 3, 3]),
+        ([(0, 3), (2, 4)], [3, 3, 4]),
+        ([(0, 3), (0, 4), (1, 5), (1, 6)], [4, 6, 6]),  # pushes between which nothing was sampled
+        ([(0, 3), (3, 4)], [3, 3, 3]),
+    ],
+)
+def test_each_token_has_the_version_that_sampled_it(versions: list, by_token: list[int]) -> None:
+    log_probs = [{7: SimpleNamespace(logprob=-0.5)}] * 3
+    answer = completion_of([7, 7, 7], log_probs, "length", versions)
+    assert answer.weight_versions.tolist() == by_token
+    assert answer.weight_version == by_token[0]
+    assert answer.token_ids.dtype == np.int32
+    assert answer.log_probs.dtype == np.float32
+
+
+def test_what_was_never_sampled_is_of_no_version() -> None:
+    answer = completion_of([], [], "timeout", [(0, 3)])
+    assert (answer.weight_version, answer.later_versions) == (-1, ())
+    assert answer.weight_versions.tolist() == answer.log_probs.tolist() == []
