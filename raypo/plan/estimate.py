@@ -260,10 +260,11 @@ def _worst(config: PPOConfig, shape: ModelShape, *, rows: int) -> Batch:
 def _passes(config: PPOConfig, models: Models, itemsize: int) -> tuple[int, int]:
     """Bytes that the larger forward and backward pass saves, and of its logits."""
     batch = update_batch(config, models.policy)
-    saved = memory.activations(models.policy, batch, itemsize=itemsize)
+    kind = {"itemsize": itemsize, "checkpointing": config.learner.activation_checkpointing}
+    saved = memory.activations(models.policy, batch, **kind)
     made = memory.logits(models.policy, batch, itemsize=itemsize, copies=2)
     if models.critic:
-        saved = max(saved, memory.activations(models.critic, batch, itemsize=itemsize))
+        saved = max(saved, memory.activations(models.critic, batch, **kind))
     return saved, made
 
 

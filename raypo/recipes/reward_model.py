@@ -78,7 +78,8 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
     def make_task(self) -> PairTask:
         """The policy's backbone with a new score head, or the classifier that it is already."""
         section = self.config.model
-        model = add_adapter(load_reward_model(section.policy, dtype=section.dtype), section.lora)
+        model = load_reward_model(section.policy, dtype=section.dtype, attention=section.attention)
+        model = add_adapter(model, section.lora)
         _set_padding(model.config, self.tokenizer)
         return PairTask(model, centering_coef=self.config.reward_model.centering_coef)
 
