@@ -66,7 +66,9 @@ def vllm(work: dict[str, Any]) -> dict[str, float]:
     )
     found = {"start_s": time.perf_counter() - begin}
     read, _ = token_ids(work)
-    prompts = [{"prompt_token_ids": ids} for ids in read.tolist() for _ in range(work["samples"])]
+    prompts: list[Any] = []
+    for ids in read.tolist():
+        prompts += [{"prompt_token_ids": ids}] * work["samples"]
 
     def generate() -> None:
         llm.reset_prefix_cache()
@@ -142,7 +144,8 @@ class Bare:
             torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
             self.optimizer.step()
             with torch.no_grad():
-                torch._foreach_copy_(self.weights, self.masters)
+                for master, weight in zip(self.masters, self.weights, strict=True):
+                    weight.copy_(master)
         else:
             torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
             self.optimizer.step()

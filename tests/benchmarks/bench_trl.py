@@ -4,6 +4,7 @@ Alone in its file, because that environment has TRL and no raypo. The last line 
 JSON object: what each step took, in seconds, by phase.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
