@@ -56,11 +56,11 @@ class TrainedModel:
             config=deepspeed_config(section, dtype=dtype, num_workers=workers.count),
             dist_init_required=False,
         )
-        # A sum over one worker is its own, and DeepSpeed would copy all gradients to send them.
-        self._engine.enable_backward_allreduce = workers.count > 1
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers = workers
         self._stage = int(self._engine.zero_optimization_stage())
+        if workers.count == 1 and self._stage < 2:  # else DeepSpeed copies all gradients to sum them
+            self._engine.enable_backward_allreduce = False
         self._engine.train()
         for parameter, exact in self._masters.items():
             self._set_master(parameter, exact)

@@ -19,6 +19,7 @@ from transformers import (
 
 from raypo.config import ConfigError
 from raypo.models.heads import HEADS, with_float32_heads
+from raypo.models.linear import use_fastest_linear
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
 from raypo.models.token_log_probs import has_plain_head
 
@@ -126,6 +127,7 @@ def _load(kind: Any, path: str, dtype: str, attention: str, **config_values: Any
     for module in model.modules():  # those that do not ask the config
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    use_fastest_linear(model)
     if attention == "auto" and can_read_packed(model):
         use_packed_attention(model)
     return model.train()
