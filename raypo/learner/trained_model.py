@@ -59,7 +59,7 @@ class TrainedModel:
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers = workers
         self._stage = int(self._engine.zero_optimization_stage())
-        if workers.count == 1 and self._stage < 2:  # else DeepSpeed copies all gradients to sum them
+        if workers.count == 1 and self._stage < 2:  # nothing to sum, and DeepSpeed would copy it
             self._engine.enable_backward_allreduce = False
         self._engine.train()
         for parameter, exact in self._masters.items():
