@@ -2,7 +2,7 @@
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test check docs fix clean
+.PHONY: help setup demo lint test check bench docs fix clean
 
 help: ## What can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
@@ -24,6 +24,9 @@ test: setup ## Unit and integration tests
 
 check: lint ## What is to be seen within minutes: lint and unit tests
 	python -m pytest -m unit
+
+bench: setup ## raypo beside TRL, vLLM, PyTorch and DeepSpeed: a table; an hour on two slow cores
+	python -m tests.benchmarks.bench
 
 docs: setup ## Write docs/configuration.md from the config classes
 	python -m scripts.config_reference

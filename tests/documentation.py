@@ -32,6 +32,8 @@ NOT_RUN = {
     "make lint": "it is part of what runs this",
     "make fix": "it changes the sources",
     "make docs": "a unit test compares what it writes",
+    "make bench": "it measures for an hour, alone on its machine",
+    "python -m tests.benchmarks.bench": "it measures for minutes, alone on its machine",
     "python -m tests.golden.renew": "it changes the recorded figures",
     "uv pip install": "it would change the environment that runs this",
     "pip install": "it would change the environment that runs this",

@@ -148,6 +148,13 @@ class ModelSection(Config):
     """Of the policy, the engine and the frozen models. Value and score heads, sums of gradients,
     master weights and AdamW's moments are float32 always. float32 is exact; bfloat16 is faster
     on GPUs, and on CPUs with AMX or avx512_bf16."""
+    attention: Literal[
+        "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"
+    ] = "auto"
+    """Of all passes of the torch models. auto: raypo's own over packed rows, where a prompt is read
+    once and nothing is padded: flex attention on GPUs, SDPA on CPUs; transformers' choice for a
+    model that it cannot stand in for. A name: transformers' attention of that name, which reads a
+    padded row for each response. flash_attention_2 and 3 need GPUs and packages of their own."""
     lora: PolicyLoraSection | None = None
     """Train adapters; {} for the defaults, null: all weights. Without model.reference the policy
     with its adapter off is the reference, and no other model is loaded for it."""
@@ -251,10 +258,14 @@ class WorkersSection(Config):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients are clipped to this global norm."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights. In bfloat16
-    0 runs as 1, whose updates are the same: DeepSpeed's own 0 would sum gradients in bfloat16."""
+    """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights. One worker
+    has nobody to share with: there 1 and 2 run as 0. In bfloat16 0 runs as 1, whose updates are the
+    same: DeepSpeed's own 0 would sum gradients in bfloat16."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Tokens of one forward and backward pass; a prompt of several responses counts once."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of a model's layers and compute the rest once more in the backward pass:
+    about a third more time for a fraction of the memory. The gradients are the same."""
     max_skipped_updates: int = Field(default=3, ge=0)
     """Non-finite updates in a row that are skipped before the run stops."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)

@@ -25,6 +25,13 @@ class TrainedModelSection(Config):
     """The model to start from: a Hugging Face folder or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32 is exact; bfloat16 is faster where the processor has it."""
+    attention: Literal[
+        "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"
+    ] = "auto"
+    """Of all passes of the torch models. auto: raypo's own over packed rows, where a prompt is read
+    once and nothing is padded: flex attention on GPUs, SDPA on CPUs; transformers' choice for a
+    model that it cannot stand in for. A name: transformers' attention of that name, which reads a
+    padded row for each response. flash_attention_2 and 3 need GPUs and packages of their own."""
     lora: LoraSection | None = None
     """Train an adapter (and a reward model's score head); {} for the defaults, null: all
     weights."""

@@ -70,7 +70,8 @@ class Learner:
         shared: dict[str, Any] = {"dtype": model.dtype, "section": section, "workers": workers}
         self._model = model
         self._is_reference = ppo.needs_reference and model.is_own_reference
-        network = add_adapter(load_causal_lm(model.policy, dtype=model.dtype), model.lora)
+        loaded: dict[str, Any] = {"dtype": model.dtype, "attention": model.attention}
+        network = add_adapter(load_causal_lm(model.policy, **loaded), model.lora)
         policy = Policy(network, temperature=temperature)
         self._policy = TrainedModel(policy, learning_rate=section.policy_lr, **shared)
         self._critic = None
@@ -78,7 +79,7 @@ class Learner:
         """In words, which weights the critic starts from."""
         if ppo.needs_critic:
             start = critic_start or CriticStart(model.critic or model.policy)
-            critic, self.critic_start = Critic.load(start, dtype=model.dtype, lora=model.lora)
+            critic, self.critic_start = Critic.load(start, lora=model.lora, **loaded)
             self._critic = TrainedModel(critic, learning_rate=section.critic_lr, **shared)
 
     def with_log_probs_and_values(self, experience: Experience) -> Experience:

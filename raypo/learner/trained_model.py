@@ -11,6 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.nn.utils import get_total_norm
+from transformers import PreTrainedModel
 
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
@@ -42,18 +44,23 @@ class TrainedModel:
         optimizer = torch.optim.AdamW(
             trained, lr=learning_rate, weight_decay=section.weight_decay, fused=True
         )
+        if section.activation_checkpointing:
+            for network in outermost_networks(module):
+                network.gradient_checkpointing_enable({"use_reentrant": False})
         is_rounded = dtype == "bfloat16"
         self._heads = [m for m in module.modules() if is_rounded and isinstance(m, Float32Linear)]
         self._masters = {p: p.detach().clone() for head in self._heads for p in head.parameters()}
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
-            config=deepspeed_config(section, dtype=dtype),
+            config=deepspeed_config(section, dtype=dtype, num_workers=workers.count),
             dist_init_required=False,
         )
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers = workers
         self._stage = int(self._engine.zero_optimization_stage())
+        if workers.count == 1 and self._stage < 2:  # nothing to sum, and DeepSpeed would copy it
+            self._engine.enable_backward_allreduce = False
         self._engine.train()
         for parameter, exact in self._masters.items():
             self._set_master(parameter, exact)
@@ -96,16 +103,23 @@ class TrainedModel:
 
         Returns:
             applied: False when a gradient was not finite and the update was skipped.
-            grad_norm: the global norm before clipping; None when skipped, and at stage 0.
+            grad_norm: the global norm before clipping; None when skipped, and at stage 0 of several
+                workers.
         """
-        if self._stage == 0 and not self._gradients_are_finite():
-            self._engine.zero_grad()
-            return False, None
+        norm = None
+        if self._stage == 0:  # where DeepSpeed neither looks for what is not finite nor tells it
+            own_norm = get_total_norm(
+                [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            )
+            if self._workers.max((~torch.isfinite(own_norm)).double().cpu()).item():
+                self._engine.zero_grad()
+                return False, None
+            norm = own_norm if self._workers.count == 1 else None
         self._engine.step()
         if not self._engine.was_step_applied():
             return False, None
         self._read_masters()
-        norm = self._engine.get_global_grad_norm()
+        norm = self._engine.get_global_grad_norm() if norm is None else norm
         return True, None if norm is None else float(norm)
 
     def named_weights(self, submodule: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -172,27 +186,27 @@ class TrainedModel:
                 assert master is not None, "a head is trained, so it has master weights"
                 self._masters[parameter] = head.masters[name] = master
 
-    def _gradients_are_finite(self) -> bool:
-        parameters = self._engine.module.parameters()
-        finite = all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
-        return self._workers.max(torch.tensor([0.0 if finite else 1.0])).item() == 0.0
 
-
-def deepspeed_config(section: WorkersSection, *, dtype: str) -> dict[str, Any]:
+def deepspeed_config(section: WorkersSection, *, dtype: str, num_workers: int) -> dict[str, Any]:
     """The generated DeepSpeed config with `learner.deepspeed` merged over it.
+
+    One worker alone has nobody to share with: its stages 1 and 2 are stage 0, whose updates are the
+    same, and whose gradients are not copied into buckets and partitions.
 
     In bfloat16 sums over micro-batches and master weights are float32 at every stage. DeepSpeed's
     own stage 0 cannot: FP16_UnfusedOptimizer sums in bfloat16, and its first Adam updates are too
     small. So stage 0 is DeepSpeed's stage 1 there, whose updates are the same; and what stage 1
     sends at the end of a step are sums, which must not be rounded.
     """
+    is_alone = num_workers == 1 and section.zero_stage < 3
+    stage = 0 if is_alone and not section.deepspeed.get("zero_optimization") else section.zero_stage
     generated: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": section.max_grad_norm,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": section.zero_stage, "overlap_comm": False},
+        "zero_optimization": {"stage": stage, "overlap_comm": False},
         "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
         "steps_per_print": None,
     }
@@ -205,6 +219,13 @@ def deepspeed_config(section: WorkersSection, *, dtype: str) -> dict[str, Any]:
         config["zero_optimization"]["stage"] = 1
         config.setdefault("communication_data_type", "fp32")
     return config
+
+
+def outermost_networks(module: nn.Module) -> list[PreTrainedModel]:
+    """The Hugging Face models within a module that are no part of another one."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return [network for child in module.children() for network in outermost_networks(child)]
 
 
 def _zero_optimizers() -> tuple[type, ...]:

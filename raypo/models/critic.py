@@ -84,15 +84,21 @@ class Critic(nn.Module):
 
     @classmethod
     def load(
-        cls, start: CriticStart, *, dtype: str, lora: PolicyLoraSection | None = None
+        cls,
+        start: CriticStart,
+        *,
+        dtype: str,
+        attention: str = "auto",
+        lora: PolicyLoraSection | None = None,
     ) -> tuple[Self, str]:
         """The critic, and in words where it starts from.
 
         Args:
+            attention: `model.attention`.
             lora: Freezes the backbone: an adapter of its own learns with the value head, or the
                 head alone, as `lora.critic` has it. None: all is trained.
         """
-        critic, words = cls._load_whole(start, dtype=dtype)
+        critic, words = cls._load_whole(start, dtype=dtype, attention=attention)
         if lora is None:
             return critic, words
         if lora.critic == "head":
@@ -102,9 +108,9 @@ class Critic(nn.Module):
         return critic, f"{words}; an adapter and the value head learn"
 
     @classmethod
-    def _load_whole(cls, start: CriticStart, *, dtype: str) -> tuple[Self, str]:
+    def _load_whole(cls, start: CriticStart, **loaded: str) -> tuple[Self, str]:
         if start.reward_weight is not None:
-            model = load_reward_model(start.path, dtype=dtype)
+            model = load_reward_model(start.path, **loaded)
             if has_score_head(model):  # an encoder's states see the future: no critic
                 critic = cls(model.base_model)
                 with torch.no_grad():
@@ -113,7 +119,7 @@ class Critic(nn.Module):
                         into.copy_(parameter * start.reward_weight)
                 words = f"starts from the reward model {start.path}, score head included"
                 return critic, f"{words} ({start.remark})" if start.remark else words
-        critic = cls(load_backbone(start.path, dtype=dtype))
+        critic = cls(load_backbone(start.path, **loaded))
         head = Path(start.path) / VALUE_HEAD_FILE
         if head.exists():
             critic.value_head.load_state_dict(load_file(head))

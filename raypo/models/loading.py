@@ -19,25 +19,33 @@ from transformers import (
 
 from raypo.config import ConfigError
 from raypo.models.heads import HEADS, with_float32_heads
+from raypo.models.linear import use_fastest_linear
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
 from raypo.models.token_log_probs import has_plain_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_causal_lm(path: str, *, dtype: str) -> Any:
-    """The causal language model of a folder or hub id, dropout off, in training mode."""
-    model = _load(AutoModelForCausalLM, path, dtype)
+def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
+    """The causal language model of a folder or hub id, dropout off, in training mode.
+
+    Args:
+        attention: `model.attention`.
+
+    Raises:
+        ConfigError: the model or this machine does not have that attention.
+    """
+    model = _load(AutoModelForCausalLM, path, dtype, attention)
     has_plain_head(model)  # tried here, where the model is whole
     return model
 
 
-def load_backbone(path: str, *, dtype: str) -> Any:
+def load_backbone(path: str, *, dtype: str, attention: str = "auto") -> Any:
     """The same network without its language-model head, dropout off."""
-    return _load(AutoModel, path, dtype)
+    return _load(AutoModel, path, dtype, attention)
 
 
-def load_reward_model(path: str, *, dtype: str) -> Any:
+def load_reward_model(path: str, *, dtype: str, attention: str = "auto") -> Any:
     """The sequence classifier with one label of a folder or hub id, dropout off.
 
     Its head is read and multiplies in float32, whatever the dtype of the body. A causal language
@@ -53,7 +61,7 @@ def load_reward_model(path: str, *, dtype: str) -> Any:
             f"model.reward ({path}): it is a classifier with {labels} labels. A reward model has "
             f"one label: its score."
         )
-    model = _load(AutoModelForSequenceClassification, path, dtype, num_labels=1)
+    model = _load(AutoModelForSequenceClassification, path, dtype, attention, num_labels=1)
     return with_float32_heads(model)
 
 
@@ -97,7 +105,7 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
-def _load(kind: Any, path: str, dtype: str, **config_values: Any) -> nn.Module:
+def _load(kind: Any, path: str, dtype: str, attention: str, **config_values: Any) -> nn.Module:
     """A model with every dropout at 0: old and new log-probs must be of one function.
 
     The config is changed before the model is built, for many models keep the number itself.
@@ -106,11 +114,21 @@ def _load(kind: Any, path: str, dtype: str, **config_values: Any) -> nn.Module:
     _turn_dropout_off(config)
     if kind is AutoModelForSequenceClassification:
         _keep_heads_in_float32(kind, config)
-    model = kind.from_pretrained(path, config=config, dtype=DTYPES[dtype])
+    chosen = {} if attention == "auto" else {"attn_implementation": attention}
+    try:
+        model = kind.from_pretrained(path, config=config, dtype=DTYPES[dtype], **chosen)
+    except (ImportError, ValueError) as error:
+        if not chosen:
+            raise
+        raise ConfigError(
+            f"model.attention ({attention}): {path} cannot be loaded with it: {error} "
+            f"Set model.attention to auto."
+        ) from error
     for module in model.modules():  # those that do not ask the config
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    if can_read_packed(model):
+    use_fastest_linear(model)
+    if attention == "auto" and can_read_packed(model):
         use_packed_attention(model)
     return model.train()
 

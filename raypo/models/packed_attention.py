@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -143,8 +143,13 @@ def packed_attention(
         k, v = (each.repeat_interleave(heads, dim=1) for each in (k, v))
     there, back = layout.rows
     kind: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}
-    rows = _attend(*(each[there] for each in (q, k, v)), **kind)  # [rows, longest, H, D]
-    return rows.flatten(0, 1)[back][None], None
+    rows = _attend(*(_at(each, there) for each in (q, k, v)), **kind)  # [rows, longest, H, D]
+    return _at(rows.flatten(0, 1), back)[None], None
+
+
+def _at(tokens: Tensor, places: Tensor) -> Tensor:
+    """`tokens[places]`, [N, H, D] -> [..., H, D], whose backward pass is parallel on CPU."""
+    return embedding(places, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
 
 
 def _attend(

@@ -14,6 +14,10 @@ from raypo.models.packed_attention import hidden_states, own_logits
 from raypo.models.packing import Packed, pack_padded
 from raypo.plan.sizes import CHUNK_ELEMENTS
 
+SCRATCH_ELEMENTS = {"cpu": 1 << 19}
+"""Of those, how many are worked on in float32 at a time, by device: on CPU what its caches hold;
+elsewhere all."""
+
 
 def response_log_probs(
     model: Any,  # a Hugging Face causal language model
@@ -145,6 +149,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         log_norm = torch.empty(len(logits), dtype=dtype, device=logits.device)  # [N]
         entropy = torch.zeros_like(log_norm)  # [N]
@@ -160,20 +165,23 @@ class _TokenLogProbs(torch.autograd.Function):
         return chosen - log_norm, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
         logits, token_ids, log_norm, entropy = ctx.saved_tensors
-        grad_log_probs, grad_entropy = grads
+        of_log_probs, of_entropy = grads  # None: nothing depends on it
+        if of_log_probs is None:
+            of_log_probs = torch.zeros_like(log_norm)
         grad = torch.empty_like(logits)  # [N, V]
         for rows in _chunks(logits):
             z = logits[rows].to(log_norm.dtype, copy=True).div_(ctx.temperature)
             log_p = _finite(z.sub_(log_norm[rows, None]))
             p = log_p.exp()
-            weight = grad_log_probs[rows, None].expand_as(p)
-            if ctx.with_entropy:
-                weight = weight + grad_entropy[rows, None] * log_p.add_(entropy[rows, None])
-            chunk = p.mul_(weight).neg_()
-            chunk.scatter_add_(-1, token_ids[rows, None], grad_log_probs[rows, None])
-            grad[rows] = chunk.div_(ctx.temperature).to(grad.dtype)
+            if of_entropy is None or not ctx.with_entropy:
+                chunk = p.mul_(-of_log_probs[rows, None])
+            else:
+                weight = of_entropy[rows, None] * log_p.add_(entropy[rows, None])
+                chunk = p.mul_(weight.add_(of_log_probs[rows, None])).neg_()
+            chunk.scatter_add_(-1, token_ids[rows, None], of_log_probs[rows, None])
+            grad[rows] = chunk.div_(ctx.temperature)
         return grad, None, None, None
 
 
@@ -183,5 +191,6 @@ def _finite(log_p: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    elements = min(CHUNK_ELEMENTS, SCRATCH_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS))
+    rows = max(1, elements // logits.shape[-1])
     return [slice(first, first + rows) for first in range(0, len(logits), rows)]

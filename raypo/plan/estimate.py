@@ -119,7 +119,9 @@ def _learner(config: PPOConfig, models: Models, sharding: Sharding, device: Devi
     batch = _batch(config, rows=config.ppo.minibatch_size)
     made = memory.logits(models.policy, batch, itemsize=itemsize, copies=2)
     saved = max(
-        memory.activations(shape, batch, itemsize=itemsize)
+        memory.activations(
+            shape, batch, itemsize=itemsize, checkpointing=config.learner.activation_checkpointing
+        )
         for shape in (models.policy, models.critic)
         if shape
     )

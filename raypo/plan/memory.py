@@ -104,8 +104,13 @@ def worst_batch(
     return Batch(prompts, responses, prompt_tokens, tokens)
 
 
-def activations(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
-    """Bytes that a forward pass saves for the backward pass; no checkpointing.
+def activations(
+    shape: ModelShape, batch: Batch, *, itemsize: int, checkpointing: bool = False
+) -> int:
+    """Bytes that a forward pass saves for the backward pass.
+
+    With checkpointing (`learner.activation_checkpointing`) that is the input of each layer (bh) and
+    all of one layer, which the backward pass computes anew.
 
     Of transformers' Llama with packed attention. A norm saves its input in float32, the normalised
     input and its output (4h + 2bh); attention saves queries, keys, values and its output of whole
@@ -118,7 +123,10 @@ def activations(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
     of_responses = max(0, batch.tokens - batch.prompts * batch.prompt_tokens)
     attended = 4 * (batch.prompts * batch.responses * batch.prompt_tokens + of_responses)
     attention = (attended + batch.tokens) * itemsize * shape.attention
-    return shape.layers * ((2 * norm + mlp) * batch.tokens + attention) + norm * batch.tokens
+    layer, last = (2 * norm + mlp) * batch.tokens + attention, norm * batch.tokens
+    if checkpointing:
+        return shape.layers * itemsize * shape.hidden * batch.tokens + layer + last
+    return shape.layers * layer + last
 
 
 def layer_scratch(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
@@ -209,9 +217,12 @@ def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
 def sharding_of(stage: int, workers: int, deepspeed: dict[str, Any], *, dtype: str) -> Sharding:
     """What `learner.zero_stage` and `learner.deepspeed` say together; the latter wins.
 
-    As `raypo.learner.trained_model.deepspeed_config` has it, stage 0 is stage 1 in bfloat16.
+    As `raypo.learner.trained_model.deepspeed_config` has it, stages 1 and 2 of one worker are
+    stage 0, and stage 0 is stage 1 in bfloat16.
     """
     zero = deepspeed.get("zero_optimization", {})
+    if workers == 1 and stage < 3 and not zero:
+        stage = 0
 
     def is_off(name: str) -> bool:
         return (zero.get(name) or {}).get("device", "none") not in ("none", None)

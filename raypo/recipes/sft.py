@@ -112,7 +112,7 @@ class SFTRun(ExamplesRun[SFTConfig, Example]):
     def make_task(self) -> ResponseTask:
         """The causal language model."""
         section = self.config.model
-        model = load_causal_lm(section.policy, dtype=section.dtype)
+        model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
         return ResponseTask(add_adapter(model, section.lora))
 
     def start_engine(self) -> EngineHandle | None:

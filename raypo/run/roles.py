@@ -80,6 +80,7 @@ def _reference(config: PPOConfig, num_threads: int) -> Role:
     kwargs |= {
         "temperature": config.rollout.temperature,
         "max_batch_tokens": config.learner.max_tokens_per_microbatch,
+        "attention": config.model.attention,
     }
     return Role("reference", ReferenceModel, kwargs, num_threads, section.tensor_parallel)
 
@@ -95,5 +96,8 @@ def _reward_model(config: PPOConfig, number: int, num_threads: int) -> Role:
     if section.backend == "vllm":
         kwargs |= {"section": section, "max_model_len": max_model_len(config)}
         return Role(name, VllmRewardModel, kwargs, num_threads, section.tensor_parallel)
-    kwargs |= {"max_batch_tokens": config.learner.max_tokens_per_microbatch}
+    kwargs |= {
+        "max_batch_tokens": config.learner.max_tokens_per_microbatch,
+        "attention": config.model.attention,
+    }
     return Role(name, RewardModel, kwargs, num_threads, section.tensor_parallel)

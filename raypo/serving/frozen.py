@@ -121,6 +121,7 @@ class ReferenceModel(TorchModel):
         dtype: str,
         temperature: float,
         max_batch_tokens: int,
+        attention: str = "auto",
         num_threads: int | None = None,
     ) -> None:
         """Load the model onto the GPU where there is one.
@@ -130,10 +131,11 @@ class ReferenceModel(TorchModel):
             dtype: float32 or bfloat16.
             temperature: The one that the responses are sampled at.
             max_batch_tokens: Most tokens of one forward pass.
+            attention: `model.attention`.
             num_threads: Threads of this process's tensor operations; None: as they are.
         """
         with frozen_memory_advice(model):
-            network = load_causal_lm(model, dtype=dtype)
+            network = load_causal_lm(model, dtype=dtype, attention=attention)
             super().__init__(
                 model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads
             )
@@ -166,6 +168,7 @@ class RewardModel(TorchModel):
         policy: str | None,
         dtype: str,
         max_batch_tokens: int,
+        attention: str = "auto",
         num_threads: int | None = None,
     ) -> None:
         """Load the model onto the GPU where there is one.
@@ -176,10 +179,11 @@ class RewardModel(TorchModel):
                 encoded, whatever the policy is.
             dtype: float32 or bfloat16.
             max_batch_tokens: Most tokens of one forward pass.
+            attention: `model.attention`.
             num_threads: Threads of this process's tensor operations; None: as they are.
         """
         with frozen_memory_advice(model):
-            network = load_reward_model(model, dtype=dtype)
+            network = load_reward_model(model, dtype=dtype, attention=attention)
             super().__init__(
                 model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads
             )

@@ -105,11 +105,17 @@ def test_every_nccl_variable_and_device_flag_of_the_user_reaches_the_workers(
     assert environment["NCCL_DEBUG"] == "WARN"
 
 
+ALL_BUT_NCCL_DEBUG = [
+    *("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_"),
+    *("NCCL_CUMEM_ENABLE", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM"),
+]
+
+
 @pytest.mark.parametrize(
     ("mode", "job", "untold"),
     [
-        ("worker", "theirs", ["NCCL_CUMEM_ENABLE", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM"]),
-        ("driver", "theirs", ["NCCL_CUMEM_ENABLE", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM"]),
+        ("worker", "theirs", ALL_BUT_NCCL_DEBUG),
+        ("driver", "theirs", ALL_BUT_NCCL_DEBUG),
         ("driver", "ours", []),
     ],
 )

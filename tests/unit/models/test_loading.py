@@ -17,6 +17,8 @@ from transformers import (
 
 from raypo.config import ConfigError
 from raypo.models.loading import load_backbone, load_causal_lm, stop_token_ids
+from raypo.models.packed_attention import NAME, hidden_states
+from raypo.models.packing import pack
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -57,6 +59,26 @@ def test_dropout_is_off_in_training_mode_wherever_a_model_keeps_it(
 
     assert not differs(load_causal_lm(str(tmp_path), dtype="float32"))
     assert not differs(load_backbone(str(tmp_path), dtype="float32"))
+
+
+def test_another_attention_than_our_own_reads_padded_rows_and_says_the_same(tmp_path: Path):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    auto = load_causal_lm(str(tmp_path), dtype="float32")
+    packed = pack([IDS[0, :3].numpy()] * 2, [IDS[0, 3:8].numpy(), IDS[0, 5:6].numpy()])
+    with torch.no_grad():
+        expected = hidden_states(auto.model, packed)
+        for name in ("eager", "sdpa"):
+            model = load_causal_lm(str(tmp_path), dtype="float32", attention=name)
+            assert model.config._attn_implementation == name
+            torch.testing.assert_close(hidden_states(model.model, packed), expected)
+    assert auto.config._attn_implementation == NAME
+
+
+def test_an_attention_that_is_not_installed_is_refused_with_its_key(tmp_path: Path):
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.attention \(flash_attention_3\).*to auto"):
+        load_causal_lm(str(tmp_path), dtype="bfloat16", attention="flash_attention_3")
 
 
 def test_a_model_whose_responses_cannot_end_is_refused(tmp_path: Path):

@@ -64,10 +64,30 @@ def test_the_deepspeed_key_wins_over_the_stage():
     section = LearnerSection.model_validate(
         {"zero_stage": 1, "deepspeed": {"zero_optimization": {"stage": 3}}}
     )
-    generated = deepspeed_config(section, dtype="float32")["zero_optimization"]
+    generated = deepspeed_config(section, dtype="float32", num_workers=2)["zero_optimization"]
     assert sharding_of(1, 2, section.deepspeed, dtype="float32").stage == generated["stage"] == 3
     off = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     assert sharding_of(2, 2, off, dtype="float32") == Sharding(2, 2, offload_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype", "workers", "stage"),
+    [
+        ({"zero_stage": 2}, "float32", 1, 0),
+        ({"zero_stage": 1}, "float32", 1, 0),
+        ({"zero_stage": 3}, "float32", 1, 3),
+        ({"zero_stage": 2}, "float32", 2, 2),
+        ({"zero_stage": 2}, "bfloat16", 1, 1),
+        ({"zero_stage": 2}, "bfloat16", 2, 2),
+        ({"deepspeed": {"zero_optimization": {"reduce_bucket_size": 10}}}, "float32", 1, 2),
+    ],
+)
+def test_a_worker_alone_shards_nothing(keys: dict, dtype: str, workers: int, stage: int):
+    section = LearnerSection.model_validate(keys)
+    config = deepspeed_config(section, dtype=dtype, num_workers=workers)
+    assert config["zero_optimization"]["stage"] == stage
+    planned = sharding_of(section.zero_stage, workers, section.deepspeed, dtype=dtype)
+    assert planned.stage == stage
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [("float32", 0), ("bfloat16", 1)])
@@ -76,15 +96,21 @@ def test_the_deepspeed_key_wins_over_the_stage():
 )
 def test_stage_0_is_deepspeeds_stage_1_in_bfloat16(dtype: str, stage: int, keys: dict):
     section = LearnerSection.model_validate(keys)
-    config = deepspeed_config(section, dtype=dtype)
+    config = deepspeed_config(section, dtype=dtype, num_workers=1)
     assert config["zero_optimization"]["stage"] == stage
     assert sharding_of(section.zero_stage, 1, section.deepspeed, dtype=dtype).stage == stage
     assert config.get("communication_data_type") == ("fp32" if stage == 1 else None)
 
 
 @pytest.mark.parametrize("samples", [1, 4])
-def test_saved_activations_are_what_autograd_saves(tmp_path: Path, samples: int):
-    """Every tensor that torch keeps for the backward pass, weights aside, counted once."""
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_saved_activations_are_what_autograd_saves(
+    tmp_path: Path, samples: int, checkpointing: bool
+):
+    """Every tensor that torch keeps for the backward pass, weights aside, counted once.
+
+    With checkpointing: layers keep their inputs, and one of them is computed anew at a time.
+    """
     folder = tiny_policy(tmp_path, hidden=64, layers=4)
     model = load_causal_lm(str(folder), dtype="float32")
     shape = ModelShape.read(str(folder))
@@ -102,11 +128,18 @@ def test_saved_activations_are_what_autograd_saves(tmp_path: Path, samples: int)
     prompts = [ids[n : n + 64] for n in range(2) for _ in range(samples)]
     responses = [ids[n : n + 33] for n in range(2 * samples)]
     packed = pack(prompts, responses)
+    one_layer = 0
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        whole, layers = activations(shape, batch, itemsize=4), shape.layers
+        last = 12 * shape.hidden * batch.tokens  # of the norm after the layers
+        one_layer = (whole - last) // layers
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden_states(model.model, packed)
 
-    predicted = activations(shape, batch, itemsize=4)
-    assert predicted == pytest.approx(sum(saved.values()), rel=0.05)
+    predicted = activations(shape, batch, itemsize=4, checkpointing=checkpointing) - one_layer
+    # The output of the last norm is kept by the head, which is not here; it counts among few.
+    assert predicted == pytest.approx(sum(saved.values()), rel=0.2 if checkpointing else 0.05)
 
 
 def test_the_worst_batch_is_within_the_budget_and_has_the_rows_there_are():

@@ -1,0 +1,490 @@
+"""`make bench`: raypo beside what a user would take instead, measured in one run on this machine.
+
+    python -m tests.benchmarks.bench [--only raypo_bf16_short trl_bf16_short ...] [--repeats 3]
+
+Every measurement is a process of its own, one at a time. What was measured is kept in
+`runs/bench/<date>.json`; a second call of the same day adds to it, and prints the whole table.
+Responses have all the same length, so that everybody does the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+SMOLLM2 = ROOT / "examples/smollm2_positive/model"
+TRL = "trl>=1.16"
+GB = 1e9
+PROMPTS, SAMPLES, NEW_TOKENS = 4, 8, 48
+LENGTHS = {"short": 15, "long": 200}
+DTYPES = {"float32": "float32", "bf16": "bfloat16"}
+KL_COEF = 0.04
+WORDS = [
+    *("time", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school"),
+    *("state", "family", "student", "group", "country", "problem", "hand", "part", "place", "case"),
+    *("week", "company", "system", "program", "question", "work", "government", "number", "night"),
+    *("point", "home", "water", "room", "mother", "area", "money", "story", "fact", "month", "lot"),
+]
+NEVER = "<jupyter_script>"
+"""The end of a response, which the model never samples: so all of them are of one length."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's size."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+
+
+SHAPES = {
+    "27M": Shape(384, 8, 1024, 6),
+    "57M": Shape(512, 15, 1408, 8),
+    "135M": Shape(576, 30, 1536, 9),
+    "267M": Shape(960, 20, 2560, 15),
+}
+"""Of the growth over the model's size; all with a vocabulary of 49,152."""
+
+
+def prepare_model(folder: Path) -> Path:
+    """SmolLM2-135M as `examples.smollm2_positive.prepare` makes it, else a model of its shape.
+
+    Random weights take the same time. Its responses end at `NEVER`.
+    """
+    if (folder / "config.json").exists():
+        return folder
+    if not SMOLLM2.exists():
+        return random_model(folder, SHAPES["135M"])
+    shutil.copytree(SMOLLM2, folder)
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    end = next(token["id"] for token in tokens if token["content"] == NEVER)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(values | {"eos_token_id": end}))
+    values = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(values | {"eos_token": NEVER}))
+    return folder
+
+
+def random_model(folder: Path, shape: Shape) -> Path:
+    """A Llama of random weights, its tokenizer one of words."""
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    size = 49_152
+    words = ["<pad>", "<unk>", NEVER, *WORDS]
+    words += [f"w{number}" for number in range(size - len(words))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token=NEVER
+    ).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads // 3 if shape.heads % 3 == 0 else shape.heads // 2,
+        head_dim=64,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def prompts_file(folder: Path, model: Path, tokens: int) -> Path:
+    """64 prompts of as many tokens each."""
+    from transformers import AutoTokenizer
+
+    file = folder / f"prompts_{model.name}_{tokens}.jsonl"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chosen = random.Random(tokens)
+    lines = []
+    for _ in range(64):
+        text = " ".join(chosen.choice(WORDS) for _ in range(tokens))
+        assert len(tokenizer(text)["input_ids"]) == tokens, text
+        lines.append(json.dumps({"prompt": text}) + "\n")
+    file.write_text("".join(lines))
+    return file
+
+
+def trl_python(folder: Path) -> Path:
+    """The interpreter of an environment with TRL, made where there is none."""
+    python = folder / "trl/bin/python"
+    if not (folder / "trl/made").exists():
+        uv = Path(sys.executable).parent / "uv"
+        subprocess.run(
+            [uv, "venv", "--clear", "--python", sys.executable, folder / "trl"], check=True
+        )
+        links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS", "")
+        source = ["--torch-backend", "cpu"] if not links else []
+        environment = os.environ | ({"UV_FIND_LINKS": links} if links else {})
+        if "PIP_CERT" in os.environ:
+            environment.setdefault("SSL_CERT_FILE", os.environ["PIP_CERT"])
+        torch_version = subprocess.run(
+            [sys.executable, "-c", "import torch; print(torch.__version__)"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        subprocess.run(
+            [
+                *(uv, "pip", "install", "--quiet", "--python", python, *source),
+                *("--override", ROOT / "scripts/overrides-cpu.txt"),
+                *(TRL, f"torch=={torch_version}"),
+            ],
+            check=True,
+            env=environment,
+        )
+        (folder / "trl/made").touch()
+    return python
+
+
+@contextlib.contextmanager
+def watched_memory(found: dict[str, Any]) -> Iterator[None]:
+    """Peak of what this process's children hold together, files' pages not counted, in GB.
+
+    Anonymous memory of all processes and what lies in /dev/shm (Ray's object store).
+    """
+    before, peak, done = shutil.disk_usage("/dev/shm").used, 0, threading.Event()
+
+    def look() -> None:
+        nonlocal peak
+        while not done.wait(0.5):
+            total = shutil.disk_usage("/dev/shm").used - before
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    memory = child.memory_info()
+                    total += memory.rss - memory.shared
+            peak = max(peak, total)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        found["peak_memory_gb"] = peak / GB
+
+
+class Bench:
+    """One call's measurements, and what they need."""
+
+    def __init__(self, folder: Path, *, repeats: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.repeats = folder, repeats
+        self.model = prepare_model(folder / "smollm2-135m")
+
+    def work(self, dtype: str, length: str | int, **more: Any) -> dict[str, Any]:
+        """What all measurements of one size have in common."""
+        tokens = LENGTHS[length] if isinstance(length, str) else length
+        work: dict[str, Any] = {
+            "model": str(self.model),
+            "dtype": DTYPES[dtype],
+            "prompts": PROMPTS,
+            "samples": SAMPLES,
+            "prompt_tokens": tokens,
+            "new_tokens": NEW_TOKENS,
+            "threads": os.cpu_count(),
+            "repeats": self.repeats,
+            "steps": 1 + self.repeats,
+            "kl_coef": KL_COEF,
+        } | more
+        file = prompts_file(self.folder, Path(work["model"]), tokens)
+        return work | {"prompts_file": str(file)}
+
+    def piece(self, name: str, work: dict[str, Any]) -> dict[str, Any]:
+        """One of `bench_pieces`."""
+        command = [sys.executable, "-m", "tests.benchmarks.bench_pieces", name, json.dumps(work)]
+        return self._measured(command)
+
+    def trl(self, work: dict[str, Any]) -> dict[str, Any]:
+        """TRL's GRPOTrainer: the fastest step after the first."""
+        python = trl_python(self.folder)
+        settings = json.dumps(work | {"folder": str(self.folder / "trl_run")})
+        found = self._measured([str(python), str(HERE / "bench_trl.py"), settings])
+        return self._of_steps(found, found.pop("steps"), work)
+
+    def raypo(self, work: dict[str, Any], **sections: Any) -> dict[str, Any]:
+        """A raypo run: the fastest step after the first."""
+        config: dict[str, Any] = {
+            "name": "bench",
+            "num_steps": work["steps"] + 1,  # the last one, with its checkpoint, does not count
+            "storage_path": str(self.folder / "raypo_runs"),
+            "model": {"policy": work["model"], "dtype": work["dtype"]},
+            "data": {"prompts": work["prompts_file"], "max_prompt_tokens": work["prompt_tokens"]},
+            "reward": {"function": f"{HERE}/bench_pieces.py:number_of_letters"},
+            "rollout": {
+                "prompts_per_step": work["prompts"],
+                "samples_per_prompt": work["samples"],
+                "max_new_tokens": work["new_tokens"],
+            },
+            "ppo": {
+                "preset": "grpo",
+                "minibatch_size": work["prompts"] * work["samples"],
+                "kl": {"coef": work["kl_coef"]},
+            },
+            "learner": {"cpus_per_worker": work["threads"]},
+            "checkpoint": {"every": 1_000_000, "keep": 1},
+        }
+        for name, section in sections.items():
+            config[name] = config.get(name, {}) | section
+        file = self.folder / "raypo.yaml"
+        file.write_text(yaml.safe_dump(config))
+        found = self._measured([sys.executable, "-m", "raypo.cli", "train", str(file), "--fresh"])
+        run = self.folder / "raypo_runs/bench"
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        steps = []
+        for row in rows:
+            phases = {name: value for name, value in row.items() if name.startswith("time/")}
+            steps.append({name.removeprefix("time/"): value for name, value in phases.items()})
+        found["roles"] = {k: v for k, v in rows[-1].items() if k.startswith("perf/memory_")}
+        return self._of_steps(found, steps[:-1], work)
+
+    def _of_steps(
+        self, found: dict[str, Any], steps: Sequence[dict[str, float]], work: dict[str, Any]
+    ) -> dict[str, Any]:
+        best = min(steps[1:], key=lambda step: step["step_s"])
+        responses = work["prompts"] * work["samples"]
+        found |= best | {
+            "first_step_s": steps[0]["step_s"],
+            "steps_s": [s["step_s"] for s in steps],
+        }
+        return found | {"samples_per_s": responses / best["step_s"]}
+
+    def _measured(self, command: list[str]) -> dict[str, Any]:
+        """What the command's last line says, its seconds and its memory."""
+        found: dict[str, Any] = {}
+        begin = time.perf_counter()
+        environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
+        environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        with watched_memory(found):
+            ended = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+            )
+        if ended.returncode:
+            raise RuntimeError(f"{command}:\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")
+        found["process_s"] = time.perf_counter() - begin
+        last = ended.stdout.strip().splitlines()[-1:]
+        with contextlib.suppress(json.JSONDecodeError, IndexError):
+            found |= json.loads(last[0])
+        return found
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """What a name of `NAMES` stands for."""
+        tool, *rest = name.split("_")
+        if tool == "growth":
+            return self.growth(*rest)
+        work = self.work(*rest)
+        if tool == "raypo":
+            return self.raypo(work)
+        if tool in ("trl", "trl8"):
+            return self.trl(work | ({"batch": 8} if tool == "trl8" else {}))
+        if tool == "critic":
+            critic = {"preset": "ppo", "kl": {"coef": 0.02}}
+            return self.raypo(work, ppo=critic | {"minibatch_size": PROMPTS * SAMPLES})
+        return self.piece(tool, work)
+
+    def growth(self, what: str, size: str) -> dict[str, Any]:
+        """A step of raypo in float32, one of its sizes another than that of all others."""
+        if what == "model":
+            folder = random_model(self.folder / f"random-{size}", SHAPES[size])
+            return self.raypo(self.work("float32", "short", model=str(folder), steps=2))
+        return self.raypo(
+            self.work("float32", "short", steps=2, **{what.replace("-", "_"): int(size)})
+        )
+
+
+GROWTH = {
+    "prompts": (2, 4, 8, 16),
+    "new-tokens": (24, 48, 96, 192),
+    "model": tuple(SHAPES),
+}
+TOOLS = ("raypo", "trl", "trl8", "vllm", "bare", "learner", "deepspeed")
+"""trl has all 32 responses in a micro-batch, trl8 has 8: the table shows the faster one."""
+CASES = [(dtype, length) for length in LENGTHS for dtype in DTYPES]
+NAMES = [f"{tool}_{dtype}_{length}" for dtype, length in CASES for tool in TOOLS]
+NAMES += ["critic_float32_short"]
+NAMES += [f"growth_{what}_{size}" for what, sizes in GROWTH.items() for size in sizes]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is asked for, and print the table of all that is known of this day."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES, metavar="NAME")
+    parser.add_argument("--repeats", type=int, default=3, help="measured steps after the first")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/bench")
+    options = parser.parse_args(arguments)
+    bench = Bench(options.runs.resolve(), repeats=options.repeats)
+    file = options.runs / f"{date.today()}.json"
+    known = json.loads(file.read_text()) if file.exists() else {"machine": machine(), "found": {}}
+    for name in options.only:
+        known["found"][name] = bench.measure(name)
+        print(name, json.dumps(known["found"][name]), flush=True)
+        file.write_text(json.dumps(known, indent=1))
+    print(f"\n{table(known)}\n\n{file}")
+    if any(name.startswith("growth_") for name in known["found"]):
+        print(draw_growth(known["found"], options.runs / "growth.html"))
+
+
+def machine() -> dict[str, Any]:
+    """What the measurements ran on."""
+    from raypo.learner.peak import measured_flops
+
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.split(":")[1].strip() for line in info.splitlines() if "model name" in line]
+    flags = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {flag}" in info]
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "flags": flags,
+        "peak_gflops": {name: measured_flops(dtype, "cpu") / 1e9 for name, dtype in DTYPES.items()},
+    }
+
+
+def table(known: dict[str, Any]) -> str:
+    """The four cases side by side, in Markdown; what was not measured is left blank."""
+    found = known["found"]
+    rows: list[tuple[str, list[str]]] = []
+
+    def row(name: str, of: Any) -> None:
+        cells = []
+        for dtype, length in CASES:
+            case = {tool: found.get(f"{tool}_{dtype}_{length}", {}) for tool in TOOLS}
+            both = (case["trl"], case["trl8"])
+            case["trl"] = max(both, key=lambda one: one.get("samples_per_s", 0.0))
+            try:
+                cells.append(f"{of(case, dtype, length):.2f}")
+            except (KeyError, ZeroDivisionError):
+                cells.append("")
+        if any(cells):
+            rows.append((name, cells))
+
+    def part(tool: str, key: str) -> Any:
+        return lambda case, *_: case[tool][key]
+
+    def ratio(above: tuple[str, str], below: tuple[str, str]) -> Any:
+        return lambda case, *_: case[above[0]][above[1]] / case[below[0]][below[1]]
+
+    phases = ("generate_s", "score_s", "evaluate_s", "update_s")
+    row("raypo, s a step", part("raypo", "step_s"))
+    for phase in (*phases, "push_weights_s", "report_s"):
+        row(f"- {phase.removesuffix('_s').replace('_', ' ')}", part("raypo", phase))
+    row("TRL, s a step", part("trl", "step_s"))
+    for phase in ("generate_s", "reference_s", "update_s"):
+        row(f"- {phase.removesuffix('_s')}", part("trl", phase))
+    row("raypo, samples/s", part("raypo", "samples_per_s"))
+    row("TRL, samples/s", part("trl", "samples_per_s"))
+    row("**raypo / TRL**", ratio(("raypo", "samples_per_s"), ("trl", "samples_per_s")))
+    row("vLLM, s", part("vllm", "generate_s"))
+    row("**vLLM / raypo's generate**", ratio(("vllm", "generate_s"), ("raypo", "generate_s")))
+    row("bare forward, s", part("bare", "forward_s"))
+    row("raypo's learner alone, forward, s", part("learner", "forward_s"))
+    row("**reference in a run / bare**", ratio(("raypo", "score_s"), ("bare", "forward_s")))
+    row("bare update, s", part("bare", "update_s"))
+    row("raypo's learner alone, update, s", part("learner", "update_s"))
+    row("**update in a run / bare**", ratio(("raypo", "update_s"), ("bare", "update_s")))
+    row("bare optimizer, s", part("bare", "optimizer_s"))
+    row("bare DeepSpeed's optimizer (stage 2), s", part("deepspeed", "optimizer_s"))
+    row("raypo's optimizer, s", part("learner", "optimizer_s"))
+    row(
+        "**neither sampling nor pass, % of a step**",
+        lambda case, *_: (
+            100 * (1 - sum(case["raypo"][phase] for phase in phases) / case["raypo"]["step_s"])
+        ),
+    )
+    row("peak memory raypo, GB", part("raypo", "peak_memory_gb"))
+    row("peak memory TRL, GB", part("trl", "peak_memory_gb"))
+    for tool in ("raypo", "trl"):
+        row(
+            f"FLOP utilisation {tool}, %",
+            lambda case, dtype, length, tool=tool: (
+                100
+                * needed_flops(LENGTHS[length])
+                / (case[tool]["step_s"] * known["machine"]["peak_gflops"][dtype] * 1e9)
+            ),
+        )
+    heads = [f"{dtype}, {LENGTHS[length]} prompt tokens" for dtype, length in CASES]
+    lines = [["", *heads], ["---"] * (1 + len(heads)), *([name, *cells] for name, cells in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def needed_flops(prompt: int) -> float:
+    """Of a step: a pass to sample, one of the reference, and an update of three; prompts once."""
+    from raypo.metrics.flops import Lengths, forward_flops
+    from raypo.plan.model_shape import from_config
+
+    shape = SHAPES["135M"]
+    values = {
+        "model_type": "llama",
+        "vocab_size": 49_152,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads // 3,
+        "tie_word_embeddings": True,
+    }
+    responses = PROMPTS * SAMPLES * NEW_TOKENS
+    squares = PROMPTS * (prompt**2 + SAMPLES * ((prompt + NEW_TOKENS) ** 2 - prompt**2))
+    read = Lengths(PROMPTS * SAMPLES, PROMPTS * prompt + responses, responses, squares)
+    return 5 * forward_flops(from_config(values), read)
+
+
+def draw_growth(found: dict[str, Any], file: Path) -> Path:
+    """Seconds of a step and its phases over what grows."""
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(
+        1, len(GROWTH), subplot_titles=[name.replace("-", " ") for name in GROWTH]
+    )
+    for column, (what, sizes) in enumerate(GROWTH.items(), start=1):
+        steps = {size: found.get(f"growth_{what}_{size}") for size in sizes}
+        measured = {size: step for size, step in steps.items() if step}
+        for phase in ("step_s", "generate_s", "score_s", "update_s", "push_weights_s"):
+            figure.add_scatter(
+                x=[str(size) for size in measured],
+                y=[step[phase] for step in measured.values()],
+                name=f"{phase.removesuffix('_s')}",
+                legendgroup=phase,
+                showlegend=column == 1,
+                row=1,
+                col=column,
+            )
+    figure.update_yaxes(title_text="s", rangemode="tozero")
+    figure.write_html(file)
+    return file
+
+
+if __name__ == "__main__":
+    main()
