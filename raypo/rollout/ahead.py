@@ -16,6 +16,8 @@ from raypo.collectives import Workers
 from raypo.metrics.clock import Clock
 from raypo.rollout.refill import Collected
 
+Span = tuple[str, float, float]
+"""Name, begin and end, in seconds since 1970."""
 Collect = Callable[[Clock, Workers], Collected]
 """Collects this worker's share of the next step's rollouts; all workers call it together."""
 
@@ -86,6 +88,8 @@ class RolloutsAhead:
     """By step, those that were not taken yet."""
     _before: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By step, where the stream stood before its batch."""
+    _spans: list[Span] = field(default_factory=list)
+    """Of what was collected since the last look."""
     _pausing: bool = False
     _sampling: bool = False
     _closed: bool = False
@@ -138,10 +142,14 @@ class RolloutsAhead:
 
         Yields:
             Seconds that this took.
+
+        Raises:
+            Exception: whatever ended the collecting. It is not kept for `take`: other workers may
+                wait for this one by then.
         """
         started = time.perf_counter()
         if self.settles and (following := self._batches.get(self._last_step + 1)):
-            following.exception()
+            following.result()
         with self._changed:
             self._pausing = True
             self._changed.wait_for(lambda: not self._sampling)
@@ -151,6 +159,12 @@ class RolloutsAhead:
             with self._changed:
                 self._pausing = False
                 self._changed.notify_all()
+
+    def spans(self) -> list[Span]:
+        """Name, begin and end of what the collecting did since it was last asked."""
+        with self._changed:
+            spans, self._spans = self._spans, []
+        return spans
 
     def arrived(self, version: int) -> None:
         """The engines hold a new version."""
@@ -170,16 +184,22 @@ class RolloutsAhead:
         Args:
             workers: Of the main thread; all call it together.
         """
-        with self.paused(), self._changed:
+        with self._changed:  # so no batch is begun meanwhile
             whole = [step for step, batch in self._batches.items() if _is_whole(batch)]
             first = self._last_step + 1
             following = first + min(workers.gather(len(whole)))
             state = {
                 "batches": {step: self._batches[step].result() for step in range(first, following)},
+                "before": {step: self._before[step] for step in range(first, following)},
                 "stream": self._before.get(following, self.stream.state_dict()),
             }
         with _file(directory, workers.rank).open("wb") as file:
             pickle.dump(state, file)
+
+    def position(self) -> dict[str, Any]:
+        """Where the stream stood before the first batch that was not trained."""
+        with self._changed:
+            return self._before.get(self._last_step + 1, self.stream.state_dict())
 
     def restore(self, directory: Path, workers: Workers) -> None:
         """Read what `save` wrote, before `begin`."""
@@ -188,6 +208,7 @@ class RolloutsAhead:
         with path.open("rb") as file:
             state = pickle.load(file)
         self.stream.load_state_dict(state["stream"])
+        self._before |= state["before"]
         for step, collected in state["batches"].items():
             self._batches[step] = Future()
             self._batches[step].set_result(collected)
@@ -204,6 +225,8 @@ class RolloutsAhead:
                 return
             laps = {name.replace("time/", "perf/"): s for name, s in clock.laps.items()}
             collected.figures.update(laps)
+            with self._changed:
+                self._spans += clock.spans
             batch.set_result(collected)
 
     def _admit(self, step: int) -> None:

@@ -105,7 +105,7 @@ class Run(ABC, Generic[AnyConfig]):
         """Write into a checkpoint what this worker keeps besides; most recipes keep nothing."""
 
     def restore_share(self, directory: Path) -> None:
-        """Read what `save_share` wrote."""
+        """Read what `save_share` wrote, in a run of the same config."""
 
     def before_saving(self) -> None:
         """Make the learner ready to be saved; most recipes have nothing to do."""
@@ -242,7 +242,8 @@ class Run(ABC, Generic[AnyConfig]):
         learner.restore(directory)
         state = json.loads((directory / "run.json").read_text())
         self.load_state_dict(state)
-        self.restore_share(directory)
+        if is_own:
+            self.restore_share(directory)
         self.last_step = state["step"]
         self._earlier_s = state["wall_s"]
         if self.workers.rank == 0:
