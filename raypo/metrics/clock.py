@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+Span = tuple[str, float, float]
+"""Name, begin and end, in seconds since 1970."""
+
 
 class Clock:
     """Cuts time into named laps without gaps, so the laps add up to the whole.
@@ -18,8 +21,8 @@ class Clock:
         self._start = self._last = now()
         self.laps: dict[str, float] = {}
         """Seconds by name, in the order of first naming."""
-        self.spans: list[tuple[str, float, float]] = []
-        """Name, begin and end of each lap, in seconds since 1970."""
+        self.spans: list[Span] = []
+        """Each lap."""
         self._epoch = time.time() - self._start
 
     def lap(self, name: str) -> float:

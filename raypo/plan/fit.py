@@ -192,6 +192,7 @@ class Plan:
             and config.placement.group_of("engine") == "colocated"
             and config.rollout.engine.sleep
         )
+        is_ahead = config.rollout.mode != "sync"
         loads: list[DeviceLoad] = []
         processes: dict[int, list[Role]] = {}
         in_turn: dict[int, list[Role]] = {}
@@ -199,7 +200,7 @@ class Plan:
         for each in self.bundles:
             guests = [by_name[guest.role] for guest in each.bundle.guests]
             node, is_shared = self.nodes[each.node], takes_turns and each.group == "workers"
-            needed, phase = _worst_turn(guests) if is_shared else _worst(guests)
+            needed, phase = _worst_turn(guests) if is_shared else _worst(guests, is_ahead)
             for gpu in each.gpus:
                 loads.append(DeviceLoad(f"{node.name} GPU {gpu}", phase, needed, node.gpu_bytes))
             for guest, role in zip(each.bundle.guests, guests, strict=True):
@@ -212,7 +213,7 @@ class Plan:
             engine = by_name["engine"].memory
             stored = engine.held["weights"] * config.rollout.engine.tensor_parallel
         for index, here in processes.items():
-            needed, phase = _ram(here, in_turn[index], device)
+            needed, phase = _ram(here, in_turn[index], device, is_ahead)
             needed += stored if index in stores else 0
             node = self.nodes[index]
             loads.append(DeviceLoad(f"{node.name} RAM", phase, needed, node.ram_bytes))
@@ -237,8 +238,16 @@ def make_plan(config: PPOConfig, nodes: Sequence[Node]) -> Plan:
     return Plan(config, nodes, "cuda" if use_gpu else "cpu", Models.read(config), bundles)
 
 
-def _worst(roles: Sequence[Role]) -> tuple[int, str]:
-    """Bytes of some processes together at their worst phase, and which it is."""
+def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
+    """Bytes of some processes together at their worst phase, and which it is.
+
+    Args:
+        is_ahead: Rollouts are sampled and scored while the learner updates: the worst of both.
+    """
+    if is_ahead:
+        learner, phase = _worst([role for role in roles if role.name == LEARNER])
+        served, _ = _worst([role for role in roles if role.name != LEARNER])
+        return learner + served, phase
     steady = sum(role.memory.steady for role in roles)
     phases = dict.fromkeys(phase for role in roles for phase in role.memory.phases)
     added = {phase: sum(role.memory.added(phase) for role in roles) for phase in phases}
@@ -253,10 +262,12 @@ def _worst_turn(roles: Sequence[Role]) -> tuple[int, str]:
     return max((sum(_here(role, moment) for role in roles), moment) for moment in MOMENTS)
 
 
-def _ram(roles: Sequence[Role], in_turn: Sequence[Role], device: Device) -> tuple[int, str]:
+def _ram(
+    roles: Sequence[Role], in_turn: Sequence[Role], device: Device, is_ahead: bool
+) -> tuple[int, str]:
     """RAM of a node: Ray, what the processes hold, and what leaves the GPUs by turns."""
     if device == "cpu":
-        needed, phase = _worst(roles)
+        needed, phase = _worst(roles, is_ahead)
         return estimate.RAY_BYTES + needed, phase
     host = sum(estimate.HOST_RUNTIME + sum(role.memory.host.values()) for role in roles)
     moments = MOMENTS.keys() - {Phase.START.value}  # the learner is not made yet

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from raypo.collectives import Workers
-from raypo.metrics.clock import Clock
+from raypo.metrics.clock import Clock, Span
 from raypo.rollout.refill import Collected
 
-Span = tuple[str, float, float]
-"""Name, begin and end, in seconds since 1970."""
 Collect = Callable[[Clock, Workers], Collected]
 """Collects this worker's share of the next step's rollouts; all workers call it together."""
 
@@ -161,7 +159,7 @@ class RolloutsAhead:
                 self._changed.notify_all()
 
     def spans(self) -> list[Span]:
-        """Name, begin and end of what the collecting did since it was last asked."""
+        """What the collecting did since it was last asked."""
         with self._changed:
             spans, self._spans = self._spans, []
         return spans

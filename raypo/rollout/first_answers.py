@@ -7,6 +7,7 @@ sampling and seed sample the same responses, whatever they do with them afterwar
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ from raypo.config import PPOConfig
 from raypo.rollout.collect import Sampler, ask
 from raypo.serving.requests import Completion, SamplingRequest
 
+THREADS = 16
+"""Of the actor: one that looks after a maker is not in the way of its answers."""
 LOOK_EVERY_S = 0.5
 """How often one that waits looks whether the answers are there, or their maker has died."""
 
@@ -32,6 +35,7 @@ class FirstAnswers:
     def __init__(self) -> None:
         self._answers: dict[str, list[Completion]] = {}
         self._makers: dict[str, ActorHandle] = {}
+        self._lock = threading.Lock()
 
     def find(self, key: str, asker: ActorHandle) -> list[Completion] | Literal["make", "wait"]:
         """The answers, where they are there.
@@ -40,18 +44,24 @@ class FirstAnswers:
             "make" where the caller is the one who makes them, "wait" where another one, who is
             alive, is at it.
         """
-        if key in self._answers:
-            return self._answers[key]
-        if key in self._makers and is_alive(self._makers[key]):
+        with self._lock:
+            if key in self._answers:
+                return self._answers[key]
+            maker = self._makers.get(key)
+        if maker is not None and is_alive(maker):
             return "wait"
-        self._makers[key] = asker
-        return "make"
+        with self._lock:
+            if self._makers.get(key) is not maker or key in self._answers:
+                return "wait"  # somebody came first, or the answers have
+            self._makers[key] = asker
+            return "make"
 
     def put(self, key: str, answers: list[Completion] | None) -> None:
         """What the maker has made; None where it failed and somebody else may try."""
-        del self._makers[key]
-        if answers is not None:
-            self._answers[key] = answers
+        with self._lock:
+            self._makers.pop(key, None)  # another one may have been taken for dead
+            if answers is not None:
+                self._answers[key] = answers
 
     def __repr__(self) -> str:
         return f"FirstAnswers({len(self._answers)} calls)"
@@ -60,7 +70,7 @@ class FirstAnswers:
 def start_first_answers() -> ActorHandle:
     """The actor; it lives as long as this process."""
     cls: Any = ray.remote(FirstAnswers)
-    return cls.options(num_cpus=0).remote()
+    return cls.options(num_cpus=0, max_concurrency=THREADS).remote()
 
 
 @dataclass

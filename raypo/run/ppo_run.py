@@ -17,7 +17,7 @@ from raypo.data.prompts import load_prompts, repetition_note
 from raypo.data.stream import Draw, PromptStream
 from raypo.learner.learner import Learner
 from raypo.learner.peak import peak_flops
-from raypo.metrics.clock import Clock
+from raypo.metrics.clock import Clock, Span
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.critic import critic_start
 from raypo.models.loading import load_tokenizer, stop_token_ids
@@ -252,10 +252,11 @@ class PPORun(Run[PPOConfig]):
         self.enter(Phase.PUSH)
         with self._engines_to_itself() as waited:
             figures = self._push(learner, services, version=version, probe=probe) | waited
+            self.enter(Phase.GENERATE)
+            figures |= self._memory(services)  # an engine tells it between two rounds
         if self.ahead:
             self.ahead.arrived(version)
-        self.enter(Phase.GENERATE)
-        return figures | self._memory(services)
+        return figures
 
     def before_saving(self) -> None:
         """The learner is whole on its devices when it is saved."""
@@ -316,7 +317,7 @@ class PPORun(Run[PPOConfig]):
             step=step,
             elsewhere=self._elsewhere,
         )
-        if self._recalling and self._recalling.has_recalled:
+        if self._recalling and all(self.workers.gather(self._recalling.has_recalled)):
             del self._work["generate"]  # another trial did it
         missing, wanted = collected.missing_groups, self.config.rollout.prompts_per_step
         if missing:
@@ -353,7 +354,7 @@ class PPORun(Run[PPOConfig]):
     def state_dict(self) -> dict[str, Any]:
         """Data cursor, KL coefficient and score normaliser."""
         return {
-            "stream": self.stream.state_dict(),
+            "stream": self.ahead.position() if self.ahead else self.stream.state_dict(),
             "advantages": self.advantage_state.state_dict(),
         }
 
@@ -366,6 +367,10 @@ class PPORun(Run[PPOConfig]):
         """The rollouts that were collected ahead."""
         if self.ahead:
             self.ahead.save(directory, self.workers)
+
+    def spans_beside(self) -> list[Span]:
+        """What was collected ahead meanwhile."""
+        return self.ahead.spans() if self.ahead else []
 
     def restore_share(self, directory: Path) -> None:
         """See `save_share`."""

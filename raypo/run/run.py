@@ -22,7 +22,7 @@ from raypo.cluster.messenger import MonitorClient
 from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.collectives import Workers
 from raypo.config import RecipeConfig
-from raypo.metrics.clock import Clock
+from raypo.metrics.clock import Clock, Span
 from raypo.run.rollout_metrics import speed_figures
 from raypo.run.setup import Runtime, open_setup
 from raypo.storage.run_files import RunFiles
@@ -100,6 +100,10 @@ class Run(ABC, Generic[AnyConfig]):
     @abstractmethod
     def save_models(self, learner: Any) -> None:
         """Write the trained models as Hugging Face folders."""
+
+    def spans_beside(self) -> list[Span]:
+        """What this worker did beside the step since it was last asked; most recipes nothing."""
+        return []
 
     def save_share(self, directory: Path) -> None:
         """Write into a checkpoint what this worker keeps besides; most recipes keep nothing."""
@@ -199,7 +203,7 @@ class Run(ABC, Generic[AnyConfig]):
         if checkpoint is not None:
             shutil.rmtree(checkpoint.path, ignore_errors=True)
         clock.lap("time/report_s")
-        write_spans(self.files, self.workers.rank, step, clock.spans)
+        write_spans(self.files, self.workers.rank, step, clock.spans, self.spans_beside())
         if self.workers.rank > 0:
             return
         step_s = time.perf_counter() - self._step_started

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from raypo.metrics import clock
 from raypo.storage.run_files import RunFiles
 
 Span = tuple[str, str, float, float]
@@ -33,17 +34,27 @@ def note_call(replica: str, method: str, begin: float, end: float) -> None:
 
 
 def write_spans(
-    files: RunFiles, rank: int, step: int, phases: Sequence[tuple[str, float, float]]
+    files: RunFiles,
+    rank: int,
+    step: int,
+    phases: Sequence[clock.Span],
+    beside: Sequence[clock.Span] = (),
 ) -> None:
     """Append a step of this worker: its phases, and the calls that it made meanwhile.
 
     Args:
-        phases: Name, begin and end of each; seconds since 1970.
+        phases: Those of the step.
+        beside: Those of rollouts that were collected meanwhile; they have a track of their own.
     """
     with _lock:
         calls = list(_calls)
         _calls.clear()
-    spans = [(f"worker {rank}", _words(name), begin, end) for name, begin, end in phases]
+    tracks = {f"worker {rank}": phases, f"worker {rank} rollouts": beside}
+    spans = [
+        (track, _words(name), begin, end)
+        for track, each in tracks.items()
+        for name, begin, end in each
+    ]
     files.append_timeline(f"worker_{rank}", {"step": step, "spans": [*spans, *calls]})
 
 
@@ -81,4 +92,4 @@ def _name(kind: str, number: int, name: str) -> dict[str, Any]:
 
 
 def _words(metric: str) -> str:
-    return metric.removeprefix("time/").removesuffix("_s").replace("_", " ")
+    return metric.removeprefix("time/").removeprefix("perf/").removesuffix("_s").replace("_", " ")

@@ -224,6 +224,21 @@ def test_workers_that_share_a_replica_and_lie_apart_are_found(values: dict):
         plan(values, "3xGPU80G,2")
 
 
+def test_what_scores_while_the_learner_updates_needs_its_memory_at_the_same_time(values: dict):
+    """The engine has a GPU of its own; the reference lies on the learner's, in both modes."""
+    values["placement"] = {"mode": {"engine": "dedicated"}}
+    values["learner"] = {**values["learner"], "num_workers": 1}
+    values["rollout"] = {**values["rollout"], "engine": {"count": 1}}
+
+    def needed(mode: str) -> int:
+        values["rollout"] = {**values["rollout"], "mode": mode}
+        loads = plan(values, "2xGPU80G,8xCPU,1000G").loads
+        return max(load.needed for load in loads if "GPU 1" in load.name)
+
+    assert needed("one_step_off") > needed("sync")
+    assert needed("async") == needed("one_step_off")
+
+
 def test_the_tables_say_what_the_plan_says(values: dict):
     made = plan(values, "8xGPU80G,128xCPU,1000G")
     console = Console(width=200, record=True, file=StringIO())

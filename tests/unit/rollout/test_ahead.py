@@ -150,6 +150,36 @@ def test_what_ends_the_collecting_ends_the_step_that_wants_it():
         run.ahead.take(2, Clock())
 
 
+def test_a_worker_whose_collecting_fails_does_not_wait_for_the_others_before_a_push():
+    """They wait for it, with the batch after this step's half collected."""
+
+    def fails(workers: Workers) -> str:
+        run = Run(max_staleness=1, settles=True, workers=workers)
+
+        def collect(clock: Clock, beside: Workers) -> Collected:
+            if workers.rank == 1 and run.stream.state_dict()["position"] > 0:
+                raise RuntimeError("the judge has left")
+            return run.collect(clock, beside)
+
+        run.ahead.begin(collect, version=0, last_step=0)
+        run.ahead.take(1, Clock())
+        if workers.rank == 0:
+            return "waits"
+        with pytest.raises(RuntimeError, match="the judge has left"):
+            run.push(1)
+        return "fails"
+
+    assert on_workers(2, fails) == ["waits", "fails"]
+
+
+def test_what_was_collected_has_spans_of_its_own():
+    run = Run(max_staleness=1, settles=True)
+    run.go()
+    names = [name for name, _, _ in run.ahead.spans()]
+    assert names.count("perf/engine_idle_s") == run.num_steps
+    assert run.ahead.spans() == []
+
+
 @pytest.mark.parametrize("settles", [True, False])
 @pytest.mark.parametrize("killed_after", [1, 4, 7])
 def test_a_resumed_run_trains_what_the_undisturbed_one_trains(
@@ -187,6 +217,7 @@ def test_a_checkpoint_while_a_batch_is_half_sampled_rewinds_its_prompts(tmp_path
     run.ahead.take(1, Clock())
     assert first_round_done.wait(10)
     run.ahead.save(tmp_path, run.workers)
+    assert run.ahead.position() == {"position": PROMPTS_PER_STEP}
     go_on.set()
     resumed = Run(max_staleness=3)
     resumed.ahead.restore(tmp_path, resumed.workers)

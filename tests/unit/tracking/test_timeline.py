@@ -35,6 +35,18 @@ def test_phases_and_calls_have_tracks_of_their_own(files: RunFiles):
     ]
 
 
+def test_rollouts_that_were_collected_beside_the_update_have_a_track_of_their_own(files: RunFiles):
+    beside = [("perf/engine_idle_s", 103.0, 103.5), ("time/generate_s", 103.5, 104.0)]
+    write_spans(files, 0, 2, [("time/update_s", 103.0, 104.0)], beside)
+    assert [line["spans"] for line in files.timeline() if line["step"] == 2] == [
+        [
+            ["worker 0", "update", 103.0, 104.0],
+            ["worker 0 rollouts", "engine idle", 103.0, 103.5],
+            ["worker 0 rollouts", "generate", 103.5, 104.0],
+        ]
+    ]
+
+
 def test_a_call_is_written_once(files: RunFiles):
     write_spans(files, 0, 2, [])
     assert [len(line["spans"]) for line in files.timeline()] == [3, 0, 1]
