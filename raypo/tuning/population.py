@@ -38,15 +38,30 @@ KEPT_CHECKPOINTS = 2
 class Population(PopulationBasedTraining):
     """Ray Tune's, in step: what it decides depends on scores and the sweep's seed alone."""
 
-    def __init__(self, *, every: int, num_steps: int, seed: int, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        every: int,
+        num_steps: int,
+        seed: int,
+        last_comparison: int = 0,
+        **arguments: Any,
+    ) -> None:
         """Compare trials that all run at the same time.
 
         Args:
             every: Steps between two comparisons.
             num_steps: Of a whole trial.
             seed: Of the values that are drawn.
+            last_comparison: Step of the last one that an earlier attempt has made.
         """
-        super().__init__(perturbation_interval=every, synch=True, log_config=False, **arguments)
+        super().__init__(
+            perturbation_interval=every,
+            burn_in_period=last_comparison + every,
+            synch=True,
+            log_config=False,
+            **arguments,
+        )
         self._every, self._num_steps, self._seed = every, num_steps, seed
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict) -> str:
@@ -92,6 +107,8 @@ class Segment:
     """The last one; `resume_from` where there is no other."""
     known: Mapping[str, float] = field(default_factory=dict)
     """What was known of the trial at that checkpoint."""
+    compared: int = 0
+    """Step of the last comparison after which it went on."""
 
     @classmethod
     def last(cls, files: RunFiles) -> Segment:
@@ -105,17 +122,24 @@ class Segment:
         return f"segment_{self.number}"
 
     def next(self, pointer: tune.Checkpoint, files: RunFiles) -> Segment:
-        """A new one where the pointer is another trial's, else this one.
+        """After a comparison: a new one where the pointer is another trial's, else this one.
 
         The other trial keeps its checkpoint: it waits for this one before it makes its next but
         one. What this trial has made so far nobody needs any more.
         """
         with pointer.as_directory() as folder:
             other = Segment(**json.loads((Path(folder) / SEGMENT).read_text()))
+        compared = int(other.known[STEP])
         if other.trial == self.trial:
-            return self
+            same = dataclasses.replace(self, compared=compared)
+            same.write(files)
+            return same
         following = dataclasses.replace(
-            other, trial=self.trial, number=self.number + 1, resume_from=other.checkpoint
+            other,
+            trial=self.trial,
+            number=self.number + 1,
+            resume_from=other.checkpoint,
+            compared=compared,
         )
         following.write(files)
         open_folder(files.location, self.folder).remove()

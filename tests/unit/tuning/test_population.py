@@ -9,7 +9,11 @@ from ray.train import CheckpointConfig, RunConfig
 
 from raypo.config.space import Domain
 from raypo.storage.run_files import RunFiles
+from raypo.tuning.goal import Goal
 from raypo.tuning.population import SEGMENT, Population, Segment, inside
+from raypo.tuning.record import TrialRecord
+from raypo.tuning.trial import TrialSetup
+from raypo.tuning.tune import last_comparison
 
 
 def files_of(folder: Path, name: str) -> RunFiles:
@@ -41,7 +45,7 @@ def test_another_trials_checkpoint_begins_a_segment_and_ones_own_goes_on(tmp_pat
 
     own = pointer(tmp_path / "b", copy, begun)
     later = Segment.last(copy)
-    assert later.next(own, copy) == later
+    assert later.next(own, copy) == later == Segment.last(copy)
     assert later.checkpoint == f"{tmp_path}/p-00001/segment_1/checkpoint_2"
     assert later.resume_from == begun.resume_from
 
@@ -112,7 +116,7 @@ def test_trials_wait_where_they_are_compared_and_at_their_end_for_nobody():
 
 def test_a_population_that_goes_on_is_compared_where_its_first_trials_waited():
     ahead, behind = trials = [RunningTrial(), RunningTrial()]
-    judge, controller = judge_of(trials, burn_in_period=4)
+    judge, controller = judge_of(trials, last_comparison=2)
 
     def decide(trial: Any, step: int) -> str:
         return judge.on_trial_result(controller, trial, {"step": step, "v": 0.5})
@@ -123,6 +127,28 @@ def test_a_population_that_goes_on_is_compared_where_its_first_trials_waited():
     assert judge.choose_trial_to_run(controller) is None
     assert decide(behind, 4) == "PAUSE"
     assert judge.choose_trial_to_run(controller) is ahead
+
+
+def test_a_comparison_that_an_earlier_attempt_has_made_is_not_made_again(tmp_path: Path):
+    """The driver was killed at step 3, after one has copied the other at step 2."""
+    good, copy = files_of(tmp_path, "p-00000"), files_of(tmp_path, "p-00001")
+    at_2 = pointer(tmp_path / "a", good, Segment.last(good))
+    setup = TrialSetup("p", {}, str(tmp_path), ".", Goal(("v",), (1.0,)), is_population=True)
+    left = [TrialRecord(number, f"p-0000{number}", {}) for number in (0, 1)]
+    assert last_comparison(setup, left) == 0, "both wait at step 2"
+    Segment.last(good).next(at_2, good)
+    assert last_comparison(setup, left) == 2
+    Segment.last(copy).next(at_2, copy)
+    assert last_comparison(setup, left) == 2
+
+    trials = [RunningTrial(), RunningTrial()]
+    judge, controller = judge_of(trials, last_comparison=2)
+
+    def decide(trial: Any, step: int) -> str:
+        return judge.on_trial_result(controller, trial, {"step": step, "v": 0.5})
+
+    assert [decide(each, 2) for each in trials] == ["CONTINUE"] * 2
+    assert [decide(each, 4) for each in trials] == ["PAUSE"] * 2
 
 
 @pytest.mark.parametrize(
