@@ -2,7 +2,8 @@
 
 Every some steps all trials wait for each other, and are compared at the same step. Ray Tune then
 hands checkpoints from trial to trial; what it hands on here is a pointer, a folder with one small
-file that names the run's own checkpoint: policy, critic, optimizers, KL controller, cursor.
+file that names the run's own checkpoint: policy, critic, optimizers, KL controller, cursor. A trial
+that begins with it takes a copy into its own folder, on one disk by hard links.
 
 Paper: Jaderberg et al. 2017, arXiv:1711.09846.
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pyarrow.fs import FileSystem, copy_files
 from ray import tune
 from ray.train import CheckpointConfig, RunConfig
 from ray.tune.experiment import Trial
@@ -31,8 +35,10 @@ from raypo.tuning.goal import STEP
 from raypo.tuning.search import POINT
 
 SEGMENT = "segment.json"
+COPIED = "copied"
+"""Folder of a segment: the checkpoint that it began with."""
 KEPT_CHECKPOINTS = 2
-"""At least: one that another trial begins with stays until that one has its own."""
+"""At least: all trials start at the same time, and one may still be copying another's."""
 
 
 class Population(PopulationBasedTraining):
@@ -102,7 +108,7 @@ class Segment:
     """Its name."""
     number: int = 0
     resume_from: str | None = None
-    """Another trial's checkpoint that it begins with, for as long as it has none of its own."""
+    """A copy of another trial's checkpoint, which it begins with while it has made none."""
     checkpoint: str | None = None
     """The last one; `resume_from` where there is no other."""
     known: Mapping[str, float] = field(default_factory=dict)
@@ -124,8 +130,11 @@ class Segment:
     def next(self, pointer: tune.Checkpoint, files: RunFiles) -> Segment:
         """After a comparison: a new one where the pointer is another trial's, else this one.
 
-        The other trial keeps its checkpoint: it waits for this one before it makes its next but
-        one. What this trial has made so far nobody needs any more.
+        The new one has a copy of the other trial's checkpoint, which the other one deletes some
+        time. What this trial has made so far nobody needs any more.
+
+        Raises:
+            OSError: the checkpoint is gone; nothing has changed then.
         """
         with pointer.as_directory() as folder:
             other = Segment(**json.loads((Path(folder) / SEGMENT).read_text()))
@@ -134,13 +143,14 @@ class Segment:
             same = dataclasses.replace(self, compared=compared)
             same.write(files)
             return same
-        following = dataclasses.replace(
-            other,
-            trial=self.trial,
-            number=self.number + 1,
-            resume_from=other.checkpoint,
-            compared=compared,
+        assert other.checkpoint is not None
+        following = Segment(
+            self.trial, number=self.number + 1, known=other.known, compared=compared
         )
+        open_folder(files.location, following.folder).remove()  # of an attempt that was killed
+        copied = f"{files.location}/{following.folder}/{COPIED}"
+        copy_checkpoint(other.checkpoint, copied)
+        following = dataclasses.replace(following, resume_from=copied, checkpoint=copied)
         following.write(files)
         open_folder(files.location, self.folder).remove()
         return following
@@ -177,3 +187,28 @@ class Segment:
             storage_path=files.location,
             checkpoint_config=dataclasses.replace(kept, num_to_keep=num_to_keep),
         )
+
+
+def copy_checkpoint(source: str, target: str) -> None:
+    """Of another trial, which will delete its own some time; on one disk by hard links.
+
+    Args:
+        source: A local path or a URI, as the target is.
+        target: Nothing is there yet.
+
+    Raises:
+        OSError: the source is gone.
+    """
+    if "://" in source:
+        system, path = FileSystem.from_uri(source)
+        into = FileSystem.from_uri(target)[1]
+        copy_files(path, into, source_filesystem=system, destination_filesystem=system)
+    else:
+        shutil.copytree(source, target, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk
+        shutil.copy2(source, target)

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from ray.train import CheckpointConfig, RunConfig
 from raypo.config.space import Domain
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal
-from raypo.tuning.population import SEGMENT, Population, Segment, inside
+from raypo.tuning.population import SEGMENT, Population, Segment, copy_checkpoint, inside
 from raypo.tuning.record import TrialRecord
 from raypo.tuning.trial import TrialSetup
 from raypo.tuning.tune import last_comparison
@@ -25,6 +26,9 @@ def files_of(folder: Path, name: str) -> RunFiles:
 def pointer(folder: Path, files: RunFiles, segment: Segment) -> Any:
     """As Tune hands it on: to a checkpoint of a trial."""
     folder.mkdir()
+    checkpoint = files.folder / segment.folder / "checkpoint_2"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "run.json").write_text(f"of {files.name}")
     at = segment.at("bucket/checkpoint_2", {"step": 2, "kl/coef": 0.5}, files)
     (folder / SEGMENT).write_text(json.dumps(vars(at)))
     return tune.Checkpoint.from_directory(str(folder))
@@ -38,7 +42,7 @@ def test_another_trials_checkpoint_begins_a_segment_and_ones_own_goes_on(tmp_pat
 
     begun = first.next(pointer(tmp_path / "a", good, Segment.last(good)), copy)
     assert (begun.trial, begun.number) == ("p-00001", 1)
-    assert begun.resume_from == f"{tmp_path}/p-00000/segment_0/checkpoint_2"
+    assert begun.resume_from == begun.checkpoint == f"{tmp_path}/p-00001/segment_1/copied"
     assert begun.known == {"step": 2, "kl/coef": 0.5}
     assert Segment.last(copy) == begun, "it goes on there after a kill"
     assert not (copy.folder / "segment_0").exists()
@@ -48,6 +52,44 @@ def test_another_trials_checkpoint_begins_a_segment_and_ones_own_goes_on(tmp_pat
     assert later.next(own, copy) == later == Segment.last(copy)
     assert later.checkpoint == f"{tmp_path}/p-00001/segment_1/checkpoint_2"
     assert later.resume_from == begun.resume_from
+
+
+def test_the_copied_checkpoint_is_the_trials_own_and_what_it_made_before_goes(tmp_path: Path):
+    good, copy = files_of(tmp_path, "p-00000"), files_of(tmp_path, "p-00001")
+    (copy.folder / "segment_1" / "copied").mkdir(parents=True)  # of an attempt that was killed
+    for number in (1, 2):
+        begun = Segment.last(copy).next(
+            pointer(tmp_path / str(number), good, Segment(good.name)), copy
+        )
+        shutil.rmtree(good.folder / "segment_0")
+        assert begun.resume_from is not None
+        assert Path(begun.resume_from, "run.json").read_text() == "of p-00000"
+        names = [path.name for path in copy.folder.iterdir() if path.is_dir()]
+        assert names == [f"segment_{number}"]
+
+
+def test_a_trial_keeps_what_it_has_where_the_checkpoint_to_copy_is_gone(tmp_path: Path):
+    good, copy = files_of(tmp_path, "p-00000"), files_of(tmp_path, "p-00001")
+    (copy.folder / "segment_0" / "checkpoint_1").mkdir(parents=True)
+    gone = pointer(tmp_path / "a", good, Segment(good.name))
+    shutil.rmtree(good.folder / "segment_0")
+    before = Segment.last(copy)
+    with pytest.raises(OSError, match="checkpoint_2"):
+        before.next(gone, copy)
+    assert Segment.last(copy) == before
+    assert (copy.folder / "segment_0" / "checkpoint_1").is_dir()
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_checkpoint_is_copied_whole_by_path_and_by_uri(tmp_path: Path, scheme: str):
+    (tmp_path / "source" / "optimizer").mkdir(parents=True)
+    (tmp_path / "source" / "run.json").write_text("{}")
+    (tmp_path / "source" / "optimizer" / "rank_0.pt").write_bytes(b"state")
+    target = tmp_path / "trial" / "segment_1" / "copied"
+    copy_checkpoint(f"{scheme}{tmp_path}/source", f"{scheme}{target}")
+    shutil.rmtree(tmp_path / "source")
+    assert (target / "run.json").read_text() == "{}"
+    assert (target / "optimizer" / "rank_0.pt").read_bytes() == b"state"
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, 2), (5, 5), (None, None)])
