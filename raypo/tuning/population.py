@@ -28,6 +28,7 @@ from ray.train import CheckpointConfig, RunConfig
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import PopulationBasedTraining
 
+from raypo.config import ConfigError
 from raypo.config.space import Domain
 from raypo.storage.folder import open_folder
 from raypo.storage.run_files import RunFiles
@@ -118,9 +119,22 @@ class Segment:
 
     @classmethod
     def last(cls, files: RunFiles) -> Segment:
-        """The one that a trial is in."""
+        """The one that a trial is in.
+
+        Raises:
+            ConfigError: an older version has written it.
+        """
         written = files.read(SEGMENT)
-        return cls(files.name) if written is None else cls(**json.loads(written))
+        if written is None:
+            return cls(files.name)
+        values = json.loads(written)
+        if "trial" not in values:
+            sweep = files.name.rpartition("-")[0]
+            raise ConfigError(
+                f"name ({sweep}): {files.location}/{SEGMENT} is of an older version, from which a "
+                "sweep with pbt cannot go on. Choose another name, or start over with --fresh."
+            )
+        return cls(**values)
 
     @property
     def folder(self) -> str:

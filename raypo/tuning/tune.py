@@ -73,7 +73,7 @@ def run_sweep(sweep: SweepConfig, base: PPOConfig, files: RunFiles) -> Outcome:
         files: Of the sweep; its config is written here.
 
     Raises:
-        ConfigError: not even one trial fits the cluster.
+        ConfigError: not even one trial fits the cluster, or an older version began the sweep.
     """
     os.environ.update(_TUNE_ENVIRONMENT)
     connected_here = connect(base.cluster)
@@ -124,6 +124,7 @@ class _Sweep:
         earlier = read_trials(files)
         self._ended = [record for record in earlier if record.has_ended]
         self._left = [record for record in earlier if record not in self._ended]
+        self._last_comparison = last_comparison(self._setup, self._left)
         self._board = Board(
             {record.number: record for record in earlier},
             self._view,
@@ -179,9 +180,7 @@ class _Sweep:
             ray.kill(janitor)
 
     def _fit_trials(self, setup: TrialSetup) -> None:
-        scheduler = scheduler_of(
-            self._sweep, self._base, last_comparison=last_comparison(setup, self._left)
-        )
+        scheduler = scheduler_of(self._sweep, self._base, last_comparison=self._last_comparison)
         if not setup.is_population:  # it looks at those alone that still run
             past = {
                 record.name: reports_of(
