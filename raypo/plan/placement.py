@@ -385,9 +385,13 @@ def _refusal(
     }
     placed = place(dedicated, nodes, strategy)
     what = "the groups do not fit the cluster at the same time"
-    change = _change(workers, without(nodes, dedicated, placed), strategy)
+    left = without(nodes, dedicated, placed)
     if len(placed) < len(dedicated):
         what, change = "the dedicated group does not fit the cluster", "Use a larger cluster"
+    elif all(node.get("GPU", 0.0) < workers[0].gpus for node in left):
+        change = "Use a larger cluster"  # the dedicated group took every GPU
+    else:
+        change = _change(workers, left, strategy)
     rows = [("", "bundles", "each", "in all")]
     for name, bundles in {**named, "learner workers": workers}.items():
         each = bundles[0].resources

@@ -13,6 +13,7 @@ from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.clock import duration
 from raypo.plan.placement import (
+    PlacementError,
     Resources,
     groups_side_by_side,
     lay_out,
@@ -73,11 +74,16 @@ def plan_sweep(
         ConfigError: not even one trial fits.
     """
     strategy, num_workers = base.placement.strategy, base.learner.num_workers
-    lay_out(base, nodes, use_gpu=use_gpu)
+    try:
+        lay_out(base, nodes, use_gpu=use_gpu)
+    except PlacementError as error:
+        raise PlacementError(
+            f"{error} These are keys of {sweep.base}: in the sweep file learner.num_workers is "
+            f"overrides.learner.num_workers."
+        ) from error
     trial = worker_bundles(base, use_gpu=use_gpu)
-    wanted = sweep.num_trials
-    if sweep.max_concurrent != "auto":
-        wanted = min(wanted, sweep.max_concurrent)
+    at_once = sweep.num_trials if sweep.max_concurrent == "auto" else sweep.max_concurrent
+    wanted = min(sweep.num_trials, at_once)
     num_slots = groups_side_by_side(trial, nodes, strategy, at_most=wanted)
     sharing = Sharing.of(sweep, base, use_gpu=use_gpu)
     if sharing.bundles:

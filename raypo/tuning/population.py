@@ -2,7 +2,8 @@
 
 Every some steps all trials wait for each other, and are compared at the same step. Ray Tune then
 hands checkpoints from trial to trial; what it hands on here is a pointer, a folder with one small
-file that names the run's own checkpoint: policy, critic, optimizers, KL controller, cursor.
+file that names the run's own checkpoint: policy, critic, optimizers, KL controller, cursor. A trial
+that begins with it takes a copy into its own folder, on one disk by hard links.
 
 Paper: Jaderberg et al. 2017, arXiv:1711.09846.
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pyarrow.fs import FileSystem, copy_files
 from ray import tune
 from ray.train import CheckpointConfig, RunConfig
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import PopulationBasedTraining
 
+from raypo.config import ConfigError
 from raypo.config.space import Domain
 from raypo.storage.folder import open_folder
 from raypo.storage.run_files import RunFiles
@@ -31,22 +36,39 @@ from raypo.tuning.goal import STEP
 from raypo.tuning.search import POINT
 
 SEGMENT = "segment.json"
+COPIED = "copied"
+"""Folder of a segment: the checkpoint that it began with."""
 KEPT_CHECKPOINTS = 2
-"""At least: one that another trial begins with stays until that one has its own."""
+"""At least: all trials start at the same time, and one may still be copying another's."""
 
 
 class Population(PopulationBasedTraining):
     """Ray Tune's, in step: what it decides depends on scores and the sweep's seed alone."""
 
-    def __init__(self, *, every: int, num_steps: int, seed: int, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        every: int,
+        num_steps: int,
+        seed: int,
+        last_comparison: int = 0,
+        **arguments: Any,
+    ) -> None:
         """Compare trials that all run at the same time.
 
         Args:
             every: Steps between two comparisons.
             num_steps: Of a whole trial.
             seed: Of the values that are drawn.
+            last_comparison: Step of the last one that an earlier attempt has made.
         """
-        super().__init__(perturbation_interval=every, synch=True, log_config=False, **arguments)
+        super().__init__(
+            perturbation_interval=every,
+            burn_in_period=last_comparison + every,
+            synch=True,
+            log_config=False,
+            **arguments,
+        )
         self._every, self._num_steps, self._seed = every, num_steps, seed
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict) -> str:
@@ -87,17 +109,32 @@ class Segment:
     """Its name."""
     number: int = 0
     resume_from: str | None = None
-    """Another trial's checkpoint that it begins with, for as long as it has none of its own."""
+    """A copy of another trial's checkpoint, which it begins with while it has made none."""
     checkpoint: str | None = None
     """The last one; `resume_from` where there is no other."""
     known: Mapping[str, float] = field(default_factory=dict)
     """What was known of the trial at that checkpoint."""
+    compared: int = 0
+    """Step of the last comparison after which it went on."""
 
     @classmethod
     def last(cls, files: RunFiles) -> Segment:
-        """The one that a trial is in."""
+        """The one that a trial is in.
+
+        Raises:
+            ConfigError: an older version has written it.
+        """
         written = files.read(SEGMENT)
-        return cls(files.name) if written is None else cls(**json.loads(written))
+        if written is None:
+            return cls(files.name)
+        values = json.loads(written)
+        if "trial" not in values:
+            sweep = files.name.rpartition("-")[0]
+            raise ConfigError(
+                f"name ({sweep}): {files.location}/{SEGMENT} is of an older version, from which a "
+                "sweep with pbt cannot go on. Choose another name, or start over with --fresh."
+            )
+        return cls(**values)
 
     @property
     def folder(self) -> str:
@@ -105,18 +142,29 @@ class Segment:
         return f"segment_{self.number}"
 
     def next(self, pointer: tune.Checkpoint, files: RunFiles) -> Segment:
-        """A new one where the pointer is another trial's, else this one.
+        """After a comparison: a new one where the pointer is another trial's, else this one.
 
-        The other trial keeps its checkpoint: it waits for this one before it makes its next but
-        one. What this trial has made so far nobody needs any more.
+        The new one has a copy of the other trial's checkpoint, which the other one deletes some
+        time. What this trial has made so far nobody needs any more.
+
+        Raises:
+            OSError: the checkpoint is gone; nothing has changed then.
         """
         with pointer.as_directory() as folder:
             other = Segment(**json.loads((Path(folder) / SEGMENT).read_text()))
+        compared = int(other.known[STEP])
         if other.trial == self.trial:
-            return self
-        following = dataclasses.replace(
-            other, trial=self.trial, number=self.number + 1, resume_from=other.checkpoint
+            same = dataclasses.replace(self, compared=compared)
+            same.write(files)
+            return same
+        assert other.checkpoint is not None
+        following = Segment(
+            self.trial, number=self.number + 1, known=other.known, compared=compared
         )
+        open_folder(files.location, following.folder).remove()  # of an attempt that was killed
+        copied = f"{files.location}/{following.folder}/{COPIED}"
+        copy_checkpoint(other.checkpoint, copied)
+        following = dataclasses.replace(following, resume_from=copied, checkpoint=copied)
         following.write(files)
         open_folder(files.location, self.folder).remove()
         return following
@@ -153,3 +201,28 @@ class Segment:
             storage_path=files.location,
             checkpoint_config=dataclasses.replace(kept, num_to_keep=num_to_keep),
         )
+
+
+def copy_checkpoint(source: str, target: str) -> None:
+    """Of another trial, which will delete its own some time; on one disk by hard links.
+
+    Args:
+        source: A local path or a URI, as the target is.
+        target: Nothing is there yet.
+
+    Raises:
+        OSError: the source is gone.
+    """
+    if "://" in source:
+        system, path = FileSystem.from_uri(source)
+        into = FileSystem.from_uri(target)[1]
+        copy_files(path, into, source_filesystem=system, destination_filesystem=system)
+    else:
+        shutil.copytree(source, target, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk
+        shutil.copy2(source, target)

@@ -29,8 +29,7 @@ def scheduler_of(
     """The sweep's scheduler; it judges by `sweep/value`, in which infeasible is below feasible.
 
     Args:
-        last_comparison: Of pbt: the step where the first trials of an earlier attempt waited for
-            the others.
+        last_comparison: Of pbt: step of the last one that an earlier attempt has made.
     """
     section = sweep.scheduler
     grace_steps = min(section.grace_steps or base.eval.every, base.num_steps)
@@ -53,7 +52,7 @@ def scheduler_of(
             every=sweep.perturb_every(base),
             num_steps=base.num_steps,
             seed=sweep.seed,
-            burn_in_period=last_comparison,
+            last_comparison=last_comparison,
             hyperparam_mutations={POINT: {k: _mutation(d) for k, d in sweep.domains.items()}},
             quantile_fraction=section.quantile,
             resample_probability=section.resample,

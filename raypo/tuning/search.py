@@ -115,7 +115,8 @@ class OptunaSearcher(Searcher):
         self.study = optuna.create_study(
             directions=["maximize" if mode == "max" else "minimize" for mode in sweep.mode],
             sampler=optuna.samplers.TPESampler(
-                seed=sweep.seed + len(ended),  # or new trials would repeat the first ones' draws
+                # Or new trials would repeat the draws of earlier ones.
+                seed=sweep.seed + len(ended) + len(begun),
                 # Trials before TPE begins: Optuna's usual 10, but at most half of a small sweep.
                 n_startup_trials=min(10, max(sweep.num_trials // 2, 1)),
             ),

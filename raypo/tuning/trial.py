@@ -80,7 +80,7 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
         segment, pointer = Segment.last(files), tune.get_checkpoint()
         if pointer is not None:
             segment = segment.next(pointer, files)
-        elif segment.checkpoint is not None:  # the sweep goes on: here the others waited for it
+        elif segment.checkpoint is not None:  # the sweep goes on: here it may have to wait
             segment.report(as_report(segment.known, setup.goal))
         known = segment.known
     reports = TrialReports(setup.goal, known, files, segment)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +27,11 @@ from raypo.storage.run_files import RunFiles
 from raypo.tuning.board import Board
 from raypo.tuning.capacity import SweepPlan, describe, plan_sweep, trial_name
 from raypo.tuning.cluster import find_nodes
-from raypo.tuning.goal import STEP, Goal
+from raypo.tuning.goal import Goal
 from raypo.tuning.outcome import Outcome, write_outcome
 from raypo.tuning.population import Segment
 from raypo.tuning.ray_internals import tell_past
-from raypo.tuning.record import read_trials, write_trials
+from raypo.tuning.record import TrialRecord, read_trials, write_trials
 from raypo.tuning.schedule import reports_of, scheduler_of
 from raypo.tuning.search import NUMBER, OptunaSearcher, listed_space
 from raypo.tuning.shared import started
@@ -73,7 +73,7 @@ def run_sweep(sweep: SweepConfig, base: PPOConfig, files: RunFiles) -> Outcome:
         files: Of the sweep; its config is written here.
 
     Raises:
-        ConfigError: not even one trial fits the cluster.
+        ConfigError: not even one trial fits the cluster, or an older version began the sweep.
     """
     os.environ.update(_TUNE_ENVIRONMENT)
     connected_here = connect(base.cluster)
@@ -86,6 +86,15 @@ def run_sweep(sweep: SweepConfig, base: PPOConfig, files: RunFiles) -> Outcome:
     finally:
         if connected_here:
             ray.shutdown()
+
+
+def last_comparison(setup: TrialSetup, left: Sequence[TrialRecord]) -> int:
+    """Step of the last comparison of pbt that an earlier attempt has made; 0 where there is none.
+
+    It is over as soon as one of the trials that are left has gone on after it.
+    """
+    compared = (Segment.last(setup.files(record.number)).compared for record in left)
+    return max(compared, default=0)
 
 
 def _name_of(sweep: str, trial: Any) -> str:
@@ -115,6 +124,7 @@ class _Sweep:
         earlier = read_trials(files)
         self._ended = [record for record in earlier if record.has_ended]
         self._left = [record for record in earlier if record not in self._ended]
+        self._last_comparison = last_comparison(self._setup, self._left)
         self._board = Board(
             {record.number: record for record in earlier},
             self._view,
@@ -170,13 +180,7 @@ class _Sweep:
             ray.kill(janitor)
 
     def _fit_trials(self, setup: TrialSetup) -> None:
-        last_steps = [
-            int(Segment.last(setup.files(record.number)).known.get(STEP, 0))
-            for record in self._left
-        ]
-        scheduler = scheduler_of(
-            self._sweep, self._base, last_comparison=max(last_steps, default=0)
-        )
+        scheduler = scheduler_of(self._sweep, self._base, last_comparison=self._last_comparison)
         if not setup.is_population:  # it looks at those alone that still run
             past = {
                 record.name: reports_of(

@@ -220,6 +220,20 @@ def test_groups_that_fit_alone_but_not_together_are_refused_with_a_table():
     ]
 
 
+def test_a_dedicated_group_that_takes_every_gpu_is_no_reason_to_train_without_any():
+    run = workers(
+        placement={"mode": {"engine": "dedicated"}},
+        learner={"num_workers": 8, "cpus_per_worker": 2},
+        rollout={"engine": {"count": 8}},
+    )
+    with pytest.raises(PlacementError) as caught:
+        lay_out(run, [{"CPU": 64.0, "GPU": 8.0}], use_gpu=True)
+    assert str(caught.value).endswith(
+        "Use a larger cluster, lower rollout.engine.count, placement.gpus or "
+        "placement.cpus_per_bundle, or set placement.mode to colocated."
+    )
+
+
 @pytest.mark.parametrize(
     ("strategy", "nodes", "fits"),
     [

@@ -91,6 +91,11 @@ def test_a_trial_that_never_fits_is_refused():
         )
 
 
+def test_who_asks_for_too_much_reads_how_the_key_is_called_in_the_sweep_file():
+    with pytest.raises(ConfigError, match=r"base\.yaml: .* overrides\.learner\.num_workers"):
+        slots([{"CPU": 2.0}], num_workers=4)
+
+
 def test_a_grid_is_every_combination():
     sweep = sweep_of(
         searcher="grid", space={"ppo.gamma": {"grid": [0.9, 1.0]}, "seed": {"grid": [0, 1]}}

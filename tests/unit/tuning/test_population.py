@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +8,14 @@ import pytest
 from ray import tune
 from ray.train import CheckpointConfig, RunConfig
 
+from raypo.config import ConfigError
 from raypo.config.space import Domain
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.population import SEGMENT, Population, Segment, inside
+from raypo.tuning.goal import Goal
+from raypo.tuning.population import SEGMENT, Population, Segment, copy_checkpoint, inside
+from raypo.tuning.record import TrialRecord
+from raypo.tuning.trial import TrialSetup
+from raypo.tuning.tune import last_comparison
 
 
 def files_of(folder: Path, name: str) -> RunFiles:
@@ -21,6 +27,9 @@ def files_of(folder: Path, name: str) -> RunFiles:
 def pointer(folder: Path, files: RunFiles, segment: Segment) -> Any:
     """As Tune hands it on: to a checkpoint of a trial."""
     folder.mkdir()
+    checkpoint = files.folder / segment.folder / "checkpoint_2"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "run.json").write_text(f"of {files.name}")
     at = segment.at("bucket/checkpoint_2", {"step": 2, "kl/coef": 0.5}, files)
     (folder / SEGMENT).write_text(json.dumps(vars(at)))
     return tune.Checkpoint.from_directory(str(folder))
@@ -34,16 +43,61 @@ def test_another_trials_checkpoint_begins_a_segment_and_ones_own_goes_on(tmp_pat
 
     begun = first.next(pointer(tmp_path / "a", good, Segment.last(good)), copy)
     assert (begun.trial, begun.number) == ("p-00001", 1)
-    assert begun.resume_from == f"{tmp_path}/p-00000/segment_0/checkpoint_2"
+    assert begun.resume_from == begun.checkpoint == f"{tmp_path}/p-00001/segment_1/copied"
     assert begun.known == {"step": 2, "kl/coef": 0.5}
     assert Segment.last(copy) == begun, "it goes on there after a kill"
     assert not (copy.folder / "segment_0").exists()
 
     own = pointer(tmp_path / "b", copy, begun)
     later = Segment.last(copy)
-    assert later.next(own, copy) == later
+    assert later.next(own, copy) == later == Segment.last(copy)
     assert later.checkpoint == f"{tmp_path}/p-00001/segment_1/checkpoint_2"
     assert later.resume_from == begun.resume_from
+
+
+def test_the_copied_checkpoint_is_the_trials_own_and_what_it_made_before_goes(tmp_path: Path):
+    good, copy = files_of(tmp_path, "p-00000"), files_of(tmp_path, "p-00001")
+    (copy.folder / "segment_1" / "copied").mkdir(parents=True)  # of an attempt that was killed
+    for number in (1, 2):
+        begun = Segment.last(copy).next(
+            pointer(tmp_path / str(number), good, Segment(good.name)), copy
+        )
+        shutil.rmtree(good.folder / "segment_0")
+        assert begun.resume_from is not None
+        assert Path(begun.resume_from, "run.json").read_text() == "of p-00000"
+        names = [path.name for path in copy.folder.iterdir() if path.is_dir()]
+        assert names == [f"segment_{number}"]
+
+
+def test_a_trial_keeps_what_it_has_where_the_checkpoint_to_copy_is_gone(tmp_path: Path):
+    good, copy = files_of(tmp_path, "p-00000"), files_of(tmp_path, "p-00001")
+    (copy.folder / "segment_0" / "checkpoint_1").mkdir(parents=True)
+    gone = pointer(tmp_path / "a", good, Segment(good.name))
+    shutil.rmtree(good.folder / "segment_0")
+    before = Segment.last(copy)
+    with pytest.raises(OSError, match="checkpoint_2"):
+        before.next(gone, copy)
+    assert Segment.last(copy) == before
+    assert (copy.folder / "segment_0" / "checkpoint_1").is_dir()
+
+
+def test_a_sweep_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path):
+    files = files_of(tmp_path, "old-pbt-00001")
+    files.write(SEGMENT, b'{"number": 1}')
+    with pytest.raises(ConfigError, match=r"name \(old-pbt\): .*segment.json .* with --fresh"):
+        Segment.last(files)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_checkpoint_is_copied_whole_by_path_and_by_uri(tmp_path: Path, scheme: str):
+    (tmp_path / "source" / "optimizer").mkdir(parents=True)
+    (tmp_path / "source" / "run.json").write_text("{}")
+    (tmp_path / "source" / "optimizer" / "rank_0.pt").write_bytes(b"state")
+    target = tmp_path / "trial" / "segment_1" / "copied"
+    copy_checkpoint(f"{scheme}{tmp_path}/source", f"{scheme}{target}")
+    shutil.rmtree(tmp_path / "source")
+    assert (target / "run.json").read_text() == "{}"
+    assert (target / "optimizer" / "rank_0.pt").read_bytes() == b"state"
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, 2), (5, 5), (None, None)])
@@ -112,7 +166,7 @@ def test_trials_wait_where_they_are_compared_and_at_their_end_for_nobody():
 
 def test_a_population_that_goes_on_is_compared_where_its_first_trials_waited():
     ahead, behind = trials = [RunningTrial(), RunningTrial()]
-    judge, controller = judge_of(trials, burn_in_period=4)
+    judge, controller = judge_of(trials, last_comparison=2)
 
     def decide(trial: Any, step: int) -> str:
         return judge.on_trial_result(controller, trial, {"step": step, "v": 0.5})
@@ -123,6 +177,28 @@ def test_a_population_that_goes_on_is_compared_where_its_first_trials_waited():
     assert judge.choose_trial_to_run(controller) is None
     assert decide(behind, 4) == "PAUSE"
     assert judge.choose_trial_to_run(controller) is ahead
+
+
+def test_a_comparison_that_an_earlier_attempt_has_made_is_not_made_again(tmp_path: Path):
+    """The driver was killed at step 3, after one has copied the other at step 2."""
+    good, copy = files_of(tmp_path, "p-00000"), files_of(tmp_path, "p-00001")
+    at_2 = pointer(tmp_path / "a", good, Segment.last(good))
+    setup = TrialSetup("p", {}, str(tmp_path), ".", Goal(("v",), (1.0,)), is_population=True)
+    left = [TrialRecord(number, f"p-0000{number}", {}) for number in (0, 1)]
+    assert last_comparison(setup, left) == 0, "both wait at step 2"
+    Segment.last(good).next(at_2, good)
+    assert last_comparison(setup, left) == 2
+    Segment.last(copy).next(at_2, copy)
+    assert last_comparison(setup, left) == 2
+
+    trials = [RunningTrial(), RunningTrial()]
+    judge, controller = judge_of(trials, last_comparison=2)
+
+    def decide(trial: Any, step: int) -> str:
+        return judge.on_trial_result(controller, trial, {"step": step, "v": 0.5})
+
+    assert [decide(each, 2) for each in trials] == ["CONTINUE"] * 2
+    assert [decide(each, 4) for each in trials] == ["PAUSE"] * 2
 
 
 @pytest.mark.parametrize(

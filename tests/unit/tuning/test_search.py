@@ -83,6 +83,16 @@ def test_a_resumed_sweep_first_goes_on_with_what_was_begun(searcher: str):
 
 
 @pytest.mark.parametrize("searcher", ["random", "optuna"])
+def test_a_sweep_resumed_before_any_trial_has_ended_repeats_no_point(searcher: str):
+    sweep = sweep_of(searcher=searcher, num_samples=6)
+    first = trials_of(sweep)
+    begun = [trial(number, first[number]["point"], "interrupted") for number in (0, 1)]
+    resumed = trials_of(sweep, [], begun)
+    assert [config["number"] for config in resumed] == [0, 1, 2, 3, 4, 5]
+    assert len({config["point"]["ppo.kl.coef"] for config in resumed}) == 6
+
+
+@pytest.mark.parametrize("searcher", ["random", "optuna"])
 def test_more_trials_for_a_finished_sweep_are_new_ones(searcher: str):
     first = trials_of(sweep_of(searcher=searcher, num_samples=2))
     ended = [trial(t["number"], t["point"], "finished", **{SCORE: 0.5}) for t in first]
