@@ -59,7 +59,8 @@ class TrainedModel:
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers = workers
         self._stage = int(self._engine.zero_optimization_stage())
-        if workers.count == 1 and self._stage < 2:  # nothing to sum, and DeepSpeed would copy it
+        takes_gradients_itself = isinstance(self._engine.optimizer, _zero_optimizers())
+        if workers.count == 1 and not takes_gradients_itself:  # nothing to sum: it would be copied
             self._engine.enable_backward_allreduce = False
         self._engine.train()
         for parameter, exact in self._masters.items():

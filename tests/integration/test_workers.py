@@ -63,8 +63,11 @@ def test_figures_and_weights_agree_with_one_worker(
 ):
     one, many = outcomes[1][case], outcomes[count][case]
     exact = case[0] == "float32"
-    assert one["figures"].keys() == many["figures"].keys()
-    for name, value in one["figures"].items():
+    missing = one["figures"].keys() - many["figures"].keys()
+    norms = {"ppo/policy_grad_norm", "ppo/critic_grad_norm"}  # DeepSpeed does not tell them
+    assert missing == (norms if case == ("float32", 0) else set())
+    for name in many["figures"]:
+        value = one["figures"][name]
         close = pytest.approx(value, rel=1e-4 if exact else 0.1, abs=1e-5 if exact else 0.02)
         assert many["figures"][name] == close, name
     # Adam's first steps are lr * sign(gradient): where the gradient is rounding, it may flip.
