@@ -2,7 +2,7 @@
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test check bench docs fix clean
+.PHONY: help setup demo lint test check gpu bench docs fix clean
 
 help: ## What can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
@@ -24,6 +24,11 @@ test: setup ## Unit and integration tests
 
 check: lint ## What is to be seen within minutes: lint and unit tests
 	python -m pytest -m unit
+
+gpu: ## On a machine with a GPU: the pinned CUDA set, then the acceptance; ten minutes, a report
+	@nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || { echo "raypo: nvidia-smi finds no GPU here."; exit 2; }
+	@RAYPO_DEVICE=gpu scripts/setup.sh
+	python -m tests.gpu.acceptance
 
 bench: setup ## raypo beside TRL, vLLM, PyTorch and DeepSpeed: a table; an hour on two slow cores
 	python -m tests.benchmarks.bench

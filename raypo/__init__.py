@@ -4,33 +4,84 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raypo.config import ConfigError, PPOConfig, RewardModelConfig, SFTConfig
+    from raypo.config import (
+        ConfigError,
+        DistillationConfig,
+        DPOConfig,
+        IterativeDPOConfig,
+        PPOConfig,
+        RejectionSamplingConfig,
+        RewardModelConfig,
+        SFTConfig,
+    )
+    from raypo.ppo.own import StepRewards, StepScores
+    from raypo.ppo.surrogates import TokenLoss, Tokens
     from raypo.recipes.ppo import train_loop_per_worker
-    from raypo.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
+    from raypo.rollout.interface import Agent, Environment
+    from raypo.run.callbacks import StepView
+    from raypo.trainer import (
+        DistillationTrainer,
+        DPOTrainer,
+        IterativeDPOTrainer,
+        PPOTrainer,
+        RejectionSamplingTrainer,
+        RewardModelTrainer,
+        SFTTrainer,
+    )
     from raypo.types import Rollout
 
 _HOMES = {
+    "Agent": "raypo.rollout.interface",
     "ConfigError": "raypo.config",
+    "DPOConfig": "raypo.config",
+    "DPOTrainer": "raypo.trainer",
+    "DistillationConfig": "raypo.config",
+    "DistillationTrainer": "raypo.trainer",
+    "Environment": "raypo.rollout.interface",
+    "IterativeDPOConfig": "raypo.config",
+    "IterativeDPOTrainer": "raypo.trainer",
     "PPOConfig": "raypo.config",
     "PPOTrainer": "raypo.trainer",
+    "RejectionSamplingConfig": "raypo.config",
+    "RejectionSamplingTrainer": "raypo.trainer",
     "RewardModelConfig": "raypo.config",
     "RewardModelTrainer": "raypo.trainer",
     "Rollout": "raypo.types",
     "SFTConfig": "raypo.config",
     "SFTTrainer": "raypo.trainer",
+    "StepRewards": "raypo.ppo.own",
+    "StepScores": "raypo.ppo.own",
+    "StepView": "raypo.run.callbacks",
+    "TokenLoss": "raypo.ppo.surrogates",
+    "Tokens": "raypo.ppo.surrogates",
     "train_loop_per_worker": "raypo.recipes.ppo",
 }
 
 __version__ = "0.1.0"
 __all__ = [
+    "Agent",
     "ConfigError",
+    "DPOConfig",
+    "DPOTrainer",
+    "DistillationConfig",
+    "DistillationTrainer",
+    "Environment",
+    "IterativeDPOConfig",
+    "IterativeDPOTrainer",
     "PPOConfig",
     "PPOTrainer",
+    "RejectionSamplingConfig",
+    "RejectionSamplingTrainer",
     "RewardModelConfig",
     "RewardModelTrainer",
     "Rollout",
     "SFTConfig",
     "SFTTrainer",
+    "StepRewards",
+    "StepScores",
+    "StepView",
+    "TokenLoss",
+    "Tokens",
     "train_loop_per_worker",
 ]
 

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from raypo.config import (
     NUMBERS_DO_NOT_DEPEND_ON,
     ConfigError,
-    PPOConfig,
+    DistillationConfig,
+    DPOConfig,
+    OnlineConfig,
+    PairsSection,
+    PolicyExamplesConfig,
     RecipeConfig,
     RewardModelConfig,
     SFTConfig,
+    flatten,
     parse_run_config,
 )
+from raypo.data.conversations import peek_conversations
 from raypo.data.prompts import peek, repetition_note
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, worker_bundles
-from raypo.rewards.loader import check_function
+from raypo.rewards.loader import check_class, check_function
+from raypo.rollout.interface import AGENT, ENVIRONMENT
 from raypo.serving.vllm_arguments import check_extra
+from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.sinks import check_installed
 
@@ -42,25 +51,27 @@ def check_inputs(
     """
     check_installed(config.logging)
     notes: list[str] = []
-    if isinstance(config, PPOConfig | SFTConfig):
+    for spec in config.callbacks:
+        check_function(spec, key="callbacks")
+    if isinstance(config, OnlineConfig | PolicyExamplesConfig):
         check_extra(config.rollout.engine)
-    if isinstance(config, PPOConfig):
-        notes = _check_ppo(config, has_reward_fn=has_reward_fn)
+    if isinstance(config, OnlineConfig):
+        notes = _check_online(config, has_reward_fn=has_reward_fn)
     elif isinstance(config, SFTConfig):
-        check_model("model.policy", config.model.policy)
-        _check_data(config, {"data.response_key": config.data.response_key})
-        if config.eval.function is not None:
-            check_function(config.eval.function, key="eval.function")
+        _check_sft(config)
     elif isinstance(config, RewardModelConfig):
         check_model("model.policy", config.model.policy)
-        keys = {"chosen_key": config.data.chosen_key, "rejected_key": config.data.rejected_key}
-        _check_data(config, {f"data.{name}": column for name, column in keys.items()})
+        _check_data(config, _pair_columns(config.data))
+    elif isinstance(config, DPOConfig):
+        _check_dpo(config)
+    if isinstance(config, PolicyExamplesConfig) and config.eval.function is not None:
+        check_function(config.eval.function, key="eval.function")
     if on_this_machine:
         _check_cpus(config)
     return notes
 
 
-def check_evaluation(model: str, config: PPOConfig | SFTConfig) -> None:
+def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) -> None:
     """Refuse what `raypo eval` cannot read.
 
     Raises:
@@ -75,31 +86,89 @@ def check_evaluation(model: str, config: PPOConfig | SFTConfig) -> None:
         check_function(config.eval.function, key="eval.function")
 
 
-def _check_ppo(config: PPOConfig, *, has_reward_fn: bool) -> list[str]:
-    for key in ("policy", "critic", "reference"):
-        path = getattr(config.model, key)
+def _check_online(config: OnlineConfig, *, has_reward_fn: bool) -> list[str]:
+    named = config.model.model_dump(include={"policy", "critic", "reference", "teacher"})
+    for key, path in named.items():
         if path is not None:
             check_model(f"model.{key}", path)
     for entry in config.model.reward or ():
         check_model("model.reward", entry.path)
     _check_shards(config)
+    column = config.data.response_key if isinstance(config, DistillationConfig) else None
     num_prompts = _check_data(config)
+    if column:  # of held-out prompts no response is read
+        columns = {"data.response_key": column}
+        peek(config.data.prompts, config.data.prompt_key, response_keys=columns)
     if not has_reward_fn:
-        if not _has_judge(config):
-            raise ConfigError(
-                "reward.function (None): nothing judges the responses. Set it to file.py:name or "
-                "package.module:name, set model.reward or reward.url, or pass reward_fn to "
-                "PPOTrainer."
-            )
-        if config.reward.function is not None:
-            check_function(config.reward.function)
-    if config.eval.function is not None:
-        check_function(config.eval.function, key="eval.function")
+        _check_judged(config)
+    functions = config.own_functions | {"eval.function": config.eval.function}
+    for key, spec in functions.items():
+        if spec is not None:
+            check_function(spec, key=key)
+    _check_player(config)
     note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
     return [note] if note else []
 
 
-def _check_shards(config: PPOConfig) -> None:
+def _check_player(config: OnlineConfig) -> None:
+    for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):
+        if (spec := getattr(config.rollout, key)) is not None:
+            check_class(spec, methods, key=f"rollout.{key}")
+
+
+def _check_sft(config: SFTConfig) -> None:
+    check_model("model.policy", config.model.policy)
+    data, held_out = config.data, config.eval.prompts
+    if data.messages_key is None:
+        _check_data(config, {"data.response_key": data.response_key})
+        return
+    peek_conversations(data.prompts, data.messages_key, key="data.prompts")
+    if held_out:
+        peek_conversations(held_out, data.messages_key, key="eval.prompts")
+        if config.eval.function is not None:  # the engine answers prompts, not conversations
+            peek(held_out, data.prompt_key, data.label_key, key="eval.prompts")
+
+
+def _check_judged(config: OnlineConfig) -> None:
+    """Nobody need judge what a teacher teaches, but held-out answers need a judge."""
+    if config.reward.function is not None:
+        check_function(config.reward.function)
+    judges = config.reward.function or config.model.reward or config.reward.url
+    if judges or config.rollout.is_episodic:
+        return
+    if not isinstance(config, DistillationConfig):
+        raise ConfigError(
+            "reward.function (None): nothing judges the responses. Set it to file.py:name or "
+            "package.module:name, set model.reward or reward.url, or pass reward_fn to the "
+            "trainer."
+        )
+    if config.eval.prompts and not config.eval.function:
+        raise ConfigError(
+            "eval.function (None): nobody judges the answers to eval.prompts. Set it to "
+            "file.py:name or package.module:name, or remove eval.prompts."
+        )
+
+
+def _check_dpo(config: DPOConfig) -> None:
+    check_model("model.policy", config.model.policy)
+    if config.model.reference is not None:
+        check_model("model.reference", config.model.reference)
+    data = config.data
+    columns = {"data.response_key": data.response_key} if data.desirable_key else None
+    columns = columns or _pair_columns(data)
+    peek(data.prompts, data.prompt_key, response_keys=columns)
+    if config.eval.pairs:
+        peek(config.eval.pairs, data.prompt_key, key="eval.pairs", response_keys=columns)
+    if config.eval.prompts:
+        peek(config.eval.prompts, data.prompt_key, data.label_key, key="eval.prompts")
+
+
+def _pair_columns(data: PairsSection) -> dict[str, str]:
+    """Config key -> column of the responses of a pair."""
+    return {"data.chosen_key": data.chosen_key, "data.rejected_key": data.rejected_key}
+
+
+def _check_shards(config: OnlineConfig) -> None:
     """Models that vLLM cannot cut; those of a hub id are left to vLLM."""
     model = config.model
     paths = {
@@ -126,10 +195,6 @@ def _local_shape(path: str | None) -> ModelShape | None:
         return None
 
 
-def _has_judge(config: PPOConfig) -> bool:
-    return bool(config.reward.function or config.model.reward or config.reward.url)
-
-
 def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> int | None:
     """The number of rows in `data.prompts`, where it is known."""
     data = config.data
@@ -149,24 +214,88 @@ def check_run_folder(config: RecipeConfig, files: RunFiles, *, start_over: str =
     Raises:
         ConfigError: with every key that differs.
     """
-    recorded = files.config()
-    if recorded is None or not files.metrics():  # it never made a step: nothing to protect
+    recorded, done = files.config(), files.last_step()
+    if recorded is None or not done:  # it never made a step: nothing to protect
+        if config.from_checkpoint is not None:
+            _check_beginning(config, config.from_checkpoint)
         return
     earlier = parse_run_config(recorded, origin=f"{files.location}/config.yaml")
-    changes = earlier.differences(config, ignore=NUMBERS_DO_NOT_DEPEND_ON)
+    config = _decided_as(config, earlier.model_dump())
+    may_change = NUMBERS_DO_NOT_DEPEND_ON
+    if config.may_change_length:
+        may_change = (*may_change, "num_steps")
+        if config.num_steps < done:
+            raise ConfigError(
+                f"num_steps ({config.num_steps}): the run in {files.location} has done {done} "
+                f"steps. Set num_steps to {done} or more, choose another name, or start over with "
+                f"{start_over}."
+            )
+    changes = earlier.differences(config, ignore=may_change)
+    if any(change.startswith("num_steps:") for change in changes):
+        changes.append(
+            f"(the learning rates of all steps follow from num_steps: learner.lr_schedule is "
+            f"{config.learner.lr_schedule})"  # pyright: ignore[reportAttributeAccessIssue]
+        )
     if changes:
         lines = "\n  ".join(changes)
         raise ConfigError(
             f"name ({config.name}): {files.location} holds a run of another config:\n  {lines}\n"
-            f"Change these keys back to go on, choose another name, or start over with "
-            f"{start_over}."
+            f"Change these keys back to go on, choose another name (with from_checkpoint: "
+            f"{files.location} it begins where that run is), or start over with {start_over}."
         )
 
 
-def is_finished(files: RunFiles) -> bool:
-    """Whether the folder holds a run that was done to its last step."""
+def _decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
+    """The config, an undecided `model.dtype` as a run of before had it.
+
+    Where it is decided otherwise on this cluster's devices, the trainer checks once more.
+    """
+    dtype = earlier.get("model", {}).get("dtype", "auto")
+    return config if dtype == "auto" else config.with_dtype(use_gpu=dtype == "bfloat16")
+
+
+def _check_beginning(config: RecipeConfig, place: str) -> None:
+    """Refuse a checkpoint that the run could not load, or from which no step would be left."""
+    checkpoint = find_checkpoint(place)
+    state, earlier = checkpoint_state(checkpoint), config_of(checkpoint)
+    if config.num_steps <= state["step"]:
+        raise ConfigError(
+            f"num_steps ({config.num_steps}): from_checkpoint ({place}) is of step "
+            f"{state['step']}, and steps count on. Set num_steps above {state['step']}."
+        )
+    config = _decided_as(config, earlier)
+    theirs, mine = flatten(earlier), flatten(config.model_dump(mode="json"))
+    for key in _OF_A_CHECKPOINT:
+        for name in {n for n in theirs.keys() | mine.keys() if f"{n}.".startswith(f"{key}.")}:
+            if earlier and theirs.get(name) != mine.get(name):
+                raise ConfigError(
+                    f"{name} ({mine.get(name)}): from_checkpoint ({place}) holds the state of a "
+                    f"run with {theirs.get(name)}. Set {name} to that; for its weights alone, "
+                    f"remove from_checkpoint and set model.policy to that run's policy/."
+                )
+
+
+_OF_A_CHECKPOINT = (
+    "recipe",
+    "model.policy",
+    "model.dtype",
+    "model.lora",
+    "learner.num_workers",
+    "learner.zero_stage",
+    "ppo.advantage",
+)
+"""Keys and sections on which the content of a checkpoint depends."""
+
+
+def is_finished(files: RunFiles, config: RecipeConfig) -> bool:
+    """Whether the folder holds a run that is done: to the last step, or by the rules of `stop`."""
     summary = files.summary()
-    return summary is not None and summary["status"] == "finished"
+    if summary is None or summary["status"] != "finished":
+        return False
+    if summary["steps"] >= config.num_steps:
+        return True
+    rules = (files.config() or {}).get("stop")
+    return "stopped" in summary and rules == config.stop.model_dump(mode="json")
 
 
 def check_model(key: str, path: str) -> None:

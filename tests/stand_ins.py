@@ -27,6 +27,8 @@ class Engine:
     def generate(self) -> Here[[list[SamplingRequest]], list[Completion]]:
         return Here(self.answers)
 
+    submit = generate
+
     def each_preferred(self) -> list[Engine]:
         return [self]
 

@@ -13,6 +13,7 @@
 set -euo pipefail
 
 PORT=${RAY_PORT:-6379}
+# shellcheck source=/dev/null
 source .venv/bin/activate
 
 # All nodes and the run use one token: other users of the machines must not reach this Ray.

@@ -105,8 +105,8 @@ class Pipeline:
 
     def is_finished(self) -> bool:
         """Whether there is nothing left to run."""
-        stages = (self.sft, self.reward_model, self.ppo)
-        return all(is_finished(RunFiles(str(stage.parent), stage.name)) for stage in stages)
+        stages = (self.sft_config(), self.reward_model_config(), self.ppo_config())
+        return all(is_finished(RunFiles(each.storage_path, each.name), each) for each in stages)
 
     def run_to_pairs(self) -> None:
         """Data, SFT, pairs: what a reward model starts from."""

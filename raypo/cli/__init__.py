@@ -9,6 +9,7 @@ from raypo.cli.monitor import monitor
 from raypo.cli.plan import plan
 from raypo.cli.report import report
 from raypo.cli.run_status import status
+from raypo.cli.serve import serve
 from raypo.cli.serve_reward import serve_reward
 from raypo.cli.show import show
 from raypo.cli.sweep import sweep
@@ -25,6 +26,7 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(plan)
+app.command()(serve)
 app.command()(serve_reward)
 app.command()(sweep)
 app.command()(report)

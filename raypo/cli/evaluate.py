@@ -21,14 +21,14 @@ def evaluate(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A ppo or sft run config; of a run's folder its own is the default."),
+        typer.Option(help="A ppo, sft or dpo config; of a run's folder its own is the default."),
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
 ) -> None:
     """Score a policy on held-out prompts: mean, pass@k, by data source."""
-    from raypo.config import ConfigError, PPOConfig, SFTConfig, load_run_config
+    from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig, load_run_config
 
-    policy, run_config = _policy_of(model)
+    policy, run_config = policy_of(model)
     source = config or run_config
     if source is None:
         raise ConfigError(
@@ -36,10 +36,10 @@ def evaluate(
             f"Give a run config with an eval section."
         )
     settings = load_run_config(source, overrides)
-    if not isinstance(settings, PPOConfig | SFTConfig):
+    if not isinstance(settings, OnlineConfig | PolicyExamplesConfig):
         raise ConfigError(
-            f"--config ({source}): recipe {settings.recipe} samples nothing. Give a ppo or sft "
-            f"config."
+            f"--config ({source}): recipe {settings.recipe} samples nothing. Give a ppo, sft or "
+            f"dpo config."
         )
     from raypo.checks import check_evaluation
 
@@ -89,11 +89,14 @@ def export(
     typer.echo(f"raypo: {found[0]} -> {to}")
 
 
-def _policy_of(model: str) -> tuple[str, Path | None]:
-    """The model's folder and, of a run, its config."""
+def policy_of(model: str) -> tuple[str, Path | None]:
+    """The folder of a model, named by itself, by its run or its best step; the run's config."""
+    from raypo.storage.run_files import BEST
+
     run = Path(model).expanduser()
-    if (run / "config.yaml").is_file() and (run / "policy").is_dir():
-        return str(run / "policy"), run / "config.yaml"
+    of_run = run.parent if run.name == BEST else run
+    if (of_run / "config.yaml").is_file() and (run / "policy").is_dir():
+        return str(run / "policy"), of_run / "config.yaml"
     return model, None
 
 

@@ -10,27 +10,35 @@ import typer
 from raypo.cli.exit_status import WRONG_INPUT, exit_status, tell
 
 if TYPE_CHECKING:
-    from raypo.config import PPOConfig
+    from raypo.config import RecipeConfig
     from raypo.plan.hardware import Node
 
 CLUSTER_HELP = (
-    "The hardware: 8xGPU80G,2 is two nodes, each with 8 GPUs of 80 GB; 4xCPU,16G is one with 4 "
-    "cores and 16 GB; kinds of nodes are joined by +. Left out: the cluster at cluster.address or "
-    "RAY_ADDRESS, else this machine."
+    "The hardware: 8xH100,2 is two nodes, each with 8 GPUs (8xGPU80G: of 80 GB, whatever kind); "
+    "4xCPU,16G is one with 4 cores and 16 GB; kinds of nodes are joined by +. Left out: the "
+    "cluster at cluster.address or RAY_ADDRESS, else this machine."
 )
 
 
 @exit_status()
 def plan(
-    config: Annotated[Path, typer.Argument(help="A ppo run config or a sweep file (YAML).")],
+    config: Annotated[Path, typer.Argument(help="A run config or a sweep file (YAML).")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, like learner.zero_stage=3")
     ] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help=CLUSTER_HELP)] = None,
 ) -> None:
-    """Check a config, print bundles, devices and predicted memory; status 2: it does not fit."""
+    """Check a config, print bundles, devices, predicted memory and, of known GPUs, seconds a step.
+
+    Status 2: it does not fit.
+    """
     from raypo.checks import check_inputs
-    from raypo.config import ConfigError, PPOConfig, parse_run_config
+    from raypo.config import (
+        OnlineConfig,
+        PolicyExamplesConfig,
+        RewardModelConfig,
+        parse_run_config,
+    )
     from raypo.config.base import read_yaml
     from raypo.plan.fit import make_plan
 
@@ -39,22 +47,23 @@ def plan(
         _plan_sweep(config, overrides, cluster)
         return
     run = parse_run_config(values, origin=str(config))
-    if not isinstance(run, PPOConfig):
-        raise ConfigError(
-            f"{config}: recipe ({run.recipe}): raypo plan knows the memory of ppo runs and sweeps. "
-            f"Give it one of these."
-        )
+    assert isinstance(run, OnlineConfig | PolicyExamplesConfig | RewardModelConfig)
     nodes = _nodes(run, cluster)
     notes = check_inputs(run, on_this_machine=False)
     made = make_plan(run, nodes)
 
     from rich.console import Console
 
-    from raypo.plan.tables import tables
+    from raypo.plan.tables import tables, times
+    from raypo.plan.times import Rates, faster, step_time
 
     console = Console()
     for table in tables(made):
         console.print(table)
+        console.print()
+    rates = Rates.of(made)
+    if rates is not None:
+        console.print(times(step_time(made, rates), faster(made)))
         console.print()
     for note in [*made.notes, *notes]:
         console.print(f"Note: {note}.", highlight=False)
@@ -90,7 +99,7 @@ def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) ->
         typer.echo(f"Note: {note}.")
 
 
-def _nodes(run: PPOConfig, cluster: str | None) -> list[Node]:
+def _nodes(run: RecipeConfig, cluster: str | None) -> list[Node]:
     """The hardware of the text, else of the cluster that the run would join, else this machine."""
     import os
 

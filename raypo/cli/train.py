@@ -31,9 +31,10 @@ def train(
         with files.lock():
             files.remove()
     check_run_folder(run, files)
-    if is_finished(files):
+    if is_finished(files, run):
         typer.echo(
-            f"raypo: {run.name} is finished, files in {files.location}; --fresh starts over."
+            f"raypo: {run.name} is finished, files in {files.location}; with a higher num_steps it "
+            "goes on, --fresh starts over."
         )
         return
     from raypo.trainer import trainer_for  # Ray and torch from here on

@@ -25,6 +25,8 @@ JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 _WORKER_DEFAULTS = {
     "NCCL_DEBUG": "WARN",
+    # Costs NVLS, saves memory that NCCL else takes beside CUDA graphs. NCCL 2.22 is said to have
+    # mended that (nccl#1234), yet others who took it out beside vLLM went back (SkyRL#1629).
     "NCCL_CUMEM_ENABLE": "0",
     "TOKENIZERS_PARALLELISM": "false",
     # Learner, engine and reference take turns on the same cores: threads that spin while they

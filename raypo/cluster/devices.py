@@ -27,6 +27,53 @@ def users_choice(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return chosen
 
 
+OTHERS = ("NPU", "TPU", "HPU", "neuron_cores")
+"""Accelerators as Ray names them, that raypo has no engine and no learner for."""
+
+
+def check_accelerators(resources: Mapping[str, float]) -> None:
+    """Refuse a cluster whose accelerators would stand idle while all runs on CPUs.
+
+    Args:
+        resources: Of the cluster, as Ray names them. AMD's GPUs are `GPU` too.
+
+    Raises:
+        ConfigError: it has some that are no GPUs, and no GPU.
+    """
+    found = [name for name in OTHERS if resources.get(name)]
+    if found and not resources.get("GPU"):
+        raise ConfigError(
+            f"learner.use_gpu (auto): the cluster has {found[0]}, and raypo runs on GPUs and CPUs. "
+            f"Set learner.use_gpu to false to run on its CPUs, or use a cluster with GPUs."
+        )
+
+
+def check_driver(*, gpus: int) -> None:
+    """Refuse GPUs that torch cannot use, which else would go by without a word: all runs on CPUs.
+
+    Args:
+        gpus: Those that nvidia-smi or Ray finds on this machine.
+
+    Raises:
+        ConfigError: torch is built for CUDA, and there it finds none of them.
+    """
+    import torch
+
+    if not gpus or torch.version.cuda is None or torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.init()
+        reason = "it finds no device"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+    raise ConfigError(
+        f"learner.use_gpu (auto): this machine has {gpus} NVIDIA GPUs, and torch "
+        f"{torch.__version__} (CUDA {torch.version.cuda}) cannot use them: {reason} Update the "
+        f"driver, install a torch for the driver's CUDA, or set learner.use_gpu to false to run on "
+        f"CPUs."
+    )
+
+
 def check_choice(*, has_devices: bool, environ: Mapping[str, str] = os.environ) -> None:
     """Refuse a flag that would leave Ray Train's workers without a device.
 

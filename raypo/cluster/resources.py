@@ -6,23 +6,9 @@ import ray
 
 from raypo.cluster.connect import connect
 from raypo.config import ClusterSection
+from raypo.plan.gpus import gpu_of
 from raypo.plan.hardware import GB, Node
 from raypo.plan.placement import Resources
-
-GPU_GB = {
-    "V100": 16,
-    "T4": 16,
-    "L4": 24,
-    "A10G": 24,
-    "L40S": 48,
-    "A100": 40,
-    "A100-40G": 40,
-    "A100-80G": 80,
-    "H100": 80,
-    "H200": 141,
-    "B200": 180,
-}
-"""Memory by the accelerator type that Ray tells; the smaller kind where there are two."""
 
 
 def alive_nodes() -> list[Resources]:
@@ -47,12 +33,13 @@ def cluster_nodes(section: ClusterSection) -> list[Node]:
 def describe(name: str, resources: Resources) -> Node:
     """A node by its Ray resources; Ray's `memory` leaves out what its object store takes."""
     kinds = [key.split(":")[1] for key in resources if key.startswith("accelerator_type:")]
-    gpu_gb = next((GPU_GB[kind] for kind in kinds if kind in GPU_GB), None)
+    gpu = next(filter(None, map(gpu_of, kinds)), None)
     ram = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
     return Node(
         name,
         gpus=int(resources.get("GPU", 0.0)),
-        gpu_bytes=gpu_gb * GB if gpu_gb else None,
+        gpu_bytes=int(gpu.memory_gb * GB) if gpu else None,
+        gpu=gpu,
         cpus=int(resources.get("CPU", 0.0)),
         ram_bytes=int(ram) or None,
     )

@@ -1,6 +1,7 @@
 """Every config class: frozen pydantic, torch-free."""
 
-from raypo.config.base import Config, ConfigError, RunFile, flatten
+from raypo.config.base import Config, ConfigError, RunFile, flatten, is_import_path
+from raypo.config.dpo_config import DPOConfig, DPOSection, PreferencesSection
 from raypo.config.placement_section import DeploymentSection, FrozenSection, PlacementSection
 from raypo.config.ppo_section import (
     CorrectionSection,
@@ -10,9 +11,29 @@ from raypo.config.ppo_section import (
     ShapingSection,
 )
 from raypo.config.presets import PRESETS
-from raypo.config.recipe_config import RECIPES, load_run_config, parse_run_config
+from raypo.config.recipe_config import (
+    RECIPES,
+    load_run_config,
+    parse_online_config,
+    parse_run_config,
+)
 from raypo.config.rollout_section import EngineSection, RolloutSection, SamplingSection
-from raypo.config.run_config import NUMBERS_DO_NOT_DEPEND_ON, PPOConfig, RecipeConfig
+from raypo.config.rounds_config import (
+    DistillationConfig,
+    DistillationSection,
+    IterativeDPOConfig,
+    PairingSection,
+    RejectionSamplingConfig,
+    RoundsConfig,
+    RoundsLearnerSection,
+    SelectionSection,
+)
+from raypo.config.run_config import (
+    NUMBERS_DO_NOT_DEPEND_ON,
+    OnlineConfig,
+    PPOConfig,
+    RecipeConfig,
+)
 from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
@@ -29,12 +50,15 @@ from raypo.config.sections import (
     RewardModelEntry,
     RewardSection,
     RewardWeights,
+    StopSection,
     WandbSection,
     WorkersSection,
 )
 from raypo.config.supervised_config import (
+    ExamplesConfig,
     ExamplesLearnerSection,
     PairsSection,
+    PolicyExamplesConfig,
     ResponsesSection,
     RewardModelConfig,
     SFTConfig,
@@ -50,41 +74,58 @@ __all__ = [
     "Config",
     "ConfigError",
     "CorrectionSection",
+    "DPOConfig",
+    "DPOSection",
     "DataSection",
     "DataSetEntry",
     "DeploymentSection",
+    "DistillationConfig",
+    "DistillationSection",
     "EngineSection",
     "EvalSection",
+    "ExamplesConfig",
     "ExamplesLearnerSection",
     "FilterSection",
     "FrozenSection",
+    "IterativeDPOConfig",
     "KLSection",
     "LearnerSection",
     "LoggingSection",
     "LoraSection",
     "MLflowSection",
     "ModelSection",
+    "OnlineConfig",
     "PPOConfig",
     "PPOSection",
+    "PairingSection",
     "PairsSection",
     "PlacementSection",
+    "PolicyExamplesConfig",
     "PolicyLoraSection",
+    "PreferencesSection",
     "PromptSource",
     "RecipeConfig",
+    "RejectionSamplingConfig",
     "ResponsesSection",
     "RewardModelConfig",
     "RewardModelEntry",
     "RewardSection",
     "RewardWeights",
     "RolloutSection",
+    "RoundsConfig",
+    "RoundsLearnerSection",
     "RunFile",
     "SFTConfig",
     "SamplingSection",
+    "SelectionSection",
     "ShapingSection",
+    "StopSection",
     "TrainedModelSection",
     "WandbSection",
     "WorkersSection",
     "flatten",
+    "is_import_path",
     "load_run_config",
+    "parse_online_config",
     "parse_run_config",
 ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yaml import YAMLError
 
 from raypo.config.paths import absolute_paths
@@ -20,6 +20,15 @@ RECORDED_BASE = "base_config"
 
 class ConfigError(ValueError):
     """The input is wrong: a key, a value, a file or a combination. The text says what to change."""
+
+
+ImportPath = Annotated[str, Field(pattern=r"^.+:[^\W\d]\w*$")]
+"""`file.py:name` or `package.module:name`."""
+
+
+def is_import_path(value: str) -> bool:
+    """Whether a value names a function of the user's, where it might also be one of raypo's."""
+    return ":" in value
 
 
 class Config(BaseModel):
@@ -141,15 +150,18 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
     """`Did you mean ppo.kl.coef?` where a known key is near, else `Remove it.`
 
-    Near is a key of the same section that is spelt alike or has all words of the wrong one
-    (learner.lr: learner.policy_lr), else one that ends alike in another section (ppo.kl_coef:
-    ppo.kl.coef). Likeness of whole dotted keys would say that everything in a section is near.
+    Near is a key below the same section that ends alike (ppo.kl_coef: ppo.kl.coef), one in it that
+    is spelt alike, ends in the wrong one (learner.lr: learner.policy_lr) or has all its words, else
+    one that ends alike in another section. Likeness of whole dotted keys would say that everything
+    in a section is near.
     """
     section, _, name = key.rpartition(".")
     own = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     words = set(name.split("_"))
     near = (
-        [own[like] for like in difflib.get_close_matches(name, own, n=1, cutoff=0.75)]
+        [k for k in known if k.startswith(f"{section}.") and name in _endings(k)]
+        or [own[like] for like in difflib.get_close_matches(name, own, n=1, cutoff=0.75)]
+        or [k for longer, k in own.items() if longer.endswith(f"_{name}")]
         or [k for longer, k in own.items() if words <= set(longer.split("_"))]
         or [k for k in known if name in _endings(k)]
         or [k for k in known if difflib.get_close_matches(name, [k.rpartition(".")[2]], 1, 0.85)]

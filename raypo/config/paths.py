@@ -15,9 +15,9 @@ AnyRunFile = TypeVar("AnyRunFile", bound="RunFile")
 def absolute_paths(config: AnyRunFile, base: Path) -> AnyRunFile:
     """The config with every path that exists below `base` made absolute; hub ids stay."""
     values = config.model_dump()
-    for key in config.paths:
+    for key in ("from_checkpoint", *config.paths):
         _change(values, key.split("."), lambda path: _absolute(path, base))
-    for key in config.functions:
+    for key in ("callbacks", *config.functions):
         _change(values, key.split("."), lambda spec: _absolute_function(spec, base))
     return type(config).parse(values)
 

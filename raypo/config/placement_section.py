@@ -48,8 +48,8 @@ class FrozenSection(Config):
     backend: Literal["torch", "vllm"] = "torch"
     """torch: transformers on one device; vllm: also on several, and its memory is set aside."""
     num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Replicas, each asked by the learner workers near to it; auto: one on each node of the
-    workers, of a dedicated group one."""
+    """Replicas, each asked by the learner workers near to it; auto: one on each worker's GPU (on
+    each `tensor_parallel` of them), on CPUs one on each node, of a dedicated group one."""
     tensor_parallel: int = Field(default=1, ge=1)
     """vllm: GPUs of one node that share a replica: those of the first workers, whose bundles it
     spans, or of one dedicated bundle. On CPU as many processes share it."""

@@ -7,9 +7,25 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raypo.config.base import Config, flatten
+from raypo.config.base import Config, ImportPath, flatten
 from raypo.config.presets import PRESETS, with_preset
 
+Preset = Literal[
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce++",
+    "reinforce++_baseline",
+    "dapo",
+    "gspo",
+    "gmpo",
+    "cispo",
+    "sapo",
+    "vapo",
+]
+DUAL_CLIPPED = ("ppo", "gspo", "clip_cov")
+"""Policy losses that `dual_clip` may bound."""
 GROUP_ADVANTAGES = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 """Estimators that compare the samples of a prompt."""
 OVERLONG_SHARE = 5
@@ -37,6 +53,10 @@ class KLSection(Config):
     placement: Literal["reward", "loss"] = "reward"
     """reward: a penalty in the token rewards, or in the score of the response where
     ppo.advantage compares the samples of a prompt. loss: a term of the policy's loss."""
+    importance_weights: bool = False
+    """loss: each token's term times its ratio of new to old probability, and its weight of
+    ppo.correction, so that it is unbiased where the policy has moved on; k3 then has the gradient
+    of the KL itself (DeepSeek-V3.2, arXiv:2512.02556)."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: steers the coefficient to `target` (arXiv:1909.08593, section 2.2)."""
     target: float | None = Field(default=None, gt=0.0)
@@ -107,6 +127,9 @@ class CorrectionSection(Config):
     token_veto: float | None = Field(default=None, gt=0.0, lt=1.0)
     """With any kind, none included: a response is dropped that has a token of a ratio below this,
     like 1e-4; null: no veto."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """With any kind, none included: a token is dropped whose weights were more versions older than
+    those that the update starts from; null: none is."""
 
     @model_validator(mode="after")
     def _what_is_set_can_act(self) -> Self:
@@ -133,9 +156,33 @@ class CorrectionSection(Config):
         return self.kind != "none" or self.token_veto is not None
 
 
+class CovarianceSection(Config):
+    """Which tokens `ppo.policy_loss: clip_cov` and `kl_cov` hold back, as they cost the most
+    entropy: those where log-prob and advantage, each less its mean over the step, have a large
+    product (arXiv:2505.22617). They are chosen once a step, by the log-probs before its updates.
+    """
+
+    fraction: float = Field(default=2e-4, gt=0.0, le=1.0)
+    """Share of the step's tokens that is held back, at least one token. clip_cov: drawn from those
+    between `low` and `high`; kl_cov: those of the largest product."""
+    low: float = 1.0
+    """clip_cov: smallest product that is held back."""
+    high: float = 5.0
+    """clip_cov: largest product that is held back."""
+    penalty: float = Field(default=1.0, ge=0.0)
+    """kl_cov: weight of the change of these tokens' log-probs, in nats, as a loss."""
+
+    @model_validator(mode="after")
+    def _something_lies_between(self) -> Self:
+        _refuse_crossed("ppo.covariance.low", self.low, "high", self.high)
+        return self
+
+
 class ShapingSection(Config):
     """From the raw score to the one that is trained on; the steps are taken in this order."""
 
+    function: ImportPath | None = None
+    """Your own, `file.py:name`: (`raypo.ppo.own.StepScores`) -> scores; null: none."""
     overlong_buffer_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Last tokens before rollout.max_new_tokens over which a penalty grows (arXiv:2503.14476, eq.
     13); auto: a fifth of rollout.max_new_tokens; null: no penalty."""
@@ -193,18 +240,28 @@ class FilterSection(Config):
 class PPOSection(Config):
     """What turns scores into an update."""
 
-    preset: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "dapo", "gspo"] | None = None
+    preset: Preset | None = None
     """A published combination (raypo.config.presets); other keys win over it."""
-    advantage: Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = "gae"
-    """Estimator (`raypo.ppo.estimators`); only gae has a critic (arXiv:1506.02438)."""
-    policy_loss: Literal["ppo", "gspo", "cispo", "sapo"] = "ppo"
+    advantage: (
+        Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] | ImportPath
+    ) = "gae"
+    """Estimator (`raypo.ppo.estimators`); only gae has a critic (arXiv:1506.02438). Or your own,
+    `file.py:name`: (`raypo.ppo.own.StepRewards`) -> advantages."""
+    policy_loss: (
+        Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov"] | ImportPath
+    ) = "ppo"
     """Surrogate: arXiv:1707.06347, arXiv:2507.18071 (with an advantage for each token, section
-    4.3), arXiv:2506.13585, arXiv:2511.20347."""
+    4.3), arXiv:2507.20673, arXiv:2506.13585, arXiv:2511.20347; clip_cov and kl_cov are ppo and its
+    unclipped form with `covariance` (arXiv:2505.22617). Or your own, `file.py:name`:
+    (`raypo.ppo.surrogates.Tokens`) -> the loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How the policy's token losses become one number (`raypo.ppo.losses.aggregate`); the critic's
     loss is always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount per sampled token."""
+    """Discount per sampled token, or per turn."""
+    discount_by: Literal["token", "turn"] = "token"
+    """turn: gamma and the lambdas of gae hold from one turn of an episode to the next, and within a
+    turn both are 1; a turn is what the policy wrote between two texts of the environment."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = 0.95
     """Bias-variance trade of GAE; adaptive: 1 - 1 / (lambda_alpha * length) for each response, its
     length in sampled tokens (VAPO, arXiv:2504.05118)."""
@@ -216,14 +273,28 @@ class PPOSection(Config):
     would not hear of its score."""
     bootstrap_truncated: bool = False
     """gae: a truncated response goes on with the critic's value of its last state, not with 0."""
+    advantage_clip: float | None = Field(default=None, gt=0.0)
+    """Advantages are cut to +- this, after they are whitened where the estimator does so; null: no
+    cut."""
+    mask_truncated: bool = False
+    """Responses that ran into rollout.max_new_tokens are in no loss and no denominator; their
+    scores still count where a group is compared (overlong filtering, arXiv:2503.14476)."""
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
     """A token whose ratio is below 1 - clip_low gets no gradient that would lower it further (its
-    advantage is negative); ppo and gspo."""
+    advantage is negative); ppo, gspo, gmpo and clip_cov."""
     clip_high: float = Field(default=0.2, gt=0.0)
     """A token whose ratio is above 1 + clip_high gets no gradient that would raise it further (its
     advantage is positive); cispo cuts its weight there."""
     dual_clip: float | None = Field(default=None, gt=1.0)
-    """Bound on the loss of negative advantages (arXiv:1912.09729); ppo and gspo."""
+    """Bound on the loss of negative advantages (arXiv:1912.09729); ppo, gspo and clip_cov."""
+    cispo_low: float | None = Field(default=None, gt=0.0, le=1.0)
+    """cispo: a token's weight is at least 1 - cispo_low (arXiv:2506.13585, eq. 5); null: no bound,
+    as the paper ran it."""
+    nll_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the mean negative log-likelihood of positive examples (VAPO, arXiv:2504.05118);
+    0: none."""
+    nll_min_score: float = 1.0
+    """A response is a positive example where its score, before KL and shaping, is at least this."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """Clip of the value change; null: plain squared error."""
     num_epochs: int = Field(default=1, ge=1)
@@ -235,10 +306,22 @@ class PPOSection(Config):
     """First steps of the run that update only the critic, by targets of lambda 1 unless
     `critic_lambda` is set."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the entropy bonus; 0: entropy is only logged."""
+    """Weight of the entropy bonus, at the start; 0: entropy is only logged."""
+    entropy_target: float | None = Field(default=None, gt=0.0)
+    """Nats per token that entropy is kept above: the bonus acts only after a step at or below it,
+    and its weight then grows by `entropy_delta`, else it shrinks (arXiv:2505.22312); null: the
+    weight is fixed."""
+    entropy_delta: float = Field(default=0.005, gt=0.0)
+    """What a step adds to the weight of the entropy bonus, or takes from it."""
     kl: KLSection = KLSection()
+    covariance: CovarianceSection = CovarianceSection()
     shaping: ShapingSection = ShapingSection()
     filter: FilterSection = FilterSection()
+    old_log_probs: Literal["learner", "engine"] = "learner"
+    """What a ratio compares the policy with. learner: its own log-probs before the update, which
+    are computed; how far the engine was from them is for `correction` to weigh. engine: those that
+    the engine sampled with, which are there: the ratio then spans the whole way, staleness and
+    rounding included, and the clip bounds it. So is the KL in the reward of these log-probs."""
     correction: CorrectionSection = CorrectionSection()
 
     @model_validator(mode="before")
@@ -247,8 +330,21 @@ class PPOSection(Config):
         return with_preset(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
+    def _a_correction_has_a_gap_to_weigh(self) -> Self:
+        section = self.correction
+        if self.old_log_probs == "engine" and section.acts:
+            key, off = ("kind", "none") if section.kind != "none" else ("token_veto", "null")
+            raise ValueError(
+                f"ppo.correction.{key} ({getattr(section, key)}): weighs the learner's log-probs "
+                f"before the update against the engine's, and ppo.old_log_probs: engine leaves "
+                f"them uncomputed: the ratio of the loss corrects already. Set "
+                f"ppo.old_log_probs to learner, or ppo.correction.{key} to {off}."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _dual_clip_has_a_place(self) -> Self:
-        if self.dual_clip is not None and self.policy_loss in ("cispo", "sapo"):
+        if self.dual_clip is not None and self.policy_loss not in DUAL_CLIPPED:
             raise ValueError(
                 f"ppo.dual_clip ({self.dual_clip:g}): ppo.policy_loss: {self.policy_loss} bounds "
                 "the loss of negative advantages in its own way. Set ppo.dual_clip to null."
@@ -262,13 +358,15 @@ class PPOSection(Config):
             if value and not self.needs_critic:
                 raise ValueError(
                     f"ppo.{key} ({value}): ppo.advantage: {self.advantage} has no critic. "
-                    f"Remove ppo.{key}, or set ppo.advantage to gae."
+                    f"Set ppo.{key} to {type(self).model_fields[key].default}, or ppo.advantage to "
+                    "gae."
                 )
         return self
 
     @model_validator(mode="after")
     def _what_is_set_can_act(self) -> Self:
-        unused_clips = {"cispo": ("clip_low",), "sapo": ("clip_low", "clip_high")}
+        clips = ("clip_low", "clip_high")
+        unused_clips = {"cispo": ("clip_low",), "sapo": clips, "kl_cov": clips}
         for keys, can_act, reason, remedy in (
             (
                 ("gae_lambda", "critic_lambda", "value_clip"),
@@ -287,6 +385,54 @@ class PPOSection(Config):
                 False,
                 f"ppo.policy_loss: {self.policy_loss} has no such clip",
                 "set ppo.policy_loss to ppo or gspo",
+            ),
+            (
+                ("cispo_low",),
+                self.policy_loss == "cispo",
+                f"ppo.policy_loss: {self.policy_loss} has no such clip",
+                "set ppo.policy_loss to cispo",
+            ),
+            (
+                ("covariance.fraction",),
+                self.needs_covariance,
+                f"ppo.policy_loss is {self.policy_loss}",
+                "set ppo.policy_loss to clip_cov or kl_cov",
+            ),
+            (
+                ("covariance.low", "covariance.high"),
+                self.policy_loss == "clip_cov",
+                f"ppo.policy_loss is {self.policy_loss}",
+                "set ppo.policy_loss to clip_cov",
+            ),
+            (
+                ("covariance.penalty",),
+                self.policy_loss == "kl_cov",
+                f"ppo.policy_loss is {self.policy_loss}",
+                "set ppo.policy_loss to kl_cov",
+            ),
+            (
+                ("entropy_delta",),
+                self.entropy_target is not None,
+                "ppo.entropy_target is null",
+                "set ppo.entropy_target",
+            ),
+            (
+                ("kl.importance_weights",),
+                self.kl.placement == "loss",
+                "ppo.kl.placement is reward",
+                "set ppo.kl.placement to loss",
+            ),
+            (
+                ("nll_min_score",),
+                self.nll_coef > 0.0,
+                "ppo.nll_coef is 0",
+                "set ppo.nll_coef",
+            ),
+            (
+                ("bootstrap_truncated",),
+                not self.mask_truncated,
+                "ppo.mask_truncated keeps truncated responses out of the critic's loss",
+                "set ppo.mask_truncated to false",
             ),
             (
                 ("filter.min_std", "filter.low", "filter.high", "filter.max_refills"),
@@ -312,7 +458,7 @@ class PPOSection(Config):
         value, default = getattr(owner, name), type(owner).model_fields[name].default
         usual = flatten(PRESETS.get(self.preset or "", {})).get(key, default)
         if value is not None and value != usual:
-            told = value if isinstance(value, str) else f"{value:g}"
+            told = f"{value:g}" if isinstance(value, float) else value
             raise ValueError(
                 f"ppo.{key} ({told}): has no effect, {reason}. Remove ppo.{key}, or {remedy}."
             )
@@ -343,6 +489,19 @@ class PPOSection(Config):
         return self.needs_reference and self.kl.placement == "reward"
 
     @property
-    def reads_old_log_probs(self) -> bool:
-        """Whether old log-probs are read before a step's first update, or in its second epoch."""
-        return self.num_epochs > 1 or self.has_kl_in_reward or self.correction.acts
+    def needs_covariance(self) -> bool:
+        """Whether the policy's loss holds back tokens of high covariance."""
+        return self.policy_loss in ("clip_cov", "kl_cov")
+
+    def computes_old_log_probs(self, *, is_one_update: bool) -> bool:
+        """Whether the learner's log-probs before the update take a pass of their own.
+
+        They do not where nothing reads them before the first update, which has them too.
+
+        Args:
+            is_one_update: All responses of the step are one minibatch.
+        """
+        if self.old_log_probs == "engine":
+            return False
+        reads = self.has_kl_in_reward or self.correction.acts or self.needs_covariance
+        return reads or self.num_epochs > 1 or not is_one_update

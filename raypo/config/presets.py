@@ -59,6 +59,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.2,
         "kl": {"estimator": "k1", "placement": "reward"},
     },
+    # Hu et al. 2025, arXiv:2501.03262: the group's mean as baseline, whitened, k2 in the loss.
+    "reinforce++_baseline": {
+        "advantage": "reinforce_baseline",
+        "policy_loss": "ppo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "kl": {"estimator": "k2", "placement": "loss"},
+    },
     # Yu et al. 2025, arXiv:2503.14476, eq. 8, 11 and 13, section 4.1.
     "dapo": {
         "advantage": "grpo",
@@ -79,6 +89,52 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gamma": 1.0,
         "clip_low": 3e-4,
         "clip_high": 4e-4,
+        "kl": {"coef": 0.0},
+    },
+    # Zhao et al. 2025, arXiv:2507.20673, eq. 4: ratios are clipped at e ** +-0.4.
+    "gmpo": {
+        "advantage": "grpo",
+        "policy_loss": "gmpo",
+        "aggregation": "sequence_mean",
+        "gamma": 1.0,
+        "clip_low": 0.3296799539643607,
+        "clip_high": 0.49182469764127035,
+        "kl": {"coef": 0.0},
+    },
+    # MiniMax 2025, arXiv:2506.13585, eq. 4 and 5, section 3.1: dynamic sampling and overlong
+    # penalty are DAPO's. Its bound is not told; weights of up to 5 are from arXiv:2510.13786.
+    "cispo": {
+        "advantage": "grpo",
+        "policy_loss": "cispo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "clip_high": 4.0,
+        "kl": {"coef": 0.0},
+        "filter": {"enabled": True},
+        "shaping": {"overlong_buffer_tokens": "auto", "overlong_factor": 1.0},
+    },
+    # Gao et al. 2025, arXiv:2511.20347: temperatures 1.0 and 1.05 are those of the surrogate.
+    "sapo": {
+        "advantage": "grpo",
+        "policy_loss": "sapo",
+        "aggregation": "sequence_mean",
+        "gamma": 1.0,
+        "kl": {"coef": 0.0},
+    },
+    # Yue et al. 2025, arXiv:2504.05118, section 4: VC-PPO's critic (arXiv:2503.01491), lambda by
+    # length, clip-higher, token mean, positive examples; groups of 16 samples are the rollout's.
+    "vapo": {
+        "advantage": "gae",
+        "policy_loss": "ppo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "gae_lambda": "adaptive",
+        "lambda_alpha": 0.05,
+        "critic_lambda": 1.0,
+        "critic_warmup_steps": 50,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "nll_coef": 0.1,
         "kl": {"coef": 0.0},
     },
 }

@@ -8,13 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from raypo.config.base import ConfigError, read_yaml
-from raypo.config.run_config import PPOConfig, RecipeConfig
+from raypo.config.dpo_config import DPOConfig
+from raypo.config.rounds_config import (
+    DistillationConfig,
+    IterativeDPOConfig,
+    RejectionSamplingConfig,
+)
+from raypo.config.run_config import OnlineConfig, PPOConfig, RecipeConfig
 from raypo.config.supervised_config import RewardModelConfig, SFTConfig
 
 RECIPES: dict[str, type[RecipeConfig]] = {
     "ppo": PPOConfig,
     "sft": SFTConfig,
     "reward_model": RewardModelConfig,
+    "dpo": DPOConfig,
+    "rejection_sampling": RejectionSamplingConfig,
+    "distillation": DistillationConfig,
+    "iterative_dpo": IterativeDPOConfig,
 }
 """Recipe -> its config class."""
 
@@ -40,3 +50,19 @@ def parse_run_config(values: Mapping[str, Any], *, origin: str) -> RecipeConfig:
         hint = f"Did you mean {near[0]}?" if near else "Set recipe to one of them."
         raise ConfigError(f"{origin}: recipe ({recipe!r}): must be {', '.join(RECIPES)}. {hint}")
     return RECIPES[recipe].parse(values, origin=origin)
+
+
+def parse_online_config(values: Mapping[str, Any], *, origin: str) -> OnlineConfig:
+    """The config of plain nested values of a recipe that trains on what it samples.
+
+    Raises:
+        ConfigError: as `parse_run_config`, or it is of another recipe.
+    """
+    config = parse_run_config(values, origin=origin)
+    if isinstance(config, OnlineConfig):
+        return config
+    online = ", ".join(name for name, kind in RECIPES.items() if issubclass(kind, OnlineConfig))
+    raise ConfigError(
+        f"{origin}: recipe ({config.recipe}): trials train on what they sample. Name a base of one "
+        f"of the recipes {online}."
+    )

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from raypo.config.base import Config, ConfigError
+
+Texts = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+]
+
+_OF_EPISODES = ("max_turns", "max_episode_tokens", "step_timeout_s")
+_OF_ENVIRONMENTS = ("environment_args", "environment_processes", "max_concurrent_steps")
+_OF_AGENTS = ("agent_args",)
 
 
 class EngineSection(Config):
@@ -33,9 +42,6 @@ class EngineSection(Config):
     does not work is off-loaded to the host. false: all stay, which is faster where they fit."""
     prefix_caching: bool = True
     """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
-    max_waiting_requests: int = Field(default=4096, ge=1)
-    """Requests that may wait in an engine to join those that it samples; whoever asks for more
-    waits for a place. The batches of a synchronous run do not count."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other argument of vLLM's EngineArgs; it wins over raypo's choice. What another key says
     is refused here."""
@@ -47,19 +53,28 @@ class EngineSection(Config):
         return max(1, num_workers // self.tensor_parallel) if use_gpu else 1
 
     def resolved_transport(
-        self, *, colocated: bool, use_gpu: bool
+        self, *, colocated: bool, use_gpu: bool, share_gpus: bool = False
     ) -> Literal["object", "ipc", "nccl"]:
         """The transport that is used.
 
         Args:
             colocated: The engines live on the learner workers' devices.
             use_gpu: These devices are GPUs.
+            share_gpus: Several engines live on one of them.
 
         Raises:
             ConfigError: the one that is set cannot work here.
         """
         if self.transport == "object" or (self.transport == "auto" and not use_gpu):
             return "object"
+        if share_gpus and not colocated and self.transport in ("auto", "nccl"):
+            if self.transport == "auto":
+                return "object"
+            raise ConfigError(
+                "rollout.engine.transport (nccl): NCCL needs another GPU for every member, and "
+                "several engines share one (placement.gpus.engine). Set placement.gpus.engine to "
+                "1, or rollout.engine.transport to auto or object."
+            )
         fitting = "ipc" if colocated else "nccl"
         if self.transport not in ("auto", fitting):
             where = "on the learner workers' own GPUs" if colocated else "on GPUs of their own"
@@ -87,8 +102,31 @@ class SamplingSection(Config):
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature; log-probs everywhere are of the tempered distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus sampling; below 1 the engine's log-probs are of the truncated distribution."""
+    """Nucleus sampling. Below 1, as with `top_k` and `min_p`, the engine's log-probs are of what is
+    left of the distribution, and the learner's of all of it, so that they cannot be compared:
+    ppo.correction is refused, and the figures of mismatch tell the truncation too."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Sample among the likeliest so many tokens; null: among all."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Sample among tokens that are at least so likely, as a share of the likeliest one's
+    probability (arXiv:2407.01082); 0: among all."""
+    stop: Texts = ()
+    """Strings that end a response, which is trained up to and with the token that completes one: no
+    log-prob changes. Texts of special tokens are not seen; the model's own end of sequence ends a
+    response in any case."""
     engine: EngineSection = EngineSection()
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Longest response in tokens, all turns of an episode together."""
+        return self.max_new_tokens
+
+    @property
+    def truncation(self) -> tuple[str, float] | None:
+        """The first key that cuts the distribution off, with its value; None: nothing does."""
+        usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+        values = ((f"rollout.{key}", getattr(self, key), off) for key, off in usual.items())
+        return next(((key, value) for key, value, off in values if value != off), None)
 
 
 class RolloutSection(SamplingSection):
@@ -106,12 +144,93 @@ class RolloutSection(SamplingSection):
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """async: most weight versions between the first token of a response and the update that trains
     it; auto: 1. In the other modes it is what the mode says: 0 or 1."""
+    in_flight: Literal["keep", "recompute", "restart"] = "recompute"
+    """async: what becomes of responses that are being sampled when new weights arrive. recompute:
+    they go on, with the keys and values of their tokens computed again; keep: with those of the
+    older weights, which costs nothing (arXiv:2509.19128); restart: they are sampled again from
+    their first token, under one version."""
+
+    environment: str | None = None
+    """`file.py:Class` or `package.module:Class` of an environment that answers each turn of the
+    policy: a response is then an episode of several turns (docs/environments.md)."""
+    environment_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that each episode's environment is made with."""
+    environment_processes: int = Field(default=0, ge=0)
+    """Processes of each learner worker that environments run in; what hangs there is ended. An
+    environment is pickled between its turns. 0: they run in the worker itself, those with plain
+    (blocking) methods in threads."""
+    agent: str | None = None
+    """`file.py:Class` or `package.module:Class` of an agent, which asks the policy as it likes and
+    gives the episode its score; instead of an environment."""
+    agent_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that each episode's agent is made with."""
+    max_turns: int = Field(default=8, ge=1)
+    """Most turns of the policy in an episode; `max_new_tokens` is then of a single turn."""
+    max_episode_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of an episode after its prompt: all turns of the policy, and what the environment
+    writes between them."""
+    step_timeout_s: float | None = Field(default=60.0, gt=0.0)
+    """Seconds that an environment may take for a turn, or an agent between two calls of the policy,
+    before the episode counts as failed; null: any."""
+    max_concurrent_steps: int = Field(default=256, ge=1)
+    """Most calls of environments that are under way at a time, of each learner worker."""
+
+    @property
+    def is_episodic(self) -> bool:
+        """Whether responses are episodes."""
+        return self.environment is not None or self.agent is not None
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Longest response in tokens, all turns of an episode together."""
+        return self.max_episode_tokens or self.max_new_tokens
 
     @property
     def staleness(self) -> int:
         """The bound on staleness, in weight versions."""
         usual = 0 if self.mode == "sync" else 1
         return usual if self.max_staleness == "auto" else self.max_staleness
+
+    @property
+    def has_requests_in_flight(self) -> bool:
+        """Whether requests may be under way when weights are pushed."""
+        return self.mode == "async" and self.staleness > 0
+
+    @model_validator(mode="after")
+    def _episodes_have_a_limit_and_their_keys_act(self) -> Self:
+        if self.environment is not None and self.agent is not None:
+            raise ValueError(
+                f"rollout.agent ({self.agent}): takes the place of rollout.environment "
+                f"({self.environment}). Remove one of the two."
+            )
+        for key in _OF_AGENTS if self.agent is None else _OF_ENVIRONMENTS:
+            self._refuse_if_set(key, "agent" if self.agent is None else "environment")
+        if self.is_episodic:
+            if self.max_episode_tokens is None:
+                raise ValueError(
+                    "rollout.max_episode_tokens (None): an episode needs a limit, for engine and "
+                    "learner make room for it. Set it to what all turns and the environment's "
+                    f"texts may take, like {2 * self.max_turns * self.max_new_tokens}."
+                )
+            if self.max_episode_tokens < self.max_new_tokens:
+                raise ValueError(
+                    f"rollout.max_episode_tokens ({self.max_episode_tokens}): must not be below "
+                    f"rollout.max_new_tokens ({self.max_new_tokens}), that of a single turn. Set "
+                    f"it to {self.max_new_tokens} or more."
+                )
+            return self
+        for key in (*_OF_EPISODES, *_OF_ENVIRONMENTS):
+            self._refuse_if_set(key, "environment")
+        return self
+
+    def _refuse_if_set(self, key: str, missing: str) -> None:
+        """A resolved file says every key, so one at its default is not set."""
+        value = getattr(self, key)
+        if value != type(self).model_fields[key].get_default(call_default_factory=True):
+            raise ValueError(
+                f"rollout.{key} ({value}): has no effect without rollout.{missing}. Set that, or "
+                f"remove rollout.{key}."
+            )
 
     @model_validator(mode="after")
     def _staleness_is_the_modes(self) -> Self:
@@ -120,5 +239,15 @@ class RolloutSection(SamplingSection):
             raise ValueError(
                 f"max_staleness ({self.max_staleness}): mode {self.mode} has {usual}. Set "
                 f"max_staleness to auto, or mode to async."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_what_is_in_flight_meets_new_weights(self) -> Self:
+        if self.in_flight != "recompute" and not self.has_requests_in_flight:
+            raise ValueError(
+                f"in_flight ({self.in_flight}): mode {self.mode} with a staleness of "
+                f"{self.staleness} has no request under way when weights arrive. Remove in_flight, "
+                f"or set mode to async and max_staleness to 1 or more."
             )
         return self

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from raypo.config.base import RunFile
+from raypo.config.base import ImportPath, RunFile, is_import_path
 from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
 from raypo.config.ppo_section import PPOSection
 from raypo.config.rollout_section import RolloutSection
@@ -19,6 +20,9 @@ from raypo.config.sections import (
     LoggingSection,
     ModelSection,
     RewardSection,
+    StopSection,
+    WorkersSection,
+    one_or_many,
 )
 
 NUMBERS_DO_NOT_DEPEND_ON = (
@@ -29,9 +33,11 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "logging",
     "max_failures",
     "placement",
+    "stop",
     "storage_path",
 )
-"""Sections and keys that may change when a run is resumed."""
+"""Sections and keys that may change when a run is resumed; `num_steps` may where no learning rate
+follows from it."""
 MAX_KL_ERROR = 0.2
 """Of the adaptive KL controller: `raypo.ppo.kl.MAX_RELATIVE_ERROR`, from a floor above."""
 
@@ -42,24 +48,67 @@ class RecipeConfig(RunFile):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Run folder: <storage_path>/<name>/."""
     recipe: str
-    """What the file is of: ppo, sft or reward_model; without the key it is ppo."""
+    """What the file is of: ppo, sft, reward_model, dpo, rejection_sampling, iterative_dpo or
+    distillation; without the key it is ppo."""
     seed: int = Field(default=0, ge=0)
     """Seed of sampling, data order, dealing and new weights."""
     num_steps: int = Field(default=40, ge=1)
-    """ppo: one rollout batch and its updates; sft, reward_model: one optimizer step."""
+    """ppo: one rollout batch and its updates; sft, reward_model, dpo: one optimizer step; the
+    others: one round. A run that is given more of them goes on."""
+    from_checkpoint: str | None = None
+    """Begin with the whole state of another run of this recipe, whatever other values this one has:
+    the folder or URI of that run (its newest checkpoint), its `best/`, or one of its checkpoints.
+    Steps count on from there. Weights alone: name that run's policy/ as model.policy."""
     max_failures: int = Field(default=0, ge=-1)
     """How often a run whose learner worker or Ray Train controller is lost goes on from its last
     checkpoint by itself, as Ray's `FailureConfig(max_failures)` counts; -1: every time. An error
     that a worker raises (of a reward function, say) counts as its loss, and may come again. In a
     sweep each trial has as many."""
+    callbacks: Annotated[tuple[ImportPath, ...], BeforeValidator(one_or_many)] = ()
+    """Functions, `file.py:name`, that are called after each step, with a
+    `raypo.run.callbacks.StepView`; the numbers that they return become metrics."""
     checkpoint: CheckpointSection = CheckpointSection()
+    stop: StopSection = StopSection()
     placement: PlacementSection = PlacementSection()
     cluster: ClusterSection = ClusterSection()
     logging: LoggingSection = LoggingSection()
 
+    @property
+    def may_change_length(self) -> bool:
+        """Whether no step's numbers depend on `num_steps`, so that it may change on the way."""
+        return getattr(getattr(self, "learner", None), "lr_schedule", "constant") == "constant"
+
+    @property
+    def measures_held_out(self) -> bool:
+        """Whether there are `eval/*` metrics."""
+        return bool(getattr(getattr(self, "eval", None), "prompts", None))
+
     @model_validator(mode="after")
-    def _only_ppo_places_roles(self) -> Self:
-        if self.recipe != "ppo" and self.placement.is_dedicated:
+    def _held_out_metrics_are_measured(self) -> Self:
+        watched = {"checkpoint.best_by": self.checkpoint.best_by}
+        watched["stop.metric"] = self.stop.metric if self.stop.watches else None
+        for key, metric in watched.items():
+            if metric and metric.startswith("eval/") and not self.measures_held_out:
+                raise ValueError(
+                    f"{key} ({metric}): is measured on held-out prompts, and eval.prompts is null. "
+                    f"Set eval.prompts, or {key} to a metric of the steps, like rollout/score_mean."
+                )
+        return self
+
+    def with_dtype(self, *, use_gpu: bool) -> Self:
+        """The config with `model.dtype: auto` decided: bfloat16 on GPUs, float32 on CPUs.
+
+        On GPUs attention computes float32 in TF32, so engine and learner could not agree in it.
+        """
+        model: Any = vars(self)["model"]
+        if model.dtype != "auto":
+            return self
+        decided = {"dtype": "bfloat16" if use_gpu else "float32"}
+        return self.model_copy(update={"model": model.model_copy(update=decided)})
+
+    @model_validator(mode="after")
+    def _only_online_recipes_place_roles(self) -> Self:
+        if not isinstance(self, OnlineConfig) and self.placement.is_dedicated:
             raise ValueError(
                 f"placement.mode (dedicated): the recipe {self.recipe} has nothing that could live "
                 f"in a group of its own. Set placement.mode to colocated."
@@ -67,8 +116,8 @@ class RecipeConfig(RunFile):
         return self
 
 
-class PPOConfig(RecipeConfig):
-    """The whole run file of the `ppo` recipe; each part of the program gets its own section."""
+class OnlineConfig(RecipeConfig):
+    """What the run files of the recipes have in common that train on what their engines sample."""
 
     paths: ClassVar[tuple[str, ...]] = (
         "model.policy",
@@ -78,15 +127,18 @@ class PPOConfig(RecipeConfig):
         "data.prompts",
         "eval.prompts",
     )
-    functions: ClassVar[tuple[str, ...]] = ("reward.function", "eval.function")
+    functions: ClassVar[tuple[str, ...]] = (
+        "reward.function",
+        "eval.function",
+        "rollout.environment",
+        "rollout.agent",
+    )
 
-    recipe: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ModelSection
     data: DataSection
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
-    ppo: PPOSection = PPOSection()
-    learner: LearnerSection = LearnerSection()
+    learner: WorkersSection
     eval: EvalSection = EvalSection()
 
     @property
@@ -95,46 +147,34 @@ class PPOConfig(RecipeConfig):
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
     @property
+    def own_functions(self) -> dict[str, str]:
+        """Config key -> import path, of the functions that stand in the place of raypo's."""
+        return {}
+
+    @property
     def reference(self) -> str | None:
-        """Path of the model that a reference deployment holds; None: no deployment is needed.
+        """Path of the model that a reference deployment holds; None: no deployment is needed."""
+        return None
 
-        With `model.lora` the learner itself is the reference, its adapter off.
-        """
-        if not self.ppo.needs_reference or self.model.is_own_reference:
-            return None
-        return self.model.reference or self.model.policy
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return False
 
-    @model_validator(mode="after")
-    def _step_is_whole_minibatches(self) -> Self:
-        if self.responses_per_step % self.ppo.minibatch_size:
-            divisor = _largest_divisor(self.responses_per_step, at_most=self.ppo.minibatch_size)
-            raise ValueError(
-                f"ppo.minibatch_size ({self.ppo.minibatch_size}): must divide the responses of a "
-                f"step (rollout.prompts_per_step x rollout.samples_per_prompt = "
-                f"{self.responses_per_step}). Set ppo.minibatch_size to {divisor}."
-            )
-        return self
+    @property
+    def is_refilled(self) -> bool:
+        """Whether a step may draw more prompts than `rollout.prompts_per_step`."""
+        return False
 
-    @model_validator(mode="after")
-    def _every_worker_has_work(self) -> Self:
-        fewest = min(self.rollout.prompts_per_step, self.ppo.minibatch_size)
-        if self.learner.num_workers > fewest:
-            raise ValueError(
-                f"learner.num_workers ({self.learner.num_workers}): every worker needs a prompt of "
-                f"each step (rollout.prompts_per_step = {self.rollout.prompts_per_step}) and a "
-                f"response of each minibatch (ppo.minibatch_size = {self.ppo.minibatch_size}). "
-                f"Set learner.num_workers to at most {fewest}."
-            )
-        return self
+    @property
+    def trained_temperature(self) -> float:
+        """Of the distribution whose log-probs learner and reference give."""
+        return self.rollout.temperature
 
-    @model_validator(mode="after")
-    def _a_critic_that_is_kept_exists(self) -> Self:
-        if self.learner.save_critic and not self.ppo.needs_critic:
-            raise ValueError(
-                f"learner.save_critic (true): ppo.advantage: {self.ppo.advantage} has no critic. "
-                f"Set learner.save_critic to false, or ppo.advantage to gae."
-            )
-        return self
+    @property
+    @abstractmethod
+    def rows_per_update(self) -> int:
+        """Most responses of one optimizer step, over all workers."""
 
     @model_validator(mode="after")
     def _every_engine_has_a_worker(self) -> Self:
@@ -224,7 +264,8 @@ class PPOConfig(RecipeConfig):
 
     @model_validator(mode="after")
     def _vllm_knows_prompts_at_temperature_1_alone(self) -> Self:
-        backend, temperature = self.placement.frozen.reference.backend, self.rollout.temperature
+        backend = self.placement.frozen.reference.backend
+        temperature = self.trained_temperature
         if backend == "vllm" and temperature != 1.0 and self.reference:
             raise ValueError(
                 f"placement.frozen.reference.backend (vllm): gives log-probs of prompts at "
@@ -238,13 +279,166 @@ class PPOConfig(RecipeConfig):
             self.rollout.engine.resolved_transport(
                 colocated=self.placement.group_of("engine") == "colocated",
                 use_gpu=self.learner.use_gpu,
+                share_gpus=self.engines_share_gpus,
+            )
+        return self
+
+    @property
+    def engines_share_gpus(self) -> bool:
+        """Whether a dedicated bundle of one GPU holds several engines."""
+        engine, share = self.rollout.engine, self.placement.gpus.engine
+        count = engine.resolved_count(num_workers=self.learner.num_workers, use_gpu=True)
+        is_dedicated = self.placement.group_of("engine") == "dedicated"
+        return is_dedicated and count > 1 and 2 * share <= 1.0
+
+    @model_validator(mode="after")
+    def _longest_sequence_fits_a_microbatch(self) -> Self:
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        limit = "max_episode_tokens" if self.rollout.is_episodic else "max_new_tokens"
+        self.learner.require_room_for(longest, f"data.max_prompt_tokens + rollout.{limit}")
+        return self
+
+
+class PPOConfig(OnlineConfig):
+    """The whole run file of the `ppo` recipe; each part of the program gets its own section."""
+
+    functions: ClassVar[tuple[str, ...]] = (
+        *OnlineConfig.functions,
+        "ppo.policy_loss",
+        "ppo.advantage",
+        "ppo.shaping.function",
+    )
+
+    recipe: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    ppo: PPOSection = PPOSection()
+    learner: LearnerSection = LearnerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """Config key -> import path of a loss, an advantage or a shaping of the user's own."""
+        named = {
+            "ppo.policy_loss": self.ppo.policy_loss,
+            "ppo.advantage": self.ppo.advantage,
+            "ppo.shaping.function": self.ppo.shaping.function or "",
+        }
+        return {key: name for key, name in named.items() if is_import_path(name)}
+
+    @property
+    def reference(self) -> str | None:
+        """Path of the model that a reference deployment holds; None: no deployment is needed.
+
+        With `model.lora` the learner itself is the reference, its adapter off.
+        """
+        if not self.ppo.needs_reference or self.model.is_own_reference:
+            return None
+        return self.model.reference or self.model.policy
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether `ppo.advantage` has values."""
+        return self.ppo.needs_critic
+
+    @property
+    def is_refilled(self) -> bool:
+        """Whether `ppo.filter` drops groups."""
+        return self.ppo.filter.enabled
+
+    @property
+    def rows_per_update(self) -> int:
+        """Responses of a minibatch."""
+        return self.ppo.minibatch_size
+
+    @model_validator(mode="after")
+    def _the_policy_has_steps_of_its_own(self) -> Self:
+        warmup = self.ppo.critic_warmup_steps
+        if warmup >= self.num_steps and not self.learner.save_critic:
+            raise ValueError(
+                f"ppo.critic_warmup_steps ({warmup}): leaves no step of num_steps "
+                f"({self.num_steps}) to the policy. Set num_steps to {warmup + 1} or more, "
+                f"ppo.critic_warmup_steps lower, or learner.save_critic to true for a run that "
+                f"trains its critic alone."
             )
         return self
 
     @model_validator(mode="after")
-    def _longest_sequence_fits_a_microbatch(self) -> Self:
-        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        self.learner.require_room_for(longest, "data.max_prompt_tokens + rollout.max_new_tokens")
+    def _step_is_whole_minibatches(self) -> Self:
+        if self.responses_per_step % self.ppo.minibatch_size:
+            divisor = _largest_divisor(self.responses_per_step, at_most=self.ppo.minibatch_size)
+            raise ValueError(
+                f"ppo.minibatch_size ({self.ppo.minibatch_size}): must divide the responses of a "
+                f"step (rollout.prompts_per_step x rollout.samples_per_prompt = "
+                f"{self.responses_per_step}). Set ppo.minibatch_size to {divisor}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_worker_has_work(self) -> Self:
+        fewest = min(self.rollout.prompts_per_step, self.ppo.minibatch_size)
+        if self.learner.num_workers > fewest:
+            raise ValueError(
+                f"learner.num_workers ({self.learner.num_workers}): every worker needs a prompt of "
+                f"each step (rollout.prompts_per_step = {self.rollout.prompts_per_step}) and a "
+                f"response of each minibatch (ppo.minibatch_size = {self.ppo.minibatch_size}). "
+                f"Set learner.num_workers to at most {fewest}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_critic_that_is_kept_exists(self) -> Self:
+        if self.learner.save_critic and not self.ppo.needs_critic:
+            raise ValueError(
+                f"learner.save_critic (true): ppo.advantage: {self.ppo.advantage} has no critic. "
+                f"Set learner.save_critic to false, or ppo.advantage to gae."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_agent_gives_the_score_itself(self) -> Self:
+        judges = {
+            "reward.function": self.reward.function,
+            "reward.url": self.reward.url,
+            "model.reward": self.model.reward,
+        }
+        for key, value in judges.items() if self.rollout.agent else ():
+            if value is not None:
+                raise ValueError(
+                    f"{key} ({value}): judges single responses, and an episode of rollout.agent "
+                    f"may have several, with one score that the agent returns. Remove {key}."
+                )
+        if self.rollout.agent and self.ppo.needs_group and self.ppo.has_kl_in_reward:
+            raise ValueError(
+                "ppo.kl.placement (reward): the KL of a response is taken off its score, and an "
+                "episode of rollout.agent may have several responses with one score. Set "
+                "ppo.kl.placement to loss."
+            )
+        shaping = self.ppo.shaping
+        of_a_response = {"overlong_buffer_tokens", "truncated_score", "truncated_scale", "function"}
+        set_keys = shaping.model_dump(include=of_a_response, exclude_defaults=True)
+        for key, value in set_keys.items():
+            if self.rollout.agent and self.ppo.needs_group:
+                raise ValueError(
+                    f"ppo.shaping.{key} ({value}): changes the score of a single response, and an "
+                    f"episode of rollout.agent may have several with one score. Remove it, and "
+                    f"let the agent's score say it."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _turn_rewards_keep_their_scale(self) -> Self:
+        of_the_total = {"normalize", "clip_low", "clip_high", "function"}
+        set_keys = self.ppo.shaping.model_dump(include=of_the_total, exclude_defaults=True)
+        for key, value in set_keys.items():
+            if self.rollout.environment and not self.ppo.needs_group:
+                raise ValueError(
+                    f"ppo.shaping.{key} ({value}): changes the score of a whole episode, and "
+                    f"ppo.advantage: {self.ppo.advantage} credits the rewards of its turns. Remove "
+                    f"it, and scale the environment's rewards."
+                )
+        if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
+            raise ValueError(
+                "ppo.discount_by (turn): a response is one turn where there is no environment and "
+                "no agent. Remove it, or set rollout.environment."
+            )
         return self
 
     @model_validator(mode="after")
@@ -272,19 +466,36 @@ class PPOConfig(RecipeConfig):
 
     @model_validator(mode="after")
     def _correction_sees_whole_distributions(self) -> Self:
-        section, top_p = self.ppo.correction, self.rollout.top_p
-        if section.acts and top_p < 1.0:
-            key, off = ("token_veto", "null") if section.kind == "none" else ("kind", "none")
+        section, truncation = self.ppo.correction, self.rollout.truncation
+        if truncation and (section.acts or self.ppo.old_log_probs == "engine"):
+            key, value, off = "ppo.correction.kind", section.kind, "none"
+            if self.ppo.old_log_probs == "engine":
+                key, value, off = "ppo.old_log_probs", "engine", "learner"
+            elif section.kind == "none":
+                key, value, off = "ppo.correction.token_veto", section.token_veto, "null"
+            cutting, at = truncation
+            usual = {"rollout.top_p": "1", "rollout.top_k": "null", "rollout.min_p": "0"}[cutting]
             raise ValueError(
-                f"ppo.correction.{key} ({getattr(section, key)}): compares the engine's log-probs "
-                f"with the learner's, and rollout.top_p ({top_p:g}) makes the engine's those of a "
-                f"truncated distribution. Set rollout.top_p to 1, or ppo.correction.{key} to {off}."
+                f"{key} ({value}): compares the engine's log-probs with the learner's, and "
+                f"{cutting} ({at:g}) makes the engine's those of a truncated distribution. Set "
+                f"{cutting} to {usual}, or {key} to {off}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_token_can_be_too_stale(self) -> Self:
+        most, bound = self.ppo.correction.max_staleness, self.rollout.staleness
+        if most is not None and most >= bound:
+            raise ValueError(
+                f"ppo.correction.max_staleness ({most}): no token is staler than {bound} "
+                f"(rollout.mode {self.rollout.mode}, rollout.max_staleness). Set it lower, or to "
+                f"null."
             )
         return self
 
     @model_validator(mode="after")
     def _the_overlong_buffer_fits_a_response(self) -> Self:
-        limit = self.rollout.max_new_tokens
+        limit = self.rollout.max_response_tokens
         buffer = self.ppo.shaping.overlong_tokens(limit)
         if buffer is not None and buffer > limit:
             raise ValueError(

@@ -22,11 +22,13 @@ DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 """How the names of files that raypo reads rows from end."""
 
 
-def _one_or_many(value: Any) -> Any:
+def one_or_many(value: Any) -> Any:
+    """A list of one where a single value stands for it."""
     return [value] if isinstance(value, str | Mapping | BaseModel) else value
 
 
-Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)]
 
 
 class DataSetEntry(Config):
@@ -72,7 +74,7 @@ PromptSources = Annotated[
         ],
         ...,
     ],
-    BeforeValidator(_one_or_many),
+    BeforeValidator(one_or_many),
 ]
 
 
@@ -131,6 +133,12 @@ class PolicyLoraSection(LoraSection):
     samples faster, an adapter is pushed faster."""
 
 
+Dtype = Literal["auto", "float32", "bfloat16"]
+Attention = Literal[
+    "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"
+]
+
+
 class ModelSection(Config):
     """Which models a run is made of; every path is a Hugging Face folder or a hub id."""
 
@@ -144,17 +152,17 @@ class ModelSection(Config):
     """A reward model, or a list of them, each a path or {path, weight}."""
     reference: str | None = None
     """The model that the KL penalty pulls to; null: the policy as it was at the start."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "auto"
     """Of the policy, the engine and the frozen models. Value and score heads, sums of gradients,
-    master weights and AdamW's moments are float32 always. float32 is exact; bfloat16 is faster
-    on GPUs, and on CPUs with AMX or avx512_bf16."""
-    attention: Literal[
-        "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"
-    ] = "auto"
-    """Of all passes of the torch models. auto: raypo's own over packed rows, where a prompt is read
-    once and nothing is padded: flex attention on GPUs, SDPA on CPUs; transformers' choice for a
-    model that it cannot stand in for. A name: transformers' attention of that name, which reads a
-    padded row for each response. flash_attention_2 and 3 need GPUs and packages of their own."""
+    master weights and AdamW's moments are float32 always. auto: bfloat16 where the learner workers
+    have GPUs, else float32; the run's config.yaml says which. float32 is exact on CPUs; bfloat16 is
+    faster on GPUs, and on CPUs with AMX or avx512_bf16."""
+    attention: Attention = "auto"
+    """Attention of all passes of the torch models. auto: raypo's own over packed rows, where a
+    prompt is read once and nothing is padded: flex attention on GPUs, SDPA on CPUs; transformers'
+    choice for a model that it cannot stand in for. A name: transformers' attention of that name,
+    which reads a padded row for each response. flash_attention_2 and 3 need GPUs and packages of
+    their own."""
     lora: PolicyLoraSection | None = None
     """Train adapters; {} for the defaults, null: all weights. Without model.reference the policy
     with its adapter off is the reference, and no other model is loaded for it."""
@@ -170,7 +178,8 @@ class DataSection(Config):
 
     prompts: PromptSources = Field(min_length=1)
     """Files (jsonl, json, parquet, csv) by path or URI (s3://, gs://, file://, what pyarrow opens),
-    and Hugging Face data sets: an id, or {path, config, split}. One, or a list of them."""
+    Hugging Face data sets: an id, or {path, config, split}, and tasks of reasoning-gym:
+    reasoning_gym://chain_sum?size=2000&seed=0. One, or a list of them."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages (then the chat template), which
     may stand there as JSON text, as it must in a csv file."""
@@ -244,6 +253,9 @@ class RewardSection(Config):
         return self
 
 
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
 class WorkersSection(Config):
     """Learner workers and their DeepSpeed, whatever they train."""
 
@@ -253,6 +265,18 @@ class WorkersSection(Config):
     """auto: where the cluster has GPUs."""
     cpus_per_worker: int = Field(default=1, ge=1)
     """CPU cores of a worker's bundle, and its threads; engine and reference take turns on them."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rates after the warm-up: constant, or down to `lr_floor` at num_steps, on a line or
+    half a cosine."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Steps on which learning rates rise from zero on a line; a policy's begin when its critic has
+    warmed up (ppo.critic_warmup_steps)."""
+    lr_floor: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the highest rate that a schedule falls to."""
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments (arXiv:1711.05101)."""
+    adam_eps: float = Field(default=1e-8, gt=0.0)
+    """What AdamW adds to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
@@ -270,6 +294,15 @@ class WorkersSection(Config):
     """Non-finite updates in a row that are skipped before the run stops."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Merged over the generated DeepSpeed config."""
+
+    @model_validator(mode="after")
+    def _a_floor_is_reached(self) -> Self:
+        if self.lr_floor and self.lr_schedule == "constant":
+            raise ValueError(
+                f"learner.lr_floor ({self.lr_floor:g}): has no effect, learner.lr_schedule is "
+                "constant. Remove it, or set learner.lr_schedule to linear or cosine."
+            )
+        return self
 
     def require_room_for(self, longest: int, keys: str) -> None:
         """Refuse sequences that are longer than a microbatch.
@@ -293,9 +326,9 @@ class LearnerSection(WorkersSection):
     """The workers that hold policy and critic under DeepSpeed."""
 
     policy_lr: float = Field(default=1e-6, ge=0.0)
-    """Learning rate of the policy (AdamW)."""
+    """Highest learning rate of the policy (AdamW)."""
     critic_lr: float = Field(default=1e-5, ge=0.0)
-    """Learning rate of the critic (AdamW)."""
+    """Highest learning rate of the critic (AdamW)."""
     save_critic: bool = False
     """Keep the critic too, as the run's `critic/`: a folder that `model.critic` takes."""
     peak_tflops: float | None = Field(default=None, gt=0.0)
@@ -336,11 +369,64 @@ class CheckpointSection(Config):
     every: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step always has one."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints that are kept; with `best_by` so many of the best, and the newest."""
+    best_by: str | None = None
+    """Metric, like eval/score_mean: a step at which it is better than ever before has a checkpoint,
+    and the models of the best one stand in `best/`; null: only the newest count."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether the best is the largest or the smallest."""
+
+    @model_validator(mode="after")
+    def _the_mode_is_of_a_metric(self) -> Self:
+        if self.best_mode != "max" and self.best_by is None:
+            raise ValueError(
+                f"checkpoint.best_mode ({self.best_mode}): has no effect, checkpoint.best_by is "
+                "null. Set checkpoint.best_by to a metric, or remove it."
+            )
+        return self
 
     def is_due(self, step: int, *, last_step: int) -> bool:
         """Whether a checkpoint is due after `step` (counted from 1)."""
         return step % self.every == 0 or step == last_step
+
+
+class StopSection(Config):
+    """What ends a run before its last step, with a checkpoint; each rule that is set can."""
+
+    metric: str = "eval/score_mean"
+    """What `at` and `patience` look at, each time that it is measured."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the metric is to be large or small."""
+    at: float | None = None
+    """The run is done once the metric is so large (mode min: so small)."""
+    patience: int | None = Field(default=None, ge=1)
+    """The run is done once so many measurements in a row were not better than the best before."""
+    min_change: float = Field(default=0.0, ge=0.0)
+    """What counts as better for `patience`: by more than this."""
+    after_s: float | None = Field(default=None, gt=0.0)
+    """The command ends after the step that is under way so many seconds after its start, as at
+    Ctrl-C; the same command goes on. For machines that are had for a while."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether a metric can end the run."""
+        return self.at is not None or self.patience is not None
+
+    @model_validator(mode="after")
+    def _what_is_set_can_act(self) -> Self:
+        if self.min_change and self.patience is None:
+            raise ValueError(
+                f"stop.min_change ({self.min_change:g}): has no effect, stop.patience is null. "
+                "Set stop.patience, or remove it."
+            )
+        for key in ("metric", "mode"):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and not self.watches:
+                raise ValueError(
+                    f"stop.{key} ({value}): has no effect, neither stop.at nor stop.patience is "
+                    "set. Set one of them, or remove it."
+                )
+        return self
 
 
 class ClusterSection(Config):

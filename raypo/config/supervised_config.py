@@ -1,4 +1,4 @@
-"""The run files of the recipes that learn from examples: sft and reward_model."""
+"""The run files of the recipes that learn from examples: sft, reward_model and dpo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from raypo.config.base import Config
 from raypo.config.rollout_section import SamplingSection
 from raypo.config.run_config import RecipeConfig
 from raypo.config.sections import (
+    Attention,
     DataSection,
+    Dtype,
     EvalSection,
     LoraSection,
     PromptSources,
@@ -23,15 +25,10 @@ class TrainedModelSection(Config):
 
     policy: str
     """The model to start from: a Hugging Face folder or a hub id."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """float32 is exact; bfloat16 is faster where the processor has it."""
-    attention: Literal[
-        "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"
-    ] = "auto"
-    """Of all passes of the torch models. auto: raypo's own over packed rows, where a prompt is read
-    once and nothing is padded: flex attention on GPUs, SDPA on CPUs; transformers' choice for a
-    model that it cannot stand in for. A name: transformers' attention of that name, which reads a
-    padded row for each response. flash_attention_2 and 3 need GPUs and packages of their own."""
+    dtype: Dtype = "auto"
+    """As PPO's `model.dtype`: bfloat16 on GPUs, float32 on CPUs, unless it is set."""
+    attention: Attention = "auto"
+    """Attention of all passes, as PPO's `model.attention` has it."""
     lora: LoraSection | None = None
     """Train an adapter (and a reward model's score head); {} for the defaults, null: all
     weights."""
@@ -43,9 +40,8 @@ class ExamplesLearnerSection(WorkersSection):
     lr: float = Field(default=1e-5, ge=0.0)
     """Highest learning rate (AdamW)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """After the warm-up: constant, or down to zero at num_steps, on a line or half a cosine."""
-    lr_warmup_steps: int = Field(default=0, ge=0)
-    """Steps on which the learning rate rises from zero on a line."""
+    """The learning rate after the warm-up: constant, or down to `lr_floor` at num_steps, on a line
+    or half a cosine."""
     batch_size: int = Field(default=32, ge=1)
     """Examples of one optimizer step, over all workers."""
 
@@ -55,8 +51,14 @@ class ResponsesSection(DataSection):
 
     response_key: str = "response"
     """Column of the response: a text, or one chat message of the assistant."""
+    messages_key: str | None = None
+    """Column of whole conversations: chat messages, of which all of the assistant are learned, and
+    no others; null: `prompt_key` and `response_key`. What the assistant wrote is what the chat
+    template marks by `{% generation %}`, else what each of its messages adds behind the generation
+    prompt."""
     max_response_tokens: int = Field(default=1024, ge=1)
-    """Longest response in tokens, its end included; longer ones follow `too_long`."""
+    """Longest response in tokens, its end included; longer ones follow `too_long`. A conversation
+    may have as many as max_prompt_tokens and this together."""
 
 
 class PairsSection(DataSection):
@@ -94,6 +96,9 @@ class ExamplesConfig(RecipeConfig):
 
     paths: ClassVar[tuple[str, ...]] = ("model.policy", "data.prompts", "eval.prompts")
 
+    num_epochs: float | None = Field(default=None, gt=0.0)
+    """Passes over the examples, in place of `num_steps`, which follows from it when the run starts:
+    an epoch is as many examples as data.prompts has rows. null: num_steps counts."""
     model: TrainedModelSection
     data: ResponsesSection | PairsSection
     learner: ExamplesLearnerSection = ExamplesLearnerSection()
@@ -116,15 +121,25 @@ class ExamplesConfig(RecipeConfig):
         return self
 
 
-class SFTConfig(ExamplesConfig):
-    """The whole run file of the `sft` recipe: supervised fine-tuning on responses."""
+class PolicyExamplesConfig(ExamplesConfig):
+    """What the run files of the recipes have in common that learn a policy from examples."""
 
     functions: ClassVar[tuple[str, ...]] = ("eval.function",)
 
-    recipe: Literal["sft"] = "sft"  # pyright: ignore[reportIncompatibleVariableOverride]
-    data: ResponsesSection  # pyright: ignore[reportIncompatibleVariableOverride]
     rollout: SamplingSection = SamplingSection()
     eval: EvalSection = EvalSection()
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether engines answer held-out prompts: somebody judges the answers."""
+        return bool(self.eval.prompts and self.eval.function)
+
+
+class SFTConfig(PolicyExamplesConfig):
+    """The whole run file of the `sft` recipe: supervised fine-tuning on responses."""
+
+    recipe: Literal["sft"] = "sft"  # pyright: ignore[reportIncompatibleVariableOverride]
+    data: ResponsesSection  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class RewardModelConfig(ExamplesConfig):

@@ -23,7 +23,8 @@ from raypo.config.base import (
     read_yaml,
     remedy_for_unknown,
 )
-from raypo.config.run_config import PPOConfig
+from raypo.config.recipe_config import parse_online_config
+from raypo.config.run_config import OnlineConfig, PPOConfig
 from raypo.config.space import Domain, flat_space
 
 SET_BY_THE_SWEEP = (
@@ -44,7 +45,7 @@ SET_BY_THE_SWEEP = (
 SharedRole = Literal["reward", "reference", "engine"]
 MAX_TEST_POINTS = 1000
 """Points of the space that are tried against the run config."""
-_NOT_COPIED = ("model.", "learner.zero_stage", "ppo.advantage", "ppo.preset")
+_NOT_COPIED = ("model.", "learner.zero_stage.", "ppo.advantage.", "ppo.preset.")
 """How keys begin that a run cannot change when it goes on from a checkpoint."""
 _CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
 
@@ -243,7 +244,7 @@ class SweepConfig(RunFile):
             return math.prod(len(domain.values) for domain in self.domains.values())
         return self.num_samples or 8
 
-    def base_config(self) -> PPOConfig:
+    def base_config(self) -> OnlineConfig:
         """The run config that each trial starts from.
 
         Raises:
@@ -251,19 +252,18 @@ class SweepConfig(RunFile):
                 holds values that it refuses.
         """
         values = self.base_values()
-        base = PPOConfig.parse(values, origin=self.base)
+        base = parse_online_config(values, origin=self.base)
         for key in self.domains:
-            _check_key(key)
+            _check_key(key, type(base))
         for point in _test_points(self):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
-            _check_metrics(
-                self, PPOConfig.parse(with_values(values, point), origin=f"space, {words}"), words
-            )
+            trial = parse_online_config(with_values(values, point), origin=f"space, {words}")
+            _check_metrics(self, trial, words)
         _check_placement(base)
         _check_pbt(self, base)
         return base
 
-    def perturb_every(self, base: PPOConfig) -> int:
+    def perturb_every(self, base: OnlineConfig) -> int:
         """Steps between two perturbations of pbt."""
         return self.scheduler.perturb_every or base.eval.every
 
@@ -286,8 +286,8 @@ def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str
     return tree
 
 
-def _check_key(key: str) -> None:
-    keys = known_keys(PPOConfig)
+def _check_key(key: str, kind: type[OnlineConfig]) -> None:
+    keys = known_keys(kind)
     if key not in keys:
         hint = remedy_for_unknown(key, keys)
         raise ConfigError(f"space.{key}: the run config has no such key. {hint}")
@@ -313,7 +313,7 @@ def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
         yield {key: draw.choice(values) for key, values in by_key.items()}
 
 
-def _check_metrics(sweep: SweepConfig, trial: PPOConfig, words: str) -> None:
+def _check_metrics(sweep: SweepConfig, trial: OnlineConfig, words: str) -> None:
     for metric in (*sweep.metric, *(each.metric for each in sweep.constraints)):
         if metric.startswith("eval/") and not trial.eval.prompts:
             raise ConfigError(
@@ -322,14 +322,15 @@ def _check_metrics(sweep: SweepConfig, trial: PPOConfig, words: str) -> None:
             )
         coef = sweep.domains.get("ppo.kl.coef")
         is_end_of_range = coef is not None and coef.kind == "uniform"  # 0 itself is never drawn
-        if metric.startswith("kl/") and not trial.ppo.needs_reference and not is_end_of_range:
+        has_kl = isinstance(trial, PPOConfig) and trial.ppo.needs_reference
+        if metric.startswith("kl/") and not has_kl and not is_end_of_range:
             raise ConfigError(
                 f"metric ({metric}): a trial with {words} has no reference, so there is no KL to "
                 f"it. Choose another metric, or a ppo.kl.coef above 0 for all trials."
             )
 
 
-def _check_placement(base: PPOConfig) -> None:
+def _check_placement(base: OnlineConfig) -> None:
     if base.placement.is_dedicated:
         raise ConfigError(
             f"placement.mode ({base.placement.mode}): a trial of a sweep takes one placement group "
@@ -338,16 +339,17 @@ def _check_placement(base: PPOConfig) -> None:
         )
 
 
-def _check_pbt(sweep: SweepConfig, base: PPOConfig) -> None:
+def _check_pbt(sweep: SweepConfig, base: OnlineConfig) -> None:
     if sweep.scheduler.kind != "pbt":
         return
     for key in sweep.domains:
-        if key.startswith(_NOT_COPIED):
+        if f"{key}.".startswith(_NOT_COPIED):
             raise ConfigError(
                 f"space ({key}): pbt changes values while a trial runs, and a checkpoint is of one "
                 f"model and one number of workers. Leave {key} out, or use another scheduler."
             )
-    if "ppo.kl.coef" in sweep.domains and base.ppo.kl.controller == "adaptive":
+    is_adaptive = isinstance(base, PPOConfig) and base.ppo.kl.controller == "adaptive"
+    if "ppo.kl.coef" in sweep.domains and is_adaptive:
         raise ConfigError(
             "space (ppo.kl.coef): the adaptive controller steers it, from where the copied trial "
             "had it. Search ppo.kl.target instead, or set overrides.ppo.kl.controller to fixed."

@@ -1,15 +1,16 @@
-"""From files to tokenised examples: responses to learn, and pairs to compare."""
+"""From files to tokenised examples: responses to learn, pairs to compare, verdicts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from raypo.config import ConfigError, PairsSection, ResponsesSection
+from raypo.config import ConfigError, PairsSection, PreferencesSection, ResponsesSection
+from raypo.data.conversations import conversation
 from raypo.data.prompts import (
     CHUNK,
     check_response,
@@ -19,9 +20,10 @@ from raypo.data.prompts import (
     key_columns,
     prompt_text,
     tokenised_prompts,
+    with_columns,
 )
-from raypo.data.rows import Row
-from raypo.types import Example, Pair
+from raypo.data.rows import Row, read_rows
+from raypo.types import Example, Pair, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +38,8 @@ class LoadedExamples(Generic[Item]):
     items: list[Item]
     num_skipped: int
     """Rows left out because their prompt or a response is too long."""
+    num_unusable: int = 0
+    """Pairs left out because their responses are equal, or one of them is empty."""
 
 
 def load_examples(
@@ -59,12 +63,48 @@ def load_examples(
         ConfigError: a row is wrong, one is too long where `data.too_long` is `error`, or nothing
             is left.
     """
+    if section.messages_key is not None:
+        return _load_conversations(section, tokenizer, end_token_id, section.messages_key, key)
 
     def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> Example:
         return Example(np.asarray(prompt, np.int32), *responses)
 
     columns = {"data.response_key": section.response_key}
     return _load(section, tokenizer, end_token_id, columns, build, key)
+
+
+def _load_conversations(
+    section: ResponsesSection,
+    tokenizer: PreTrainedTokenizerBase,
+    end_token_id: int,
+    column: str,
+    key: str,
+) -> LoadedExamples[Example]:
+    longest = section.max_prompt_tokens + section.max_response_tokens
+    items: list[Example] = []
+    num_skipped = 0
+    for source in section.prompts:
+        rows = with_columns(read_rows(source, key=key), source, {"data.messages_key": column})
+        for row in rows:
+            item = conversation(row, column, tokenizer, end_token_id)
+            if item.num_tokens <= longest:
+                items.append(item)
+                continue
+            num_skipped += 1
+            if section.too_long == "error":
+                raise ConfigError(
+                    f"data.max_response_tokens ({section.max_response_tokens}): the conversation "
+                    f"of {row.where} has {item.num_tokens} tokens, with data.max_prompt_tokens "
+                    f"{longest} are allowed. Set data.max_response_tokens to at least "
+                    f"{item.num_tokens - section.max_prompt_tokens}, or data.too_long to skip."
+                )
+    if not items:
+        raise ConfigError(
+            f"{key} ({', '.join(map(str, section.prompts))}): all {num_skipped} conversations have "
+            f"more than {longest} tokens (data.max_prompt_tokens + data.max_response_tokens). "
+            f"Raise them."
+        )
+    return LoadedExamples(items, num_skipped)
 
 
 def load_pairs(
@@ -76,12 +116,79 @@ def load_pairs(
 ) -> LoadedExamples[Pair]:
     """Prompts with a better and a worse response; arguments and errors as `load_examples`."""
 
-    def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> Pair:
-        margin = _margin(row, section.margin_key) if section.margin_key else 0.0
-        return Pair(np.asarray(prompt, np.int32), *responses, margin=margin)
+    def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> Pair | None:
+        chosen, rejected = responses
+        if np.array_equal(chosen, rejected) or min(len(chosen), len(rejected)) < 2:
+            return None
+        margin = _number(row, "data.margin_key", section.margin_key) if section.margin_key else 0.0
+        references = None
+        if isinstance(section, PreferencesSection) and section.ref_chosen_key:
+            references = (
+                _number(row, "data.ref_chosen_key", section.ref_chosen_key),
+                _number(row, "data.ref_rejected_key", str(section.ref_rejected_key)),
+            )
+        return Pair(np.asarray(prompt, np.int32), chosen, rejected, margin, references)
 
     columns = {"data.chosen_key": section.chosen_key, "data.rejected_key": section.rejected_key}
     return _load(section, tokenizer, end_token_id, columns, build, key)
+
+
+def load_verdicts(
+    section: PreferencesSection,
+    tokenizer: PreTrainedTokenizerBase,
+    end_token_id: int,
+    *,
+    key: str = "data.prompts",
+) -> LoadedExamples[Verdict]:
+    """Prompts with responses that are desirable or not; arguments and errors as `load_examples`.
+
+    Without `desirable_key` each pair is two of them. `other_ids` of each is the response of the
+    next row with another prompt, of the last one that of the first.
+    """
+    column = section.desirable_key
+    if column is None:
+        pairs = load_pairs(section, tokenizer, end_token_id, key=key)
+        told = [
+            (pair.prompt_ids, response, response is pair.chosen_ids)
+            for pair in pairs.items
+            for response in (pair.chosen_ids, pair.rejected_ids)
+        ]
+        return replace(pairs, items=_with_others(told, key))  # type: ignore[return-value,arg-type]
+
+    def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> _Told | None:
+        value = row.values[column]
+        if value not in (True, False):  # 1 and 0 too
+            raise ConfigError(
+                f"data.desirable_key ({column}): {row.where} has {value!r} there. A verdict is "
+                "true or false. Correct the row or remove it."
+            )
+        is_empty = len(responses[0]) < 2
+        return None if is_empty else (np.asarray(prompt, np.int32), responses[0], bool(value))
+
+    columns = {"data.response_key": section.response_key}
+    loaded = _load(section, tokenizer, end_token_id, columns, build, key)
+    return LoadedExamples(_with_others(loaded.items, key), loaded.num_skipped, loaded.num_unusable)
+
+
+_Told = tuple[np.ndarray, np.ndarray, bool]
+"""Prompt, response, and whether that is desirable."""
+
+
+def _with_others(rows: Sequence[_Told], key: str) -> list[Verdict]:
+    """Verdicts, each with a response to another prompt."""
+    count = len(rows)
+    differs = [not np.array_equal(rows[i][0], rows[(i + 1) % count][0]) for i in range(count)]
+    if not any(differs):
+        raise ConfigError(
+            f"{key}: all {count} responses answer one prompt, and kto compares responses with "
+            "those to other prompts. Give more prompts, or choose another dpo.loss."
+        )
+    last = differs.index(True)
+    others = [0] * count
+    for row in (place % count for place in range(last, last - count, -1)):
+        following = (row + 1) % count
+        others[row] = following if differs[row] else others[following]
+    return [Verdict(*told, rows[other][1]) for told, other in zip(rows, others, strict=True)]
 
 
 def _load(
@@ -89,14 +196,17 @@ def _load(
     tokenizer: PreTrainedTokenizerBase,
     end_token_id: int,
     response_columns: dict[str, str],
-    build: Callable[[Row, list[int], list[np.ndarray]], Item],
+    build: Callable[[Row, list[int], list[np.ndarray]], Item | None],
     key: str,
 ) -> LoadedExamples[Item]:
     items: list[Item] = []
-    num_skipped = 0
+    num_skipped = num_unusable = 0
     columns = key_columns(section.prompt_key, section.label_key) | response_columns
-    if isinstance(section, PairsSection) and section.margin_key:
-        columns["data.margin_key"] = section.margin_key
+    columns |= {
+        f"data.{name}": getattr(section, name)
+        for name in ("margin_key", "desirable_key", "ref_chosen_key", "ref_rejected_key")
+        if getattr(section, name, None)
+    }
     rows = checked_rows(section, key, columns)
     while chunk := list(islice(rows, CHUNK)):
         for row, (config_key, column) in product(chunk, response_columns.items()):
@@ -109,10 +219,18 @@ def _load(
         ]
         for row, prompt, *responses in zip(chunk, prompts, *by_column, strict=True):
             fits = is_allowed(row, len(prompt), section)
-            if fits and all(_is_short(row, ids, section) for ids in responses):
-                items.append(build(row, prompt, responses))
-            else:
+            if not (fits and all(_is_short(row, ids, section) for ids in responses)):
                 num_skipped += 1
+            elif (item := build(row, prompt, responses)) is None:
+                num_unusable += 1
+            else:
+                items.append(item)
+    if num_unusable and not items:
+        raise ConfigError(
+            f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} rows have equal or "
+            "empty responses and no other row is left, so there is nothing to compare. Look at "
+            f"the columns {' and '.join(response_columns.values())}."
+        )
     if not items:
         raise ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): all {num_skipped} rows have a prompt "
@@ -120,7 +238,7 @@ def _load(
             f"({section.max_prompt_tokens}) or data.max_response_tokens "
             f"({section.max_response_tokens})."
         )
-    return LoadedExamples(items, num_skipped)
+    return LoadedExamples(items, num_skipped, num_unusable)
 
 
 def _responses(
@@ -178,11 +296,11 @@ def _is_short(row: Row, ids: np.ndarray, section: ResponsesSection | PairsSectio
     return False
 
 
-def _margin(row: Row, column: str) -> float:
+def _number(row: Row, config_key: str, column: str) -> float:
     value = row.values[column]
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     raise ConfigError(
-        f"data.margin_key ({column}): {row.where} has {value!r} there. A margin is a number. "
+        f"{config_key} ({column}): {row.where} has {value!r} there, and it must be a number. "
         "Correct the row or remove it."
     )

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
+from urllib.parse import parse_qsl
 
 from raypo.config import ConfigError, DataSetEntry, PromptSource
 from raypo.config.paths import is_uri
@@ -19,6 +20,8 @@ from raypo.storage.folder import open_storage
 
 _DATA_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _LOOKS_LIKE_A_FILE = re.compile(r".*\.[A-Za-z]{1,5}")
+GYM = "reasoning_gym://"
+"""How a source begins that reasoning-gym makes: `reasoning_gym://chain_sum?size=2000&seed=0`."""
 _BUFFER_BYTES = 1 << 20
 """One request to a remote storage asks for so many."""
 
@@ -45,8 +48,8 @@ def read_rows(source: PromptSource, *, key: str) -> Iterator[Row]:
     In a csv file everything is text, so that a label 007 stays what it is.
 
     Args:
-        source: A file (jsonl, json with a list, parquet, csv) by its path or URI, or a Hugging Face
-            data set.
+        source: A file (jsonl, json with a list, parquet, csv) by its path or URI, a Hugging Face
+            data set, or a task of reasoning-gym.
         key: The config key that `source` comes from, for messages.
 
     Raises:
@@ -54,6 +57,8 @@ def read_rows(source: PromptSource, *, key: str) -> Iterator[Row]:
     """
     if isinstance(source, DataSetEntry) or is_data_set(source):
         rows = _data_set(source, key)
+    elif source.startswith(GYM):
+        rows = _reasoning_gym(source, key)
     else:
         rows = _READERS[check_file(source, key=key)](source, key)
     number = 0
@@ -181,6 +186,29 @@ def _data_set(source: PromptSource, key: str) -> Iterator[Row]:
         ) from error
     for number, values in enumerate(rows, start=1):
         yield Row(f"{source}, row {number}", dict(values))
+
+
+def _reasoning_gym(source: str, key: str) -> Iterator[Row]:
+    """Rows `prompt`, `answer` and `entry`, which is what the task's verifier asks for."""
+    try:
+        import reasoning_gym  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            f"{key} ({source}): needs the package reasoning-gym ({error}). "
+            "pip install 'raypo[math]' on every node."
+        ) from None
+    task, _, query = source.removeprefix(GYM).partition("?")
+    try:
+        given = {name: json.loads(value) for name, value in parse_qsl(query)}
+        entries = reasoning_gym.create_dataset(task, **{"seed": 0} | given)  # its own is random
+    except Exception as error:  # each task checks its arguments in its own way
+        raise ConfigError(
+            f"{key} ({source}): reasoning-gym refuses it: {error}. Write it like "
+            f"{GYM}chain_sum?size=2000&seed=0, arguments as JSON."
+        ) from error
+    for number, entry in enumerate(entries, start=1):
+        values = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
+        yield Row(f"{source}, row {number}", values)
 
 
 _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}

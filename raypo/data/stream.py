@@ -35,7 +35,8 @@ class ShuffledStream(Generic[Item]):
     def __init__(self, items: Sequence[Item], *, seed: int) -> None:
         if not items:
             raise ValueError("a stream needs at least one item, it got none.")
-        self._items = items
+        self.items = items
+        """What is drawn from, in its own order."""
         self._seed = seed
         self._position = 0
         self._epoch = -1  # of the permutation at hand
@@ -56,11 +57,11 @@ class ShuffledStream(Generic[Item]):
         self._position = int(state["position"])
 
     def _at(self, position: int) -> Item:
-        epoch, offset = divmod(position, len(self._items))
+        epoch, offset = divmod(position, len(self.items))
         if epoch != self._epoch:
             generator = np.random.default_rng([_SEED_WORD, self._seed, epoch])
-            self._epoch, self._order = epoch, generator.permutation(len(self._items))
-        return self._items[self._order[offset]]
+            self._epoch, self._order = epoch, generator.permutation(len(self.items))
+        return self.items[self._order[offset]]
 
 
 class PromptStream:

@@ -9,6 +9,7 @@ import traceback
 import uuid
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -25,19 +26,26 @@ class Replica:
     """Runs as a Ray actor whose event loop stays free: it tells its load and health at work.
 
     The object is made and called in threads of a pool; with one ongoing request at a time, all
-    happens in one thread. Where the process ends, Ray starts the actor again, in the same bundle
-    and with the same environment; the object then knows nothing of what it was told before, and
-    each request says what must be done first.
+    happens in one thread. With several, what is asked of this very life (a push) has a thread of
+    its own, so that it keeps its order and never waits for the others to end. Where a method
+    returns futures, the answer is what they come to, and no thread waits for them.
+
+    Where the process ends, Ray starts the actor again, in the same bundle and with the same
+    environment; the object then knows nothing of what it was told before, and each request says
+    what must be done first.
     """
 
     def __init__(self, deployment: Deployment, index: int, bundle: int = 0) -> None:
         self._deployment, self._index, self._bundle = deployment, index, bundle
         self._target: Any = None  # `repr` is asked even where it cannot be made
         self._life = uuid.uuid4().hex
-        self._requests: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._requests: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._is_draining = False
         self._making = threading.Lock()
+        """Held where the object is made, or told what it has to hold."""
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
+        has_one_thread = deployment.max_ongoing_requests == 1
+        self._line = self._pool if has_one_thread else ThreadPoolExecutor(1, "replica-line")
         is_again = False
         if ray.is_initialized():  # to ask where it is not would start it
             context = ray.get_runtime_context()
@@ -69,14 +77,14 @@ class Replica:
         """
         if request.life not in (None, self._life):
             return Unhealthy("it was started again in the middle of this", request.life or "")
-        future = self._requests.get(request.id)
-        if future is None or future.cancelled():
+        answer = self._requests.get(request.id)
+        if answer is None or answer.cancelled():
             if request.life is None and self._is_full():
                 return Refused()
-            future = self._pool.submit(self._run, request)
-            self._requests[request.id] = future
+            answer = asyncio.ensure_future(self._answer(request))
+            self._requests[request.id] = answer
             self._forget_old()
-        return await asyncio.wrap_future(future)  # a caller that gives up takes a waiting one away
+        return await answer  # a caller that gives up takes a waiting one away
 
     async def where(self) -> Life:
         """Which life of the replica this is, and where."""
@@ -99,8 +107,20 @@ class Replica:
     async def drain(self) -> None:
         """Take no more requests, and return when the last one is answered."""
         self._is_draining = True
-        futures = [asyncio.wrap_future(each) for each in self._requests.values() if not each.done()]
-        await asyncio.gather(*futures, return_exceptions=True)
+        under_way = [each for each in self._requests.values() if not each.done()]
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _answer(self, request: Request) -> Any:
+        pool = self._pool if request.life is None else self._line
+        answer = await asyncio.wrap_future(pool.submit(self._run, request))
+        if not isinstance(answer, list) or not any(isinstance(each, Future) for each in answer):
+            return answer
+        try:
+            return await asyncio.gather(*map(asyncio.wrap_future, answer))
+        except Exception:
+            if (wrong := self._what_is_wrong()) is not None:
+                return wrong
+            raise
 
     def _run(self, request: Request) -> Any:
         if self._target is None and request.method in ("sleep", "wake_up"):
@@ -119,8 +139,11 @@ class Replica:
                     getattr(target, method)(*arguments)
         except Exception as error:
             return self._what_is_wrong() or Unprepared(f"{type(error).__name__}: {error}")
+        # No push meets a request that makes up for the one before.
+        of_this_life = self._making if request.life is not None else nullcontext()
         try:
-            return getattr(target, request.method)(*request.args, **request.kwargs)
+            with of_this_life:
+                return getattr(target, request.method)(*request.args, **request.kwargs)
         except Exception:
             if (wrong := self._what_is_wrong()) is not None:
                 return wrong
@@ -155,9 +178,9 @@ class Replica:
         )
 
     def _count(self) -> int:
-        return sum(not future.done() for future in self._requests.values())
+        return sum(not each.done() for each in self._requests.values())
 
     def _forget_old(self) -> None:
-        done = [id for id, future in self._requests.items() if future.done()]
+        done = [id for id, answer in self._requests.items() if answer.done()]
         for id in done[:-KEPT_ANSWERS]:
             del self._requests[id]

@@ -31,7 +31,7 @@ class Deployment:
     logs_dir: str | None = None
     """Where replica i writes what libraries say, into <role>_<i>.log; None: only to Ray's logs."""
     max_ongoing_requests: int = 1
-    """Requests that a replica works on at the same time, each in a thread."""
+    """Requests that a replica works on at the same time, each in a thread while its method runs."""
     max_queued_requests: int | None = None
     """Most requests that wait at a replica before it refuses more; None: no bound."""
     request_timeout_s: float | None = None

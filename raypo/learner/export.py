@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor
 
 from raypo.collectives import Workers
@@ -13,16 +15,48 @@ from raypo.config import LoraSection
 from raypo.learner.trained_model import TrainedModel
 from raypo.models import lora
 from raypo.models.critic import save_value_head
+from raypo.weights.buckets import grouped
+
+WHOLE = "model.safetensors"
+SHARD_BYTES = 5 * 10**9
+"""Most bytes of a file of weights."""
 
 
 def save_folder(
     model: TrainedModel, network: Any, folder: Path, *, tokenizer: Any, workers: Workers
 ) -> None:
-    """The network, an adapter merged, as a Hugging Face folder; rank 0 writes, all call it."""
-    weights = kept(model.named_weights(network), workers)
-    if workers.rank == 0:
-        network.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
+    """The network, an adapter merged, as a Hugging Face folder; rank 0 writes, all call it.
+
+    A file is written as soon as it is full, so that rank 0 holds `SHARD_BYTES` and no whole model.
+    """
+    weights = model.named_weights(network)
+    if workers.rank > 0:
+        for _ in weights:  # it takes part in the gathering
+            pass
+        return
+    parts: list[Path] = []
+    on_host = ((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
+    for group in grouped(on_host, bucket_bytes=SHARD_BYTES):
+        network.save_pretrained(folder, state_dict=dict(group), max_shard_size=2 * SHARD_BYTES)
+        parts.append((folder / WHOLE).rename(folder / f"part-{len(parts)}"))
+        group.clear()  # before the next one is gathered
+    _name_parts(folder, parts)
+    tokenizer.save_pretrained(folder)
+
+
+def _name_parts(folder: Path, parts: list[Path]) -> None:
+    """One file has a plain name; of several an index tells what lies where."""
+    if len(parts) == 1:
+        parts[0].rename(folder / WHOLE)
+        return
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        path = part.rename(folder / f"model-{number:05d}-of-{len(parts):05d}.safetensors")
+        with safe_open(path, framework="pt") as file:
+            places |= dict.fromkeys(file.keys(), path.name)
+    size = sum((folder / name).stat().st_size for name in set(places.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (folder / f"{WHOLE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
 def save_critic(model: TrainedModel, folder: Path, *, tokenizer: Any, workers: Workers) -> None:

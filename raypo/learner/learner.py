@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.config import LearnerSection, ModelSection, PPOSection
+from raypo.config import LearnerSection, ModelSection, PPOSection, is_import_path
 from raypo.data.batching import batches_by_tokens
 from raypo.learner.export import kept, save_adapter, save_critic, save_folder
+from raypo.learner.learning_rate import learning_rate
 from raypo.learner.objective import (
     StepCounts,
     policy_objective,
@@ -29,12 +30,14 @@ from raypo.learner.state import (
     save_worker_state,
 )
 from raypo.learner.statistics import UpdateStatistics
-from raypo.learner.trained_model import TrainedModel
+from raypo.learner.trained_model import TrainedModel, in_shares
 from raypo.models import lora
 from raypo.models.critic import Critic, CriticStart
 from raypo.models.loading import load_causal_lm
 from raypo.models.lora import adapter_off, add_adapter
 from raypo.models.networks import Policy
+from raypo.ppo.own import own_surrogate
+from raypo.rewards.loader import load_function
 from raypo.types import Experience
 from raypo.weights.adapter import AdapterPush
 
@@ -58,41 +61,52 @@ class Learner:
         *,
         temperature: float,
         max_new_tokens: int,
+        num_steps: int,
         seed: int,
         workers: Workers,
         critic_start: CriticStart | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self._ppo, self._section, self._workers = ppo, section, workers
-        self._max_new_tokens, self._seed = max_new_tokens, seed
+        self._max_new_tokens, self._num_steps = max_new_tokens, num_steps
+        self.seed = seed
         rates = "learner.policy_lr and learner.critic_lr"
         self._skipped = SkippedUpdates(section.max_skipped_updates, rates)
         shared: dict[str, Any] = {"dtype": model.dtype, "section": section, "workers": workers}
         self._model = model
         self._is_reference = ppo.needs_reference and model.is_own_reference
         loaded: dict[str, Any] = {"dtype": model.dtype, "attention": model.attention}
-        network = add_adapter(load_causal_lm(model.policy, **loaded), model.lora)
+        with in_shares(section, dtype=model.dtype, workers=workers):
+            network = add_adapter(load_causal_lm(model.policy, **loaded), model.lora)
         policy = Policy(network, temperature=temperature)
-        self._policy = TrainedModel(policy, learning_rate=section.policy_lr, **shared)
+        self._policy = TrainedModel(policy, **shared)
+        self._own_surrogate = None
+        if is_import_path(ppo.policy_loss):
+            function = load_function(ppo.policy_loss, key="ppo.policy_loss")
+            self._own_surrogate = own_surrogate(function, f"ppo.policy_loss ({ppo.policy_loss})")
         self._critic = None
         self.critic_start = ""
         """In words, which weights the critic starts from."""
         if ppo.needs_critic:
             start = critic_start or CriticStart(model.critic or model.policy)
-            critic, self.critic_start = Critic.load(start, lora=model.lora, **loaded)
-            self._critic = TrainedModel(critic, learning_rate=section.critic_lr, **shared)
+            with in_shares(section, dtype=model.dtype, workers=workers):
+                critic, self.critic_start = Critic.load(start, lora=model.lora, **loaded)
+            self._critic = TrainedModel(critic, **shared)
 
     def with_log_probs_and_values(self, experience: Experience) -> Experience:
         """The experience with `old_log_probs` and, where there is a critic, `values`.
 
-        Where the step is a single update and nothing before it reads the old log-probs, they are
-        the update's own, which adds them. With `ppo.bootstrap_truncated` also `last_values`, 0 for
-        responses that ended; where the policy without its adapter is the reference, also
-        `ref_log_probs`. All is cut as the update cuts it, so that the first update has a ratio of
-        exactly 1.
+        With `ppo.old_log_probs: engine` these are the engine's. Where the step is a single update
+        and nothing before it reads the old log-probs, they are the update's own, which adds them.
+        With `ppo.bootstrap_truncated` also `last_values`, 0 for responses that ended; where the
+        policy without its adapter is the reference, also `ref_log_probs`. All is cut as the update
+        cuts it, so that the first update has a ratio of exactly 1.
         """
         evaluated = experience
-        if self._ppo.reads_old_log_probs or len(self._minibatches(experience)) > 1:
+        is_one_update = len(self._minibatches(experience)) <= 1
+        if self._ppo.old_log_probs == "engine":
+            evaluated = experience.with_(old_log_probs=experience.rollout_log_probs)
+        elif self._ppo.computes_old_log_probs(is_one_update=is_one_update):
             evaluated = experience.with_(old_log_probs=self._policy_log_probs(experience))
         if self._is_reference:
             with adapter_off(self._policy.module):
@@ -100,13 +114,20 @@ class Learner:
         return self._with_values(evaluated, self._critic) if self._critic else evaluated
 
     def update(
-        self, experience: Experience, *, step: int, kl_coef: float = 0.0
+        self,
+        experience: Experience,
+        *,
+        step: int,
+        kl_coef: float = 0.0,
+        entropy_coef: float = 0.0,
     ) -> tuple[Experience, dict[str, float]]:
         """PPO epochs over the experience; every minibatch is one optimizer step of each model.
 
         Args:
-            step: Counted from 1; the first `ppo.critic_warmup_steps` leave the policy alone.
+            step: Counted from 1; it decides the learning rates. The first
+                `ppo.critic_warmup_steps` leave the policy alone.
             kl_coef: Of this step, for a KL placed in the loss.
+            entropy_coef: Of this step.
 
         Returns:
             experience: With `old_log_probs`, also where they were left to the update.
@@ -117,17 +138,18 @@ class Learner:
                 skipped.
         """
         statistics, critic = UpdateStatistics(), self._critic
+        rates = self._set_learning_rates(step)
         with_policy = step > self._ppo.critic_warmup_steps
         if experience.old_log_probs is None and not with_policy:
             experience = experience.with_(old_log_probs=self._policy_log_probs(experience))
         log_probs = torch.zeros(experience.response_mask.shape)  # [B, T], those of the last epoch
         for rows in self._minibatches_of_all_epochs(experience, step):
-            counts = StepCounts.of(experience.select(rows), self._workers)
+            counts = StepCounts.of(experience.select(rows), self._ppo, self._workers)
             for piece in self._microbatches(experience, rows):
                 batch = self._on_device(experience, piece)
                 if with_policy:
                     new, entropy = self._policy(
-                        batch, with_entropy=True, entropy_grad=self._ppo.entropy_coef > 0.0
+                        batch, with_entropy=True, entropy_grad=entropy_coef > 0.0
                     )
                     output = policy_objective(
                         new,
@@ -137,6 +159,8 @@ class Learner:
                         counts=counts,
                         max_new_tokens=self._max_new_tokens,
                         kl_coef=kl_coef,
+                        entropy_coef=entropy_coef,
+                        own_surrogate=self._own_surrogate,
                     )
                     self._policy.backward(output.loss)
                     statistics.add_policy(output)
@@ -148,7 +172,7 @@ class Learner:
             self._skipped.count(self._step(statistics, with_policy=with_policy))
         if experience.old_log_probs is None:
             experience = experience.with_(old_log_probs=log_probs)
-        return experience, statistics.reduce(self._workers)
+        return experience, statistics.reduce(self._workers) | rates
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their checkpoint names; all workers iterate together."""
@@ -272,6 +296,22 @@ class Learner:
             all_applied = all_applied and applied
         return all_applied
 
+    def _set_learning_rates(self, step: int) -> dict[str, float]:
+        """Those of a step, as figures; the policy's count the steps that update it."""
+        section, waits = self._section, self._ppo.critic_warmup_steps
+        figures = {}
+        if step > waits:
+            rate = learning_rate(
+                step - waits, self._num_steps - waits, highest=section.policy_lr, section=section
+            )
+            self._policy.set_learning_rate(rate)
+            figures["ppo/policy_learning_rate"] = rate
+        if self._critic:
+            rate = learning_rate(step, self._num_steps, highest=section.critic_lr, section=section)
+            self._critic.set_learning_rate(rate)
+            figures["ppo/critic_learning_rate"] = rate
+        return figures
+
     def _pieces(self, experience: Experience) -> Iterator[Tensor]:
         """The microbatches of all minibatches, one after the other."""
         for rows in self._minibatches(experience):
@@ -281,7 +321,7 @@ class Learner:
         """This worker's rows of each optimizer step, epoch after epoch."""
         minibatches = self._minibatches(experience)
         for epoch in range(self._ppo.num_epochs):
-            for number in minibatch_order(self._seed, step, epoch, len(minibatches)):
+            for number in minibatch_order(self.seed, step, epoch, len(minibatches)):
                 yield minibatches[number]
 
     def _minibatches(self, experience: Experience) -> list[Tensor]:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+
+from raypo.config import WorkersSection
 
 
-def learning_rate(
-    step: int,
-    num_steps: int,
-    *,
-    highest: float,
-    schedule: Literal["constant", "linear", "cosine"],
-    warmup_steps: int = 0,
-) -> float:
+def learning_rate(step: int, num_steps: int, *, highest: float, section: WorkersSection) -> float:
     """The learning rate of a step, counted from 1.
 
-    It rises on a line over `warmup_steps`, reaches `highest` on the step after them, and falls so
-    that a step after the last would have 0.
+    It rises on a line over `lr_warmup_steps`, reaches `highest` on the step after them, and falls
+    by `lr_schedule` so that a step after the last would have `lr_floor` of the highest.
 
-    Example: 4 steps, linear, no warm-up: 1, 3/4, 1/2, 1/4 of the highest.
+    Example: 4 steps, linear, no warm-up, no floor: 1, 3/4, 1/2, 1/4 of the highest.
+
+    Paper: Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5 (half a cosine, without restarts).
     """
-    if step <= warmup_steps:
-        return highest * step / (warmup_steps + 1)
-    if schedule == "constant":
+    warmup, floor = section.lr_warmup_steps, section.lr_floor
+    if step <= warmup:
+        return highest * step / (warmup + 1)
+    if section.lr_schedule == "constant":
         return highest
-    done = (step - 1 - warmup_steps) / max(num_steps - warmup_steps, 1)
-    if schedule == "linear":
-        return highest * (1.0 - done)
-    return highest * 0.5 * (1.0 + math.cos(math.pi * done))
+    done = (step - 1 - warmup) / max(num_steps - warmup, 1)
+    is_linear = section.lr_schedule == "linear"
+    left = 1.0 - done if is_linear else 0.5 * (1.0 + math.cos(math.pi * done))
+    return highest * (floor + (1.0 - floor) * left)

@@ -17,7 +17,8 @@ from raypo.collectives import Workers, as_tensor
 from raypo.config import PPOSection
 from raypo.ppo import losses
 from raypo.ppo.kl import kl_loss_terms
-from raypo.ppo.masked import masked_sum
+from raypo.ppo.masked import keep, masked_sum
+from raypo.ppo.surrogates import Surrogate
 from raypo.types import Experience
 
 
@@ -31,13 +32,15 @@ class StepCounts:
     """Responses with at least one sampled token."""
     responses: float
     """All responses."""
+    positive_tokens: float = 0.0
+    """Sampled tokens of positive examples."""
 
     @classmethod
-    def of(cls, batch: Experience, workers: Workers) -> StepCounts:
+    def of(cls, batch: Experience, ppo: PPOSection, workers: Workers) -> StepCounts:
         """The counts of the workers' shares together."""
-        mask = batch.response_mask
-        counts = as_tensor(float(mask.sum()), float(mask.any(1).sum()), len(batch))
-        return cls(*workers.sum(counts).tolist())
+        mask, positive = batch.counted, positive_mask(batch, ppo)
+        counts = (mask.sum(), mask.any(1).sum(), len(batch), positive.sum())
+        return cls(*workers.sum(as_tensor(*map(float, counts))).tolist())
 
     def normalizer(self, aggregation: str) -> float:
         """What an aggregation (`raypo.ppo.losses.aggregate`) divides by, at least 1."""
@@ -56,7 +59,13 @@ class PolicyOutput:
     loss: Tensor  # scalar, with gradient
     policy_loss: Tensor  # scalar, only the surrogate
     kl_loss: Tensor | None  # scalar, the KL term before its coefficient; None: no such term
+    nll_loss: Tensor | None  # scalar, that of positive examples, likewise
     statistics: dict[str, Tensor]
+
+
+def positive_mask(batch: Experience, ppo: PPOSection) -> Tensor:
+    """[B, T] bool, the counted tokens of responses whose own score is at least `nll_min_score`."""
+    return batch.counted & (batch.scores >= ppo.nll_min_score).unsqueeze(1)
 
 
 def policy_objective(
@@ -68,45 +77,70 @@ def policy_objective(
     counts: StepCounts,
     max_new_tokens: int,
     kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    own_surrogate: Surrogate | None = None,
 ) -> PolicyOutput:
     """The surrogate, less the entropy bonus, plus the KL term where `ppo.kl.placement` is loss.
 
-    All three are aggregated alike. A correction's weights weigh only the surrogate. Without
-    `old_log_probs` this is the first update, and they are the log-probs themselves.
+    All three are aggregated alike. A correction's weights weigh the surrogate, and the KL term
+    where it has importance weights. Without `old_log_probs` this is the first update, and they are
+    the log-probs themselves. With `ppo.nll_coef` comes the mean negative log-likelihood over all
+    tokens of positive examples.
 
     Args:
         kl_coef: This step's weight of the KL term.
+        entropy_coef: This step's weight of the entropy bonus.
+        own_surrogate: In the place of `ppo.policy_loss`, where that names a function.
     """
     assert batch.advantages is not None
-    mask = batch.response_mask
+    mask = batch.counted
     aggregation: dict[str, Any] = {
         "aggregation": ppo.aggregation,
         "max_new_tokens": max_new_tokens,
         "normalizer": counts.normalizer(ppo.aggregation),
     }
+    old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     surrogate, statistics = losses.policy_loss(
         log_probs,
-        log_probs if batch.old_log_probs is None else batch.old_log_probs,
+        old_log_probs,
         batch.advantages,
         mask,
-        kind=ppo.policy_loss,
+        kind=own_surrogate or ppo.policy_loss,
         clip_low=ppo.clip_low,
         clip_high=ppo.clip_high,
         dual_clip=ppo.dual_clip,
+        cispo_low=ppo.cispo_low,
+        covariant=batch.covariant,
+        covariance_kl=ppo.covariance.penalty,
         weights=batch.weights,
         **aggregation,
     )
     loss = surrogate
-    if ppo.entropy_coef > 0.0:
-        loss = loss - ppo.entropy_coef * losses.aggregate(entropy, mask, **aggregation)
+    if entropy_coef > 0.0:
+        loss = loss - entropy_coef * losses.aggregate(entropy, mask, **aggregation)
     kl_loss = None
     if ppo.kl.placement == "loss" and kl_coef > 0.0:
         assert batch.ref_log_probs is not None
-        terms = kl_loss_terms(log_probs, batch.ref_log_probs, mask, kind=ppo.kl.estimator)
+        terms = kl_loss_terms(
+            log_probs,
+            batch.ref_log_probs,
+            mask,
+            kind=ppo.kl.estimator,
+            old_log_probs=old_log_probs if ppo.kl.importance_weights else None,
+        )
+        if ppo.kl.importance_weights and batch.weights is not None:
+            terms = terms * keep(batch.weights, mask)
         divergence = losses.aggregate(terms, mask, **aggregation)
         loss, kl_loss = loss + kl_coef * divergence, divergence.detach()
+    nll_loss = None
+    if ppo.nll_coef > 0.0:
+        positive, normalizer = positive_mask(batch, ppo), counts.positive_tokens
+        likelihood = losses.aggregate(
+            log_probs, positive, aggregation="token_mean", normalizer=normalizer
+        )
+        loss, nll_loss = loss - ppo.nll_coef * likelihood, -likelihood.detach()
     statistics["entropy"] = masked_sum(entropy.detach(), mask)
-    return PolicyOutput(loss, surrogate.detach(), kl_loss, statistics)
+    return PolicyOutput(loss, surrogate.detach(), kl_loss, nll_loss, statistics)
 
 
 def values_of(
@@ -142,7 +176,7 @@ def value_objective(
         values,
         batch.values,
         batch.returns,
-        batch.response_mask,
+        batch.counted,
         value_clip=ppo.value_clip,
         normalizer=counts.normalizer("token_mean"),
     )

@@ -18,17 +18,15 @@ What the config off-loads by itself (`offload_optimizer`, `offload_param`) is le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from raypo.models.host_memory import HostMemory
 from raypo.models.loading import release_memory
-
-HOST = "cpu"
-"""Device type of what is there already."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +81,14 @@ class Offload:
             plan: Of its ZeRO stage.
         """
         self._engine, self._optimizer, self._plan = engine, optimizer, plan
-        self._moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        """What was emptied, and its copy on the host."""
+        self._host = HostMemory()
         self._by_deepspeed = False
 
     def training_state(self) -> None:
         """Optimizer states, master weights and gradients; safe to call again."""
         self._ask_deepspeed(self._plan.training_state)
         if self._plan.optimizer_by_raypo:
-            self._move(self._optimizer_tensors())
+            self._host.take(self._optimizer_tensors())
         release_memory()
 
     def parameters(self) -> None:
@@ -100,7 +97,7 @@ class Offload:
         if self._plan.parameters_by_raypo != "none":
             everything = self._plan.parameters_by_raypo == "all"
             parameters = self._engine.module.parameters()
-            self._move(p for p in parameters if everything or not p.requires_grad)
+            self._host.take(p for p in parameters if everything or not p.requires_grad)
         release_memory()
 
     def reload(self) -> None:
@@ -108,10 +105,7 @@ class Offload:
         if self._by_deepspeed:
             self._engine.reload_states()
             self._by_deepspeed = False
-        for storage, copy in self._moved:
-            storage.resize_(copy.nbytes())
-            storage.copy_(copy, non_blocking=True)
-        self._moved = []
+        self._host.give_back()
 
     def _ask_deepspeed(self, states: tuple[str, ...]) -> None:
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -131,12 +125,3 @@ class Offload:
         )
         yield from masters - weights
         yield from getattr(self._engine.optimizer, "fp32_groups_gradients_flat", ())
-
-    def _move(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            is_there = storage.device.type == HOST or storage.nbytes() == 0
-            if not is_there and storage.resizable():  # a file's mapped memory is not
-                copy = torch.UntypedStorage(storage.nbytes()).copy_(storage)
-                self._moved.append((storage, copy))
-                storage.resize_(0)

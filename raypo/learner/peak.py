@@ -7,18 +7,7 @@ import time
 import torch
 
 from raypo.models.linear import mkl_is_slow, product
-
-DATA_SHEETS: tuple[tuple[str, float, float], ...] = (
-    ("B200", 2250.0, 75.0),
-    ("H200", 989.0, 67.0),
-    ("H100 PCIe", 756.0, 51.0),
-    ("H100 NVL", 835.0, 60.0),
-    ("H100", 989.0, 67.0),
-    ("A100", 312.0, 19.5),
-    ("L40S", 362.0, 91.6),
-    ("L4", 121.0, 30.3),
-)
-"""Part of the device's name, dense TFLOP/s in bfloat16 and in float32; the first that fits."""
+from raypo.plan.gpus import gpu_of
 
 MEASURED_S = 0.2
 SIZES = {"cpu": 1024, "cuda": 8192}
@@ -35,11 +24,8 @@ def peak_flops(dtype: str, declared_tflops: float | None = None) -> float:
     if declared_tflops is not None:
         return declared_tflops * 1e12
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        for part, bfloat16, float32 in DATA_SHEETS:
-            if part in name:
-                return (bfloat16 if dtype == "bfloat16" else float32) * 1e12
-        return measured_flops(dtype, "cuda")
+        gpu = gpu_of(torch.cuda.get_device_name())
+        return gpu.tflops(dtype) * 1e12 if gpu else measured_flops(dtype, "cuda")
     return measured_flops(dtype, "cpu")
 
 

@@ -26,6 +26,8 @@ class UpdateStatistics:
         self._add("policy_loss", output.policy_loss)
         if output.kl_loss is not None:
             self._add("kl_loss", output.kl_loss)
+        if output.nll_loss is not None:
+            self._add("nll_loss", output.nll_loss)
         for name, value in output.statistics.items():
             self._add(f"policy/{name}", value)
 
@@ -69,8 +71,9 @@ class UpdateStatistics:
         share = self._num_steps["policy"] / workers.count
         tokens = self._sum("policy/tokens")
         means.add("ppo/policy_loss", self._sum("policy_loss"), share)
-        if "kl_loss" in self._sums:
-            means.add("ppo/kl_loss", self._sum("kl_loss"), share)
+        for name in ("kl_loss", "nll_loss"):
+            if name in self._sums:
+                means.add(f"ppo/{name}", self._sum(name), share)
         means.add("ppo/clip_fraction", self._sum("policy/clipped"), tokens)
         means.add("ppo/dual_clip_fraction", self._sum("policy/dual_clipped"), tokens)
         means.add("ppo/approx_kl", self._sum("policy/approx_kl"), tokens)

@@ -1,5 +1,7 @@
 """What recipes learn from examples: responses (sft) or pairs (reward_model).
 
+What a policy learns from preferences (dpo) is in `raypo.learner.preference_tasks`.
+
 B examples, T response tokens.
 """
 
@@ -14,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from raypo.collectives import Workers
 from raypo.data.padding import pad_left, pad_right
 from raypo.models.networks import Policy, SequenceScorer
-from raypo.types import Example, Experience, Pair
+from raypo.types import Example, Experience, Pair, Taught, Verdict
 
-Item = TypeVar("Item", Example, Pair)
+Item = TypeVar("Item", Example, Pair, Verdict, Taught)
 Sums = dict[str, tuple[float, float]]
 """Figure -> sum of its values and how much they count for."""
 
@@ -33,9 +36,18 @@ class Task(ABC, Generic[Item]):
     name: str
     """Folder of the saved model in the run's folder."""
 
-    @abstractmethod
     def weight(self, item: Item) -> float:
-        """What an example counts for in the mean: tokens, or one pair."""
+        """What an example counts for in the mean: as one, where its tokens do not count."""
+        return 1.0
+
+    def before_losses(
+        self, model: Any, pieces: Sequence[Sequence[Item]], workers: Workers, device: Any
+    ) -> None:
+        """Find out what a loss needs to know of the whole batch; most need nothing.
+
+        Args:
+            pieces: This worker's microbatches; every worker has as many, some of them empty.
+        """
 
     @abstractmethod
     def loss(self, model: Any, items: Sequence[Item], device: Any) -> tuple[Tensor, Sums]:
@@ -47,31 +59,36 @@ class Task(ABC, Generic[Item]):
         """The Hugging Face model, whose names the saved weights have."""
 
 
-class ResponseTask(Task[Example]):
-    """Supervised fine-tuning: the negative log-likelihood of the responses' tokens."""
+class PolicyTask(Task[Item]):
+    """What a policy learns from examples."""
 
     name = "policy"
-    blank = Example(np.zeros(1, np.int32), np.zeros(1, np.int32))
 
     def __init__(self, model: Any) -> None:
         """A causal language model."""
         self.module = Policy(model, temperature=1.0)
 
-    def weight(self, item: Example) -> float:
-        """Its response tokens."""
-        return float(len(item.response_ids))
-
-    def loss(self, model: Any, items: Sequence[Example], device: Any) -> tuple[Tensor, Sums]:
-        """Loss of the responses' tokens; prompts are given."""
-        batch = response_batch(items).to(device)
-        log_probs, _ = model(batch)  # [B, T]
-        total = -torch.where(batch.response_mask, log_probs, 0.0).sum()
-        return total, {"loss": (float(total.detach()), float(batch.response_mask.sum()))}
-
     @property
     def network(self) -> Any:
         """The causal language model."""
         return self.module.model
+
+
+class ResponseTask(PolicyTask[Example]):
+    """Supervised fine-tuning: the negative log-likelihood of the responses' tokens."""
+
+    blank = Example(np.zeros(1, np.int32), np.zeros(1, np.int32))
+
+    def weight(self, item: Example) -> float:
+        """Its response tokens that are learned."""
+        return float(item.num_learned)
+
+    def loss(self, model: Any, items: Sequence[Example], device: Any) -> tuple[Tensor, Sums]:
+        """Loss of the responses' tokens that are learned; prompts are given."""
+        batch = response_batch(items).to(device)
+        log_probs, _ = model(batch)  # [B, T]
+        total = -torch.where(batch.response_mask, log_probs, 0.0).sum()
+        return total, {"loss": (float(total.detach()), float(batch.response_mask.sum()))}
 
 
 class PairTask(Task[Pair]):
@@ -89,10 +106,6 @@ class PairTask(Task[Pair]):
         """A sequence classifier with one label."""
         self.module = SequenceScorer(model)
         self._centering_coef = centering_coef
-
-    def weight(self, item: Pair) -> float:
-        """One pair."""
-        return 1.0
 
     def loss(self, model: Any, items: Sequence[Pair], device: Any) -> tuple[Tensor, Sums]:
         """Loss of the pairs, and how many are in order."""
@@ -122,13 +135,17 @@ class PairTask(Task[Pair]):
 def response_batch(items: Sequence[Example]) -> Experience:
     """Examples as a padded batch; what only rollouts have is zero."""
     count = len(items)
-    mask = pad_right([np.ones(len(item.response_ids)) for item in items], torch.bool)
+    lengths = [np.ones(len(item.response_ids)) for item in items]
+    learned = [
+        full if item.mask is None else item.mask for item, full in zip(items, lengths, strict=True)
+    ]
+    mask = pad_right(lengths, torch.bool)
     return Experience(
         prompt_ids=pad_left([item.prompt_ids for item in items], torch.int64),
         prompt_mask=pad_left([np.ones(len(item.prompt_ids)) for item in items], torch.bool),
         response_ids=pad_right([item.response_ids for item in items], torch.int64),
         attention_mask=mask,
-        response_mask=mask,
+        response_mask=pad_right(learned, torch.bool),
         rollout_log_probs=torch.zeros(mask.shape),
         scores=torch.zeros(count),
         group_index=torch.zeros(count, dtype=torch.int64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
@@ -32,7 +34,6 @@ class TrainedModel:
         self,
         module: nn.Module,
         *,
-        learning_rate: float,
         dtype: str,
         section: WorkersSection,
         workers: Workers,
@@ -41,23 +42,30 @@ class TrainedModel:
         parameters = list(module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._has_frozen = len(trained) < len(parameters)
-        optimizer = torch.optim.AdamW(
-            trained, lr=learning_rate, weight_decay=section.weight_decay, fused=True
-        )
+        optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True, **_adamw(section))
         if section.activation_checkpointing:
             for network in outermost_networks(module):
                 network.gradient_checkpointing_enable({"use_reentrant": False})
         is_rounded = dtype == "bfloat16"
         self._heads = [m for m in module.modules() if is_rounded and isinstance(m, Float32Linear)]
         self._masters = {p: p.detach().clone() for head in self._heads for p in head.parameters()}
+        is_in_shares = any(hasattr(parameter, "ds_id") for parameter in parameters)
+        if is_rounded and is_in_shares:  # then DeepSpeed does not round what came later
+            for late in (p for p in parameters if not hasattr(p, "ds_id")):
+                late.data = late.data.to(torch.bfloat16)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
-            config=deepspeed_config(section, dtype=dtype, num_workers=workers.count),
+            config=deepspeed_config(
+                section,
+                dtype=dtype,
+                num_workers=workers.count,
+                on_gpu=torch.cuda.is_available(),
+            ),
             dist_init_required=False,
         )
         self._gathered_parameters = deepspeed.zero.GatheredParameters
-        self._workers = workers
+        self._workers, self._section = workers, section
         self._stage = int(self._engine.zero_optimization_stage())
         takes_gradients_itself = isinstance(self._engine.optimizer, _zero_optimizers())
         if workers.count == 1 and not takes_gradients_itself:  # nothing to sum: it would be copied
@@ -91,7 +99,7 @@ class TrainedModel:
         return self._engine.module
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """The rate of the updates from now on."""
+        """The rate of the updates from now on; until then it is 0."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
 
@@ -153,17 +161,16 @@ class TrainedModel:
     def load(self, directory: Path) -> None:
         """What `save` wrote with the same number of workers and the same ZeRO stage.
 
-        The weight decay stays this config's, which pbt may change between two loads; the learning
-        rate is set before each update.
+        AdamW's constants stay this config's, which may be another one's: of a run that began with
+        this one's state, or of a trial of pbt. The learning rate is set before each update.
         """
-        decays = [group["weight_decay"] for group in self._engine.optimizer.param_groups]
         path, _ = self._engine.load_checkpoint(
             str(directory), tag="state", load_module_strict=not self._has_frozen
         )
         if path is None:
             raise RuntimeError(f"{directory}: holds no DeepSpeed checkpoint that can be loaded.")
-        for group, decay in zip(self._engine.optimizer.param_groups, decays, strict=True):
-            group["weight_decay"] = decay
+        for group in self._engine.optimizer.param_groups:
+            group |= _adamw(self._section)
         self._read_masters()
 
     def _set_master(self, parameter: nn.Parameter, exact: Tensor) -> None:
@@ -188,7 +195,18 @@ class TrainedModel:
                 self._masters[parameter] = head.masters[name] = master
 
 
-def deepspeed_config(section: WorkersSection, *, dtype: str, num_workers: int) -> dict[str, Any]:
+def _adamw(section: WorkersSection) -> dict[str, Any]:
+    """What a config says of AdamW besides the learning rate."""
+    return {
+        "betas": section.adam_betas,
+        "eps": section.adam_eps,
+        "weight_decay": section.weight_decay,
+    }
+
+
+def deepspeed_config(
+    section: WorkersSection, *, dtype: str, num_workers: int, on_gpu: bool = False
+) -> dict[str, Any]:
     """The generated DeepSpeed config with `learner.deepspeed` merged over it.
 
     One worker alone has nobody to share with: its stages 1 and 2 are stage 0, whose updates are the
@@ -198,6 +216,9 @@ def deepspeed_config(section: WorkersSection, *, dtype: str, num_workers: int) -
     own stage 0 cannot: FP16_UnfusedOptimizer sums in bfloat16, and its first Adam updates are too
     small. So stage 0 is DeepSpeed's stage 1 there, whose updates are the same; and what stage 1
     sends at the end of a step are sums, which must not be rounded.
+
+    Args:
+        on_gpu: Gradients are summed while the backward pass goes on, on a stream of their own.
     """
     is_alone = num_workers == 1 and section.zero_stage < 3
     stage = 0 if is_alone and not section.deepspeed.get("zero_optimization") else section.zero_stage
@@ -207,7 +228,7 @@ def deepspeed_config(section: WorkersSection, *, dtype: str, num_workers: int) -
         "managed_gradient_accumulation": False,
         "gradient_clipping": section.max_grad_norm,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_optimization": {"stage": stage, "overlap_comm": on_gpu},
         "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
         "steps_per_print": None,
     }
@@ -220,6 +241,28 @@ def deepspeed_config(section: WorkersSection, *, dtype: str, num_workers: int) -
         config["zero_optimization"]["stage"] = 1
         config.setdefault("communication_data_type", "fp32")
     return config
+
+
+@contextmanager
+def in_shares(section: WorkersSection, *, dtype: str, workers: Workers) -> Iterator[None]:
+    """At ZeRO stage 3, what transformers loads within lies in the workers' shares from the start.
+
+    Each layer is made whole on every worker, cut, and filled by rank 0 from the file's pages; no
+    process holds a whole model. One worker alone, and other stages, load as ever.
+    """
+    config = deepspeed_config(
+        section, dtype=dtype, num_workers=workers.count, on_gpu=torch.cuda.is_available()
+    )
+    if workers.count == 1 or config["zero_optimization"]["stage"] < 3:
+        yield
+        return
+    _import_deepspeed()
+    kept = HfDeepSpeedConfig(config)  # transformers looks at it for as long as it lives
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del kept
 
 
 def outermost_networks(module: nn.Module) -> list[PreTrainedModel]:

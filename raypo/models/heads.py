@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from raypo.models.shares import whole
+
 HEADS = ("score", "classifier", "classification_head")
 """Names of classification heads."""
 
@@ -66,5 +68,6 @@ def with_float32_heads(model: Any) -> Any:
 def _float32(layer: nn.Linear) -> Float32Linear:
     has_bias = layer.bias is not None
     exact = Float32Linear(layer.in_features, layer.out_features, bias=has_bias, like=layer.weight)
-    exact.load_state_dict(layer.state_dict())
+    with whole(layer):
+        exact.load_state_dict(layer.state_dict())
     return exact

@@ -16,11 +16,13 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
 )
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from raypo.config import ConfigError
 from raypo.models.heads import HEADS, with_float32_heads
 from raypo.models.linear import use_fastest_linear
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
+from raypo.models.shares import whole_as_it_computes
 from raypo.models.token_log_probs import has_plain_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,7 +38,8 @@ def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
         ConfigError: the model or this machine does not have that attention.
     """
     model = _load(AutoModelForCausalLM, path, dtype, attention)
-    has_plain_head(model)  # tried here, where the model is whole
+    with whole_as_it_computes(model):
+        has_plain_head(model)  # tried here, before anybody trains it
     return model
 
 
@@ -112,8 +115,8 @@ def _load(kind: Any, path: str, dtype: str, attention: str, **config_values: Any
     """
     config = AutoConfig.from_pretrained(path, **config_values)
     _turn_dropout_off(config)
-    if kind is AutoModelForSequenceClassification:
-        _keep_heads_in_float32(kind, config)
+    if kind is AutoModelForSequenceClassification and not is_deepspeed_zero3_enabled():
+        _keep_heads_in_float32(kind, config)  # in shares DeepSpeed makes every weight in `dtype`
     chosen = {} if attention == "auto" else {"attn_implementation": attention}
     try:
         model = kind.from_pretrained(path, config=config, dtype=DTYPES[dtype], **chosen)
@@ -129,7 +132,8 @@ def _load(kind: Any, path: str, dtype: str, attention: str, **config_values: Any
             module.p = 0.0
     use_fastest_linear(model)
     if attention == "auto" and can_read_packed(model):
-        use_packed_attention(model)
+        with whole_as_it_computes(model):
+            use_packed_attention(model)
     return model.train()
 
 

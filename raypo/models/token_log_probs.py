@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # B responses, P prompt tokens, T response tokens, M of them all, V vocabulary, H hidden,
 # N logits' rows. Log-probs are float32, except that float64 logits stay float64.
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,42 +61,58 @@ def packed_log_probs(
     temperature: float,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `response_log_probs`, of packed rows: [M] each, both differentiable.
-
-    The head is applied to a chunk of tokens at a time, in the backward pass once more, so that
-    logits of [tokens, vocabulary] never exist. A model that does more to its logits than its head
-    (a cap, a scale) makes all of them by itself.
-    """
+    """As `response_log_probs`, of packed rows: [M] each, both differentiable."""
     if temperature <= 0.0:
         raise ValueError(f"temperature ({temperature}): log-probs need a positive one.")
-    if not has_plain_head(model) or any(model.get_output_embeddings().children()):
-        logits = own_logits(model, packed)
-        return token_log_probs(
-            logits, packed.response_ids, temperature=temperature, with_entropy=with_entropy
-        )
-    head = model.get_output_embeddings()
-    rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
 
-    def of_chunk(states: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = type(head).forward(head, states)
+    def of_chunk(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         return token_log_probs(
             logits, token_ids, temperature=temperature, with_entropy=with_entropy
         )
 
-    def of_all(states: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        chunks = list(zip(states.split(rows), token_ids.split(rows), strict=True))
+    log_probs, entropy = over_logits(model, packed, of_chunk, packed.response_ids)
+    assert log_probs is not None
+    return log_probs, entropy
+
+
+def over_logits(
+    model: Any,  # a Hugging Face causal language model
+    packed: Packed,
+    of_chunk: Callable[..., tuple[Tensor | None, ...]],
+    *known: Tensor,  # [M, ...] each
+) -> tuple[Tensor | None, ...]:
+    """What a function makes of the logits of packed rows, differentiable where it is.
+
+    The head is applied to a chunk of tokens at a time, in the backward pass once more, so that
+    logits of [tokens, vocabulary] never exist. A model that does more to its logits than its head
+    (a cap, a scale) makes all of them by itself.
+
+    Args:
+        of_chunk: Gets the logits [n, V] of some rows and what is known of these, [n, ...] each;
+            what it returns, [n, ...] each or None, is put together over all rows.
+    """
+    if not has_plain_head(model) or any(model.get_output_embeddings().children()):
+        return of_chunk(own_logits(model, packed), *known)
+    head = model.get_output_embeddings()
+    rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
+
+    def of_states(states: Tensor, *known: Tensor) -> tuple[Tensor | None, ...]:
+        return of_chunk(type(head).forward(head, states), *known)
+
+    def of_all(states: Tensor, *known: Tensor) -> tuple[Tensor | None, ...]:
+        chunks = list(zip(*(each.split(rows) for each in (states, *known)), strict=True))
         if len(chunks) > 1 and torch.is_grad_enabled():
-            made = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+            made = [checkpoint(of_states, *chunk, use_reentrant=False) for chunk in chunks]
         else:
-            made = [of_chunk(*chunk) for chunk in chunks]
-        log_probs = torch.cat([log_probs for log_probs, _ in made])
-        entropies = [entropy for _, entropy in made if entropy is not None]
-        return log_probs, torch.cat(entropies) if with_entropy else None
+            made = [of_states(*chunk) for chunk in chunks]
+        return tuple(
+            None if parts[0] is None else torch.cat(parts) for parts in zip(*made, strict=True)
+        )
 
     states = hidden_states(model.base_model, packed)  # [M, H]
     head.forward = of_all  # one call of the head, whatever the chunks: ZeRO-3 gathers at each
     try:
-        return head(states, packed.response_ids)
+        return head(states, *known)
     finally:
         del head.forward
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raypo.config import EngineSection, FrozenSection, LoraSection, PPOConfig, SFTConfig
+from raypo.config import (
+    DPOConfig,
+    EngineSection,
+    ExamplesConfig,
+    FrozenSection,
+    LoraSection,
+    OnlineConfig,
+    PolicyExamplesConfig,
+    PolicyLoraSection,
+    RewardModelConfig,
+    SFTConfig,
+)
 from raypo.plan import memory
 from raypo.plan.memory import ITEMSIZE, Batch, Bytes, Memory, Sharding
 from raypo.plan.model_shape import ModelShape
@@ -42,8 +53,13 @@ class Models:
     rewards: tuple[ModelShape, ...] = ()
 
     @classmethod
-    def read(cls, config: PPOConfig) -> Models:
+    def read(cls, config: OnlineConfig | ExamplesConfig) -> Models:
         """From the folders or the hub; the same path is read once."""
+        if isinstance(config, ExamplesConfig):
+            policy = ModelShape.read(config.model.policy)
+            named = config.model.reference if isinstance(config, DPOConfig) else None
+            asked = None if named is None else ModelShape.read(named, key="model.reference")
+            return cls(policy, None, asked)
         read: dict[str, ModelShape] = {}
 
         def shape(key: str, path: str) -> ModelShape:
@@ -61,7 +77,7 @@ class Models:
         reference = config.reference
         return cls(
             policy,
-            critic if config.ppo.needs_critic else None,
+            critic if config.needs_critic else None,
             shape("model.reference", reference) if reference else None,
             rewards,
         )
@@ -76,9 +92,18 @@ class Role:
 
 
 def roles_of(
-    config: PPOConfig, models: Models, sharding: Sharding, device: Device, gpu_bytes: int | None
+    config: OnlineConfig | ExamplesConfig,
+    models: Models,
+    sharding: Sharding,
+    device: Device,
+    gpu_bytes: int | None,
 ) -> list[Role]:
     """Each kind of process with its memory; replicas of one kind are alike."""
+    if isinstance(config, ExamplesConfig):
+        learner = Role(LEARNER, _examples_learner(config, models, sharding, device))
+        if not (isinstance(config, PolicyExamplesConfig) and config.needs_engine):
+            return [learner]
+        return [learner, Role("engine", engine(config, models.policy, device, gpu_bytes))]
     roles = [
         Role(LEARNER, _learner(config, models, sharding, device)),
         Role("engine", engine(config, models.policy, device, gpu_bytes)),
@@ -94,7 +119,7 @@ def roles_of(
     return roles
 
 
-def _learner(config: PPOConfig, models: Models, sharding: Sharding, device: Device) -> Memory:
+def _learner(config: OnlineConfig, models: Models, sharding: Sharding, device: Device) -> Memory:
     """A learner worker: policy and critic under DeepSpeed."""
     itemsize = ITEMSIZE[config.model.dtype]
     result = Memory(held={"runtime": RUNTIME[device]["learner"]})
@@ -116,7 +141,7 @@ def _learner(config: PPOConfig, models: Models, sharding: Sharding, device: Devi
             update[what] = max(update.get(what, 0), size)
     gathered = update.pop("gathered weights", 0)
     step = sum(update.values())
-    batch = _batch(config, rows=config.ppo.minibatch_size)
+    batch = _batch(config, rows=config.rows_per_update)
     made = memory.logits(models.policy, batch, itemsize=itemsize, copies=2)
     saved = max(
         memory.activations(
@@ -143,12 +168,56 @@ def _learner(config: PPOConfig, models: Models, sharding: Sharding, device: Devi
     return result
 
 
-def _trained(config: PPOConfig, name: str, shape: ModelShape, parameters: int) -> tuple[int, int]:
+def _examples_learner(
+    config: ExamplesConfig, models: Models, sharding: Sharding, device: Device
+) -> Memory:
+    """A learner worker that learns from examples: one model under DeepSpeed.
+
+    A reference of its own is there while it is asked, before the first update.
+    """
+    itemsize, shape = ITEMSIZE[config.model.dtype], models.policy
+    has_words = not isinstance(config, RewardModelConfig)
+    parameters = shape.parameters if has_words else shape.backbone_parameters + shape.hidden
+    trained, largest = _trained(config, "policy", shape, parameters)
+    frozen = parameters if config.model.lora else 0
+    held, update, host = memory.trained(
+        trained, largest, sharding, itemsize=itemsize, frozen=frozen
+    )
+    result = Memory(held={"runtime": RUNTIME[device]["learner"]})
+    result.held |= {f"policy {what}": size for what, size in held.items()}
+    result.host |= {f"policy {what}": size for what, size in host.items()}
+    learner, answers = config.learner, 1 if isinstance(config, SFTConfig) else 2
+    batch = memory.worst_batch(
+        max_tokens=learner.max_tokens_per_microbatch,
+        max_rows=-(-learner.batch_size // learner.num_workers) * answers,
+        samples=answers,
+        prompt_tokens=config.data.max_prompt_tokens,
+        response_tokens=config.data.max_response_tokens,
+    )
+    checkpointing = learner.activation_checkpointing
+    saved = memory.activations(shape, batch, itemsize=itemsize, checkpointing=checkpointing)
+    made = memory.logits(shape, batch, itemsize=itemsize, copies=2) if has_words else 0
+    gathered = update.pop("gathered weights", 0)
+    scratch = memory.layer_scratch(shape, batch, itemsize=itemsize)
+    scratch += memory.logits(shape, batch, itemsize=itemsize, copies=1) if has_words else 0
+    evaluate = _named(gathered, {"activations": scratch})
+    if models.reference:
+        evaluate["reference"] = models.reference.parameters * itemsize
+    result.phases = {
+        "evaluate": evaluate,
+        "update": _update(device, gathered, saved, made, sum(update.values())),
+    }
+    return result
+
+
+def _trained(
+    config: OnlineConfig | ExamplesConfig, name: str, shape: ModelShape, parameters: int
+) -> tuple[int, int]:
     """Elements that a model trains, and of the largest tensor among them."""
     lora = config.model.lora
     if lora is None:
         return parameters, shape.largest_tensor
-    if name == "critic" and lora.critic == "head":
+    if name == "critic" and isinstance(lora, PolicyLoraSection) and lora.critic == "head":
         return shape.hidden + 1, shape.hidden
     widest = max(shape.hidden, shape.intermediate, shape.attention)
     return _adapter(lora, shape), lora.rank * widest
@@ -160,7 +229,7 @@ def _adapter(lora: LoraSection, shape: ModelShape) -> int:
 
 
 def _frozen(
-    config: PPOConfig,
+    config: OnlineConfig,
     shape: ModelShape,
     device: Device,
     gpu_bytes: int | None,
@@ -191,12 +260,17 @@ def _frozen(
     )
 
 
-def engine(config: PPOConfig, shape: ModelShape, device: Device, gpu_bytes: int | None) -> Memory:
+def engine(
+    config: OnlineConfig | PolicyExamplesConfig,
+    shape: ModelShape,
+    device: Device,
+    gpu_bytes: int | None,
+) -> Memory:
     """A vLLM engine on one of its devices, or its process there."""
     itemsize = ITEMSIZE[config.model.dtype]
     section, lora = config.rollout.engine, config.model.lora
     sequences = ENGINE_SEQUENCES
-    if device == "cpu":
+    if device == "cpu" and isinstance(config, OnlineConfig):
         sequences = min(config.responses_per_step, ENGINE_SEQUENCES)
     result = _in_vllm(
         shape,
@@ -208,7 +282,9 @@ def engine(config: PPOConfig, shape: ModelShape, device: Device, gpu_bytes: int 
         max_model_len=max_model_len(config),
         more={"sampling": 3 * 4 * sequences * shape.vocabulary}
         | (
-            {"adapter": _adapter(lora, shape) * itemsize} if lora and lora.push == "adapter" else {}
+            {"adapter": _adapter(lora, shape) * itemsize}
+            if isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
+            else {}
         ),
         kv_cache_gb=section.kv_cache_gb,
     )
@@ -250,29 +326,30 @@ def _in_vllm(
     return Memory(held=held)
 
 
-def by_object(config: PPOConfig, device: Device) -> bool:
+def by_object(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> bool:
     """Whether whole weights go through the object store."""
     section, lora = config.rollout.engine, config.model.lora
     return (
         section.transport == "object"
         or (section.transport == "auto" and device == "cpu")
-        or (lora is not None and lora.push == "adapter")  # the base, beside adapters
+        # the base, beside adapters
+        or (isinstance(lora, PolicyLoraSection) and lora.push == "adapter")
     )
 
 
-def max_model_len(config: PPOConfig | SFTConfig) -> int:
+def max_model_len(config: OnlineConfig | PolicyExamplesConfig) -> int:
     """Most tokens of prompt and response together."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-def _batch(config: PPOConfig, *, rows: int) -> Batch:
+def _batch(config: OnlineConfig, *, rows: int) -> Batch:
     """The largest micro-batch on one worker of so many responses over all workers."""
     return memory.worst_batch(
         max_tokens=config.learner.max_tokens_per_microbatch,
         max_rows=-(-rows // config.learner.num_workers),
         samples=config.rollout.samples_per_prompt,
         prompt_tokens=config.data.max_prompt_tokens,
-        response_tokens=config.rollout.max_new_tokens,
+        response_tokens=config.rollout.max_response_tokens,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from raypo.config import ConfigError, PPOConfig
+from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig
 from raypo.config.sweep_config import with_values
 from raypo.plan import estimate, memory
 from raypo.plan.estimate import Device, Models, Role, roles_of
@@ -27,7 +27,7 @@ from raypo.plan.phase_table import (
     TRAINING_STATE,
     Phase,
 )
-from raypo.plan.placement import LEARNER, PlacedBundle, lay_out, served_roles, torn_apart
+from raypo.plan.placement import LEARNER, AnyConfig, PlacedBundle, lay_out, served_roles, torn_apart
 from raypo.plan.sizes import cpu_sequence_bytes
 
 USABLE = 0.95
@@ -91,7 +91,7 @@ class Choice:
 class Plan:
     """A run on some nodes: everything that `raypo plan` prints."""
 
-    config: PPOConfig
+    config: AnyConfig
     nodes: Sequence[Node]
     device: Device
     """Where the models live."""
@@ -102,6 +102,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether the run can be started."""
         return not self.problems
+
+    @property
+    def holds(self) -> bool:
+        """As `fits`, without the search for what would help."""
+        return not any(_impossible(self)) and all(load.fits for load in self.loads)
 
     @cached_property
     def problems(self) -> list[str]:
@@ -125,6 +130,8 @@ class Plan:
             notes.append("model.policy has no weights here: its size is computed from config.json")
         if self.device == "cuda" and any(n.gpus and n.gpu_bytes is None for n in self.nodes):
             notes.append("the memory of the GPUs is not known, so it is not checked: use --cluster")
+        if self.device == "cuda" and any(n.gpus and n.gpu is None for n in self.nodes):
+            notes.append("the kind of the GPUs is not known, so no times: --cluster 8xH100 says it")
         if any(node.ram_bytes is None for node in self.nodes):
             notes.append("the nodes' RAM is not stated, so it is not checked")
         return notes
@@ -134,7 +141,11 @@ class Plan:
         """How the learner holds its models."""
         learner, dtype = self.config.learner, self.config.model.dtype
         return memory.sharding_of(
-            learner.zero_stage, learner.num_workers, learner.deepspeed, dtype=dtype
+            learner.zero_stage,
+            learner.num_workers,
+            learner.deepspeed,
+            dtype=dtype,
+            on_gpu=self.device == "cuda",
         )
 
     @property
@@ -188,11 +199,12 @@ class Plan:
         by_name = {role.name: role for role in roles}
         # Who does not work on a learner worker's GPU is moved to the host.
         takes_turns = (
-            device == "cuda"
+            isinstance(config, OnlineConfig)
+            and device == "cuda"
             and config.placement.group_of("engine") == "colocated"
             and config.rollout.engine.sleep
         )
-        is_ahead = config.rollout.mode != "sync"
+        is_ahead = isinstance(config, OnlineConfig) and config.rollout.mode != "sync"
         loads: list[DeviceLoad] = []
         processes: dict[int, list[Role]] = {}
         in_turn: dict[int, list[Role]] = {}
@@ -206,12 +218,13 @@ class Plan:
             for guest, role in zip(each.bundle.guests, guests, strict=True):
                 processes.setdefault(each.node, []).extend([role] * guest.processes)
             in_turn.setdefault(each.node, []).extend(guests if is_shared else ())
-            if by_name["engine"] in guests or (each.group, each.index) == ("workers", 0):
+            if by_name.get("engine") in guests or (each.group, each.index) == ("workers", 0):
                 stores.add(each.node)  # pushed weights, from rank 0 to the engines
         stored = 0
-        if estimate.by_object(config, device):
+        sampled = engine_config(config)
+        if sampled is not None and estimate.by_object(sampled, device):
             engine = by_name["engine"].memory
-            stored = engine.held["weights"] * config.rollout.engine.tensor_parallel
+            stored = engine.held["weights"] * sampled.rollout.engine.tensor_parallel
         for index, here in processes.items():
             needed, phase = _ram(here, in_turn[index], device, is_ahead)
             needed += stored if index in stores else 0
@@ -220,7 +233,7 @@ class Plan:
         return loads
 
 
-def make_plan(config: PPOConfig, nodes: Sequence[Node]) -> Plan:
+def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
     """Plan a run on some nodes; pure but for the models' headers.
 
     Raises:
@@ -234,8 +247,16 @@ def make_plan(config: PPOConfig, nodes: Sequence[Node]) -> Plan:
             "name nodes with GPUs, like --cluster 8xGPU80G."
         )
     use_gpu = has_gpus and bool(config.learner.use_gpu)
+    config = config.with_dtype(use_gpu=use_gpu)
     bundles = lay_out(config, [node.resources for node in nodes], use_gpu=use_gpu)
     return Plan(config, nodes, "cuda" if use_gpu else "cpu", Models.read(config), bundles)
+
+
+def engine_config(config: AnyConfig) -> OnlineConfig | PolicyExamplesConfig | None:
+    """The config of a run that has engines; None where nothing samples."""
+    if isinstance(config, PolicyExamplesConfig):
+        return config if config.needs_engine else None
+    return config if isinstance(config, OnlineConfig) else None
 
 
 def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
@@ -258,8 +279,12 @@ def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
 
 
 def _worst_turn(roles: Sequence[Role]) -> tuple[int, str]:
-    """The same of a GPU whose processes take turns."""
-    return max((sum(_here(role, moment) for role in roles), moment) for moment in MOMENTS)
+    """The same of a GPU whose processes take turns; at the start one after the other."""
+    turns = {moment: sum(_here(role, moment) for role in roles) for moment in MOMENTS}
+    start = Phase.START.value
+    served = [role for role in roles if role.name != LEARNER]
+    turns[start] += max((role.memory.steady - _here(role, start) for role in served), default=0)
+    return max((needed, moment) for moment, needed in turns.items())
 
 
 def _ram(
@@ -283,9 +308,9 @@ def _here(role: Role, moment: str) -> int:
 
 
 def _away(role: Role, moment: str) -> int:
-    """Bytes of a role in RAM meanwhile."""
-    present = PRESENT[MOMENTS[moment]]
-    return sum(size for part, kept, size in _parts(role) if kept and part not in present)
+    """Bytes of a role in RAM meanwhile; but for vLLM's they keep the pinned place that they got."""
+    stays, present = role.name != "engine", PRESENT[MOMENTS[moment]]
+    return sum(size for part, kept, size in _parts(role) if kept and (stays or part not in present))
 
 
 def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
@@ -307,7 +332,9 @@ def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
 
 def _impossible(plan: Plan) -> Iterator[str]:
     """What no memory could heal, or what the engine alone cannot hold."""
-    config, gpu_bytes = plan.config, plan.gpu_bytes
+    config, gpu_bytes = engine_config(plan.config), plan.gpu_bytes
+    if config is None:
+        return
     section, length = config.rollout.engine, estimate.max_model_len(config)
     a_token = memory.kv_bytes_per_token(
         plan.models.policy,
@@ -361,11 +388,17 @@ Way = list[dict[str, Any]]
 """Values by key that may help, from mild to severe."""
 
 
-def _ways(config: PPOConfig) -> tuple[list[Way], list[Way]]:
+def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
     """With one key and with several, in the order in which they should be tried."""
-    learner, fraction = config.learner, config.rollout.engine.gpu_memory_fraction
+    learner, sampled = config.learner, engine_config(config)
+    fraction = sampled.rollout.engine.gpu_memory_fraction if sampled else 0.0
     halves = [learner.max_tokens_per_microbatch // 2**n for n in range(1, 32)]
-    halves = [half for half in halves if half >= estimate.max_model_len(config)]
+    longest = config.data.max_prompt_tokens + (
+        config.rollout.max_new_tokens
+        if isinstance(config, OnlineConfig)
+        else config.data.max_response_tokens
+    )
+    halves = [half for half in halves if half >= longest]
     stages = range(learner.zero_stage + 1, 4) if learner.num_workers > 1 else ()
     fractions = [each for each in (0.4, 0.3, 0.2) if each < fraction]
     off_load = {
@@ -377,7 +410,7 @@ def _ways(config: PPOConfig) -> tuple[list[Way], list[Way]]:
         [off_load] if learner.zero_stage >= 1 else [],
         [{"rollout.engine.gpu_memory_fraction": each} for each in fractions],
         [{"model.dtype": "bfloat16"}] if config.model.dtype == "float32" else [],
-        [{"rollout.engine.kv_cache_gb": 0.5}],
+        [{"rollout.engine.kv_cache_gb": 0.5}] if sampled else [],
     ]
     most = {"learner.zero_stage": 3, **off_load}
     several_keys = [most, *({**most, "rollout.engine.gpu_memory_fraction": f} for f in fractions)]
@@ -393,7 +426,7 @@ def _that_fit(plan: Plan, ways: Sequence[Way]) -> Iterator[str]:
                 changed = make_plan(config, plan.nodes)
             except ConfigError:
                 continue
-            if all(load.fits for load in changed.loads) and not any(_impossible(changed)):
+            if changed.holds:
                 yield " and ".join(f"{key} to {_flow(value)}" for key, value in changes.items())
                 break
 

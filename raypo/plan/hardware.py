@@ -2,9 +2,11 @@
 
     text  = group *("+" group)        8xGPU80G,2 + 64xCPU,256G
     group = item *("," item)
-    item  = N "xGPU" M "G"            N GPUs of M GB each, on a node
+    item  = N "x" KIND                N GPUs of a kind, like 8xH100 or 8xA100-80G, on a node
+          | N "xGPU" M "G"            N GPUs of M GB each: without their kind no times are told
           | N "xCPU"                  N CPU cores on a node
           | M "G"                     M GB of memory on a node
+          | M "Gbit"                  M Gbit/s from a node to others; else as such nodes have it
           | N                         so many nodes of this kind; 1 if it is left out
 
 GB are 1e9 bytes, as data sheets count. What a text does not say is not checked.
@@ -21,16 +23,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypo.config import ConfigError
+from raypo.plan.gpus import GPUS, Gpu, gpu_of
 
 GB = 10**9
-EXAMPLES = "8xGPU80G,2 (two nodes, each with 8 GPUs of 80 GB) or 4xCPU,16G (one, without GPUs)"
-NVIDIA_SMI = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+EXAMPLES = "8xH100,2 (two nodes, each with 8 GPUs; 8xGPU80G says their memory alone) or 4xCPU,16G"
+NVIDIA_SMI = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
 NVIDIA_SMI_TIMEOUT_S = 2.0
 
 _GPUS = re.compile(r"(\d+)xGPU(\d+(?:\.\d+)?)G", re.IGNORECASE)
 _CPUS = re.compile(r"(\d+)xCPU", re.IGNORECASE)
+_KIND = re.compile(r"(\d+)x(\w[\w-]*)", re.IGNORECASE)
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)G", re.IGNORECASE)
-_COUNT = re.compile(r"\d+")
+_NETWORK = re.compile(r"(\d+(?:\.\d+)?)Gbit", re.IGNORECASE)
+_COUNT = re.compile(r"(\d+)")
+_ITEMS = (
+    (_GPUS, ("gpus", "gpu_gb")),
+    (_CPUS, ("cpus",)),
+    (_NETWORK, ("gbit",)),
+    (_MEMORY, ("ram_gb",)),
+    (_COUNT, ("count",)),
+)
+"""What an item may be, and the names of its numbers."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,10 @@ class Node:
     """Memory of each GPU."""
     cpus: int | None = None
     ram_bytes: int | None = None
+    gpu: Gpu | None = None
+    """Its kind."""
+    network_gbs: float | None = None
+    """GB/s to other nodes."""
 
     @property
     def resources(self) -> dict[str, float]:
@@ -65,12 +82,13 @@ def parse_cluster(text: str) -> list[Node]:
 
 def this_machine() -> list[Node]:
     """What is here, without torch and without Ray."""
-    gpus = _gpu_memories()
+    gpus = _own_gpus()
     return [
         Node(
             "this machine",
             gpus=len(gpus),
-            gpu_bytes=min(gpus) if gpus else None,
+            gpu_bytes=min(size for size, _ in gpus) if gpus else None,
+            gpu=gpu_of(gpus[0][1]) if gpus else None,
             cpus=os.cpu_count(),
             ram_bytes=_memory(),
         )
@@ -79,27 +97,28 @@ def this_machine() -> list[Node]:
 
 def _group(group: str, text: str) -> tuple[Node, int]:
     found: dict[str, float] = {}
+    kind: Gpu | None = None
 
     def put(name: str, number: str) -> None:
         value = float(number)
         if name in found or value <= 0:
             problem = "comes twice" if name in found else "must be above 0"
-            raise _refusal(text, f"{item.strip()!r} {problem}")
+            raise _refusal(text, f"{item!r} {problem}")
         found[name] = value
 
-    for item in group.split(","):
-        if match := _GPUS.fullmatch(item.strip()):
-            put("gpus", match[1])
-            put("gpu_gb", match[2])
-        elif match := _CPUS.fullmatch(item.strip()):
-            put("cpus", match[1])
-        elif match := _MEMORY.fullmatch(item.strip()):
-            put("ram_gb", match[1])
-        elif match := _COUNT.fullmatch(item.strip()):
-            put("count", match[0])
-        else:
-            raise _refusal(text, f"{item.strip()!r} is no NxGPUmG, NxCPU, mG or number of nodes")
-    if not found.keys() - {"count"}:
+    for item in map(str.strip, group.split(",")):
+        read = next(((names, m.groups()) for p, names in _ITEMS if (m := p.fullmatch(item))), None)
+        if read is None and (match := _KIND.fullmatch(item)) and (kind := _kind(match[2])):
+            read = ("gpus", "gpu_gb"), (match[1], f"{kind.memory_gb}")
+        if read is None:
+            known = ", ".join(gpu.name for gpu in GPUS)
+            raise _refusal(
+                text,
+                f"{item!r} is no NxKIND ({known}), NxGPUmG, NxCPU, mG, mGbit or number of nodes",
+            )
+        for name, number in zip(*read, strict=True):
+            put(name, number)
+    if not found.keys() - {"count", "gbit"}:
         raise _refusal(text, f"{group.strip()!r} does not say what a node has")
     node = Node(
         "",
@@ -107,6 +126,8 @@ def _group(group: str, text: str) -> tuple[Node, int]:
         gpu_bytes=int(found["gpu_gb"] * GB) if "gpu_gb" in found else None,
         cpus=int(found["cpus"]) if "cpus" in found else None,
         ram_bytes=int(found["ram_gb"] * GB) if "ram_gb" in found else None,
+        gpu=kind,
+        network_gbs=found["gbit"] / 8 if "gbit" in found else None,
     )
     return node, int(found.get("count", 1))
 
@@ -115,15 +136,20 @@ def _refusal(text: str, problem: str) -> ConfigError:
     return ConfigError(f"--cluster ({text}): {problem}. Write it like {EXAMPLES}.")
 
 
-def _gpu_memories() -> list[int]:
-    """Bytes of each NVIDIA GPU that this process may use."""
+def _kind(name: str) -> Gpu | None:
+    return next((gpu for gpu in GPUS if gpu.name.lower() == name.lower()), None)
+
+
+def _own_gpus() -> list[tuple[int, str]]:
+    """Bytes and name of each NVIDIA GPU that this process may use."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return []
     try:
         done = subprocess.run(
             NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
         )
-        memories = [int(line) * 1024**2 for line in done.stdout.split()]
+        rows = [line.split(",", 1) for line in done.stdout.splitlines() if line.strip()]
+        memories = [(int(size) * 1024**2, name.strip()) for size, name in rows]
     except (OSError, ValueError, subprocess.SubprocessError):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

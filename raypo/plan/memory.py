@@ -47,6 +47,8 @@ class Sharding:
     workers: int = 1
     offload_optimizer: bool = False
     offload_param: bool = False
+    overlaps: bool = False
+    """Gradients are summed while the backward pass goes on: stage 2 then has a second bucket."""
     reduce_bucket: int = REDUCE_BUCKET
     max_live: int = MAX_LIVE
 
@@ -199,6 +201,8 @@ def trained(
         held["optimizer"] = optimizer
     held["gradients"] = gradients
     held["buckets"] = bucket * (4 if sharding.stage == 1 else itemsize)
+    if sharding.overlaps and sharding.stage == 2:
+        held["buckets"] *= 2
     return held, update, host
 
 
@@ -214,7 +218,9 @@ def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
     return min(largest, shape.parameters * itemsize)
 
 
-def sharding_of(stage: int, workers: int, deepspeed: dict[str, Any], *, dtype: str) -> Sharding:
+def sharding_of(
+    stage: int, workers: int, deepspeed: dict[str, Any], *, dtype: str, on_gpu: bool = False
+) -> Sharding:
     """What `learner.zero_stage` and `learner.deepspeed` say together; the latter wins.
 
     As `raypo.learner.trained_model.deepspeed_config` has it, stages 1 and 2 of one worker are
@@ -232,6 +238,7 @@ def sharding_of(stage: int, workers: int, deepspeed: dict[str, Any], *, dtype: s
         workers=workers,
         offload_optimizer=is_off("offload_optimizer"),
         offload_param=is_off("offload_param"),
+        overlaps=bool(zero.get("overlap_comm", on_gpu)),
         reduce_bucket=int(float(zero.get("reduce_bucket_size", REDUCE_BUCKET))),
         max_live=int(float(zero.get("stage3_max_live_parameters", MAX_LIVE))),
     )

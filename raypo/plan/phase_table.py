@@ -12,7 +12,8 @@ class Phase(StrEnum):
     """What the devices are used for."""
 
     START = "start"
-    """Engines and frozen models are up, the learner is not: vLLM measures free memory here."""
+    """Engines and frozen models start, one role after the other, and sleep before the next does:
+    vLLM measures what is free. The learner is not there yet."""
     LEARN = "learn"
     """Evaluate, update, save."""
     PUSH = "push"
@@ -29,7 +30,7 @@ ENGINE_WEIGHTS, KV_CACHE = "engine weights", "KV cache"
 FROZEN_MODELS = "frozen models"
 
 PRESENT: dict[Phase, tuple[str, ...]] = {
-    Phase.START: (ENGINE_WEIGHTS, KV_CACHE, FROZEN_MODELS),
+    Phase.START: (),
     Phase.LEARN: (TRAINING_STATE, PARAMETERS),
     Phase.PUSH: (PARAMETERS, ENGINE_WEIGHTS),
     Phase.PROBE: (PARAMETERS, ENGINE_WEIGHTS, KV_CACHE),

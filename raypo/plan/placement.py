@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raypo.config import ConfigError, PPOConfig, RewardModelConfig, SFTConfig
+from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig, RewardModelConfig
 
-AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
+AnyConfig = OnlineConfig | PolicyExamplesConfig | RewardModelConfig
 Resources = dict[str, float]
 
 LEARNER = "learner worker"
@@ -34,13 +35,15 @@ class ServedRole:
     name: str
     group: Literal["colocated", "dedicated"]
     num_replicas: int | Literal["auto"]
-    """auto: one on each node of the learner workers, of a dedicated group one."""
+    """auto: as many as `on_every_device` says, of a dedicated group one."""
     num_devices: int
     """Of each replica: GPUs, on CPU processes."""
     devices_key: str
     """The config key of `num_devices`."""
     gpu_share: float
     """What a dedicated replica takes of each of its GPUs."""
+    on_every_device: bool = False
+    """auto: on the devices of all learner workers, else only on the first of each node."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
     """All that a run needs besides its learner: engines first, then frozen models."""
     if isinstance(config, RewardModelConfig):
         return []
+    if isinstance(config, PolicyExamplesConfig) and not config.needs_engine:
+        return []
     placement, engine = config.placement, config.rollout.engine
     count = engine.resolved_count(num_workers=num_workers, use_gpu=use_gpu)
     roles = [
@@ -121,7 +126,7 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
             gpu_share=placement.gpus.engine,
         )
     ]
-    if isinstance(config, SFTConfig):
+    if isinstance(config, PolicyExamplesConfig):
         return roles
     frozen, shares = placement.frozen, placement.gpus
     names = ["reference"] if config.reference else []
@@ -137,6 +142,7 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
                 num_devices=section.tensor_parallel,
                 devices_key=f"placement.frozen.{kind}.tensor_parallel",
                 gpu_share=shares.reference if kind == "reference" else shares.reward,
+                on_every_device=use_gpu,
             )
         )
     return roles
@@ -189,7 +195,7 @@ def _resources(cpus: int, gpus: int) -> Resources:
     return {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
 
 
-def with_dedicated(config: PPOConfig, roles: Iterable[str]) -> PPOConfig:
+def with_dedicated(config: OnlineConfig, roles: Iterable[str]) -> OnlineConfig:
     """The config with these roles in the dedicated group, and no others.
 
     Args:
@@ -207,8 +213,8 @@ def with_dedicated(config: PPOConfig, roles: Iterable[str]) -> PPOConfig:
 def workers_beside(role: ServedRole, nodes: Sequence[Hashable]) -> list[range]:
     """Of each colocated replica of a role, the ranks of the workers in whose bundles it lies.
 
-    Engines lie beside the first workers, frozen models beside the first worker of each node; what
-    is tensor parallel spans the bundles of as many workers from there on.
+    Engines lie beside the first workers, frozen models on every device, on CPU beside the first
+    worker of each node; what is tensor parallel spans the bundles of as many workers from there on.
 
     Args:
         nodes: Of each worker, in the order of ranks.
@@ -217,20 +223,30 @@ def workers_beside(role: ServedRole, nodes: Sequence[Hashable]) -> list[range]:
     if role.name == "engine" and role.num_replicas != "auto":
         firsts = [number * size for number in range(role.num_replicas)]
     else:
-        firsts = first_workers(role.num_replicas, nodes)
+        firsts = first_workers(role, nodes)
     return [range(first, first + size) for first in firsts]
 
 
-def first_workers(num_replicas: int | Literal["auto"], nodes: Sequence[Hashable]) -> list[int]:
+def first_workers(role: ServedRole, nodes: Sequence[Hashable]) -> list[int]:
     """Rank of the first worker that each replica of a frozen model is near to.
 
+    A number of replicas is spread evenly over the workers.
+
     Args:
-        num_replicas: Spread evenly over the workers; auto: one on each of their nodes.
         nodes: Of each worker, in the order of ranks.
     """
-    if num_replicas == "auto":
-        return [rank for rank, node in enumerate(nodes) if node not in nodes[:rank]]
-    return [number * len(nodes) // num_replicas for number in range(num_replicas)]
+    count = role.num_replicas
+    if count != "auto":
+        return [number * len(nodes) // count for number in range(count)]
+    firsts, size = [], role.num_devices
+    in_all, seen = Counter(nodes), Counter[Hashable]()
+    for rank, node in enumerate(nodes):
+        before = seen[node]
+        is_whole = before % size == 0 and before + size <= in_all[node]
+        if not before or (role.on_every_device and is_whole):
+            firsts.append(rank)
+        seen[node] += 1
+    return firsts
 
 
 def nearest(first: Sequence[int], rank: int) -> int:
@@ -311,19 +327,22 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
         return {bundle: order[0] for bundle in on_one[order[0]]} if order else {}
     left, placed = list(nodes), dict[int, int]()
     sizes = [(bundle.gpus, bundle.resources.get("CPU", 0.0)) for bundle in bundles]
+    begun: dict[int, int] = {}
+    """Node -> how many nodes were begun before it."""
     for index in sorted(range(len(bundles)), key=lambda index: sizes[index], reverse=True):
-        chosen = list(placed.values())
         rooms = [_room(bundles[index], node) for node in left]
         fitting = [node for node, room in enumerate(rooms) if room]
         if strategy == "PACK":
-            turns = [(*chosen, node).index(node) for node in range(len(left))]
+            turns = [begun.get(node, len(begun)) for node in range(len(left))]
         else:
-            turns = [chosen.count(node) for node in range(len(left))]
+            taken = Counter(placed.values())
+            turns = [taken[node] for node in range(len(left))]
         if strategy == "STRICT_SPREAD":
             fitting = [node for node in fitting if not turns[node]]
         if fitting:
             node = min(fitting, key=lambda node: (turns[node], -rooms[node]))
             placed[index] = node
+            begun.setdefault(node, len(begun))
             left = without(left, [bundles[index]], {0: node})
     return placed
 

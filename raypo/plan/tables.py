@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
@@ -10,6 +10,7 @@ from raypo.plan.estimate import Role
 from raypo.plan.fit import DeviceLoad, Plan
 from raypo.plan.hardware import GB
 from raypo.plan.placement import words
+from raypo.plan.times import StepTime
 
 
 def tables(plan: Plan) -> Iterator[Table]:
@@ -18,6 +19,24 @@ def tables(plan: Plan) -> Iterator[Table]:
     yield _roles(plan.roles)
     yield _loads(plan.loads)
     yield _choices(plan)
+
+
+def times(step: StepTime, changes: Sequence[tuple[str, float]]) -> Table:
+    """What a step takes by phase, what limits each, and which key would save most."""
+    title = f"A step of {step.responses:,} responses, as long as they may be"
+    table = _table(title, "phase", "limited by", right="seconds")
+    table.add_column("moved by each device, GB", justify="right")
+    for each in step.phases:
+        table.add_row(each.phase, each.limit, f"{each.seconds:.3g}", gb(int(each.moved)))
+    how = "the longer of rollouts and update" if step.is_ahead else "all after one another"
+    table.add_row("step", how, f"{step.seconds:.3g}", "", style="bold")
+    told = "; ".join(f"{change}: {seconds:.3g} s" for change, seconds in changes)
+    longest = step.longest
+    table.caption = f"Longest: {longest.phase}, limited by {longest.limit}. " + (
+        f"Faster with one key: {told}." if told else "No single key saves 3 %: use more devices."
+    )
+    table.caption_justify = "left"
+    return table
 
 
 def gb(size: int) -> str:

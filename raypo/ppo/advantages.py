@@ -123,6 +123,7 @@ def generalized_advantages(
     gamma: float,
     gae_lambda: float | Tensor,  # a tensor: [B], one for each row
     last_values: Tensor | None = None,  # [B]
+    by_turn: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns by Generalized Advantage Estimation.
 
@@ -131,6 +132,8 @@ def generalized_advantages(
 
     Args:
         gae_lambda: one for all rows, or one for each.
+        by_turn: gamma and lambda hold where a turn ends, and within a turn both are 1. A turn is a
+            run of sampled tokens.
         last_values: value of the state after the last sampled token, for rows that were cut off;
             0 for rows that ended. None: 0 for all.
 
@@ -164,9 +167,12 @@ def generalized_advantages(
         last_value = keep(last.unsqueeze(1).double(), num_tokens > 0)
         next_value.scatter_add_(1, (num_tokens - 1).clamp(min=0), last_value)
         reward = _compact(keep(rewards.double(), mask), places)
-        delta = reward.add_(next_value, alpha=gamma).sub_(value)
+        turns = _turns(mask, places) if by_turn else None
+        if turns is not None:
+            next_value.mul_(torch.where(turns.diff(append=turns[:, :1] - 1) == 0, 1.0, gamma))
+        delta = reward.add_(next_value, alpha=1.0 if by_turn else gamma).sub_(value)
         discount = gamma * (lambdas[0].to(delta) if lambdas else gae_lambda)
-        advantages = _spread(_discounted_suffix_sums(delta, discount), places)
+        advantages = _spread(_discounted_suffix_sums(delta, discount, turns), places)
         advantages = keep(advantages, mask)
         return [advantages, advantages + kept_values]
 
@@ -181,10 +187,14 @@ def discounted_returns(
     mask: Tensor,  # [B, T] bool
     *,
     gamma: float,
+    by_turn: bool = False,
 ) -> Tensor:
     """Sum of this and all later rewards of the row, discounted per sampled token.
 
     Computed in float64, without gradient.
+
+    Args:
+        by_turn: gamma holds where a turn, a run of sampled tokens, ends; within it there is none.
 
     Returns:
         returns: [B, T], 0 where masked.
@@ -199,7 +209,8 @@ def discounted_returns(
     def estimate(rewards: Tensor, mask: Tensor) -> list[Tensor]:
         places = _sampled_places(mask)
         reward = _compact(keep(rewards.double(), mask), places)
-        return [keep(_spread(_discounted_suffix_sums(reward, gamma), places), mask)]
+        turns = _turns(mask, places) if by_turn else None
+        return [keep(_spread(_discounted_suffix_sums(reward, gamma, turns), places), mask)]
 
     with torch.no_grad():
         (returns,) = in_blocks(estimate, rewards, mask.bool())
@@ -273,13 +284,29 @@ def _spread(x: Tensor, places: Tensor | None) -> Tensor:
     return x if places is None else x.gather(1, places.clamp(max=x.shape[1] - 1))
 
 
-def _discounted_suffix_sums(x: Tensor, discount: float | Tensor) -> Tensor:
+def _turns(mask: Tensor, places: Tensor | None) -> Tensor:
+    """Number of the turn of each sampled token, [B, T] int64, compacted; -1 behind the last."""
+    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    counted = torch.where(mask, begins.cumsum(1), 0)
+    return _compact(counted, places) - 1
+
+
+def _discounted_suffix_sums(
+    x: Tensor, discount: float | Tensor, turns: Tensor | None = None
+) -> Tensor:
     """y_k = x_k + discount * y_{k+1} along rows of x [B, T], in chunks by matrix products.
 
     A chunk's own sums are a product with a triangular matrix of powers; what flows in from later
     chunks is the same recurrence over the chunks' first sums, with discount ** SCAN_CHUNK. A
-    discount [B] is one for each row.
+    discount [B] is one for each row. With `turns` it only holds where these change: the recurrence
+    is then that of the turns' sums, and what a turn has summed up before k is taken off.
     """
+    if turns is not None:
+        number = turns.clamp(min=0)
+        sums = x.new_zeros(x.shape).scatter_add_(1, number, x)  # of each turn
+        before, first = x.cumsum(1) - x, sums.cumsum(1) - sums
+        later = _discounted_suffix_sums(sums, discount)
+        return later.gather(1, number) - (before - first.gather(1, number))
     if isinstance(discount, float) and discount == 0.0:
         return x
     rows, width = x.shape

@@ -194,12 +194,12 @@ def mismatch_by_lag(
     old_log_probs: Tensor,  # [B, T]
     rollout_log_probs: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool
-    lag: Tensor,  # [B] int
+    lag: Tensor,  # [B, T] int
     *,
     max_lag: int,
     clipped: Tensor | None = None,  # [B, T] bool
 ) -> list[dict[str, Tensor]]:
-    """`mismatch_statistics` of the responses sampled 0, 1, ... `max_lag` weight versions ago.
+    """`mismatch_statistics` of the tokens sampled 0, 1, ... `max_lag` weight versions ago.
 
     Args:
         lag: weight versions between sampling and learning; above `max_lag` counts as `max_lag`.
@@ -212,8 +212,6 @@ def mismatch_by_lag(
     """
     lag = lag.clamp(max=max_lag)
     return [
-        mismatch_statistics(
-            old_log_probs, rollout_log_probs, mask & (lag == k).unsqueeze(1), clipped=clipped
-        )
+        mismatch_statistics(old_log_probs, rollout_log_probs, mask & (lag == k), clipped=clipped)
         for k in range(max_lag + 1)
     ]

@@ -20,7 +20,7 @@ from raypo.ppo.advantages import (
     penalized_scores,
     token_rewards,
 )
-from raypo.ppo.masked import check_choice, check_same_shape, masked_moments, masked_whiten
+from raypo.ppo.masked import check_choice, check_same_shape, keep, masked_moments, masked_whiten
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,17 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     *,
     kind: str,
     gamma: float,
+    discount_by: str = "token",
     gae_lambda: float | Tensor = 1.0,  # a tensor: [B]
     critic_lambda: float | None = None,
+    clip: float | None = None,
     kl: Tensor | None = None,  # [B, T]
     kl_coef: float = 0.0,
     extra_rewards: Tensor | None = None,  # [B, T]
     values: Tensor | None = None,  # [B, T]
     last_values: Tensor | None = None,  # [B]
     group_index: Tensor | None = None,  # [B] int
+    sample_index: Tensor | None = None,  # [B] int
     workers: Workers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns of a step, from scores to whitening; all workers call it together.
@@ -69,8 +72,11 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     and gets advantage 0. (To leave it out of the loss's denominator too, empty its mask there.)
 
     Args:
+        discount_by: whether `gamma` and the lambdas hold from token to token, or (turn) from turn
+            to turn of a response.
         gae_lambda: of `gae`.
         critic_lambda: of the returns that `gae` gives the critic as targets; None: `gae_lambda`.
+        clip: the largest size of an advantage, whitened where the estimator does so; None: any.
         kl: nats per token, of `kl_reward_terms`, where the penalty is in the reward. The group
             estimators take that of the whole response off its score before scores are compared, so
             grpo's deviation is that of the penalised scores: in a group of equal scores their KL
@@ -80,6 +86,8 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
         last_values: see `generalized_advantages`, for `gae`.
         group_index: rows of all workers with the same number are samples of one prompt; for the
             group estimators.
+        sample_index: rows of a group with the same number are one sample, and count once; they must
+            have one score. None: each row is a sample.
         workers: None: only this process.
 
     Returns:
@@ -93,6 +101,8 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
         arXiv:2503.01491 (decoupled GAE: a lambda of the critic's own).
     """
     check_choice("kind", kind, ESTIMATORS)
+    check_choice("discount_by", discount_by, ("token", "turn"))
+    by_turn = discount_by == "turn"
     estimator, workers = ESTIMATORS[kind], workers or Workers()
     valid = ~scores.isnan() & mask.any(1)
     mask = mask & valid.unsqueeze(1)
@@ -101,21 +111,31 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
             raise ValueError(f"kind ({kind!r}) compares samples of a prompt; pass group_index.")
         if kl is not None:
             scores, kl = penalized_scores(scores, kl, mask, kl_coef=kl_coef), None
-        scores = baseline_over_workers(scores, group_index, valid, kind=kind, workers=workers)
+        scores = baseline_over_workers(
+            scores, group_index, valid, kind=kind, workers=workers, sample_index=sample_index
+        )
     rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef, extra_rewards=extra_rewards)
     if estimator.needs_critic:
         if values is None:
             raise ValueError(f"kind ({kind!r}) needs the critic's values.")
         by_lambda = partial(
-            generalized_advantages, rewards, values, mask, gamma=gamma, last_values=last_values
+            generalized_advantages,
+            rewards,
+            values,
+            mask,
+            gamma=gamma,
+            last_values=last_values,
+            by_turn=by_turn,
         )
         advantages, returns = by_lambda(gae_lambda=gae_lambda)
         if critic_lambda is not None:
             _, returns = by_lambda(gae_lambda=critic_lambda)
     else:
-        advantages = returns = discounted_returns(rewards, mask, gamma=gamma)
+        advantages = returns = discounted_returns(rewards, mask, gamma=gamma, by_turn=by_turn)
     if estimator.whitens:
         advantages = _whiten_over_workers(advantages, mask, workers)
+    if clip is not None:
+        advantages = advantages.clamp(-clip, clip)
     return advantages, returns
 
 
@@ -131,6 +151,7 @@ def baseline_over_workers(
     *,
     kind: str,
     workers: Workers,
+    sample_index: Tensor | None = None,  # [B] int
 ) -> Tensor:
     """`group_baseline` where a group's samples may lie on any row of any worker.
 
@@ -141,7 +162,8 @@ def baseline_over_workers(
         ValueError: the shapes differ.
     """
     check_same_shape(scores=scores, group_index=group_index, valid=valid)
-    mine = (scores.detach().cpu(), group_index.cpu(), valid.cpu())
+    samples = [] if sample_index is None else [sample_index.cpu()]
+    mine = (scores.detach().cpu(), group_index.cpu(), valid.cpu(), *samples)
     shares = workers.gather(mine)
     everyone = [torch.cat(column) for column in zip(*shares, strict=True)]
     first = sum(len(share[0]) for share in shares[: workers.rank])
@@ -153,10 +175,14 @@ def baseline_by_index(
     scores: Tensor,  # [B]
     group_index: Tensor,  # [B] int
     valid: Tensor,  # [B] bool
+    sample_index: Tensor | None = None,  # [B] int
     *,
     kind: str,
 ) -> Tensor:
     """`group_baseline` of a flat batch in any order; groups may differ in size.
+
+    Args:
+        sample_index: rows of a group with the same number are one sample. None: each is one.
 
     Returns:
         advantages: [B], 0 where not valid or where a group has fewer than two valid samples.
@@ -167,6 +193,15 @@ def baseline_by_index(
     check_same_shape(scores=scores, group_index=group_index, valid=valid)
     if len(scores) == 0:
         return scores
+    if sample_index is not None:
+        pairs = torch.stack([group_index, sample_index])
+        _, sample, counts = pairs.unique(dim=1, return_inverse=True, return_counts=True)
+        if len(counts) < len(scores):  # the first valid row of each stands for all
+            rows = torch.arange(len(scores)) + len(scores) * ~valid
+            first = rows.new_full(counts.shape, 2 * len(scores))
+            first = first.scatter_reduce(0, sample, rows, "amin") % len(scores)
+            chosen = scores[first], group_index[first], valid[first]
+            return keep(baseline_by_index(*chosen, kind=kind)[sample], valid)
     _, group, sizes = group_index.unique(return_inverse=True, return_counts=True)
     order = group.argsort(stable=True)
     starts = sizes.cumsum(0) - sizes  # [P]

@@ -124,6 +124,7 @@ def kl_loss_terms(
     mask: Tensor,  # [B, T] bool
     *,
     kind: str,
+    old_log_probs: Tensor | None = None,  # [B, T]
 ) -> Tensor:
     """Per-token KL terms to aggregate and add to the loss; only `log_probs` gets a gradient.
 
@@ -132,6 +133,12 @@ def kl_loss_terms(
     KL(reference || policy). k3_st has k3's value. How a token leads to later states is in none of
     them: only a penalty in the reward gives credit for that.
 
+    Args:
+        old_log_probs: of the policy that sampled. Given, each term is multiplied by the ratio
+            exp(log_probs - old_log_probs), so that the above holds after the policy has moved on.
+            The ratio of k3 has a gradient, with which k3 has that of KL(policy || reference); k2
+            and k3_st have it without, and their ratio is a mere weight. None: no ratio.
+
     Returns:
         kl: [B, T] in nats, 0 where masked.
 
@@ -139,7 +146,7 @@ def kl_loss_terms(
         ValueError: `kind` is k1 or unknown, or the shapes differ.
 
     Paper: Liu et al. 2025, arXiv:2510.01555 (k2 as a loss); Shao et al. 2024, arXiv:2402.03300,
-        eq. 4 (k3 as a loss).
+        eq. 4 (k3 as a loss); DeepSeek-AI 2025, arXiv:2512.02556, section 3.1 (k3 with its ratio).
     """
     if kind == "k1":
         raise ValueError(
@@ -148,11 +155,15 @@ def kl_loss_terms(
         )
     check_choice("kind", kind, KL_LOSS_KINDS)
     reference = ref_log_probs.detach()
-    if kind != "k3_st":
-        return kl_estimate(log_probs, reference, kind=kind, mask=mask)
-    gradient = kl_estimate(log_probs, reference, kind="k2", mask=mask)
-    value = kl_estimate(log_probs, reference, kind="k3", mask=mask).detach()
-    return value + (gradient - gradient.detach())
+    terms = kl_estimate(log_probs, reference, kind="k3" if kind == "k3" else "k2", mask=mask)
+    if kind == "k3_st":
+        value = kl_estimate(log_probs, reference, kind="k3", mask=mask).detach()
+        terms = value + (terms - terms.detach())
+    if old_log_probs is None:
+        return terms
+    change = log_ratio(log_probs, old_log_probs.detach(), mask)
+    ratio = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return terms * (ratio if kind == "k3" else ratio.detach())
 
 
 def kl_statistics(

@@ -19,7 +19,7 @@ from raypo.ppo.masked import (
     masked_moments,
     masked_sum,
 )
-from raypo.ppo.surrogates import SURROGATES, TokenLoss, Tokens
+from raypo.ppo.surrogates import SURROGATES, Surrogate, TokenLoss, Tokens
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
@@ -96,16 +96,19 @@ def count_for(
     return torch.tensor(float(mask.shape[0]), dtype=torch.float64, device=mask.device)
 
 
-def policy_loss(
+def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
     log_probs: Tensor,  # [B, T], with gradient
     old_log_probs: Tensor,  # [B, T]
     advantages: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool
     *,
-    kind: str = "ppo",
+    kind: str | Surrogate = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    cispo_low: float | None = None,
+    covariant: Tensor | None = None,  # [B, T] bool
+    covariance_kl: float = 1.0,
     aggregation: str = "token_mean",
     weights: Tensor | None = None,  # [B, T]
     max_new_tokens: int | None = None,
@@ -114,9 +117,12 @@ def policy_loss(
     """The policy's loss and what to log of it; only `log_probs` gets a gradient.
 
     Args:
-        kind: which surrogate, see `raypo.ppo.surrogates`.
+        kind: which surrogate, see `raypo.ppo.surrogates`, or one.
         clip_high: above `clip_low` it is DAPO's clip-higher.
         dual_clip: above 1; bounds the loss of negative advantages. None: no bound.
+        cispo_low: in [0, 1]; a weight of cispo is at least 1 - cispo_low. None: no bound.
+        covariant: of `covariance.covariant_tokens`, for clip_cov and kl_cov.
+        covariance_kl: of kl_cov, the weight of its penalty.
         weights: of `corrections.importance_weights`; what they drop stays in the denominator.
         max_new_tokens, normalizer: see `aggregate`.
 
@@ -132,7 +138,9 @@ def policy_loss(
 
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; the kinds' own papers at each surrogate.
     """
-    check_choice("kind", kind, SURROGATES)
+    if isinstance(kind, str):
+        check_choice("kind", kind, SURROGATES)
+        kind = SURROGATES[kind]
     check_same_shape(log_probs=log_probs, advantages=advantages, mask=mask)
     change = log_ratio(log_probs, old_log_probs.detach(), mask)
     tokens = Tokens(
@@ -143,8 +151,11 @@ def policy_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=dual_clip,
+        cispo_low=cispo_low,
+        covariant=covariant,
+        covariance_kl=covariance_kl,
     )
-    chosen = SURROGATES[kind](tokens)
+    chosen = kind(tokens)
     token_loss = chosen.loss
     if weights is not None:
         check_same_shape(weights=weights, mask=mask)

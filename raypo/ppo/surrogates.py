@@ -5,6 +5,7 @@ B responses, T response tokens. Every mask: True = keep.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,9 @@ class Tokens:
     clip_low: float
     clip_high: float
     dual_clip: float | None
+    cispo_low: float | None = None
+    covariant: Tensor | None = None  # [B, T] bool, of `covariance.covariant_tokens`
+    covariance_kl: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_low <= 1.0 or self.clip_high < 0.0:
@@ -41,6 +45,8 @@ class Tokens:
             )
         if self.dual_clip is not None and self.dual_clip <= 1.0:
             raise ValueError(f"dual_clip ({self.dual_clip}) must be above 1; None switches it off.")
+        if self.cispo_low is not None and not 0.0 <= self.cispo_low <= 1.0:
+            raise ValueError(f"cispo_low ({self.cispo_low}) must lie in [0, 1]; None: no bound.")
 
 
 @dataclass(frozen=True)
@@ -89,10 +95,37 @@ def gspo(tokens: Tokens) -> TokenLoss:
     return ppo(replace(tokens, log_ratio=of_response + own))
 
 
+def gmpo(tokens: Tokens) -> TokenLoss:
+    """-(geometric mean of the response's clipped ratios) * A: each token is clipped, then averaged.
+
+    A token's log-ratio is cut to log(1 + clip_high) from above where its advantage is positive, to
+    log(1 - clip_low) from below elsewhere, and has no gradient beyond. As in `gspo` each token
+    pulls with its own advantage; where those of a response are equal, value and gradient under
+    `sequence_mean` are the paper's.
+
+    Raises:
+        ValueError: `dual_clip` is set.
+
+    Paper: Zhao et al. 2025, arXiv:2507.20673, eq. 4 (clip at e ** +-0.4: clip_low 0.33, clip_high
+        0.49).
+    """
+    _refuse_dual_clip("gmpo", tokens)
+    low = math.log1p(-tokens.clip_low) if tokens.clip_low < 1.0 else -math.inf
+    change = tokens.log_ratio
+    at_most, at_least = change.clamp(max=math.log1p(tokens.clip_high)), change.clamp(min=low)
+    cut = torch.where(tokens.advantages > 0, at_most, at_least)
+    num_tokens = tokens.mask.sum(1, keepdim=True).clamp(min=1)
+    of_response = cut.detach().sum(1, keepdim=True) / num_tokens  # [B, 1]
+    ratio = _clamped_exp(of_response + (cut - cut.detach()))
+    never = torch.zeros_like(tokens.mask, dtype=torch.bool)
+    return TokenLoss(-ratio * tokens.advantages, ratio, cut != change, never)
+
+
 def cispo(tokens: Tokens) -> TokenLoss:
     """-stop_grad(min(ratio, 1 + clip_high)) * A * log_probs: the weight is cut, not the gradient.
 
-    `clip_low` is not used: the paper has no lower bound.
+    With `cispo_low` the weight is at least 1 - cispo_low; the paper ran without a lower bound.
+    `clip_low` is not used.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -101,10 +134,11 @@ def cispo(tokens: Tokens) -> TokenLoss:
     """
     _refuse_dual_clip("cispo", tokens)
     ratio = _clamped_exp(tokens.log_ratio.detach())
-    weight = ratio.clamp(max=1.0 + tokens.clip_high)
+    low = None if tokens.cispo_low is None else 1.0 - tokens.cispo_low
+    weight = ratio.clamp(min=low, max=1.0 + tokens.clip_high)
     # -inf would give a loss of 0 * inf; at the floor the gradient is 0.
     loss = -weight * tokens.advantages * tokens.log_probs.clamp(min=MIN_LOG_PROB)
-    return TokenLoss(loss, ratio, ratio > weight, torch.zeros_like(ratio, dtype=torch.bool))
+    return TokenLoss(loss, ratio, ratio != weight, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 def sapo(tokens: Tokens) -> TokenLoss:
@@ -127,11 +161,45 @@ def sapo(tokens: Tokens) -> TokenLoss:
     return TokenLoss(loss, ratio, never, never)
 
 
-SURROGATES: dict[str, Callable[[Tokens], TokenLoss]] = {
+def clip_cov(tokens: Tokens) -> TokenLoss:
+    """`ppo`, but tokens of high covariance have no loss and no gradient.
+
+    Raises:
+        ValueError: `covariant` is missing.
+
+    Paper: Cui et al. 2025, arXiv:2505.22617, section 4.2 (Clip-Cov).
+    """
+    held, chosen = _covariant("clip_cov", tokens), ppo(tokens)
+    loss = torch.where(held, 0.0, chosen.loss)
+    return replace(chosen, loss=loss, clipped=chosen.clipped | held)
+
+
+def kl_cov(tokens: Tokens) -> TokenLoss:
+    """-ratio * A without a clip, plus covariance_kl * |log ratio| on tokens of high covariance.
+
+    The clip bounds are not used.
+
+    Raises:
+        ValueError: `dual_clip` is set, or `covariant` is missing.
+
+    Paper: Cui et al. 2025, arXiv:2505.22617, section 4.2 (KL-Cov; the penalty as in its code).
+    """
+    _refuse_dual_clip("kl_cov", tokens)
+    held, ratio = _covariant("kl_cov", tokens), _clamped_exp(tokens.log_ratio)
+    penalty = torch.where(held, tokens.covariance_kl * tokens.log_ratio.abs(), 0.0)
+    never = torch.zeros_like(held)
+    return TokenLoss(penalty - ratio * tokens.advantages, ratio, never, never)
+
+
+Surrogate = Callable[[Tokens], TokenLoss]
+SURROGATES: dict[str, Surrogate] = {
     "ppo": ppo,
     "gspo": gspo,
+    "gmpo": gmpo,
     "cispo": cispo,
     "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
 }
 POLICY_KINDS = tuple(SURROGATES)
 
@@ -139,6 +207,12 @@ POLICY_KINDS = tuple(SURROGATES)
 def _clamped_exp(log_ratio: Tensor) -> Tensor:
     """exp of a log-ratio clamped to +-`MAX_LOG_RATIO`; outside there is no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _covariant(kind: str, tokens: Tokens) -> Tensor:
+    if tokens.covariant is None:
+        raise ValueError(f"kind ({kind!r}) needs the tokens of high covariance; pass covariant.")
+    return tokens.covariant & tokens.mask
 
 
 def _refuse_dual_clip(kind: str, tokens: Tokens) -> None:

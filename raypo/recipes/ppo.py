@@ -4,6 +4,7 @@ every learner worker does: the same code, each with its own share of the prompts
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from raypo.collectives import Workers
@@ -16,15 +17,17 @@ from raypo.rollout.experience import (
     AdvantageState,
     distance_to_engine,
     distance_to_reference,
+    steer_entropy,
     with_advantages,
     with_corrections,
+    with_covariant_tokens,
 )
 from raypo.rollout.refill import Collected, fill_step
 from raypo.run.phases import Phase
 from raypo.run.ppo_run import PPORun
 from raypo.run.run import open_run
 from raypo.run.services import Services
-from raypo.types import Experience, ScoredRollout
+from raypo.types import Experience, Rollout, ScoredRollout
 
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +45,12 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         learner = run.start_learner()  # 3. policy and critic; restored where there is a checkpoint
         run.push_weights(learner, services, version=run.last_step)
         run.evaluate_before_first_update(services)
-        rollouts = run.open_rollouts(lambda clock, workers: collect(run, services, clock, workers))
+        rollouts = run.open_rollouts(
+            lambda draws: sample(
+                draws, run.sampler(services), run.tokenizer, run.sampling, run.push_again
+            ),
+            lambda sampled, clock, workers: collect(run, services, sampled, clock, workers),
+        )
 
         for step in run.steps():
             clock = Clock()
@@ -60,7 +68,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 config.ppo,
                 run.advantage_state,
                 workers,
-                max_new_tokens=config.rollout.max_new_tokens,
+                max_new_tokens=config.rollout.max_response_tokens,
                 step=step,
                 clock=clock,
             )
@@ -107,34 +115,43 @@ def ppo_step(
     experience, metrics, next_state = with_advantages(
         experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step
     )
-    experience = with_corrections(experience, ppo.correction)
-    experience, updated = learner.update(experience, step=step, kl_coef=state.kl.coef)
+    experience = with_corrections(experience, ppo.correction, version=step - 1)
+    experience = with_covariant_tokens(experience, ppo, workers, seed=learner.seed, step=step)
+    experience, updated = learner.update(
+        experience, step=step, kl_coef=state.kl.coef, entropy_coef=state.entropy.acting
+    )
+    entropy, next_state = steer_entropy(updated, next_state)
     to_reference, next_state = distance_to_reference(
         experience, ppo, next_state, workers, step=step
     )
-    to_engine = distance_to_engine(experience, ppo.correction, workers, version=step - 1)
+    to_engine = distance_to_engine(experience, ppo, workers, version=step - 1)
     clock.lap("time/update_s")
-    return experience, metrics | to_reference | to_engine | updated, next_state
+    return experience, metrics | to_reference | to_engine | updated | entropy, next_state
 
 
-def collect(run: PPORun, services: Services, clock: Clock, workers: Workers) -> Collected:
+def collect(
+    run: PPORun,
+    services: Services,
+    sampled: Callable[[int], list[Rollout]],
+    clock: Clock,
+    workers: Workers,
+) -> Collected:
     """Generate and score this worker's share of a step, and again for what `ppo.filter` drops.
 
     In the modes that sample ahead a thread calls it, with a clock and a process group of its own.
+
+    Args:
+        sampled: Draws so many prompts over all workers, and samples this worker's share.
     """
 
     def scored_rollouts(num_prompts: int) -> list[ScoredRollout]:
-        with run.round_of_sampling(clock):
-            draws = run.draw_prompts(num_prompts)
-            run.enter(Phase.GENERATE)
-            rollouts = sample(
-                draws, run.sampler(services), run.tokenizer, run.sampling, run.push_again
-            )
-            clock.lap("time/generate_s")
-            run.enter(Phase.SCORE)
-            scored = judge(rollouts, run.judges(services), services.reference)
-            clock.lap("time/score_s")
-            return scored
+        run.enter(Phase.GENERATE)
+        rollouts = sampled(num_prompts)
+        clock.lap("time/generate_s")
+        run.enter(Phase.SCORE)
+        scored = judge(rollouts, run.judges(services), services.reference)
+        clock.lap("time/score_s")
+        return scored
 
     return fill_step(
         scored_rollouts,

@@ -268,12 +268,29 @@ def _learning(section: Section, rows: RowsByRun, runs: Sequence[RunData]) -> Non
                     reference_name="before the first update",
                 )
             )
+    _preferences(section, rows)
     metrics = dict.fromkeys(name for each in rows.values() for row in each for name in row)
     passes = {n: n.removeprefix("eval/") for n in metrics if n.startswith("eval/pass_at_")}
     section.add(
         line_chart("Held out, pass@k", rows, passes),
         line_chart("Spread of the scores", rows, "rollout/score_std", y_title="std over samples"),
     )
+
+
+def _preferences(section: Section, rows: RowsByRun) -> None:
+    """What the recipe dpo makes of chosen and rejected responses; held out where it is known."""
+    for title, figure, unit in (
+        ("Implicit rewards", "reward_mean", "beta x log-ratio"),
+        ("Log-probabilities", "log_prob_mean", "nats per response"),
+    ):
+        names = {
+            f"{group}/{kind}_{figure}": f"{kind}, {words}"
+            for group, words in (("eval", "held out"), ("train", "training"))
+            for kind in ("chosen", "rejected")
+        }
+        section.add(line_chart(title, rows, names, y_title=unit))
+    margins = {"eval/margin_mean": "held out", "train/margin_mean": "training"}
+    section.add(line_chart("Margin: chosen less rejected", rows, margins, y_title="reward"))
 
 
 def _scores(
@@ -333,7 +350,17 @@ def _texts(section: Section, rows: RowsByRun) -> None:
 
 def _updates(section: Section, rows: RowsByRun) -> None:
     norms = {"ppo/policy_grad_norm": "policy", "ppo/critic_grad_norm": "critic"}
+    selected = {
+        "selection/responses": "responses",
+        "selection/pairs": "pairs",
+        "selection/ties": "ties",
+        "selection/prompts_without": "prompts without a response",
+    }
     section.add(
+        line_chart("Selected in a round", rows, selected, y_title="of all workers"),
+        line_chart("Score of what was selected", rows, "selection/score_mean"),
+        line_chart("Score gap of the pairs", rows, "selection/score_gap_mean"),
+        line_chart("What the teacher told", rows, "train/teacher_told", y_title="probability"),
         line_chart("Clipped tokens", rows, "ppo/clip_fraction", y_title="share"),
         line_chart("KL of an update", rows, "ppo/approx_kl", y_title="nats per token"),
         line_chart("Value loss", rows, "ppo/value_loss"),
@@ -342,6 +369,7 @@ def _updates(section: Section, rows: RowsByRun) -> None:
         ),
         line_chart("Gradient norms", rows, norms),
         line_chart("Gradient norm", rows, "train/grad_norm"),
+        line_chart("KL that KTO compares with", rows, "train/kl", y_title="nats per response"),
         line_chart("Learning rate", rows, "train/learning_rate"),
         line_chart("Engine against learner", rows, "mismatch/kl", y_title="nats per token"),
     )
@@ -373,6 +401,13 @@ def _cost(section: Section, runs: Mapping[str, RunData]) -> None:
         section.add(stacked_chart("Seconds by step", each, phases, y_title="seconds", wide=True))
     else:
         section.add(line_chart("Seconds per step", rows, "time/step_s", y_title="seconds"))
+    waits = {
+        "time/wait_for_rollouts_s": "the learner, for rollouts",
+        "perf/wait_for_engines_s": "the learner, before a push",
+        "perf/engine_idle_s": "the engines",
+    }
+    if any(name in row for each in rows.values() for row in each for name in waits):
+        section.add(line_chart("Who waits", rows, waits, y_title="seconds of a step"))
     memory = {run: _memory(each) for run, each in rows.items()}
     section.add(
         line_chart("Tokens per second while it lasts", rows, _PHASE_RATES, y_title="tokens"),

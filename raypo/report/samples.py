@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -115,7 +117,7 @@ def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, An
 
     The trained ones are of evenly chosen steps: prompts that come again, best, worst and longest.
     """
-    tokenizer = _tokenizer(files, config)
+    tokenizer = tokenizer_of(files, config)
     held_out: dict[int, Sequence[Row]] = {}
     for step in evenly(files.rollout_steps(held_out=True), MAX_HELD_OUT_STEPS):
         rows = files.rollouts(step, held_out=True)
@@ -168,11 +170,12 @@ def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[
     )
     longest = sorted(rows, key=lambda row: -len(row["response_ids"]))
     wishes = [*scored[-edge:], *scored[:edge], *longest[:edge], *recurring[: count // 2], *rows]
-    chosen: dict[tuple[int, int], Row] = {}
+    chosen: dict[tuple[int, int, int], Row] = {}
     for row in wishes:
         if len(chosen) >= count:
             break
-        chosen.setdefault((row["group_index"], row["sample_index"]), row)
+        key = row["group_index"], row["sample_index"], row.get("row_index") or 0
+        chosen.setdefault(key, row)
     return [chosen[key] for key in sorted(chosen)]
 
 
@@ -202,13 +205,46 @@ def _sample(row: Row, step: int, run: str, tokenizer: Tokenizer | None) -> dict[
         sample["tokens"] = [stream.step(tokenizer, int(each)) or "" for each in ids]
     if row.get("advantages") is not None:
         sample["advantages"] = [_rounded(value) for value in row["advantages"][: len(ids)]]
+    mask = row.get("response_mask") or [True] * len(row["response_ids"])
     if row["ref_log_probs"] is not None:
-        pairs = zip(row["log_probs"], row["ref_log_probs"], strict=True)
-        sample["changes"] = [_rounded(now - before) for now, before in pairs][: len(ids)]
+        tokens = zip(row["log_probs"], row["ref_log_probs"], mask, strict=True)
+        sample["changes"] = [_rounded(a - b) if own else 0.0 for a, b, own in tokens][: len(ids)]
+    if not all(mask):
+        sample["others"] = [place for place in range(len(ids)) if not mask[place]]
+    rewards = row.get("turn_rewards") or []
+    sample["rewards"] = {t: _rounded(each) for t, each in enumerate(rewards[: len(ids)]) if each}
+    sample["error"] = (row.get("episode") or {}).get("error")
+    sample["turns"] = (row.get("episode") or {}).get("num_turns")
+    sample["rewards"] = sample["rewards"] or None
     return {key: value for key, value in sample.items() if value is not None}
 
 
-def _tokenizer(files: RunFiles, config: Mapping[str, Any]) -> Tokenizer | None:
+@dataclass(frozen=True)
+class Turn:
+    """What the policy, or the environment between two turns, wrote."""
+
+    by_policy: bool
+    text: str
+    reward: float = 0.0
+    """Of a turn of the policy."""
+
+
+def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
+    """A response turn by turn; one that is no episode, or without a tokenizer, is one turn."""
+    mask, rewards = row.get("response_mask"), row.get("turn_rewards")
+    if not mask or tokenizer is None:
+        earned = sum(rewards) if rewards else 0.0
+        return [Turn(by_policy=True, text=row["response"], reward=earned)]
+    found, first = [], 0
+    for by_policy, run in groupby(mask):
+        last = first + len(list(run))
+        text = tokenizer.decode(list(row["response_ids"][first:last]), skip_special_tokens=False)
+        found.append(Turn(by_policy, text, sum(rewards[first:last]) if rewards else 0.0))
+        first = last
+    return found
+
+
+def tokenizer_of(files: RunFiles, config: Mapping[str, Any]) -> Tokenizer | None:
     """The tokenizer of a run's saved policy, else of the policy it started from, else None."""
     from tokenizers import Tokenizer
 

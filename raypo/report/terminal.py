@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from raypo.report.samples import tokenizer_of, turns_of
 from raypo.storage.run_files import RunFiles
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from tokenizers import Tokenizer
 
 Sample = Mapping[str, Any]
 
@@ -36,6 +38,7 @@ def print_samples(
     from rich.console import Console
     from rich.panel import Panel
 
+    tokenizer = tokenizer_of(files, files.config() or {})
     rows = files.rollouts(step)
     scores = [row["score"] for row in rows if row["score"] is not None]
     console = Console(file=stream, highlight=False)
@@ -43,7 +46,7 @@ def print_samples(
     how = f"{order} first" if order else "evenly chosen"
     console.print(f"{files.name}, step {step}: {len(rows)} samples{mean}; {how}", markup=False)
     for row in chosen(rows, order, count):
-        console.print(Panel(_body(row), title=_title(row), title_align="left"))
+        console.print(Panel(_body(row, tokenizer), title=_title(row), title_align="left"))
 
 
 def chosen(rows: list[dict[str, Any]], order: str | None, count: int) -> list[dict[str, Any]]:
@@ -62,6 +65,8 @@ def _title(row: Sample) -> str:
     if row["kl"] is not None:
         parts.append(f"KL {row['kl']:.2f}")
     cut = ", cut off" if row["finish_reason"] == "length" else ""
+    if episode := row.get("episode"):
+        parts.append(f"{episode['num_turns']} turns")
     parts.append(f"{len(row['response_ids'])} tokens{cut}")
     sources = dict(row["scores_by_source"] or [])
     if len(sources) > 1:
@@ -69,11 +74,17 @@ def _title(row: Sample) -> str:
     return "  ".join(parts)
 
 
-def _body(row: Sample) -> RenderableType:
+def _body(row: Sample, tokenizer: Tokenizer | None) -> RenderableType:
+    """The prompt, what the policy wrote, and dimmed what an environment wrote between its turns."""
     from rich.console import Group
     from rich.text import Text
 
-    lines = [Text(row["prompt"], style="dim"), Text(row["response"])]
+    lines = [Text(row["prompt"], style="dim")]
+    for turn in turns_of(row, tokenizer):
+        earned = Text(f"  {turn.reward:+.3g}", style="bold") if turn.reward else Text()
+        lines.append(Text(turn.text, style="" if turn.by_policy else "dim italic") + earned)
+    if error := (row.get("episode") or {}).get("error"):
+        lines.append(Text(f"failed: {error}", style="bold"))
     if row["label"] is not None:
         lines.append(Text(f"label: {row['label']}", style="dim"))
     return Group(*lines)

@@ -1,4 +1,4 @@
-"""From `file.py:name` or `package.module:name` to a function."""
+"""From `file.py:name` or `package.module:name` to a function or a class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,16 @@ from typing import Any
 
 from raypo.config import ConfigError
 from raypo.rewards.scoring import MODULE_OF_FILE
+
+Methods = Mapping[str, Sequence[str]]
+"""Names of methods, and of the parameters that each is called with."""
+TAKES = {
+    "ppo.policy_loss": "the tokens",
+    "ppo.advantage": "the step",
+    "ppo.shaping.function": "the step",
+    "callbacks": "the step",
+}
+"""Config key -> the argument that its function is called with; of all others a list of rollouts."""
 
 
 def check_function(spec: str, *, key: str = "reward.function") -> None:
@@ -28,12 +39,81 @@ def check_function(spec: str, *, key: str = "reward.function") -> None:
 
     Raises:
         ConfigError: it is malformed, the file or module is missing or not Python, the name is not
-            defined in it, or it cannot be called with only the list of rollouts.
+            defined in it, or it cannot be called with one argument.
     """
+    if (node := _definition(spec, key)) is not None:
+        _check_parameters(node, spec, key)
+
+
+def check_class(spec: str, methods: Methods, *, key: str) -> None:
+    """Check that a class and its methods are there, from its source.
+
+    Args:
+        spec: `file.py:Class` or `package.module:Class`.
+        methods: Of each method that it must have, the parameters that it is called with.
+        key: The config key that it comes from, for messages.
+
+    Raises:
+        ConfigError: what `check_function` finds, it is a function, or a method is missing or takes
+            other parameters. Methods that a base class may have are left to `load_class`.
+    """
+    node = _definition(spec, key)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise _wrong_class("it is a function", methods, spec, key)
+    if not isinstance(node, ast.ClassDef):
+        return
+    own = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for name, parameters in methods.items():
+        if name in own and not own[name].decorator_list:
+            if not _takes(own[name].args, 1 + len(parameters)):
+                problem = f"its {name} has the parameters ({ast.unparse(own[name].args)})"
+                raise _wrong_class(problem, methods, spec, key)
+        elif name not in own and not node.bases:
+            raise _wrong_class(f"it has no {name}", methods, spec, key)
+
+
+def load_class(
+    spec: str, methods: Methods, arguments: Mapping[str, Any], *, key: str
+) -> partial[Any]:
+    """Import a class; what makes an object of it.
+
+    Args:
+        spec: `file.py:Class` or `package.module:Class`.
+        methods: See `check_class`.
+        arguments: Keywords that objects are made with; their config key is `{key}_args`.
+        key: The config key that the class comes from, for messages.
+
+    Raises:
+        ConfigError: what `check_class` finds, the import fails, or it does not take the arguments.
+    """
+    cls = _loaded(spec, key)
+    if not isinstance(cls, type):
+        raise _wrong_class(f"it is of type {type(cls).__name__}", methods, spec, key)
+    for name, parameters in methods.items():
+        method = getattr(cls, name, None)
+        if not callable(method):
+            raise _wrong_class(f"it has no {name}", methods, spec, key)
+        try:
+            inspect.signature(method).bind(None, *parameters)
+        except TypeError:
+            problem = f"its {name} has the parameters {inspect.signature(method)}"
+            raise _wrong_class(problem, methods, spec, key) from None
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}_args ({dict(arguments)}): {spec} cannot be made with them: {error}. Its "
+            f"parameters are {inspect.signature(cls)}; set {key}_args to fit."
+        ) from None
+    return partial(cls, **arguments)
+
+
+def _definition(spec: str, key: str) -> ast.stmt | None:
+    """The statement that defines what is named; None where only an import can tell."""
     place, name = _parts(spec, key)
     source = _existing(place, spec, key) if _is_file(place) else _module_source(place, spec, key)
     if source is None:
-        return  # a compiled module: only its import can tell
+        return None  # a compiled module
     try:
         tree = ast.parse(source.read_bytes(), filename=str(source))
     except (SyntaxError, ValueError) as error:
@@ -44,9 +124,9 @@ def check_function(spec: str, *, key: str = "reward.function") -> None:
     defined = dict(_top_level(tree.body))
     if name not in defined:
         if "*" in defined or "__getattr__" in defined:
-            return  # the name may come from elsewhere
+            return None  # the name may come from elsewhere
         raise _no_such_name(name, list(defined), spec, str(source), key)
-    _check_parameters(defined[name], spec, key)
+    return defined[name]
 
 
 def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., Any]:
@@ -55,6 +135,13 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
     Raises:
         ConfigError: what `check_function` finds, the import fails, or the name is not a function.
     """
+    function = _loaded(spec, key)
+    check_callable(function, name=spec, key=key)
+    return function
+
+
+def _loaded(spec: str, key: str) -> Any:
+    """What is named, its module imported."""
     place, name = _parts(spec, key)
     try:
         if _is_file(place):
@@ -68,15 +155,14 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
             f"{key} ({spec}): {place} cannot be imported: {type(error).__name__}: {error}. "
             "Correct it, or install what it needs on every node."
         ) from error
-    function = getattr(module, name, None)
-    if function is None:
+    found = getattr(module, name, None)
+    if found is None:
         raise _no_such_name(name, [n for n in vars(module) if n[0] != "_"], spec, place, key)
-    check_callable(function, name=spec, key=key)
-    return function
+    return found
 
 
 def check_callable(function: Any, *, name: str, key: str = "reward.function") -> None:
-    """Check that a loaded function can be called with only the list of rollouts.
+    """Check that a loaded function can be called with one argument.
 
     Args:
         function: A function, or an object with `__call__`.
@@ -90,7 +176,7 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
         what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
         raise ConfigError(
             f"{key} ({name}): it is {what}, not a function. Give a function, or an object "
-            "with __call__, that takes a list of rollouts."
+            f"with __call__, that takes {TAKES.get(key, 'a list of rollouts')}."
         )
     try:
         signature = inspect.signature(function, follow_wrapped=False)
@@ -180,23 +266,28 @@ def _top_level(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 def _check_parameters(node: ast.stmt, spec: str, key: str) -> None:
     if isinstance(node, ast.ClassDef):
         raise _wrong_call("it is a class", spec, key)
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        given = node.args
-        positional = len(given.posonlyargs) + len(given.args)
-        required = positional - len(given.defaults)
-        required_by_name = [
-            a.arg for a, d in zip(given.kwonlyargs, given.kw_defaults, strict=True) if d is None
-        ]
-        if (positional or given.vararg) and required <= 1 and not required_by_name:
-            return
-        raise _wrong_call(f"it has the parameters ({ast.unparse(given)})", spec, key)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _takes(node.args, 1):
+        raise _wrong_call(f"it has the parameters ({ast.unparse(node.args)})", spec, key)
+
+
+def _takes(given: ast.arguments, count: int) -> bool:
+    """Whether parameters take so many arguments, none of them by name."""
+    positional = len(given.posonlyargs) + len(given.args)
+    has_room = positional >= count or given.vararg is not None
+    return has_room and positional - len(given.defaults) <= count and None not in given.kw_defaults
 
 
 def _wrong_call(problem: str, name: str, key: str) -> ConfigError:
+    takes = TAKES.get(key, "the list of rollouts")
     return ConfigError(
-        f"{key} ({name}): it is called with one argument, the list of rollouts, and {problem}. "
-        "Give a function like def score(rollouts): ..."
+        f"{key} ({name}): it is called with one argument, {takes}, and {problem}. "
+        f"Give a function like def score({takes.split()[-1]}): ..."
     )
+
+
+def _wrong_class(problem: str, methods: Methods, name: str, key: str) -> ConfigError:
+    wanted = ", ".join(f"{method}({', '.join(given)})" for method, given in methods.items())
+    return ConfigError(f"{key} ({name}): a class with {wanted} is wanted, and {problem}.")
 
 
 def _no_such_name(name: str, defined: list[str], spec: str, place: str, key: str) -> ConfigError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from concurrent.futures import TimeoutError as PoolTimeoutError
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -25,7 +27,12 @@ class PooledReward:
     """
 
     def __init__(
-        self, function: str | RewardFunction, *, processes: int, timeout_s: float | None
+        self,
+        function: str | RewardFunction,
+        *,
+        processes: int,
+        timeout_s: float | None,
+        log: Path | None = None,
     ) -> None:
         """Start the processes; each imports the function by itself.
 
@@ -33,15 +40,18 @@ class PooledReward:
             function: `file.py:name` or `package.module:name`, or the function, to be pickled.
             processes: How many.
             timeout_s: Seconds that one call may take; None: any.
+            log: A file that what the function prints is appended to; None: it stays with theirs.
         """
         self._processes, self._timeout_s = processes, timeout_s
         self._name = function if isinstance(function, str) else function_name(function)
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
         spec = function if isinstance(function, str) else cloudpickle.dumps(function)
         self._pool = ProcessPool(
             max_workers=processes,
             initializer=_open,
-            initargs=(spec,),
-            context=_context(),
+            initargs=(spec, log),
+            context=fork_context(__name__),
         )
 
     def __str__(self) -> str:
@@ -83,10 +93,14 @@ class PooledReward:
         return [error] * len(piece)
 
 
-def _context() -> Any:
-    """Processes are forked from one without threads and Ray, which do not survive a fork."""
+def fork_context(module: str) -> Any:
+    """Processes are forked from one without threads and Ray, which do not survive a fork.
+
+    Args:
+        module: What their functions are of; it is imported once.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([module])
     return context
 
 
@@ -100,9 +114,11 @@ def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:
     ]
 
 
-def _open(spec: str | bytes) -> None:
+def _open(spec: str | bytes, log: Path | None) -> None:
     """Get the function ready, in a process of the pool."""
     global _function
+    if log is not None:
+        sys.stdout = log.open("a", buffering=1, encoding="utf-8")  # line by line
     _function = load_function(spec) if isinstance(spec, str) else cloudpickle.loads(spec)
 
 

@@ -72,7 +72,7 @@ class RemoteReward:
     def __str__(self) -> str:
         return ", ".join(self._urls)
 
-    async def __call__(self, rollouts: list[Rollout]) -> list[float | Exception | None]:
+    async def __call__(self, rollouts: list[Rollout]) -> list[Any]:
         """Scores in the order given; None where the server has none, else the error."""
         under_way = dict.fromkeys(self._urls, 0)
         room = asyncio.Semaphore(self._max_concurrent)
@@ -97,7 +97,7 @@ class RemoteReward:
 
     async def _ask(
         self, client: httpx.AsyncClient, rollouts: list[Rollout], under_way: dict[str, int]
-    ) -> list[float | None]:
+    ) -> list[Any]:
         body, avoid = to_request(rollouts), ""
         async for attempt in AsyncRetrying(
             stop=stop_after_attempt(self._max_attempts),
@@ -120,7 +120,7 @@ class RemoteReward:
 
     async def _post(
         self, client: httpx.AsyncClient, url: str, body: dict[str, Any], count: int
-    ) -> list[float | None]:
+    ) -> list[Any]:
         try:
             response = await client.post(url, json=body)
         except httpx.TimeoutException:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -20,6 +20,8 @@ MODULE_OF_FILE = "raypo_function_file"
 """How the names of modules begin that are loaded from a `file.py:name`."""
 RewardFunction = Callable[[list[Rollout]], Any]
 """(list[Rollout]) -> a score each; a coroutine function is awaited."""
+SCORE = "score"
+"""In an answer of named parts: what is trained on."""
 
 
 class RewardError(RuntimeError):
@@ -41,6 +43,26 @@ class FailedScore(float):
         return (self.reason,)
 
 
+class ScoreOfParts(float):
+    """A score with the named numbers that a function gave beside it."""
+
+    parts: dict[str, float]
+
+    def __new__(cls, value: float, parts: dict[str, float]) -> ScoreOfParts:
+        """A score and its parts."""
+        score = super().__new__(cls, value)
+        score.parts = parts
+        return score
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # it is pickled between workers
+        return (float(self), self.parts)
+
+
+def parts_of(score: float) -> Mapping[str, float]:
+    """The named numbers beside a score; mostly none."""
+    return score.parts if isinstance(score, ScoreOfParts) else {}
+
+
 def first_reason(scores: Iterable[float]) -> str | None:
     """Why the first of some scores that says so is missing."""
     return next((score.reason for score in scores if isinstance(score, FailedScore)), None)
@@ -52,7 +74,8 @@ def score(
     """One score per rollout, from one call with all of them; NaN where scoring failed.
 
     None, NaN, infinity and an exception in a score's place are a failed sample; True and False
-    count as 1 and 0.
+    count as 1 and 0. A mapping in its place, like `{"score": 1.2, "format": 0.2}`, is a
+    `ScoreOfParts`.
 
     Args:
         max_failed_fraction: Share of these rollouts that may fail.
@@ -187,6 +210,8 @@ def _number(answer: Any, place: int, name: str) -> float:
         return math.nan
     if isinstance(answer, Exception):
         return FailedScore(_text(answer) or type(answer).__name__)
+    if isinstance(answer, Mapping):
+        return _with_parts(answer, place, name)
     if hasattr(answer, "item"):  # numpy, torch; it raises where there is more than one number
         with suppress(ValueError, RuntimeError):
             answer = answer.item()
@@ -197,6 +222,19 @@ def _number(answer: Any, place: int, name: str) -> float:
         )
     value = float(answer)
     return value if math.isfinite(value) else math.nan
+
+
+def _with_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
+    """The score of an answer of named parts; a part that is None or not finite is left out."""
+    if SCORE not in answer or not all(isinstance(key, str) for key in answer):
+        raise RewardError(
+            f"{name} returned {_short(answer)} as score {place}. Named parts are texts, and "
+            f"{SCORE!r} is the one that is trained on."
+        )
+    parts = {key: _number(part, place, f"{name}, part {key!r},") for key, part in answer.items()}
+    value = parts.pop(SCORE)
+    kept = {key: float(part) for key, part in parts.items() if math.isfinite(part)}
+    return ScoreOfParts(value, kept) if math.isfinite(value) else value
 
 
 def _short(value: Any) -> str:

@@ -42,13 +42,13 @@ def make_app(
 
     async def answer(request: Request) -> JSONResponse:
         nonlocal waiting
-        if token and not _brings(request, token):
+        if token and not has_token(request, token):
             return _error(401, "the token is missing or wrong")
         if waiting > max_queued:
             busy = {"Retry-After": str(RETRY_AFTER_S)}
             return _error(503, f"{waiting} requests wait already", headers=busy)
         try:
-            rollouts = from_request(await _body(request))
+            rollouts = from_request(await json_of(request))
         except WireError as error:
             return _error(422, str(error))
         waiting += 1
@@ -87,12 +87,13 @@ def serve(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> No
         uvicorn.Server(config).run(sockets=[listening])
 
 
-def _brings(request: Request, token: str) -> bool:
+def has_token(request: Request, token: str) -> bool:
+    """Whether a request brings the bearer token."""
     given = request.headers.get("Authorization", "").removeprefix("Bearer ")
     return hmac.compare_digest(given.encode(), token.encode())
 
 
-async def _body(request: Request) -> Any:
+async def json_of(request: Request) -> Any:
     """The JSON of a request.
 
     Raises:

@@ -1,7 +1,8 @@
 """The JSON that reward clients and servers speak.
 
     POST /score   {"samples": [{"prompt": "2+2=", "response": "4", "label": "4", ...}, ...]}
-    200           {"scores": [1.0, null, ...]}      one per sample, in order; null: it has none
+    200           {"scores": [1.0, null, ...]}      one per sample, in order; null: it has none;
+                  {"score": 1.0, "format": 0.2, ...} in its place: with named parts
     4xx, 5xx      {"error": "what went wrong"}
     GET /health   {"status": "ok", "name": "..."}
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from raypo.rewards.scoring import SCORE, parts_of
 from raypo.types import Rollout
 
 TOKEN_VARIABLE = "RAYPO_REWARD_TOKEN"
@@ -56,8 +58,8 @@ def from_request(body: Any) -> list[Rollout]:
     return [_rollout(sample, place) for place, sample in enumerate(samples)]
 
 
-def from_answer(body: Any, count: int) -> list[float | None]:
-    """The scores of an answer to a request with `count` samples.
+def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
+    """The scores of an answer to a request with `count` samples, those with parts as they came.
 
     Raises:
         WireError: it is not one number or null per sample.
@@ -67,14 +69,21 @@ def from_answer(body: Any, count: int) -> list[float | None]:
         found = f"{len(scores)} scores" if isinstance(scores, list) else f"{body!r:.200}"
         raise WireError(f'the answer must be {{"scores": [{count} numbers]}}, it is {found}')
     for score in scores:
+        if isinstance(score, dict) and SCORE in score:
+            continue
         if score is not None and (isinstance(score, str) or not isinstance(score, Real)):
             raise WireError(f"a score must be a number or null, one is {score!r:.200}")
-    return [None if score is None else float(score) for score in scores]
+    return [score if score is None or isinstance(score, dict) else float(score) for score in scores]
 
 
 def to_answer(scores: Sequence[float]) -> dict[str, Any]:
     """The body of an answer; what is not finite becomes null."""
-    return {"scores": [score if math.isfinite(score) else None for score in scores]}
+    return {"scores": [_answered(score) if math.isfinite(score) else None for score in scores]}
+
+
+def _answered(score: float) -> float | dict[str, float]:
+    parts = parts_of(score)
+    return {SCORE: float(score), **parts} if parts else score
 
 
 def _sample(rollout: Rollout) -> dict[str, Any]:

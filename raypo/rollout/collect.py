@@ -50,6 +50,28 @@ class Decoder(Protocol):
         ...
 
 
+class Plays(Protocol):
+    """Who plays episodes of several turns."""
+
+    def play(
+        self,
+        draws: Sequence[Draw],
+        engine: Sampler,
+        sampling: Sampling,
+        push_again: PushAgain | None,
+    ) -> list[Rollout]:
+        """As `sample`."""
+        ...
+
+    def waited_s(self) -> float:
+        """Seconds that no episode could be asked, since this was last asked."""
+        ...
+
+    def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
 _SEED_WORD = 4
 """First of the numbers that seed a request; prompt stream, dealing and learner have 1 to 3."""
 
@@ -68,6 +90,13 @@ class Sampling:
     """Keeps the seeds of training and evaluation apart."""
     adapter: str | None = None
     """Name of the LoRA adapter that the engines answer with; None: their own weights alone."""
+    top_k: int | None = None
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    priority: int = 0
+    """Of requests that join what is being sampled; lower comes sooner."""
+    episodes: Plays | None = None
+    """Where responses are episodes of several turns: who plays them."""
 
     @classmethod
     def of(
@@ -78,6 +107,7 @@ class Sampling:
         seed: int,
         samples_per_prompt: int = 1,
         adapter: str | None = None,
+        episodes: Plays | None = None,
     ) -> Sampling:
         """The sampling of training rollouts."""
         return cls(
@@ -85,9 +115,13 @@ class Sampling:
             max_new_tokens=section.max_new_tokens,
             temperature=section.temperature,
             top_p=section.top_p,
+            top_k=section.top_k,
+            min_p=section.min_p,
+            stop=section.stop,
             stop_token_ids=stop_token_ids,
             seed=seed,
             adapter=adapter,
+            episodes=episodes,
         )
 
 
@@ -116,16 +150,10 @@ def sample(
         push_again: Given: all workers call this together, and where one of them is left without
             an engine, all leave for one more push of the weights.
     """
+    if sampling.episodes is not None:
+        return sampling.episodes.play(draws, engine, sampling, push_again)
     requests = [
-        SamplingRequest(
-            prompt_ids=draw.prompt.token_ids,
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=request_seed(sampling, draw.group_index, number),
-            stop_token_ids=sampling.stop_token_ids,
-            adapter=sampling.adapter,
-        )
+        request_of(draw, number, sampling)
         for draw in draws
         for number in range(sampling.samples_per_prompt)
     ]
@@ -161,10 +189,27 @@ def ask(requests: list[SamplingRequest], engine: Sampler) -> list[Completion]:
     return [completion for response in pending for completion in response.result()]
 
 
-def request_seed(sampling: Sampling, group_index: int, sample_index: int) -> int:
-    """A 31-bit seed that differs between runs, draws and samples."""
+def request_of(draw: Draw, sample_index: int, sampling: Sampling) -> SamplingRequest:
+    """What an engine is asked for one sample of a draw; of an episode, for its first turn."""
+    return SamplingRequest(
+        prompt_ids=draw.prompt.token_ids,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=sampling.stop,
+        seed=request_seed(sampling, draw.group_index, sample_index),
+        stop_token_ids=sampling.stop_token_ids,
+        adapter=sampling.adapter,
+        priority=sampling.priority,
+    )
+
+
+def request_seed(sampling: Sampling, group_index: int, sample_index: int, turn: int = 0) -> int:
+    """A 31-bit seed that differs between runs, draws, samples and turns."""
     parts = (_SEED_WORD, sampling.seed, sampling.stream, group_index, sample_index)
-    state = np.random.SeedSequence(parts).generate_state(1)
+    state = np.random.SeedSequence(parts + ((turn,) if turn else ())).generate_state(1)
     return int(state[0] >> 1)
 
 
@@ -181,6 +226,7 @@ def _rollout(draw: Draw, sample_index: int, completion: Completion, text: str) -
         sample_index=sample_index,
         finish_reason=completion.finish_reason,
         weight_version=completion.weight_version,
+        later_versions=completion.later_versions,
         group_index=draw.group_index,
         messages=draw.prompt.messages,
     )
@@ -204,6 +250,11 @@ def is_trainable(scored: ScoredRollout) -> bool:
     return math.isfinite(scored.score) and bool(scored.rollout.response_mask.any())
 
 
+def samples_of(scored: list[ScoredRollout]) -> list[ScoredRollout]:
+    """One rollout a sample: of an episode with several conversations, its first."""
+    return [each for each in scored if each.rollout.row_index == 0]
+
+
 def refuse_too_many_failures(
     scored: list[ScoredRollout], section: RewardSection, workers: Workers
 ) -> None:
@@ -212,6 +263,7 @@ def refuse_too_many_failures(
     Raises:
         RewardError: of all workers' samples, more than `reward.max_failed_fraction` have no score.
     """
+    scored = samples_of(scored)
     failed = [s.rollout for s in scored if not math.isfinite(s.score)]
     reason = first_reason(value for s in scored for value in s.scores_by_source.values())
     num_failed, num_all = workers.sum(as_tensor(len(failed), len(scored))).tolist()

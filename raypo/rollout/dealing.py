@@ -16,7 +16,7 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.data.padding import pad_left, pad_right
-from raypo.types import Experience, ScoredRollout
+from raypo.types import Experience, Rollout, ScoredRollout
 
 _SEED_WORD = 2
 """First of the numbers that seed the cut; the prompt stream has 1, the learner 3, requests 4."""
@@ -43,11 +43,11 @@ def deal(
         workers: All of them call it together.
     """
     known = [  # of each rollout: where it belongs, its lengths, and who has it
-        (r.group_index, r.sample_index, len(r.prompt_ids), len(r.response_ids), workers.rank)
+        (*_name(r), len(r.prompt_ids), len(r.response_ids), workers.rank)
         for r in (each.rollout for each in scored)
     ]
     everyone = sorted(each for share in workers.gather(known) for each in share)
-    prompt_lengths, response_lengths = ([each[place] for each in everyone] for place in (2, 3))
+    prompt_lengths, response_lengths = ([each[place] for each in everyone] for place in (3, 4))
 
     def group_of(index: int) -> int:
         return everyone[index][0]
@@ -55,16 +55,17 @@ def deal(
     groups = [list(members) for _, members in groupby(range(len(everyone)), key=group_of)]
     order = np.random.default_rng((_SEED_WORD, *seed)).permutation(len(groups))
     in_order = np.array([index for group in order for index in groups[group]], dtype=np.int64)
-    num_minibatches = max(math.ceil(len(in_order) / minibatch_size), 1)
+    num_samples = len({each[:2] for each in everyone})
+    num_minibatches = max(math.ceil(num_samples / minibatch_size), 1)
     dealt: list[list[tuple[int, int]]] = [[] for _ in range(workers.count)]
     for number, minibatch in enumerate(np.array_split(in_order, num_minibatches)):
         pieces = [list(members) for _, members in groupby(minibatch.tolist(), key=group_of)]
         shares = balanced_shares(pieces, prompt_lengths, response_lengths, workers.count)
         for hand, share in zip(dealt, shares, strict=True):
             hand += [(number, index) for index in share]
-    own = {(each.rollout.group_index, each.rollout.sample_index): each for each in scored}
+    own = {_name(each.rollout): each for each in scored}
     parcels = [
-        {index: own[everyone[index][:2]] for _, index in hand if everyone[index][4] == workers.rank}
+        {index: own[everyone[index][:3]] for _, index in hand if everyone[index][5] == workers.rank}
         for hand in dealt
     ]
     received: dict[int, ScoredRollout] = {}
@@ -117,6 +118,7 @@ def balanced_shares(
 def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
     """The dealt rollouts as one padded batch; prompts padded left, responses right."""
     rollouts = [scored.rollout for scored in dealt]
+    turn_rewards = [r.turn_rewards for r in rollouts if r.turn_rewards is not None]
     with_reference = all(scored.ref_log_probs is not None for scored in dealt)
     return Experience(
         prompt_ids=pad_left([r.prompt_ids for r in rollouts], torch.int64),
@@ -127,13 +129,21 @@ def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
         rollout_log_probs=pad_right([r.log_probs for r in rollouts], torch.float32),
         scores=torch.tensor([scored.score for scored in dealt], dtype=torch.float32),
         group_index=torch.tensor([r.group_index for r in rollouts], dtype=torch.int64),
+        sample_index=torch.tensor([r.sample_index for r in rollouts], dtype=torch.int64),
         minibatch=torch.tensor([scored.minibatch for scored in dealt], dtype=torch.int64),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),
         weight_version=torch.tensor([r.weight_version for r in rollouts], dtype=torch.int64),
+        weight_versions=pad_right([r.weight_versions for r in rollouts], torch.int64),
+        turn_rewards=pad_right(turn_rewards, torch.float32) if turn_rewards else None,
         ref_log_probs=pad_right([_reference(s) for s in dealt], torch.float32)
         if with_reference
         else None,
     )
+
+
+def _name(rollout: Rollout) -> tuple[int, int, int]:
+    """By which all workers know a rollout."""
+    return rollout.group_index, rollout.sample_index, rollout.row_index
 
 
 def _reference(scored: ScoredRollout) -> np.ndarray:

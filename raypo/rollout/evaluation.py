@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,13 +14,15 @@ from raypo.config import EvalSection
 from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.groups import pass_at_k
-from raypo.rewards.scoring import RewardFunction, score
+from raypo.rewards.scoring import RewardFunction, parts_of, score
 from raypo.rollout.collect import Decoder, PushAgain, Sampler, Sampling, sample
 from raypo.rollout.judges import Judges
 from raypo.types import Prompt, ScoredRollout
 
 EVALUATION_STREAM = 1
 """Keeps the seeds of held-out samples apart from those of training."""
+PRIORITY = -1
+"""What is sampled ahead for training waits for held-out prompts, for which a step waits."""
 
 
 def evaluate_policy(
@@ -69,8 +72,12 @@ def evaluate_policy(
     if keep is not None:
         by_source = judged or [{}] * len(rollouts)
         keep([ScoredRollout(*each) for each in zip(rollouts, scores, by_source, strict=True)])
+    scores = [each for each, r in zip(scores, rollouts, strict=True) if r.row_index == 0]
     scored = [value for value in scores if math.isfinite(value)]
     means.add("eval/score_mean", math.fsum(scored), len(scored))
+    for value in scores:
+        for name, part in parts_of(value).items():
+            means.add(f"eval/reward/{name}", part, 1)
     tokens = sum(rollout.num_sampled for rollout in rollouts)
     means.add("eval/response_tokens_mean", tokens, len(rollouts))
     means.total("eval/failed", len(scores) - len(scored))
@@ -85,10 +92,12 @@ def evaluate_policy(
 def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:
     """How training samples, with what `eval` says otherwise."""
     temperature = section.temperature
+    whole: dict[str, Any] = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
     return replace(
         sampling,
+        **(whole if temperature == 0.0 else {}),
         samples_per_prompt=section.samples_per_prompt,
         temperature=sampling.temperature if temperature is None else temperature,
-        top_p=1.0 if temperature == 0.0 else sampling.top_p,
         stream=EVALUATION_STREAM,
+        priority=PRIORITY,
     )

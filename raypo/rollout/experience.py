@@ -5,6 +5,7 @@ B responses, T response tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +13,19 @@ import torch
 from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.config import CorrectionSection, KLSection, PPOSection
+from raypo.config import CorrectionSection, PPOSection, is_import_path
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo import corrections, kl, losses, masked, shaping
-from raypo.ppo.advantages import adaptive_lambdas
+from raypo.ppo.advantages import adaptive_lambdas, token_rewards
+from raypo.ppo.covariance import covariant_tokens
+from raypo.ppo.entropy import EntropyController
 from raypo.ppo.estimators import estimate_advantages
+from raypo.rollout.own import advantages_by, shaped_by
 from raypo.types import Experience
 
+_SEED_WORD = 5
+"""First of the numbers that seed a draw of tokens; prompts, dealing, learner, requests have 1 to 4.
+"""
 MAX_LAG = 8
 """Weight versions between sampling and learning that get figures of their own."""
 
@@ -28,23 +35,33 @@ class AdvantageState:
     """What advantages carry from step to step; part of the checkpoint."""
 
     kl: kl.KLController
+    entropy: EntropyController
     scores: shaping.RunningMoments
     """All scores seen, for `ppo.shaping.normalize`."""
 
     @classmethod
-    def of(cls, section: KLSection) -> AdvantageState:
+    def of(cls, ppo: PPOSection) -> AdvantageState:
         """The state before the first step."""
-        controller = kl.KLController(section.coef, target=section.target, horizon=section.horizon)
-        return cls(controller, shaping.RunningMoments())
+        section = ppo.kl
+        return cls(
+            kl.KLController(section.coef, target=section.target, horizon=section.horizon),
+            EntropyController(ppo.entropy_coef, ppo.entropy_target, ppo.entropy_delta),
+            shaping.RunningMoments(),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"kl": self.kl.state_dict(), "scores": self.scores.state_dict()}
+        return {
+            "kl": self.kl.state_dict(),
+            "entropy": self.entropy.state_dict(),
+            "scores": self.scores.state_dict(),
+        }
 
     def restored(self, state: dict[str, Any]) -> AdvantageState:
         """This state as `state` left it."""
         scores = shaping.RunningMoments.from_state(state["scores"])
-        return AdvantageState(self.kl.restored(state["kl"]), scores)
+        entropy = self.entropy.restored(state.get("entropy", self.entropy.state_dict()))
+        return AdvantageState(self.kl.restored(state["kl"]), entropy, scores)
 
 
 def with_advantages(
@@ -58,6 +75,8 @@ def with_advantages(
 ) -> tuple[Experience, dict[str, float], AdvantageState]:
     """The experience with `advantages` and `returns`, the figures, and the state with its scores.
 
+    With `ppo.mask_truncated` also with the `loss_mask` that leaves truncated responses out.
+
     Called by all workers together: group baselines, whitening and normalisation are of the whole
     batch. This step's KL coefficient is that of `state`.
 
@@ -66,8 +85,11 @@ def with_advantages(
         step: Counted from 1; while the critic warms up, its lambda may differ.
     """
     mask = experience.response_mask
+    scores = experience.scores
+    if ppo.shaping.function is not None:
+        scores = shaped_by(ppo.shaping.function, experience, workers, max_new_tokens=max_new_tokens)
     scores, seen = shaping.shape_scores(
-        experience.scores,
+        scores,
         mask.sum(1),
         experience.truncated,
         _rules(ppo, max_new_tokens),
@@ -80,33 +102,86 @@ def with_advantages(
         assert experience.ref_log_probs is not None
         pair = experience.old_log_probs, experience.ref_log_probs
         penalty = kl.kl_reward_terms(*pair, mask, kind=ppo.kl.estimator)
-    advantages, returns = estimate_advantages(
-        scores,
-        mask,
-        kind=ppo.advantage,
-        gamma=ppo.gamma,
-        gae_lambda=(
-            adaptive_lambdas(mask, alpha=ppo.lambda_alpha)
-            if ppo.gae_lambda == "adaptive"
-            else ppo.gae_lambda
-        ),
-        critic_lambda=ppo.critic_lambda_at(step),
-        kl=penalty,
-        kl_coef=state.kl.coef,
-        values=experience.values,
-        last_values=experience.last_values,
-        group_index=experience.group_index,
+    turn_rewards = None if ppo.needs_group else experience.turn_rewards
+    at_the_end = scores  # what the rewards of turns do not account for
+    if turn_rewards is not None:
+        at_the_end = scores - masked.keep(turn_rewards, mask).sum(1)
+    if is_import_path(ppo.advantage):
+        valid = mask & ~scores.isnan().unsqueeze(1)
+        rewards = token_rewards(
+            at_the_end, penalty, valid, kl_coef=state.kl.coef, extra_rewards=turn_rewards
+        )
+        returns = advantages_by(
+            ppo.advantage, scores, rewards, experience, workers, gamma=ppo.gamma
+        )
+        clip = math.inf if ppo.advantage_clip is None else ppo.advantage_clip
+        advantages = returns.clamp(-clip, clip)
+    else:
+        advantages, returns = estimate_advantages(
+            at_the_end,
+            mask,
+            kind=ppo.advantage,
+            extra_rewards=turn_rewards,
+            gamma=ppo.gamma,
+            discount_by=ppo.discount_by,
+            gae_lambda=(
+                adaptive_lambdas(mask, alpha=ppo.lambda_alpha)
+                if ppo.gae_lambda == "adaptive"
+                else ppo.gae_lambda
+            ),
+            critic_lambda=ppo.critic_lambda_at(step),
+            clip=ppo.advantage_clip,
+            kl=penalty,
+            kl_coef=state.kl.coef,
+            values=experience.values,
+            last_values=experience.last_values,
+            group_index=experience.group_index,
+            sample_index=experience.sample_index,
+            workers=workers,
+        )
+    experience = experience.with_(advantages=advantages, returns=returns)
+    figures = _score_figures(scores, experience, workers, clip=ppo.advantage_clip)
+    if ppo.mask_truncated:
+        experience = experience.with_(loss_mask=mask & ~experience.truncated.unsqueeze(1))
+    return experience, figures, replace(state, scores=seen)
+
+
+def with_corrections(
+    experience: Experience, section: CorrectionSection, *, version: int
+) -> Experience:
+    """The experience with the `weights` of its correction.
+
+    Args:
+        version: Of the weights that the update starts from.
+    """
+    if not section.acts and section.max_staleness is None:
+        return experience
+    return experience.with_(weights=_bounded_weights(experience, section, version)[0])
+
+
+def with_covariant_tokens(
+    experience: Experience, ppo: PPOSection, workers: Workers, *, seed: int, step: int
+) -> Experience:
+    """The experience with the `covariant` tokens that its policy loss holds back, if it does."""
+    if not ppo.needs_covariance:
+        return experience
+    assert experience.old_log_probs is not None
+    assert experience.advantages is not None
+    assert experience.sample_index is not None
+    section = ppo.covariance
+    tokens = covariant_tokens(
+        experience.old_log_probs,
+        experience.advantages,
+        experience.counted,
+        torch.stack([experience.group_index, experience.sample_index], 1),
+        kind=ppo.policy_loss,
+        fraction=section.fraction,
+        low=section.low,
+        high=section.high,
+        seed=(_SEED_WORD, seed, step),
         workers=workers,
     )
-    experience = experience.with_(advantages=advantages, returns=returns)
-    return experience, _score_figures(scores, experience, workers), replace(state, scores=seen)
-
-
-def with_corrections(experience: Experience, section: CorrectionSection) -> Experience:
-    """The experience with the `weights` of its correction."""
-    if not section.acts:
-        return experience
-    return experience.with_(weights=_bounded_weights(experience, section)[0])
+    return experience.with_(covariant=tokens)
 
 
 def distance_to_reference(
@@ -135,10 +210,26 @@ def distance_to_reference(
     return figures, replace(state, kl=updated)
 
 
+def steer_entropy(
+    updated: dict[str, float], state: AdvantageState
+) -> tuple[dict[str, float], AdvantageState]:
+    """The entropy coefficient that acted in the step, and the state with the next step's.
+
+    Args:
+        updated: Figures of the step's update; while the critic warms up they have no entropy.
+    """
+    controller = state.entropy
+    figures = {} if controller.target is None else {"ppo/entropy_coef": controller.acting}
+    entropy = updated.get("ppo/entropy", math.nan)
+    return figures, replace(state, entropy=controller.updated(entropy))
+
+
 def distance_to_engine(
-    experience: Experience, section: CorrectionSection, workers: Workers, *, version: int
+    experience: Experience, ppo: PPOSection, workers: Workers, *, version: int
 ) -> dict[str, float]:
     """How far the log-probs of engine and learner differ, and what the correction makes of it.
+
+    With `ppo.old_log_probs: engine` nobody knows how far; then it is how stale the tokens are.
 
     Args:
         version: Of the learner's weights; figures by lag come where a response is of an older one.
@@ -146,34 +237,43 @@ def distance_to_engine(
     assert experience.old_log_probs is not None
     pair = experience.old_log_probs, experience.rollout_log_probs
     mask = experience.response_mask
-    weights, clipped = _bounded_weights(experience, section)
+    weights, clipped = _bounded_weights(experience, ppo.correction, version)
     means = WeightedMeans()
     stats = corrections.mismatch_statistics(*pair, mask, clipped=clipped)
-    _add_mismatch(means, stats, suffix="")
-    means.maximum("mismatch/log_prob_gap_max", stats["abs_difference_max"])
-    means.total("mismatch/unknown_tokens", stats["unknown"])
+    knows_gap = ppo.old_log_probs == "learner"
+    if knows_gap:
+        _add_mismatch(means, stats, suffix="")
+        means.maximum("mismatch/log_prob_gap_max", stats["abs_difference_max"])
+        means.total("mismatch/unknown_tokens", stats["unknown"])
     means.add("mismatch/weight_mean", masked.masked_sum(weights, mask), stats["tokens"])
     means.add("mismatch/dropped_fraction", (mask & (weights == 0.0)).sum(), stats["tokens"])
-    lag = version - experience.weight_version  # [B]
-    means.add("rollout/staleness_mean", lag.sum(), len(lag))
-    if len(lag):
-        means.maximum("rollout/staleness_max", lag.max())
-    longest = int(workers.max(torch.cat([lag, lag.new_zeros(1)]).max()))
+    lag = experience.staleness(version)  # [B, T]
+    sampled = lag[mask]
+    by_response = torch.where(mask, lag, 0).sum(1) / mask.sum(1).clamp(min=1)  # [B]
+    means.add("rollout/staleness_mean", by_response.double().sum(), len(lag))
+    if len(sampled):
+        means.maximum("rollout/staleness_max", sampled.max())
+    longest = int(workers.max(torch.cat([sampled, lag.new_zeros(1)]).max()))
     if longest > 0:
         max_lag = min(longest, MAX_LAG)
         by_lag = corrections.mismatch_by_lag(*pair, mask, lag, max_lag=max_lag, clipped=clipped)
         for number, lagging in enumerate(by_lag):
-            _add_mismatch(means, lagging, suffix=f"_lag_{number}")
+            if knows_gap:
+                _add_mismatch(means, lagging, suffix=f"_lag_{number}")
+            means.add(f"rollout/staleness_share_{number}", lagging["tokens"], len(sampled))
     return means.reduce(workers)
 
 
-def _bounded_weights(experience: Experience, section: CorrectionSection) -> tuple[Tensor, Tensor]:
+def _bounded_weights(
+    experience: Experience, section: CorrectionSection, version: int
+) -> tuple[Tensor, Tensor]:
     """Weights [B, T], and where they were bounded, [B, T] bool."""
-    assert experience.old_log_probs is not None
-    return corrections.bounded_weights(
-        experience.old_log_probs,
+    mask, old = experience.response_mask, experience.old_log_probs
+    assert old is not None or not section.acts
+    weights, clipped = corrections.bounded_weights(
+        experience.rollout_log_probs if old is None else old,
         experience.rollout_log_probs,
-        experience.response_mask,
+        mask,
         kind=section.kind,
         low=section.low,
         high=section.high,
@@ -181,6 +281,10 @@ def _bounded_weights(experience: Experience, section: CorrectionSection) -> tupl
         mask_ratio=section.mask_ratio,
         token_veto=section.token_veto,
     )
+    if section.max_staleness is None:
+        return weights, clipped
+    is_stale = mask & (experience.staleness(version) > section.max_staleness)
+    return torch.where(is_stale, 0.0, weights), clipped | is_stale
 
 
 def _rules(ppo: PPOSection, max_new_tokens: int) -> shaping.ShapingRules:
@@ -197,13 +301,19 @@ def _rules(ppo: PPOSection, max_new_tokens: int) -> shaping.ShapingRules:
     )
 
 
-def _score_figures(scores: Tensor, experience: Experience, workers: Workers) -> dict[str, float]:
+def _score_figures(
+    scores: Tensor, experience: Experience, workers: Workers, *, clip: float | None
+) -> dict[str, float]:
     assert experience.returns is not None
+    assert experience.advantages is not None
     mask = experience.response_mask
     means = WeightedMeans()
     valid = ~scores.isnan() & mask.any(1)
     means.add("ppo/shaped_score_mean", masked.masked_sum(scores, valid), valid.sum())
     means.add("ppo/return_mean", masked.masked_sum(experience.returns, mask), mask.sum())
+    if clip is not None:
+        clipped = mask & (experience.advantages.abs() >= clip)
+        means.add("ppo/advantage_clip_fraction", clipped.sum(), mask.sum())
     if experience.values is None:
         return means.reduce(workers)
     means.add("ppo/value_mean", masked.masked_sum(experience.values, mask), mask.sum())

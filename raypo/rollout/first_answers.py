@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 
 from raypo.calls import Here
 from raypo.cluster.actors import is_alive
-from raypo.config import PPOConfig
+from raypo.config import OnlineConfig
 from raypo.rollout.collect import Sampler, ask
 from raypo.serving.requests import Completion, SamplingRequest
 
@@ -79,7 +79,7 @@ class Recalling:
 
     engine: Sampler
     answers: ActorHandle
-    config: PPOConfig
+    config: OnlineConfig
     has_recalled: bool = field(default=False, init=False)
     """Whether the last call was answered with what another trial has sampled."""
 
@@ -110,7 +110,7 @@ class Recalling:
         return made
 
 
-def made_from(config: PPOConfig) -> str:
+def made_from(config: OnlineConfig) -> str:
     """What engines are made from, before their weights are trained."""
     return repr((config.model.policy, config.model.dtype, config.rollout.engine))
 

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from raypo.calls import Method
 from raypo.config import ModelSection, RewardSection
-from raypo.rewards.scoring import RewardFunction, score
+from raypo.rewards.scoring import FailedScore, RewardFunction, score
 from raypo.types import Rollout
 
-FUNCTION, URL = "function", "url"
+FUNCTION, URL, EPISODE = "function", "url", "episode"
 
 
 class RewardModel(Protocol):
@@ -32,7 +32,8 @@ class Judges:
     models: tuple[RewardModel, ...]
     """In the order of `model.reward`."""
     weights: dict[str, float]
-    """Source -> weight: `function`, `url`, and `model` or `model_0`, `model_1`, ..."""
+    """Source -> weight: `function`, `url`, and `model` or `model_0`, `model_1`, ...; what an
+    episode's environment says counts as it is."""
     servers: RewardFunction | None = None
     """Asks the servers of `reward.url`."""
 
@@ -70,6 +71,9 @@ class Judges:
                 by_source[URL] = asked.result()
         for name, response in zip(model_sources(len(self.models)), pending, strict=False):
             by_source[name] = response.result()
+        episodes = [rollout.episode for rollout in rollouts if rollout.episode]
+        if episodes:
+            by_source[EPISODE] = [FailedScore(e.error) if e.error else e.score for e in episodes]
         return [
             {name: values[row] for name, values in by_source.items()}
             for row in range(len(rollouts))
@@ -77,11 +81,12 @@ class Judges:
 
     def total(self, by_source: dict[str, float]) -> float:
         """The score that PPO trains on: the weighted sum; NaN where any source failed."""
-        return math.fsum(self.weights[name] * value for name, value in by_source.items())
+        return math.fsum(self.weights.get(name, 1.0) * value for name, value in by_source.items())
 
     def model_total(self, by_source: dict[str, float]) -> float:
         """The reward models' part of the score."""
-        rest = {name: value for name, value in by_source.items() if name not in (FUNCTION, URL)}
+        others = (FUNCTION, URL, EPISODE)
+        rest = {name: value for name, value in by_source.items() if name not in others}
         return self.total(rest)
 
 

@@ -11,7 +11,7 @@ from raypo.collectives import Workers, as_tensor
 from raypo.config import FilterSection, RewardSection
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.groups import filter_groups
-from raypo.rollout.collect import is_trainable, refuse_too_many_failures
+from raypo.rollout.collect import is_trainable, refuse_too_many_failures, samples_of
 from raypo.types import ScoredRollout
 
 
@@ -74,7 +74,7 @@ def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredR
     if not section.enabled or not scored:
         return scored
     groups: dict[int, list[ScoredRollout]] = {}
-    for each in scored:
+    for each in samples_of(scored):
         groups.setdefault(each.rollout.group_index, []).append(each)
     shape = (len(groups), max(map(len, groups.values())))
     scores = torch.zeros(shape, dtype=torch.float64)  # [P, n]
@@ -92,6 +92,7 @@ def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredR
 def _figures(
     scored: list[ScoredRollout], trained: list[ScoredRollout], workers: Workers
 ) -> dict[str, float]:
+    scored, trained = samples_of(scored), samples_of(trained)
     failed = sum(not is_trainable(each) for each in scored)
     means = WeightedMeans()
     means.total("rollout/samples_sampled", len(scored))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
-from raypo.config import PPOConfig
+from raypo.config import OnlineConfig
 from raypo.deployment.deployment import Place, start_deployment
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.plan.placement import Bundle, dedicated_bundles
@@ -15,7 +15,7 @@ from raypo.run.roles import roles_of, settled
 
 
 def start_dedicated(
-    config: PPOConfig,
+    config: OnlineConfig,
     run_name: str,
     *,
     logs_dir: str,

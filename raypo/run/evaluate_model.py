@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from raypo.calls import Here
 from raypo.collectives import Workers
-from raypo.config import ConfigError, PPOConfig, SFTConfig
+from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig
 from raypo.data.prompts import load_prompts
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from raypo.rewards.loader import load_function
 from raypo.rollout.collect import Sampling
+from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.judges import Judges
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.buckets import pack
@@ -23,7 +25,7 @@ from raypo.weights.transport import BUCKET_BYTES, LocalTransport
 
 
 def evaluate_model(
-    model: str, config: PPOConfig | SFTConfig, tell: Callable[[str], None]
+    model: str, config: OnlineConfig | PolicyExamplesConfig, tell: Callable[[str], None]
 ) -> dict[str, dict[str, float]]:
     """`eval/*` of a policy by source of its held-out prompts, the files of `eval.prompts`.
 
@@ -36,20 +38,22 @@ def evaluate_model(
     Raises:
         ConfigError: the config names no held-out prompts or no judge, or a prompt file is wrong.
     """
+    config = config.with_dtype(use_gpu=torch.cuda.is_available())
     paths = config.eval.prompts
     if not paths:
         raise ConfigError(
             "eval.prompts (None): there is nothing to evaluate on. Set it to files or a data set."
         )
     spec, key = config.eval.function, "eval.function"
-    if spec is None and isinstance(config, PPOConfig):
+    plays = isinstance(config, OnlineConfig) and config.rollout.is_episodic
+    if spec is None and isinstance(config, OnlineConfig) and not plays:
         spec, key = config.reward.function, "reward.function"
-    if spec is None:
+    if spec is None and not plays:
         raise ConfigError(
             "eval.function (None): nobody judges the answers. Set it to file.py:name or "
             "package.module:name."
         )
-    function = load_function(spec, key=key)
+    function = load_function(spec, key=key) if spec else None  # None: the episodes' own scores
     tokenizer = load_tokenizer(model)
     prompts = {
         str(path): load_prompts(
@@ -57,11 +61,11 @@ def evaluate_model(
         ).prompts
         for path in paths
     }
-    sampling = Sampling.of(
-        config.rollout, stop_token_ids=stop_token_ids(model, tokenizer), seed=config.seed
-    )
+    stop = stop_token_ids(model, tokenizer)
+    episodes = open_episodes(config, tokenizer, stop) if isinstance(config, OnlineConfig) else None
+    sampling = Sampling.of(config.rollout, stop_token_ids=stop, seed=config.seed, episodes=episodes)
     tell("starting the engine")
-    with _engine_of(model, config) as engine:
+    with closing(episodes) if episodes else nullcontext(), _engine_of(model, config) as engine:
         results = {}
         for path, held_out in prompts.items():
             tell(f"answering {len(held_out)} prompts of {path}")
@@ -73,21 +77,20 @@ def evaluate_model(
                 section=config.eval,
                 sampling=sampling,
                 workers=Workers(),
+                judges=Judges(None, (), {}) if plays else None,
             ) | {"eval/prompts": float(len(held_out))}
     return results
 
 
 def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The figures over all sources: means by their prompts, counts summed."""
-    total = sum(figures["eval/prompts"] for figures in results.values())
-    whole = {"eval/prompts": total}
-    for name in next(iter(results.values())):
-        if name == "eval/failed":
-            whole[name] = sum(figures[name] for figures in results.values())
-        elif name != "eval/prompts":
-            whole[name] = (
-                sum(figures[name] * figures["eval/prompts"] for figures in results.values()) / total
-            )
+    """The figures over all sources that have them: means by their prompts, counts summed."""
+    whole: dict[str, float] = {}
+    for name in dict.fromkeys(name for figures in results.values() for name in figures):
+        having = [figures for figures in results.values() if name in figures]
+        whole[name] = sum(figures[name] for figures in having)
+        if name not in ("eval/prompts", "eval/failed"):
+            prompts = sum(figures["eval/prompts"] for figures in having)
+            whole[name] = sum(each[name] * each["eval/prompts"] for each in having) / prompts
     return whole
 
 
@@ -103,14 +106,15 @@ class LocalEngine:
 
 
 @contextmanager
-def _engine_of(model: str, config: PPOConfig | SFTConfig) -> Iterator[LocalEngine]:
+def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Iterator[LocalEngine]:
     """An engine with the model's weights."""
     engine = Engine(
         model,
         section=config.rollout.engine,
         dtype=config.model.dtype,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         seed=config.seed,
+        reads_text=bool(config.rollout.stop),
     )
     try:
         weights = load_causal_lm(model, dtype=config.model.dtype)

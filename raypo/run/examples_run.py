@@ -10,17 +10,29 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from raypo.cluster.messenger import MonitorClient
-from raypo.config import RewardModelConfig, SFTConfig
+from raypo.collectives import Workers
+from raypo.config import DPOConfig, RewardModelConfig, SFTConfig
 from raypo.data.examples import LoadedExamples
+from raypo.data.prompts import load_prompts
 from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
-from raypo.learner.tasks import Task
+from raypo.learner.tasks import Item, Task
+from raypo.models.loading import stop_token_ids
+from raypo.rewards.loader import load_function
+from raypo.rewards.scoring import RewardFunction
+from raypo.rollout.collect import Sampling
 from raypo.rollout.dealing import balanced_shares
+from raypo.rollout.evaluation import evaluate_policy
+from raypo.run.handles import EngineHandle
 from raypo.run.run import Run
-from raypo.types import Example, Pair
+from raypo.run.services import start_engines
+from raypo.types import Prompt
+from raypo.weight_sync.push import Probe, open_transport, push_weights
+from raypo.weights.transport import Transport
 
-Item = TypeVar("Item", Example, Pair)
-AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig)
+NUM_PROBES = 2
+AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
+PolicyConfig = TypeVar("PolicyConfig", SFTConfig, DPOConfig)
 
 
 @dataclass
@@ -46,19 +58,17 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
             num_steps=self.config.num_steps,
             workers=self.workers,
         )
+        self.before_restoring(learner)
         self.restore(learner)
         return learner
+
+    def before_restoring(self, learner: SupervisedLearner[Item]) -> None:
+        """Ask the model what only its first state can tell; most recipes ask nothing."""
 
     def draw_batch(self) -> list[Item]:
         """This worker's share of the next batch, about as many tokens as the others'."""
         batch = [item for _, item in self.stream.take(self.config.learner.batch_size)]
-        shares = balanced_shares(
-            [[position] for position in range(len(batch))],
-            [len(item.prompt_ids) for item in batch],
-            [item.num_tokens - len(item.prompt_ids) for item in batch],
-            self.workers.count,
-        )
-        return [batch[position] for position in shares[self.workers.rank]]
+        return own_share(batch, self.workers)
 
     def evaluate_held_out(self, learner: SupervisedLearner[Item]) -> dict[str, float]:
         """Loss and its company on the held-out examples; nothing where there are none."""
@@ -80,24 +90,128 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
 
     def save_models(self, learner: SupervisedLearner[Item]) -> None:
         """The model into the run's `policy/` or `reward_model/`, its adapter into `adapter/`."""
-        self.replace_folder(
-            self.files.folder / learner.name,
-            lambda folder: learner.save_model(folder, self.tokenizer),
+        save_trained(self, learner, self.tokenizer)
+
+
+@dataclass
+class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
+    """One worker's view of a run whose policy also answers held-out prompts, judged by a function.
+
+    Engines answer; without `eval.prompts` and `eval.function` there are none.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config = self.config
+        self.held_out_prompts: list[Prompt] = []
+        self.eval_function: RewardFunction | None = None
+        if config.needs_engine:
+            section = config.data.model_copy(update={"prompts": config.eval.prompts})
+            prompts = load_prompts(section, self.tokenizer, key="eval.prompts").prompts
+            self.held_out_prompts = prompts
+        if config.eval.function:
+            self.eval_function = load_function(config.eval.function, key="eval.function")
+        self.sampling = Sampling.of(
+            config.rollout,
+            stop_token_ids=stop_token_ids(config.model.policy, self.tokenizer),
+            seed=config.seed,
         )
-        model = self.config.model
-        section = model.lora
-        if section:
-            self.replace_folder(
-                self.files.adapter_dir,
-                lambda folder: learner.save_adapter(folder, section, model.policy),
-            )
+        self.transport: Transport = open_transport(
+            config.rollout.engine, colocated=config.placement.mode == "colocated"
+        )
+
+    def start_engine(self) -> EngineHandle | None:
+        """The engines that answer held-out prompts; None where nobody judges the answers."""
+        if not self.config.needs_engine:
+            return None
+        self.tell.phase("starting the engine")
+        return start_engines(
+            self.config, self.name, self.workers, logs_dir=str(self.files.logs_dir)
+        )
+
+    def evaluate_before_first_update(
+        self, learner: SupervisedLearner[Item], engine: EngineHandle | None
+    ) -> None:
+        """What the run starts from; it stands in the first step's metrics."""
+        if engine is not None:
+            self.tell.phase("waiting for the engine")
+            engine.wait(self.config.placement.timeout_s)
+        if self.last_step == 0:
+            self.note_initial(self.evaluate(learner, engine, version=0))
+
+    def evaluate(
+        self,
+        learner: SupervisedLearner[Item],
+        engine: EngineHandle | None,
+        *,
+        version: int,
+    ) -> dict[str, float]:
+        """Loss on the held-out examples and, with an engine, the score of sampled answers."""
+        figures = self.evaluate_held_out(learner)
+        if engine is None:
+            return figures
+        config = self.config
+        probe = Probe(
+            prompts=[prompt.token_ids for prompt in self.held_out_prompts[:NUM_PROBES]],
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=1.0,
+            dtype=config.model.dtype,
+            seed=config.seed,
+        )
+        figures |= push_weights(
+            learner,
+            engine,
+            version=version,
+            transport=self.transport,
+            probe=probe,
+            workers=self.workers,
+        )
+        return figures | evaluate_policy(
+            self.held_out_prompts,
+            engine,
+            self.tokenizer,
+            self.eval_function,
+            section=config.eval,
+            sampling=self.sampling,
+            workers=self.workers,
+        )
+
+
+def own_share(batch: Sequence[Item], workers: Workers) -> list[Item]:
+    """This worker's share of a batch, about as many tokens as the others'."""
+    shares = balanced_shares(
+        [[position] for position in range(len(batch))],
+        [len(item.prompt_ids) for item in batch],
+        [item.num_tokens - len(item.prompt_ids) for item in batch],
+        workers.count,
+    )
+    return [batch[position] for position in shares[workers.rank]]
+
+
+def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any) -> None:
+    """What a run has trained into its folder, an adapter also by itself."""
+    run.replace_folder(
+        run.files.folder / learner.name, lambda folder: learner.save_model(folder, tokenizer)
+    )
+    model = run.config.model
+    if model.lora:
+        run.replace_folder(
+            run.files.adapter_dir,
+            lambda folder: learner.save_adapter(folder, model.lora, model.policy),
+        )
 
 
 def tell_skipped(loaded: LoadedExamples[Any], tell: MonitorClient) -> None:
-    """Say how many rows are too long."""
+    """Say how many rows are too long, or cannot be learned from."""
+    num_rows = loaded.num_skipped + loaded.num_unusable + len(loaded.items)
     if loaded.num_skipped:
         tell.message(
-            f"{loaded.num_skipped} of {loaded.num_skipped + len(loaded.items)} rows have a prompt "
-            f"longer than data.max_prompt_tokens or a response longer than "
-            f"data.max_response_tokens and are skipped"
+            f"{loaded.num_skipped} of {num_rows} rows have a prompt longer than "
+            f"data.max_prompt_tokens or a response longer than data.max_response_tokens and are "
+            f"skipped"
+        )
+    if loaded.num_unusable:
+        tell.message(
+            f"{loaded.num_unusable} of {num_rows} rows have equal or empty responses and are "
+            f"skipped"
         )

@@ -7,6 +7,7 @@ class that answers it, so that a type checker follows a call from a recipe to th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -33,7 +34,7 @@ class _OfEach(_OfAll[P, T_co], Protocol[P, T_co]):
 
 @dataclass(frozen=True)
 class EngineHandle:
-    """A deployment of engines."""
+    """A deployment of engines; any number of threads and processes may ask at the same time."""
 
     handle: DeploymentHandle
 
@@ -41,6 +42,21 @@ class EngineHandle:
     def generate(self):
         """`Engine.generate`."""
         return _each(self.handle.generate, Engine.generate)
+
+    @property
+    def submit(self):
+        """`Engine.submit`; the answer is here when all of the call's responses are."""
+        return _each_in_time(self.handle.submit, Engine.submit)
+
+    @property
+    def cancel(self):
+        """`Engine.cancel`; `on_all`, for whoever does not know which replica has a request."""
+        return _each(self.handle.cancel, Engine.cancel)
+
+    @property
+    def load(self):
+        """`Engine.load`."""
+        return _each(self.handle.load, Engine.load)
 
     def each_preferred(self) -> list[EngineHandle]:
         """As `DeploymentHandle.each_preferred`."""
@@ -76,6 +92,11 @@ class PinnedEngines:
         return _all(self.replicas.peak_memory, Engine.peak_memory)
 
     @property
+    def load(self):
+        """`Engine.load`."""
+        return _all(self.replicas.load, Engine.load)
+
+    @property
     def hold(self):
         """`Engine.hold`."""
         return _all(self.replicas.hold, Engine.hold)
@@ -94,6 +115,16 @@ class PinnedEngines:
     def finish_push(self):
         """`Engine.finish_push`."""
         return _all(self.replicas.finish_push, Engine.finish_push)
+
+    @property
+    def pause(self):
+        """`Engine.pause`."""
+        return _all(self.replicas.pause, Engine.pause)
+
+    @property
+    def resume(self):
+        """`Engine.resume`."""
+        return _all(self.replicas.resume, Engine.resume)
 
     @property
     def join_group(self):
@@ -156,6 +187,13 @@ class ReferenceHandle(FrozenHandle):
         """`ReferenceModel.log_probs`, `VllmReference.log_probs`."""
         return _each(self.handle.log_probs, ReferenceModel.log_probs, VllmReference.log_probs)
 
+    @property
+    def top_log_probs(self):
+        """`ReferenceModel.top_log_probs`, `VllmReference.top_log_probs`."""
+        return _each(
+            self.handle.top_log_probs, ReferenceModel.top_log_probs, VllmReference.top_log_probs
+        )
+
 
 class RewardModelHandle(FrozenHandle):
     """A deployment of a reward model."""
@@ -168,6 +206,13 @@ class RewardModelHandle(FrozenHandle):
 
 def _each(method: _OfEach[..., Any], *replicas: Callable[Concatenate[Any, P], T]) -> _OfEach[P, T]:
     """A handle's method by the signature that it has in every class of replicas."""
+    return method
+
+
+def _each_in_time(
+    method: _OfEach[..., Any], *replicas: Callable[Concatenate[Any, P], list[Future[T]]]
+) -> _OfEach[P, list[T]]:
+    """The same as `_each`, for a method whose futures the replica waits for."""
     return method
 
 

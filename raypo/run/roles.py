@@ -8,12 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raypo.cluster.connect import untold_environment
-from raypo.config import PolicyLoraSection, PPOConfig, SFTConfig
+from raypo.config import OnlineConfig, PolicyExamplesConfig, PolicyLoraSection
 from raypo.deployment.deployment import Deployment
 from raypo.plan.estimate import max_model_len
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
+
+CALLERS = 64
+"""Most calls that an engine has under way before another replica is asked; each may bring many
+requests."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,15 @@ class Role:
     num_threads: int
     num_devices: int = 1
     """Of each replica: GPUs, on CPU processes."""
+    max_ongoing_requests: int = 1
+    """That a replica works on at the same time."""
 
     def with_kwargs(self, changes: Mapping[str, Any]) -> Role:
         """The role, made with other arguments too."""
         return replace(self, kwargs={**self.kwargs, **changes})
 
 
-def roles_of(config: PPOConfig, engine_threads: int, frozen_threads: int) -> list[Role]:
+def roles_of(config: OnlineConfig, engine_threads: int, frozen_threads: int) -> list[Role]:
     """All that a run needs besides its learner."""
     roles = [engine_of(config, num_threads=engine_threads)]
     roles += [_reference(config, frozen_threads)] if config.reference else []
@@ -40,7 +46,9 @@ def roles_of(config: PPOConfig, engine_threads: int, frozen_threads: int) -> lis
     return roles + [_reward_model(config, number, frozen_threads) for number in range(num_models)]
 
 
-def settled(role: Role, config: PPOConfig | SFTConfig, run_name: str, logs_dir: str) -> Deployment:
+def settled(
+    role: Role, config: OnlineConfig | PolicyExamplesConfig, run_name: str, logs_dir: str
+) -> Deployment:
     """The role as a deployment of a run, which has its name and its logs."""
     # An actor that reserves no CPU gets one thread from Ray; it takes turns with its worker.
     cores = min(role.num_threads, os.cpu_count() or role.num_threads)
@@ -52,11 +60,12 @@ def settled(role: Role, config: PPOConfig | SFTConfig, run_name: str, logs_dir: 
         env={**untold_environment(), "OMP_NUM_THREADS": str(threads)},
         logs_dir=logs_dir,
         start_timeout_s=config.placement.timeout_s,
+        max_ongoing_requests=role.max_ongoing_requests,
         **config.placement.deployment.model_dump(),
     )
 
 
-def engine_of(config: PPOConfig | SFTConfig, *, num_threads: int) -> Role:
+def engine_of(config: OnlineConfig | PolicyExamplesConfig, *, num_threads: int) -> Role:
     """What makes a run's engines."""
     lora = config.model.lora
     holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
@@ -67,25 +76,33 @@ def engine_of(config: PPOConfig | SFTConfig, *, num_threads: int) -> Role:
         "max_model_len": max_model_len(config),
         "seed": config.seed,
         "lora": lora if holds_adapter else None,
+        "reads_text": bool(config.rollout.stop),
     }
-    return Role("engine", Engine, kwargs, num_threads, config.rollout.engine.tensor_parallel)
+    return Role(
+        "engine",
+        Engine,
+        kwargs,
+        num_threads,
+        config.rollout.engine.tensor_parallel,
+        max_ongoing_requests=CALLERS,
+    )
 
 
-def _reference(config: PPOConfig, num_threads: int) -> Role:
+def _reference(config: OnlineConfig, num_threads: int) -> Role:
     section = config.placement.frozen.reference
     kwargs = {"model": config.reference, "dtype": config.model.dtype}
     if section.backend == "vllm":
         kwargs |= {"section": section, "max_model_len": max_model_len(config)}
         return Role("reference", VllmReference, kwargs, num_threads, section.tensor_parallel)
     kwargs |= {
-        "temperature": config.rollout.temperature,
+        "temperature": config.trained_temperature,
         "max_batch_tokens": config.learner.max_tokens_per_microbatch,
         "attention": config.model.attention,
     }
     return Role("reference", ReferenceModel, kwargs, num_threads, section.tensor_parallel)
 
 
-def _reward_model(config: PPOConfig, number: int, num_threads: int) -> Role:
+def _reward_model(config: OnlineConfig, number: int, num_threads: int) -> Role:
     assert config.model.reward is not None
     section, name = config.placement.frozen.reward, f"reward_{number}"
     kwargs = {

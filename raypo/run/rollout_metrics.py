@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from raypo.collectives import Workers
 from raypo.metrics.reduce import WeightedMeans
+from raypo.rewards.scoring import parts_of
 from raypo.types import Experience, ScoredRollout
 
 
@@ -25,6 +27,16 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
         means.maximum("rollout/response_tokens_max", sampled)
         means.add("rollout/prompt_tokens_mean", len(rollout.prompt_ids), 1)
         means.add("rollout/truncated_fraction", rollout.finish_reason == "length", 1)
+        if rollout.row_index:  # the sample was counted by its first conversation
+            continue
+        if episode := rollout.episode:
+            means.add("rollout/turns_mean", episode.num_turns, 1)
+            means.maximum("rollout/turns_max", episode.num_turns)
+            means.add("perf/environment_s_mean", episode.environment_s, 1)
+            means.maximum("perf/environment_s_max", episode.environment_s)
+            means.total("rollout/episodes_failed", episode.error is not None)
+        for name, part in reward_parts(each).items():
+            means.add(f"reward/{name}", part, 1)
         if not failed:
             by_group.setdefault(rollout.group_index, []).append(each.score)
             means.add("rollout/score_mean", each.score, 1)
@@ -37,6 +49,14 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
     mean = figures.setdefault("rollout/score_mean", math.nan)
     figures["rollout/score_std"] = math.sqrt(max(square - mean**2, 0.0)) if mean == mean else mean
     return figures
+
+
+def reward_parts(scored: ScoredRollout) -> dict[str, float]:
+    """The named numbers that reward functions gave beside a score."""
+    named: dict[str, float] = {}
+    for score in (*scored.scores_by_source.values(), scored.score):
+        named |= parts_of(score)
+    return named
 
 
 RATES = {
@@ -92,11 +112,17 @@ def sample_row(scored: ScoredRollout) -> dict[str, Any]:
         "prompt_ids": rollout.prompt_ids,
         "response_ids": rollout.response_ids,
         "log_probs": rollout.log_probs,
+        "response_mask": None if rollout.response_mask.all() else rollout.response_mask,
+        "turn_rewards": rollout.turn_rewards,
+        "episode": rollout.episode and asdict(rollout.episode),
         "score": scored.score,
         "scores_by_source": dict(scored.scores_by_source),
         "finish_reason": rollout.finish_reason,
         "weight_version": rollout.weight_version,
+        "weight_versions": rollout.weight_versions,
         "prompt_index": rollout.prompt_index,
         "sample_index": rollout.sample_index,
         "group_index": rollout.group_index,
+        "row_index": rollout.row_index,
+        **{f"reward/{name}": part for name, part in reward_parts(scored).items()},
     }

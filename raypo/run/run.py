@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +22,19 @@ from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.collectives import Workers
 from raypo.config import RecipeConfig
 from raypo.metrics.clock import Clock, Span
+from raypo.rewards.loader import load_function
+from raypo.run.callbacks import StepView, ask_callbacks
 from raypo.run.rollout_metrics import speed_figures
 from raypo.run.setup import Runtime, open_setup
+from raypo.run.watched import Watched, check_measured, of_its_kind, reason_to_stop
+from raypo.storage.checkpoints import BEST_STEP, STATE, find_checkpoint
+from raypo.storage.folder import link_tree
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, summarize
 from raypo.tracking.logs import log_to_file
 from raypo.tracking.sinks import Sinks
 from raypo.tracking.trace import write_spans
+from raypo.types import ScoredRollout
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 AnyRun = TypeVar("AnyRun", bound="Run[Any]")
@@ -71,6 +76,34 @@ class Run(ABC, Generic[AnyConfig]):
     _earlier_s: float = field(default=0.0, kw_only=True)
     """Seconds that earlier attempts took, up to their checkpoint."""
     _step_started: float = field(default=0.0, kw_only=True)
+    _sampled: Sequence[ScoredRollout] = field(default=(), init=False)
+    """What this worker sampled in the step, for callbacks; of most recipes nothing."""
+    _callbacks: dict[str, Callable[[StepView], Any]] = field(default_factory=dict, init=False)
+    _best: Watched | None = field(default=None, init=False)
+    """Of `checkpoint.best_by`."""
+    _watched: Watched | None = field(default=None, init=False)
+    """Of `stop.metric`."""
+    _unseen: dict[str, str] = field(default_factory=dict, init=False)
+    """Config key -> metric: those that are watched and of which no step has told whether they are.
+    """
+    _models: set[str] = field(default_factory=set, init=False)
+    """Names of the folders that were written into the run's."""
+
+    def __post_init__(self) -> None:
+        kept, stop = self.config.checkpoint, self.config.stop
+        for path in self.config.callbacks:
+            self._callbacks[path] = load_function(path, key="callbacks")
+        if kept.best_by is not None:
+            self._best = Watched(kept.best_by, kept.best_mode)
+            self._unseen["checkpoint.best_by"] = kept.best_by
+        if stop.watches:
+            self._watched = Watched(stop.metric, stop.mode, stop.min_change)
+            self._unseen["stop.metric"] = stop.metric
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the rules of `stop` say that the run is done; None: it goes on."""
+        return reason_to_stop(self._watched, self.config.stop) if self._watched else None
 
     @property
     def name(self) -> str:
@@ -120,15 +153,20 @@ class Run(ABC, Generic[AnyConfig]):
         Without either the run starts with clean files.
         """
         # Once more: DeepSpeed and transformers have brought loggers of their own.
-        log_to_file(log_path(self.files, self.workers))
+        log_to_file(log_path(self.files, self.workers), on_print=self.tell.message)
         own = ray.train.get_checkpoint()
         others = self.runtime.resume_from
+        if own is None and others is None and self.config.from_checkpoint is not None:
+            others = find_checkpoint(self.config.from_checkpoint)
+            self.tell.message(f"beginning with the state in {others}")
         checkpoint = own or (Checkpoint(others) if others else None)
         if checkpoint is not None:
             with checkpoint.as_directory() as directory:
                 self._restore(Path(directory), learner, is_own=own is not None)
         elif self.workers.rank == 0:
             self.files.truncate(after_step=0)
+        if self.workers.rank == 0:
+            self.files.clear_stages()
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, counted from 1; ends early when the driver wants to stop."""
@@ -144,7 +182,7 @@ class Run(ABC, Generic[AnyConfig]):
         self.tell.start(first)
         self.interrupted = self.workers.broadcast(self.tell.stop_requested())
         for step in range(first, self.config.num_steps + 1):
-            if self.interrupted:  # asked for during a step: `checkpoint_when_due` has seen to it
+            if self.interrupted or self.stopped:  # `checkpoint_when_due` has seen to it
                 return
             self._step_started = time.perf_counter()
             yield step
@@ -154,19 +192,36 @@ class Run(ABC, Generic[AnyConfig]):
         self._initial = {
             name.replace("eval/", "eval/initial_"): value for name, value in figures.items()
         }
+        self._check_watched(figures)
+        if self._watched:
+            self._watched = self._watched.seen(0, figures)
 
     def checkpoint_when_due(
         self, step: int, learner: Saveable, metrics: dict[str, float]
     ) -> Checkpoint | None:
-        """The whole state after a step that has a checkpoint, or when the driver wants to stop."""
+        """The whole state after a step that has a checkpoint, or when the run is to stop.
+
+        Args:
+            metrics: Of the step; those of callbacks are added.
+        """
+        metrics |= self._called_back(step, metrics)
+        self._check_watched(metrics)
         self.last_step = step
-        self.interrupted = self.workers.broadcast(self.tell.stop_requested())
-        if not (
-            self.interrupted or self.config.checkpoint.is_due(step, last_step=self.config.num_steps)
-        ):
+        self._best, self._watched, self.interrupted = self.workers.broadcast(
+            (
+                self._best and self._best.seen(step, metrics),
+                self._watched and self._watched.seen(step, metrics),
+                self.tell.stop_requested(),
+            )
+        )
+        if self.stopped:
+            self.tell.message(f"step {step}: {self.stopped}; the run is done")
+        is_best = self._best is not None and self._best.best_step == step
+        is_due = self.config.checkpoint.is_due(step, last_step=self.config.num_steps)
+        if not (is_due or is_best or self.interrupted or self.stopped):
             return None
         self.before_saving()
-        directory = Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
+        directory = self.files.new_stage()
         learner.save(directory)
         self.save_share(directory)
         if self.workers.rank == 0:
@@ -174,10 +229,14 @@ class Run(ABC, Generic[AnyConfig]):
                 "step": step,
                 "metrics": self._initial | metrics,
                 "wall_s": self._wall_s(),
+                "best": self._best and self._best.state_dict(),
+                "watched": self._watched and self._watched.state_dict(),
                 **self.state_dict(),
             }
-            (directory / "run.json").write_text(json.dumps(state))
+            (directory / STATE).write_text(json.dumps(state))
         self.save_models(learner)
+        if is_best:
+            self._keep_best()
         return Checkpoint.from_directory(str(directory))
 
     def report(
@@ -199,7 +258,11 @@ class Run(ABC, Generic[AnyConfig]):
         self._initial = {}
         self.files.sync()  # the checkpoint counts once it is reported, so its rollouts go first
         if to_ray or checkpoint is not None:
-            ray.train.report({"step": step, **metrics, **clock.laps}, checkpoint=checkpoint)
+            ray.train.report(
+                {"step": step, **metrics, **clock.laps},
+                checkpoint=checkpoint,
+                checkpoint_upload_fn=_move_into_place if self.files.is_local else None,
+            )
         if checkpoint is not None:
             shutil.rmtree(checkpoint.path, ignore_errors=True)
         clock.lap("time/report_s")
@@ -220,8 +283,14 @@ class Run(ABC, Generic[AnyConfig]):
 
     def finish(self) -> dict[str, Any]:
         """Write the summary and say how it ended."""
-        is_done = self.last_step == self.config.num_steps
+        is_done = self.last_step == self.config.num_steps or self.stopped
         status = "finished" if is_done else "interrupted"
+        own: dict[str, Any] = {"stopped": self.stopped} if self.stopped else {}
+        if best := self._best_of_all():
+            own["best"] = best
+            self.tell.message(
+                "best: step {step}, {metric} {value:.4g}, its models in best/".format(**best)
+            )
         if self.workers.rank == 0:
             self.files.write_summary(
                 summarize(
@@ -231,6 +300,7 @@ class Run(ABC, Generic[AnyConfig]):
                     wall_s=self._wall_s(),
                     versions=installed_versions(),
                 )
+                | own
             )
             self.files.sync()
         return {"status": status, "step": self.last_step}
@@ -239,17 +309,59 @@ class Run(ABC, Generic[AnyConfig]):
         """Close what is open; safe to call in any state."""
         self._sinks.close()
 
+    def _called_back(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """What callbacks add to a step's metrics; rank 0 asks them for all."""
+        if not self._callbacks:
+            return {}
+        shares = self.workers.gather(list(self._sampled))
+        added: dict[str, float] = {}
+        if self.workers.rank == 0:
+            rollouts = [each for share in shares for each in share]
+            added = ask_callbacks(self._callbacks, StepView(step, dict(metrics), rollouts))
+        return self.workers.broadcast(added)
+
+    def _check_watched(self, metrics: dict[str, float]) -> None:
+        """Say once, or refuse, that a watched metric is none of its kind's."""
+        for key, metric in list(self._unseen.items()):
+            if there := of_its_kind(metric, metrics):
+                del self._unseen[key]
+                if text := check_measured(key, metric, there):
+                    self.tell.message(f"warning: {text}")
+
+    def _keep_best(self) -> None:
+        """The models that were saved now are the best so far: into `best/`."""
+        best = self.files.best_dir
+
+        def write(folder: Path) -> None:
+            if self.workers.rank > 0:
+                return
+            for name in self._models - {best.name}:
+                link_tree(self.files.folder / name, folder / name)
+            (folder / BEST_STEP).write_text(json.dumps(self._best_of_all()))
+
+        self.replace_folder(best, write)
+
+    def _best_of_all(self) -> dict[str, Any] | None:
+        """The best step so far, where one is; as the summary and `best/` tell it."""
+        best = self._best
+        if not best or not best.best_step:
+            return None
+        return {"metric": best.metric, "step": best.best_step, "value": best.best}
+
     def _wall_s(self) -> float:
         return self._earlier_s + time.monotonic() - self.started
 
     def _restore(self, directory: Path, learner: Saveable, *, is_own: bool) -> None:
         learner.restore(directory)
-        state = json.loads((directory / "run.json").read_text())
+        state = json.loads((directory / STATE).read_text())
         self.load_state_dict(state)
         if is_own:
             self.restore_share(directory)
+            self._best = self._best and self._best.restored(state.get("best"))
+            self._watched = self._watched and self._watched.restored(state.get("watched"))
         self.last_step = state["step"]
-        self._earlier_s = state["wall_s"]
+        is_continued = is_own or self.runtime.resume_from is not None
+        self._earlier_s = state["wall_s"] if is_continued else 0.0
         if self.workers.rank == 0:
             # Another run's last step takes the place of this one's.
             self.files.truncate(after_step=self.last_step if is_own else self.last_step - 1)
@@ -263,6 +375,7 @@ class Run(ABC, Generic[AnyConfig]):
         Args:
             write: Called by all workers with the folder to write to.
         """
+        self._models.add(final.name)
         new, old = (final.with_name(f"{final.name}.{word}") for word in ("new", "old"))
         if self.workers.rank == 0:
             for left_over in (new, old):
@@ -273,6 +386,18 @@ class Run(ABC, Generic[AnyConfig]):
                 final.rename(old)
             new.rename(final)
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """Instead of Ray Train's copy: what was staged on the storage itself is only renamed."""
+    storage: Any = ray.train.get_context().get_storage()
+    storage._check_validation_file()  # as Ray's copy does: do all nodes see one folder?
+    target = Path(storage.build_checkpoint_path_from_name(name))
+    for path in [path for path in Path(checkpoint.path).rglob("*") if path.is_file()]:
+        final = target / path.relative_to(checkpoint.path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, final)
+    return Checkpoint(path=str(target), filesystem=storage.storage_filesystem)
 
 
 def log_path(files: RunFiles, workers: Workers) -> Path:
@@ -288,7 +413,7 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     tell = MonitorClient(runtime.monitor if workers.rank == 0 else None)
     waited_s = tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
-    log_to_file(log_path(files, workers))
+    log_to_file(log_path(files, workers), on_print=tell.message)
     torch.set_num_threads(config.learner.cpus_per_worker)
     if runtime.janitor is not None and workers.rank == 0:
         runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())

@@ -12,7 +12,7 @@ import torch
 from raypo.cluster.actors import DeploymentError, survivors
 from raypo.cluster.devices import together
 from raypo.collectives import Workers
-from raypo.config import PPOConfig, SFTConfig
+from raypo.config import OnlineConfig, PolicyExamplesConfig
 from raypo.deployment.deployment import (
     Deployment,
     DeploymentHandle,
@@ -79,7 +79,7 @@ class Services:
 
 
 def start_deployments(
-    config: PPOConfig,
+    config: OnlineConfig,
     run_name: str,
     workers: Workers,
     *,
@@ -89,9 +89,10 @@ def start_deployments(
 ) -> Services:
     """Start in the workers' own placement group what the driver has not started; all call it.
 
-    Engine i lives beside worker i, reference and reward models beside the first worker of each
-    node; what is tensor parallel on the devices of several workers, from there on. On CPUs all
-    start in the background.
+    Engine i lives beside worker i, reference and reward models too, on CPUs beside the first worker
+    of each node; what is tensor parallel on the devices of several workers, from there on. On CPUs
+    all start in the background; on GPUs one role after the other, and with `rollout.engine.sleep`
+    each makes room for the next.
 
     Args:
         dedicated: What the driver has started, by role.
@@ -117,6 +118,7 @@ def start_deployments(
         places_beside(config, [role.name for role in colocated], workers, nodes),
         workers,
         in_turn=torch.cuda.is_available(),
+        sleeps=config.rollout.engine.sleep and "engine" not in elsewhere,
     )
     handles = {
         role.name: {**elsewhere, **started}[role.name].preferring(
@@ -135,7 +137,7 @@ def start_deployments(
 
 
 def start_engines(
-    config: SFTConfig, run_name: str, workers: Workers, *, logs_dir: str
+    config: PolicyExamplesConfig, run_name: str, workers: Workers, *, logs_dir: str
 ) -> EngineHandle:
     """Start only the engines, as `start_deployments` does."""
     role = engine_of(config, num_threads=_engine_threads(config, workers))
@@ -147,7 +149,7 @@ def start_engines(
     return EngineHandle(started["engine"].preferring(*asked))
 
 
-def _served(config: PPOConfig | SFTConfig, workers: Workers) -> list[ServedRole]:
+def _served(config: OnlineConfig | PolicyExamplesConfig, workers: Workers) -> list[ServedRole]:
     return served_roles(config, num_workers=workers.count, use_gpu=torch.cuda.is_available())
 
 
@@ -159,7 +161,7 @@ def _asked_first(
         return own_engines(workers, int(role.num_replicas))
     if role.num_replicas == "auto" and not is_beside:
         return [0]
-    return [nearest(first_workers(role.num_replicas, nodes), workers.rank)]
+    return [nearest(first_workers(role, nodes), workers.rank)]
 
 
 def own_engines(workers: Workers, count: int) -> list[int]:
@@ -171,7 +173,10 @@ def own_engines(workers: Workers, count: int) -> list[int]:
 
 
 def places_beside(
-    config: PPOConfig | SFTConfig, names: Sequence[str], workers: Workers, nodes: Sequence[str]
+    config: OnlineConfig | PolicyExamplesConfig,
+    names: Sequence[str],
+    workers: Workers,
+    nodes: Sequence[str],
 ) -> dict[str, list[Place]]:
     """By role, the place of each replica: the bundle of a worker, the devices of one or several.
 
@@ -204,11 +209,13 @@ def _start(
     workers: Workers,
     *,
     in_turn: bool = False,
+    sleeps: bool = False,
 ) -> dict[str, DeploymentHandle]:
     """Rank 0 starts them for all.
 
     Args:
         in_turn: They share GPUs: vLLM measures what is free there, while nobody else starts.
+        sleeps: Then also: each gives its memory up before the next one starts.
     """
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
@@ -217,6 +224,8 @@ def _start(
             handles[each.role] = start_deployment(each, places[each.role])
             if in_turn and each.start_timeout_s is not None:
                 handles[each.role].wait(each.start_timeout_s)
+                if sleeps:
+                    survivors(handles[each.role].pinned().sleep.on_all())
     return workers.broadcast(handles)
 
 
@@ -235,7 +244,7 @@ def _own_place(workers: Workers, nodes: Sequence[str]) -> Place:
     return Place(group, bundles[nodes[: workers.rank].count(here)], env=own_devices())
 
 
-def _engine_threads(config: PPOConfig | SFTConfig, workers: Workers) -> int:
+def _engine_threads(config: OnlineConfig | PolicyExamplesConfig, workers: Workers) -> int:
     count = config.rollout.engine.resolved_count(
         num_workers=workers.count, use_gpu=torch.cuda.is_available()
     )

@@ -9,9 +9,10 @@ from typing import Any
 
 import pyarrow.fs
 import ray.train
+import torch
 from ray.actor import ActorHandle
 
-from raypo.config import ConfigError, PPOConfig, parse_run_config
+from raypo.config import ConfigError, OnlineConfig, parse_run_config
 from raypo.deployment.handle import DeploymentHandle
 
 RUNTIME_KEY = "raypo_runtime"
@@ -22,7 +23,7 @@ RUNTIME_KEY = "raypo_runtime"
 class Shared:
     """What a sweep has started for all of its trials."""
 
-    config: PPOConfig
+    config: OnlineConfig
     """What it was started for: a trial that needs something else starts its own."""
     handles: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """Handles by role, which all trials ask."""
@@ -63,6 +64,7 @@ def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:
     values = dict(setup)
     runtime = values.pop(RUNTIME_KEY, None) or _bare_runtime()
     config = parse_run_config(values, origin="train_loop_config")
+    config = config.with_dtype(use_gpu=torch.cuda.is_available())  # decided where we have a driver
     return config.with_absolute_paths(runtime.working_dir), runtime
 
 

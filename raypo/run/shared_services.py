@@ -9,7 +9,7 @@ import ray
 
 from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
-from raypo.config import PPOConfig
+from raypo.config import OnlineConfig
 from raypo.deployment.deployment import DeploymentHandle, Place, start_deployment
 from raypo.deployment.lender import Loan
 from raypo.deployment.reserve import Dedicated
@@ -20,7 +20,7 @@ from raypo.run.setup import Shared
 
 
 def start_shared(
-    config: PPOConfig,
+    config: OnlineConfig,
     name: str,
     roles: Collection[str],
     *,
@@ -74,7 +74,7 @@ def start_shared(
 
 
 def of_shared(
-    shared: Shared | None, config: PPOConfig, run_name: str, workers: Workers
+    shared: Shared | None, config: OnlineConfig, run_name: str, workers: Workers
 ) -> dict[str, DeploymentHandle]:
     """What of a sweep's deployments is there and does for this config, by role."""
     if shared is None:
@@ -114,7 +114,7 @@ def leave_pool(engine: DeploymentHandle, run_name: str) -> None:
     survivors(engine.pinned().drop_adapter.on_all(run_name))  # others' successors never had it
 
 
-def roles_alike(one: PPOConfig, other: PPOConfig) -> set[str]:
+def roles_alike(one: OnlineConfig, other: OnlineConfig) -> set[str]:
     """Roles of which a deployment started for the one config does for the other."""
     mine, theirs = (
         {role.name: role.kwargs | {"seed": None} for role in roles_of(config, 1, 1)}

@@ -6,9 +6,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from raypo.collectives import Workers, as_tensor
-from raypo.config import ConfigError, PPOConfig
-from raypo.metrics.flops import Lengths, forward_flops
+from raypo.config import ConfigError, OnlineConfig, PPOConfig
 from raypo.plan.estimate import Models
+from raypo.plan.flops import Lengths, forward_flops
 from raypo.plan.model_shape import ModelShape
 from raypo.rollout.refill import Collected
 from raypo.types import ScoredRollout
@@ -21,10 +21,10 @@ class Work:
     samples: float
     tokens: float
     flops: float = 0.0
-    """FLOPs of the models; see `raypo.metrics.flops`."""
+    """FLOPs of the models; see `raypo.plan.flops`."""
 
 
-def models_of(config: PPOConfig) -> Models | None:
+def models_of(config: OnlineConfig) -> Models | None:
     """The shapes of a run's models; None where a config.json does not tell them."""
     try:
         return Models.read(config)
@@ -44,7 +44,7 @@ def step_work(
     """The work of a step by phase; all workers call it together.
 
     Every pass counts each response token and, once per group, the prompt; the rate of generating is
-    of response tokens. Evaluating passes critic and policy once (the policy not where the step is
+    of sampled tokens. Evaluating passes critic and policy once (the policy not where the step is
     one update that reads no old log-probs), an update `ppo.num_epochs` times forward and backward.
 
     Args:
@@ -59,9 +59,10 @@ def step_work(
             _shared_prompts(collected.trained),
         )
     )
+    generated = workers.sum(as_tensor(sum(s.rollout.num_sampled for s in collected.scored)))
     epochs = config.ppo.num_epochs
     work = {
-        "generate": Work(sampled.sequences, sampled.responses),
+        "generate": Work(sampled.sequences, float(generated)),
         "score": Work(sampled.sequences, sampled.tokens),
         "evaluate": Work(trained.sequences, trained.tokens),
         "update": Work(epochs * trained.sequences, epochs * trained.tokens),
@@ -93,7 +94,7 @@ def step_work(
         "score": sum(judges),
         "evaluate": critic
         + of_reference
-        + (0.0 if is_one_update and not config.ppo.reads_old_log_probs else policy),
+        + (policy if config.ppo.computes_old_log_probs(is_one_update=is_one_update) else 0.0),
         "update": 3 * epochs * (critic + (policy if learns else 0.0)),
     }
     return {phase: Work(each.samples, each.tokens, flops[phase]) for phase, each in work.items()}

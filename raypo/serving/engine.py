@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,8 +17,10 @@ from raypo.config import EngineSection, LoraSection
 from raypo.models.loading import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.checkpoint import Checkpoint
+from raypo.serving.gauges import tell_load
 from raypo.serving.requests import (
     Completion,
+    Heard,
     InFlight,
     Load,
     SamplingRequest,
@@ -91,6 +94,8 @@ class Engine:
         lora: LoraSection | None = None,
         max_adapters: int = 1,
         reads_weights: bool = False,
+        max_waiting: int = 4096,
+        reads_text: bool = False,
     ) -> None:
         """Start vLLM, in seconds; the weights come with `load_weights`.
 
@@ -106,6 +111,10 @@ class Engine:
             max_adapters: Most adapters at a time, all of them in one batch if need be.
             reads_weights: Serve the model's own weights at once, as version 0, so that only
                 adapters are pushed.
+            max_waiting: Most requests that wait to join those that are sampled; whoever has more
+                waits for a place.
+            reads_text: Requests may have strings that end their response; the model's tokenizer is
+                loaded for them.
 
         Raises:
             RuntimeError: vLLM is missing or its version is not supported, or this process has an
@@ -117,12 +126,20 @@ class Engine:
         self._arriving: PushStart | None = None
         self._held: dict[str | None, str] = {}
         """Of the weights (None) and of each adapter, the push that brought them."""
+        self._replaced: set[str] = set()
+        """Pushes that newer ones have taken the place of."""
         self._arrived: list[TensorSpec] = []
         _refuse_a_second()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._checkpoint = Checkpoint.of(model)
         arguments = engine_arguments(
-            model, section, dtype=dtype, max_model_len=max_model_len, seed=seed, device=device
+            model,
+            section,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            seed=seed,
+            device=device,
+            reads_text=reads_text,
         )
         self._adapters: Adapters | None = None
         if lora is not None:
@@ -136,13 +153,16 @@ class Engine:
             self._loop = VllmLoop(
                 partial(_start, arguments, threads),
                 self._serving,
-                max_waiting=section.max_waiting_requests,
+                max_waiting=max_waiting,
             )
         self._stop = weakref.finalize(self, self._loop.close)
+        loop, ended = self._loop, threading.Event()
+        tell_load(lambda: loop.load, ended)
+        weakref.finalize(self, ended.set)
         self._loop.adapters = self._adapters
         self._llm = self._loop.llm
         self._processes = self._loop.call(partial(VllmProcesses, self._llm))
-        self._max_model_len = max_model_len
+        self._max_model_len, self._reads_text = max_model_len, reads_text
         self._vocabulary_size: int = self._llm.llm_engine.model_config.get_vocab_size()
         if reads_weights:
             self._serving.version = 0
@@ -206,14 +226,21 @@ class Engine:
             self._withdraw(asked)
             raise
 
-    def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
+    def submit(
+        self, requests: Sequence[SamplingRequest], heard: Heard | None = None
+    ) -> list[Future[Completion]]:
         """As `generate` with `joins`, for callers that do not want to wait for the responses.
 
-        Where `rollout.engine.max_waiting_requests` wait already, it waits for places. What is given
+        Where `max_waiting` requests wait already, it waits for places. What is given
         back before its end has a finish reason that says so: cancelled, timeout or paused.
         Callbacks of the futures hold up the sampling, and must not ask for more.
+
+        Args:
+            requests: They enter one by one.
+            heard: Told, in this process, of tokens as they are sampled; it holds up the sampling
+                too.
         """
-        return [each.answer for each in self._ask(requests, alone=False)]
+        return [each.answer for each in self._ask(requests, alone=False, heard=heard)]
 
     def cancel(self, *ids: str) -> int:
         """Have requests given back by their ids, with what was sampled of them so far.
@@ -262,6 +289,7 @@ class Engine:
             raise WeightError("the engine's weights sleep: wake them before a push begins.")
         self._loop.settle()
         self._serving.version, self._was_pushed_to = None, True
+        self._replaced.update(self._held.values())
         self._held.clear()
         self._arriving = start
         self._serving.why_not = f"the push of version {start.version} failed half-way"
@@ -403,6 +431,9 @@ class Engine:
     def hold(self, *pushes: Kept) -> None:
         """Load what of these the engine does not hold: it is new, or was started again since.
 
+        A request may be on its way while weights are pushed. What it asks for and has been
+        replaced meanwhile is not loaded again: the request is served by what is newer.
+
         Args:
             pushes: The weights, where they are pushed, and then an adapter.
 
@@ -411,7 +442,7 @@ class Engine:
             RuntimeError: the engine was started without adapters, or is broken.
         """
         for kept in pushes:
-            if self._held.get(kept.adapter) == kept.id:
+            if self._held.get(kept.adapter) == kept.id or kept.id in self._replaced:
                 continue
             push = kept.fetch()
             if push is None:
@@ -419,7 +450,8 @@ class Engine:
             if kept.adapter is None:
                 self.load_weights(push)
             else:
-                self._held.pop(kept.adapter, None)
+                if (before := self._held.pop(kept.adapter, None)) is not None:
+                    self._replaced.add(before)
                 self.load_adapter(push)
                 self._held[kept.adapter] = kept.id
 
@@ -469,7 +501,9 @@ class Engine:
             )
         return self._adapters
 
-    def _ask(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
+    def _ask(
+        self, requests: Sequence[SamplingRequest], *, alone: bool, heard: Heard | None = None
+    ) -> list[Asked]:
         """Hand requests to the thread that samples."""
         self._require_unbroken()
         refusal = self._serving.refusal()
@@ -480,10 +514,11 @@ class Engine:
                 request,
                 vocabulary_size=self._vocabulary_size,
                 max_model_len=self._max_model_len,
+                reads_text=self._reads_text,
             )
             if request.adapter is not None:
                 self._require_adapters().request(request.adapter)
-        return self._loop.submit(requests, alone=alone) if requests else []
+        return self._loop.submit(requests, alone=alone, heard=heard) if requests else []
 
     def _withdraw(self, asked: Sequence[Asked]) -> None:
         mine = set(asked)

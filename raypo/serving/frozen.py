@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raypo.cluster.out_of_memory import FROZEN_REMEDY, memory_advice
 from raypo.data.batching import batches_by_tokens
 from raypo.metrics.process_memory import peak_memory
+from raypo.models.host_memory import HostMemory
 from raypo.models.loading import (
     load_causal_lm,
     load_reward_model,
@@ -22,12 +24,16 @@ from raypo.models.loading import (
 )
 from raypo.models.packing import pack
 from raypo.models.scores import sequence_scores
-from raypo.models.token_log_probs import packed_log_probs
+from raypo.models.token_log_probs import over_logits, packed_log_probs
 from raypo.types import Rollout
 
 T = TypeVar("T")
 Rows = Sequence[np.ndarray]
 """Token ids of each sequence, int [P] or [T]."""
+Ids = tuple[np.ndarray, np.ndarray]
+"""Prompt and response, int [P] and [T]."""
+Told = tuple[np.ndarray, np.ndarray]
+"""Log-probs, float32 [T, K], and the ids of the tokens that have them, int32 [T, K]."""
 
 
 def frozen_memory_advice(name: str) -> AbstractContextManager[None]:
@@ -74,16 +80,17 @@ class TorchModel(FrozenModel):
         super().__init__(name, num_threads=num_threads)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = network.eval().to(self._device)
+        self._host = HostMemory()
         self._max_batch_tokens = max_batch_tokens
 
     def sleep(self) -> None:
         """Give the GPU's memory to others."""
-        self._model.to("cpu")
+        self._host.take([*self._model.parameters(), *self._model.buffers()], unchanged=True)
         release_memory()
 
     def wake_up(self) -> None:
         """Take it again."""
-        self._model.to(self._device)
+        self._host.give_back()
 
     @torch.inference_mode()
     def _in_batches(
@@ -151,6 +158,28 @@ class ReferenceModel(TorchModel):
         log_probs, _ = packed_log_probs(self._model, packed, temperature=self._temperature)
         ends = np.cumsum([len(response) for response in responses])
         return np.split(log_probs.float().cpu().numpy(), ends[:-1])
+
+    def top_log_probs(self, sequences: Sequence[Ids], count: int, vocabulary: int) -> list[Told]:
+        """Of each response token the likeliest tokens in its place, at temperature 1.
+
+        Args:
+            sequences: Prompt and response, int [P] and [T].
+            count: How many tokens, at most `vocabulary`.
+            vocabulary: Tokens that there are; further logits are none's.
+        """
+
+        def of_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+            top = logits[:, :vocabulary].float().log_softmax(-1).topk(count)
+            return top.values, top.indices.to(torch.int32)
+
+        def compute(prompts: Rows, responses: Rows) -> list[Told]:
+            packed = pack(prompts, responses, device=self._device)
+            ends = np.cumsum([len(response) for response in responses])[:-1]
+            found = over_logits(self._model, packed, of_logits)
+            rows = [np.split(each.cpu().numpy(), ends) for each in found if each is not None]
+            return list(zip(*rows, strict=True))
+
+        return self._in_batches(sequences, compute)
 
 
 class RewardModel(TorchModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,9 +23,15 @@ class SamplingRequest:
     temperature: float
     """0 is greedy."""
     top_p: float = 1.0
+    top_k: int | None = None
+    """None: all tokens."""
+    min_p: float = 0.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Any of them ends the response and is its last token; nothing else ends it early."""
+    """Any of them ends the response and is its last token."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the response with the token that completes one; for engines that read text.
+    """
     adapter: str | None = None
     """Name of a LoRA adapter that the engine holds; None: its own weights alone."""
     id: str = ""
@@ -42,7 +49,7 @@ class Completion:
     token_ids: np.ndarray  # int32 [T], the stop token included when it was sampled
     log_probs: np.ndarray  # float32 [T]
     """Under the distribution that was sampled from: softmax(logits / temperature), renormalised
-    over the nucleus when top_p is below 1. Greedy: softmax(logits), temperature 1."""
+    over what top_p, top_k and min_p leave of it. Greedy: softmax(logits), temperature 1."""
     finish_reason: str
     """stop | length; or where it was given back before: cancelled | timeout | paused."""
     weight_version: int
@@ -61,6 +68,10 @@ class Completion:
         for first, version in self.later_versions:
             versions[first:] = version
         return versions
+
+
+Heard = Callable[[SamplingRequest, Sequence[int], Sequence[float]], None]
+"""Is told the ids and log-probs of a response's further tokens as they are sampled."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,13 @@ class Load:
     """Over the last second, or more, that was spent in steps."""
 
 
-def validate_request(request: SamplingRequest, *, vocabulary_size: int, max_model_len: int) -> None:
+def validate_request(
+    request: SamplingRequest,
+    *,
+    vocabulary_size: int,
+    max_model_len: int,
+    reads_text: bool = True,
+) -> None:
     """Refuse what would be cut short or would kill the engine.
 
     Raises:
@@ -115,6 +132,16 @@ def validate_request(request: SamplingRequest, *, vocabulary_size: int, max_mode
         raise ValueError(
             f"temperature ({request.temperature}) must not be negative and top_p "
             f"({request.top_p}) must lie in (0, 1]."
+        )
+    if (request.top_k is not None and request.top_k < 1) or not 0.0 <= request.min_p <= 1.0:
+        raise ValueError(
+            f"top_k ({request.top_k}) must be 1 or more, or None, and min_p ({request.min_p}) must "
+            "lie in [0, 1]."
+        )
+    if not all(request.stop) or (request.stop and not reads_text):
+        raise ValueError(
+            f"stop ({list(request.stop)}): an engine that is made with reads_text ends a response "
+            "at texts that are not empty."
         )
     if request.timeout_s is not None and not request.timeout_s > 0.0:
         raise ValueError(

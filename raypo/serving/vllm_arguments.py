@@ -25,6 +25,11 @@ SET_BY = {
     "tensor_parallel_size": "rollout.engine.tensor_parallel",
 }
 """Argument of vLLM -> the keys of a run file that say it."""
+SAID_BY_REQUESTS = {
+    "max_tokens": "rollout.max_new_tokens",
+    **{name: f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
+}
+"""Argument of vLLM's requests, which are no engine's -> the key that says it."""
 FIXED = {
     "distributed_executor_backend": "weights are pushed into processes that raypo knows",
     "generation_config": "sampling follows the rollout section alone",
@@ -45,11 +50,11 @@ def check_extra(section: EngineSection) -> None:
     Raises:
         ConfigError: with the key of the first wrong one.
     """
-    known = engine_argument_names()
+    known, elsewhere = engine_argument_names(), SET_BY | SAID_BY_REQUESTS
     for name, value in section.extra.items():
         key = f"rollout.engine.extra.{name} ({value!r})"
-        if name in SET_BY:
-            raise ConfigError(f"{key}: is said by {SET_BY[name]}. Set that, and remove this.")
+        if name in elsewhere:
+            raise ConfigError(f"{key}: is said by {elsewhere[name]}. Set that, and remove this.")
         if name in FIXED:
             raise ConfigError(f"{key}: cannot be changed, for {FIXED[name]}. Remove it.")
         if known is not None and name not in known:

@@ -5,6 +5,7 @@ The same numbers as `raypo.serving.frozen`, to rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from raypo.config import FrozenSection
 from raypo.models.loading import load_tokenizer, same_vocabulary
 from raypo.plan.sizes import default_cpu_kv_bytes
 from raypo.serving.checkpoint import kv_bytes_per_token
-from raypo.serving.frozen import FrozenModel, frozen_memory_advice, sequence_ids
+from raypo.serving.frozen import FrozenModel, Ids, Told, frozen_memory_advice, sequence_ids
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import (
     WORKER_EXTENSION,
@@ -134,29 +135,53 @@ class VllmReference(VllmModel):
             max_model_len=max_model_len + 1,  # vLLM samples a token after each prompt
             num_threads=num_threads,
             skip_tokenizer_init=True,
+            max_logprobs=-1,  # as many as a teacher is asked for
         )
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
         """float32 [T] for each rollout, in the order given, at temperature 1."""
+        sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
+        return [
+            np.array(
+                [at[token].logprob for token, at in zip(response.tolist(), told, strict=True)],
+                dtype=np.float32,
+            )
+            for (_, response), told in zip(sequences, self._told(sequences, 0), strict=True)
+        ]
+
+    def top_log_probs(self, sequences: Sequence[Ids], count: int, vocabulary: int) -> list[Told]:
+        """As `ReferenceModel.top_log_probs`; no token is likely that is none."""
+        answers: list[Told] = []
+        for told in self._told(sequences, count):
+            rows = [sorted(at.items(), key=lambda each: each[1].rank)[:count] for at in told]
+            log_probs = [[each.logprob for _, each in row] for row in rows]
+            ids = [[token for token, _ in row] for row in rows]
+            assert all(token < vocabulary for row in ids for token in row)
+            shape = len(rows), count
+            answers.append(
+                (
+                    np.array(log_probs, np.float32).reshape(shape),
+                    np.array(ids, np.int32).reshape(shape),
+                )
+            )
+        return answers
+
+    def _told(self, sequences: Sequence[Ids], count: int) -> list[list[dict[int, Any]]]:
+        """What vLLM says in the place of each response token: of it, and of the likeliest."""
         from vllm import SamplingParams
 
-        answers = [np.zeros(0, dtype=np.float32)] * len(rollouts)
-        rows = [row for row, rollout in enumerate(rollouts) if len(rollout.response_ids)]
+        answers: list[list[dict[int, Any]]] = [[] for _ in sequences]
+        rows = [row for row, (_, response) in enumerate(sequences) if len(response)]
         if not rows:
             return answers
-        sequences = [
-            np.concatenate([rollouts[row].prompt_ids, rollouts[row].response_ids]) for row in rows
-        ]
         parameters = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
+            max_tokens=1, temperature=0.0, prompt_logprobs=count, detokenize=False
         )
-        prompts = [self._prompt(ids) for ids in sequences]
+        prompts = [self._prompt(np.concatenate(sequences[row])) for row in rows]
         with frozen_memory_advice(self._name), self._processes.vllms_own_call():
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
-        for row, ids, output in zip(rows, sequences, outputs, strict=True):
-            length = len(rollouts[row].response_ids)
-            told = zip(ids[-length:].tolist(), output.prompt_logprobs[-length:], strict=True)
-            answers[row] = np.array([at[token].logprob for token, at in told], dtype=np.float32)
+        for row, output in zip(rows, outputs, strict=True):
+            answers[row] = output.prompt_logprobs[-len(sequences[row][1]) :]
         return answers
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.serving.adapters import Adapters
-from raypo.serving.requests import Completion, InFlight, Load, SamplingRequest
+from raypo.serving.requests import Completion, Heard, InFlight, Load, SamplingRequest
 from raypo.serving.vllm_requests import completion_of, sampling_params
 
 LOOK_EVERY_S = 0.25
@@ -71,6 +71,9 @@ class Asked:
     """Of the weights, each with the first token that they were to sample."""
     num_preemptions: int = 0
     """Those that were counted."""
+    heard: Heard | None = None
+    num_heard: int = 0
+    """Tokens that `heard` was told of."""
 
 
 @dataclass(eq=False)
@@ -144,18 +147,24 @@ class VllmLoop:
         self._hand_in(self._calls, partial(_run_into, answer, function))
         return answer.result()
 
-    def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
+    def submit(
+        self, requests: Sequence[SamplingRequest], *, alone: bool, heard: Heard | None = None
+    ) -> list[Asked]:
         """Ask for responses. Where as many wait to join as may, the caller waits for a place.
 
         Args:
             alone: They enter together, when nothing else runs, and nothing joins them.
+            heard: Told of tokens as they are sampled.
 
         Raises:
             RuntimeError: the engine was shut down.
         """
         assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
         now = time.monotonic()
-        asked = [Asked(each, Future(), now + (each.timeout_s or math.inf)) for each in requests]
+        asked = [
+            Asked(each, Future(), now + (each.timeout_s or math.inf), heard=heard)
+            for each in requests
+        ]
         for each in asked:
             each.answer.set_running_or_notify_cancel()  # callers cannot take it away any more
         if alone:
@@ -395,6 +404,19 @@ class VllmLoop:
                 self._answer(
                     each, output.request_id, said.token_ids, said.logprobs, said.finish_reason
                 )
+        for each in self._running.values():
+            if each.heard is not None:
+                self._tell(each, each.heard)
+
+    def _tell(self, each: Asked, heard: Heard) -> None:
+        """Say what was sampled of a request since it was last said."""
+        state = self._state(each)
+        ids = state.detokenizer.output_token_ids[each.num_heard :]
+        if ids:
+            at = state.logprobs_processor.logprobs[each.num_heard :]
+            log_probs = [of[token].logprob for token, of in zip(ids, at, strict=True)]
+            each.num_heard += len(ids)
+            heard(each.request, ids, log_probs)
 
     def _give_back(self, each: Asked, reason: str) -> None:
         if each.name is None:

@@ -19,11 +19,14 @@ def sampling_params(request: SamplingRequest) -> Any:
         max_tokens=request.max_new_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
+        top_k=request.top_k or 0,  # 0 is all
+        min_p=request.min_p,
         seed=request.seed,
         stop_token_ids=list(request.stop_token_ids),
+        stop=list(request.stop),
         ignore_eos=True,  # stop_token_ids say all
         logprobs=0,  # the sampled token's only
-        detokenize=False,
+        detokenize=bool(request.stop),
     )
 
 

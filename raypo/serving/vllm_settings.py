@@ -94,8 +94,12 @@ def engine_arguments(
     max_model_len: int,
     seed: int,
     device: str,
+    reads_text: bool = False,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; `section.extra` wins over all of them.
+
+    Args:
+        reads_text: Load the model's tokenizer, which strings that end a response need.
 
     Raises:
         ConfigError: `section.extra` holds what is no engine argument, or said by another key.
@@ -107,7 +111,7 @@ def engine_arguments(
         "max_model_len": max_model_len,
         "seed": seed,
         "load_format": "dummy",  # the first push brings the weights, and proves every path
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not reads_text,
         "generation_config": "vllm",  # requests say all about sampling; no defaults from a file
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": section.prefix_caching,
@@ -117,6 +121,8 @@ def engine_arguments(
     } | parallel_arguments(section.tensor_parallel)
     if device == "cpu":
         arguments["enforce_eager"] = True
+        # After a prompt's first part vLLM sets a seed's generator back, which CPUs' cannot do.
+        arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
         arguments["enable_sleep_mode"] = section.sleep

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow as pa
 
+PART = "reward/"
+"""How the columns of the named parts of a reward begin: `reward/format`; null where one is not."""
+
 
 def rollout_schema() -> pa.Schema:
     """The columns of `rollouts/step_00001.parquet`; a row must have those that cannot be null."""
@@ -26,6 +29,9 @@ def rollout_schema() -> pa.Schema:
             needed("prompt_ids", pa.list_(pa.int32())),
             needed("response_ids", pa.list_(pa.int32())),
             needed("log_probs", pa.list_(pa.float32())),
+            pa.field("response_mask", pa.list_(pa.bool_())),  # null: the policy wrote all of it
+            pa.field("turn_rewards", pa.list_(pa.float32())),  # null without an environment
+            pa.field("episode", _episode(pa)),
             pa.field("ref_log_probs", pa.list_(pa.float32())),  # null without a reference
             pa.field("score", pa.float64()),  # null where scoring failed
             pa.field("scores_by_source", pa.map_(pa.string(), pa.float64())),
@@ -33,23 +39,40 @@ def rollout_schema() -> pa.Schema:
             pa.field("advantage_mean", pa.float64()),
             pa.field("kl", pa.float64()),
             needed("finish_reason", pa.string()),
-            needed("weight_version", pa.int64()),
+            needed("weight_version", pa.int64()),  # of the first token
+            pa.field("weight_versions", pa.list_(pa.int64())),  # by token
             needed("prompt_index", pa.int64()),
             needed("sample_index", pa.int64()),
             needed("group_index", pa.int64()),
+            pa.field("row_index", pa.int64()),  # which conversation of its episode
+        ]
+    )
+
+
+def _episode(pa: Any) -> pa.DataType:
+    """`raypo.types.Episode`; null without an environment."""
+    return pa.struct(
+        [
+            ("score", pa.float64()),
+            ("num_turns", pa.int64()),
+            ("environment_s", pa.float64()),
+            ("error", pa.string()),
         ]
     )
 
 
 def rollout_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Rows as a table of `rollout_schema`.
+    """Rows as a table of `rollout_schema`, with a column for each named part of their rewards.
 
     Raises:
         ValueError: a row has a column that the schema does not have, or lacks one it needs.
     """
     import pyarrow as pa
 
+    parts = sorted({name for row in rows for name in row if name.startswith(PART)})
     schema = rollout_schema()
+    for name in parts:
+        schema = schema.append(pa.field(name, pa.float64()))
     needed = {field.name for field in schema if not field.nullable}
     for number, row in enumerate(rows):
         unknown, missing = row.keys() - set(schema.names), needed - row.keys()

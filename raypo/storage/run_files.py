@@ -6,6 +6,8 @@ import io
 import json
 import math
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,9 @@ from raypo.storage.rollout_table import rollout_table
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 _ROLLOUTS, _POLICY, _LOGS, _TIMELINE = "rollouts", "policy", "logs", "timeline"
 _ADAPTER = "adapter"
+BEST = "best"
+"""The models of the best step, by `checkpoint.best_by`, and which one that is."""
+_STAGE = f"{TEMPORARY}checkpoint-"
 _BEFORE_CONFIG = re.compile(rf"{_LOGS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*")
 """What a run that died before its config may have left; the marker is Ray Train's."""
 _ROLLOUT_NAME = re.compile(r"(step|held_out)_(\d+)\.parquet")
@@ -58,6 +63,26 @@ class RunFiles:
         return self._folder.path
 
     @property
+    def is_local(self) -> bool:
+        """Whether the folder itself is written to, and no URI."""
+        return isinstance(self._folder, LocalFolder)
+
+    def new_stage(self) -> Path:
+        """A new folder in which a checkpoint is written: beside where it will lie, if it can.
+
+        For a URI it is one of this machine's temporary folders.
+        """
+        if not self.is_local:
+            return Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=_STAGE, dir=self.folder))
+
+    def clear_stages(self) -> None:
+        """Remove what an attempt that died has left of its checkpoint."""
+        for path in self.folder.glob(f"{_STAGE}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    @property
     def policy_dir(self) -> Path:
         """Where the policy is saved as a Hugging Face folder."""
         return self.folder / _POLICY
@@ -71,6 +96,11 @@ class RunFiles:
     def adapter_dir(self) -> Path:
         """Where a LoRA adapter is saved as a peft folder."""
         return self.folder / _ADAPTER
+
+    @property
+    def best_dir(self) -> Path:
+        """The models of the best step so far, where `checkpoint.best_by` says what is best."""
+        return self.folder / BEST
 
     @property
     def logs_dir(self) -> Path:

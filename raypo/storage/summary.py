@@ -15,6 +15,7 @@ SUMMARISED = (
     "eval/reward_model_mean",
     "eval/loss",
     "eval/accuracy",
+    "eval/margin_mean",
     "train/loss",
     "rollout/score_mean",
     "rollout/response_tokens_mean",

@@ -23,6 +23,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("", ("perf/samples_per_s",), lambda v: f"{v:.1f} samples/s"),
     ("", ("time/step_s",), lambda v: f"{v:.1f} s"),
     ("waited", ("time/wait_for_rollouts_s",), lambda v: f"{v:.1f} s"),
+    ("engines idle", ("perf/engine_idle_s",), lambda v: f"{v:.1f} s"),
     ("eval", ("eval/score_mean",), lambda v: f"{v:+.3f}"),
     ("eval accuracy", ("eval/accuracy",), lambda v: f"{v:.1%}"),
     ("eval loss", ("eval/loss",), lambda v: f"{v:.4f}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 APART = (
@@ -18,14 +19,28 @@ APART = (
 )
 """Loggers that write to the console by themselves and do not pass on what they are told."""
 
+_SHOWN = 120
+"""Characters of a first line that the console shows."""
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 
 
 class _RunLog(logging.FileHandler):
     """The handler of `log_to_file`, to be found again."""
 
+    on_print: Callable[[str], None] | None = None
+    """Told the first record of the root logger itself."""
 
-def log_to_file(path: str | Path) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        super().emit(record)
+        is_print = record.name == "root" and not record.getMessage().startswith("gcc ")
+        if is_print and self.on_print is not None:  # DeepSpeed prints how it calls its compiler
+            tell, self.on_print = self.on_print, None
+            text = record.getMessage().strip()
+            tell(f"printed: {text:.{_SHOWN}} (this and what follows: {self.baseFilename})")
+
+
+def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = None) -> None:
     """Send the log records and warnings of this process to a file instead of the console.
 
     Works in any process. Calling it again is harmless, and needed after the import of a library
@@ -34,8 +49,13 @@ def log_to_file(path: str | Path) -> None:
 
     Args:
         path: Appended to; its folder is made.
+        on_print: Told once, in a line for people, that a function of the user's has printed, and
+            where all of that is: in its workers Ray Train makes `print` a record of the root
+            logger, which libraries leave alone.
     """
     handler = _handler(Path(path).absolute())
+    if on_print is not None:
+        handler.on_print = on_print
     root = logging.getLogger()
     for logger in {root, *_loggers_apart()}:
         for old in list(logger.handlers):

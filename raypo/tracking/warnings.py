@@ -205,14 +205,19 @@ def _clipped(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
 
 def _engine_mismatch(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     gaps = _newest(rows, "mismatch/kl")
+    usual = {"top_p": (None, 1.0), "top_k": (None,), "min_p": (None, 0.0)}
+    cut = [key for key, off in usual.items() if _get(config, "rollout", key) not in off]
     is_bare = (_get(config, "ppo", "correction") or {}).get("kind", "none") == "none"
     if gaps and min(gaps) > MAX_MISMATCH_KL:
         age = rows[-1].get("rollout/staleness_mean", 0.0)
         which = f"weights that are {age:.1f} versions apart" if age else "the same weights"
         return (
             f"engine and learner differ by {gaps[-1]:.3f} nats per token on {which}.",
-            f"{'Set ppo.correction.kind: tis, keep' if is_bare else 'Keep'} rollout.top_p at 1, or "
-            "use model.dtype: float32.",
+            f"Remove {' and '.join(cut)} from rollout: the engine's log-probs are of a truncated "
+            "distribution, the learner's of all of it."
+            if cut
+            else f"{'Set ppo.correction.kind: tis, or use' if is_bare else 'Use'} model.dtype: "
+            "float32.",
         )
     return None
 

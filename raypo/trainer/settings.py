@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,8 +12,11 @@ import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from raypo.cluster.connect import cluster_address, connect
-from raypo.config import ConfigError, PPOConfig, RecipeConfig
+from raypo.cluster.devices import check_accelerators, check_driver
+from raypo.config import ConfigError, ExamplesConfig, OnlineConfig, RecipeConfig
 from raypo.config.paths import storage_path
+from raypo.data.rows import read_rows
+from raypo.plan.hardware import this_machine
 from raypo.plan.placement import worker_resources
 from raypo.rewards.loader import check_callable
 from raypo.rewards.scoring import RewardFunction
@@ -85,10 +89,10 @@ def check_arguments(
         )
     if reward_fn is None:
         return
-    if kind is not PPOConfig:
+    if not issubclass(kind, OnlineConfig):
         raise ConfigError(
-            f"reward_fn ({_function_name(reward_fn)}): only PPO trains on rewards. Leave it out; "
-            f"eval.function of an SFTConfig judges answers to held-out prompts."
+            f"reward_fn ({_function_name(reward_fn)}): only what a run samples is judged. Leave it "
+            f"out; eval.function of an SFTConfig or DPOConfig judges answers to held-out prompts."
         )
     check_callable(reward_fn, name=_function_name(reward_fn), key="reward_fn")
 
@@ -118,11 +122,35 @@ def resolve(
         failures = (run.failure_config or FailureConfig()).max_failures
         if failures != FailureConfig().max_failures:
             values["max_failures"] = failures
-        if run.checkpoint_config is not None and run.checkpoint_config.num_to_keep is not None:
-            values["checkpoint"]["keep"] = run.checkpoint_config.num_to_keep
+        kept = run.checkpoint_config or CheckpointConfig()
+        if kept.num_to_keep is not None:
+            values["checkpoint"]["keep"] = kept.num_to_keep
+        if kept.checkpoint_score_attribute is not None:
+            values["checkpoint"]["best_by"] = kept.checkpoint_score_attribute
+            values["checkpoint"]["best_mode"] = kept.checkpoint_score_order
     if reward_fn is not None:
         values["reward"]["function"] = _function_name(reward_fn)
     return type(config).parse(values, origin="trainer")
+
+
+def with_steps_of_epochs(config: AnyConfig) -> AnyConfig:
+    """The config with the `num_steps` that its `num_epochs` makes; without them as it is.
+
+    Raises:
+        ConfigError: both are set and say different things, or a file cannot be read.
+    """
+    if not isinstance(config, ExamplesConfig) or config.num_epochs is None:
+        return config
+    rows = sum(1 for source in config.data.prompts for _ in read_rows(source, key="data.prompts"))
+    steps = math.ceil(config.num_epochs * rows / config.learner.batch_size)
+    usual = type(config).model_fields["num_steps"].default
+    if config.num_steps not in (steps, usual):
+        raise ConfigError(
+            f"num_steps ({config.num_steps}): num_epochs ({config.num_epochs:g}) of {rows} rows at "
+            f"learner.batch_size {config.learner.batch_size} are {steps} steps. Remove one of "
+            f"the two."
+        )
+    return config.model_copy(update={"num_steps": steps})
 
 
 def _function_name(function: RewardFunction) -> str:
@@ -148,9 +176,12 @@ def _cluster_has_gpus(config: RecipeConfig) -> bool:
     """Asks the cluster where there is one, else this machine, without starting anything."""
     if ray.is_initialized() or cluster_address(config.cluster)[0]:
         connect(config.cluster)
-        return ray.cluster_resources().get("GPU", 0.0) > 0.0
+        resources = ray.cluster_resources()
+        check_accelerators(resources)
+        return resources.get("GPU", 0.0) > 0.0
     import torch
 
+    check_driver(gpus=this_machine()[0].gpus)
     return torch.cuda.is_available()
 
 
@@ -163,8 +194,10 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
         run,
         name=config.name,
         storage_path=storage_path(config),
-        checkpoint_config=dataclasses.replace(
-            run.checkpoint_config or CheckpointConfig(), num_to_keep=config.checkpoint.keep
+        checkpoint_config=CheckpointConfig(
+            num_to_keep=config.checkpoint.keep,
+            checkpoint_score_attribute=config.checkpoint.best_by,
+            checkpoint_score_order=config.checkpoint.best_mode,
         ),
         failure_config=dataclasses.replace(
             failure,

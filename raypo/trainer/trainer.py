@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import threading
 import time
@@ -29,7 +30,7 @@ from raypo.cluster.connect import (
 )
 from raypo.cluster.messenger import start_monitor
 from raypo.cluster.resources import alive_nodes
-from raypo.config import PPOConfig, RecipeConfig
+from raypo.config import OnlineConfig, RecipeConfig
 from raypo.config.paths import storage_path
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.plan.placement import lay_out, worker_bundles
@@ -44,6 +45,7 @@ from raypo.trainer.settings import (
     resolve,
     run_config_of,
     scaling_of,
+    with_steps_of_epochs,
 )
 from raypo.trainer.watch import (
     advice,
@@ -87,7 +89,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 over the `learner` section, its strategy over `placement.strategy`. Ray's default
                 is `use_gpu=False`: pass True for GPUs, or leave the argument out.
             run_config: Its `name`, `storage_path`, `failure_config` (`max_failures`) and
-                `checkpoint_config` (`num_to_keep`: `checkpoint.keep`) win over the config's. What
+                `checkpoint_config` (`num_to_keep`: `checkpoint.keep`, `checkpoint_score_attribute`
+                and `_order`: `checkpoint.best_by` and `best_mode`) win over the config's. What
                 equals Ray's default says nothing.
             reward_fn: Of PPO: (list[Rollout]) -> list[float], a function or an object with
                 `__call__`; wins over `reward.function`.
@@ -100,17 +103,18 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """
         kind: Any = type(self).config_class
         check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
-        self.config: AnyConfig = resolve(
-            read_config(config, kind), scaling_config, run_config, reward_fn
-        )
-        check_inputs(self.config, has_reward_fn=reward_fn is not None)
+        resolved = resolve(read_config(config, kind), scaling_config, run_config, reward_fn)
+        check_inputs(resolved, has_reward_fn=reward_fn is not None)
+        self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(storage_path(self.config), self.config.name)
         self._reward_fn = reward_fn
         self._fresh = fresh
+        scaling = scaling_of(self.config, scaling_config)
+        self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
         super().__init__(
             type(self).loop,
             train_loop_config=self.config.model_dump(),
-            scaling_config=scaling_of(self.config, scaling_config),
+            scaling_config=scaling,
             run_config=self._run_config(run_config),
             **torch_trainer_arguments,
         )
@@ -132,10 +136,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             if self._fresh:
                 self._files.remove()
             self._check_folder()
-            if is_finished(self._files):
+            if is_finished(self._files, self.config):
                 Console().message(
                     f"raypo: {self.config.name} is finished, files in {self._files.location}; "
-                    "fresh=True starts over."
+                    "with a higher num_steps it goes on, fresh=True starts over."
                 )
                 return self._with_every_step(Result.from_path(self._run_path()))
             connected_here = connect(self.config.cluster)
@@ -166,7 +170,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._files.write_config(self.config.model_dump(mode="json"))
         self._files.sync()
         earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
-        started = time.monotonic() - earlier_s
+        began = time.monotonic()
+        started = began - earlier_s
         monitor = start_monitor(self.config.name)
         console = Console(config=self.config.model_dump())
         dedicated = Dedicated()
@@ -185,7 +190,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 **self.config.model_dump(),
                 RUNTIME_KEY: self._runtime(monitor, dedicated),
             }
-            result = self._fit_in_thread(monitor, console)
+            result = self._fit_in_thread(monitor, console, begun=began)
             status = (result.return_value or {}).get("status", "failed")
             return result
         except KeyboardInterrupt:
@@ -223,8 +228,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             dedicated=dedicated.handles,
         )
 
-    def _fit_in_thread(self, monitor: ActorHandle, console: Console) -> Result:
-        """Ray Train takes over Ctrl-C only in the main thread, so it gets another one."""
+    def _fit_in_thread(self, monitor: ActorHandle, console: Console, *, begun: float) -> Result:
+        """Ray Train takes over Ctrl-C only in the main thread, so it gets another one.
+
+        Args:
+            begun: When `stop.after_s` begins, by the monotonic clock.
+        """
         outcome: list[Result | BaseException] = []
 
         def fit() -> None:
@@ -234,6 +243,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 outcome.append(error)
 
         thread = threading.Thread(target=fit, name="raypo-fit", daemon=True)
+        after_s = self.config.stop.after_s
+        deadline = math.inf if after_s is None else begun + after_s
         with stop_on_signal(monitor, console):
             thread.start()
             while thread.is_alive():
@@ -241,6 +252,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 show_events(console, monitor)
                 if self._is_unwanted():
                     monitor.request_stop.remote()
+                if time.monotonic() > deadline:
+                    monitor.request_stop.remote()
+                    deadline = math.inf
+                    console.message(
+                        f"{after_s:g} s have passed (stop.after_s): stopping after this step, with "
+                        "a checkpoint; the same command goes on."
+                    )
             show_events(console, monitor)
         (result,) = outcome
         if isinstance(result, BaseException):
@@ -315,7 +333,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _start_dedicated(self) -> Dedicated:
         """Step 2 of what outlives the workers: before they start."""
-        if not isinstance(self.config, PPOConfig) or not self.config.placement.is_dedicated:
+        if not isinstance(self.config, OnlineConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
         from raypo.run.dedicated_services import start_dedicated  # model code
 
@@ -335,8 +353,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _with_every_step(self, result: Result) -> Result:
         rows = self._files.metrics()
-        if result.return_value is None and is_finished(self._files):  # it was handed back
-            steps = {"status": "finished", "step": self.config.num_steps}
+        if result.return_value is None and is_finished(self._files, self.config):  # handed back
+            steps = {"status": "finished", "step": self._files.last_step()}
             result = dataclasses.replace(result, return_value=steps)
         return dataclasses.replace(
             result,

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +28,7 @@ from ray.tune.schedulers import PopulationBasedTraining
 
 from raypo.config import ConfigError
 from raypo.config.space import Domain
-from raypo.storage.folder import open_folder
+from raypo.storage.folder import link_tree, open_folder
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP
 from raypo.tuning.search import POINT
@@ -199,7 +197,8 @@ class Segment:
             run_config,
             name=self.folder,
             storage_path=files.location,
-            checkpoint_config=dataclasses.replace(kept, num_to_keep=num_to_keep),
+            # The newest ones, whatever is best: others may begin with them.
+            checkpoint_config=CheckpointConfig(num_to_keep=num_to_keep),
         )
 
 
@@ -218,11 +217,4 @@ def copy_checkpoint(source: str, target: str) -> None:
         into = FileSystem.from_uri(target)[1]
         copy_files(path, into, source_filesystem=system, destination_filesystem=system)
     else:
-        shutil.copytree(source, target, copy_function=_link)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk
-        shutil.copy2(source, target)
+        link_tree(source, target)

@@ -12,7 +12,7 @@ from typing import get_args
 
 import ray
 
-from raypo.config import PolicyLoraSection, PPOConfig
+from raypo.config import OnlineConfig, PolicyLoraSection
 from raypo.config.sweep_config import SharedRole, SweepConfig
 from raypo.plan.placement import Bundle, dedicated_bundles, with_dedicated
 from raypo.run.setup import Shared
@@ -24,6 +24,8 @@ MADE_FROM = {
         "model.lora",
         "rollout.engine",
         "rollout.max_new_tokens",
+        "rollout.max_episode_tokens",
+        "rollout.stop",
         "data.max_prompt_tokens",
     ),
     "reference": (
@@ -60,7 +62,7 @@ class Sharing:
     """Of the placement group that models and pool get; none on CPUs, where they take turns."""
 
     @classmethod
-    def of(cls, sweep: SweepConfig, base: PPOConfig, *, use_gpu: bool) -> Sharing:
+    def of(cls, sweep: SweepConfig, base: OnlineConfig, *, use_gpu: bool) -> Sharing:
         """All of `share` that the base has and no key of the space changes."""
         roles = get_args(SharedRole) if sweep.share == "auto" else sweep.share
         wanted = {role for role in roles if not _is_searched(role, sweep)}
@@ -95,7 +97,7 @@ class Sharing:
 
 @contextmanager
 def started(
-    sharing: Sharing, base: PPOConfig, name: str, *, num_slots: int, logs_dir: str
+    sharing: Sharing, base: OnlineConfig, name: str, *, num_slots: int, logs_dir: str
 ) -> Iterator[Shared]:
     """The deployments while trials run.
 
@@ -112,6 +114,7 @@ def started(
     from raypo.run.shared_services import start_shared  # model code
 
     use_gpu = bool(sharing.bundles)
+    base = base.with_dtype(use_gpu=use_gpu)  # as each trial decides it
     open_ones = []
     lender = first_answers = None
     try:

@@ -1,4 +1,4 @@
-"""A trial: a PPOTrainer run inside a Ray Tune trial, reported through Ray's own callback.
+"""A trial: a trainer's run inside a Ray Tune trial, reported through Ray's own callback.
 
 On a small machine the price of a trial is its processes, each of which imports Ray and torch. So
 Ray Train's controller runs in the trial's own one, and Tune hands that on to the next trial.
@@ -18,12 +18,12 @@ from ray.actor import ActorHandle
 from ray.train import Checkpoint, RunConfig, UserCallback
 
 from raypo.checks import is_finished
-from raypo.config import PPOConfig
+from raypo.config import OnlineConfig, parse_online_config
 from raypo.config.sweep_config import with_values
 from raypo.deployment.reserve import Dedicated
 from raypo.run.setup import Runtime, Shared
 from raypo.storage.run_files import RunFiles
-from raypo.trainer import PPOTrainer
+from raypo.trainer import RecipeTrainer, trainer_class
 from raypo.tuning.capacity import trial_name
 from raypo.tuning.goal import Goal, as_report, known_metrics
 from raypo.tuning.population import Segment
@@ -53,11 +53,11 @@ class TrialSetup:
     janitor: ActorHandle | None = None
     shared: Shared | None = None
 
-    def config(self, name: str, point: Point) -> PPOConfig:
+    def config(self, name: str, point: Point) -> OnlineConfig:
         """The run config of a trial."""
         fixed = {"name": name, "storage_path": self.storage_path}
         values = with_values(self.base, {**point, **fixed})
-        return PPOConfig.parse(values, origin=name).with_absolute_paths(self.working_dir)
+        return parse_online_config(values, origin=name).with_absolute_paths(self.working_dir)
 
     def files(self, number: int) -> RunFiles:
         """The files of a trial's run."""
@@ -72,7 +72,7 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
     _wait_for_predecessor(files)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
     known = known_metrics(files.metrics(), setup.goal)
-    if is_finished(files):  # the driver was killed before it could note that
+    if is_finished(files, run):  # the driver was killed before it could note that
         tune.report(as_report(known, setup.goal))
         return
     segment = None
@@ -84,7 +84,7 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
             segment.report(as_report(segment.known, setup.goal))
         known = segment.known
     reports = TrialReports(setup.goal, known, files, segment)
-    TrialTrainer(run, setup, reports, segment).fit()
+    trial_trainer(run)(run, setup, reports, segment).fit()
     if reports.are_unwanted:
         raise SystemExit(0)  # as Tune has asked for
 
@@ -96,12 +96,18 @@ def _wait_for_predecessor(files: RunFiles) -> None:
         time.sleep(0.5)
 
 
-class TrialTrainer(PPOTrainer):
-    """A PPOTrainer whose workers know the sweep that they are part of."""
+def trial_trainer(config: OnlineConfig) -> type[TrialTrainer]:
+    """The trainer of a trial of the config's recipe."""
+    kind = trainer_class(config)
+    return type("TrialTrainer", (TrialTrainer,), {"loop": kind.loop, "config_class": type(config)})
+
+
+class TrialTrainer(RecipeTrainer[OnlineConfig]):
+    """A trainer whose workers know the sweep that they are part of."""
 
     def __init__(
         self,
-        config: PPOConfig,
+        config: OnlineConfig,
         setup: TrialSetup,
         reports: TrialReports,
         segment: Segment | None = None,

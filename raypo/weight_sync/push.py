@@ -31,6 +31,8 @@ from raypo.weights.store import Kept
 from raypo.weights.transport import ObjectTransport, PushedEngines, Transport
 
 PROBE_TOKENS = 8
+PRIORITY = -1
+"""What trains waits for a probe, where both ask an engine."""
 RETRY_S = 0.2
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.15}
 """Nats. Largest gap of a token in float32; largest mean over the probe in bfloat16, in which
@@ -74,7 +76,12 @@ class ProbedEngines(Protocol):
 
     @property
     def generate(self) -> MethodOfEach[[list[SamplingRequest]], list[Completion]]:
-        """One response a request, in the order given."""
+        """One response a request, in the order given; a batch that enters as a whole."""
+        ...
+
+    @property
+    def submit(self) -> MethodOfEach[[list[SamplingRequest]], list[Completion]]:
+        """The same, of requests that join what is being sampled."""
         ...
 
 
@@ -93,6 +100,8 @@ class Probe:
     seed: int
     adapter: str | None = None
     """Name of the adapter that the engine is to answer with; None: only its own weights."""
+    joins: bool = False
+    """Beside what the engines sample for others, rather than as a batch of its own."""
 
     def requests(self, version: int) -> list[SamplingRequest]:
         """Short samples, other ones for every version."""
@@ -105,17 +114,21 @@ class Probe:
                 seed=(self.seed + 7919 * version + number) % 2**31,
                 stop_token_ids=(),
                 adapter=self.adapter,
+                priority=PRIORITY,
             )
             for number, ids in enumerate(self.prompts)
         ]
 
 
-def open_transport(section: EngineSection, *, colocated: bool, kept: bool = False) -> Transport:
+def open_transport(
+    section: EngineSection, *, colocated: bool, share_gpus: bool = False, kept: bool = False
+) -> Transport:
     """The transport that `rollout.engine.transport` names, on this learner worker.
 
     Args:
         section: Of the engines.
         colocated: The engines live on the learner workers' devices.
+        share_gpus: Several engines live on one GPU.
         kept: The weights are pushed once and must stay at hand for engines that start later.
 
     Raises:
@@ -129,7 +142,9 @@ def open_transport(section: EngineSection, *, colocated: bool, kept: bool = Fals
         )
     if kept:
         return ObjectTransport()
-    kind = section.resolved_transport(colocated=colocated, use_gpu=torch.cuda.is_available())
+    kind = section.resolved_transport(
+        colocated=colocated, use_gpu=torch.cuda.is_available(), share_gpus=share_gpus
+    )
     if kind == "object":
         return ObjectTransport()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -253,9 +268,10 @@ def try_probe(
     if workers.rank == 0:
         requests = probe.requests(version)
         # One that is lost just now is left out, and loads what the others hold when it is asked.
-        by_engine = survivors(engine.generate.on_all(requests))
+        ask = engine.submit if probe.joins else engine.generate
+        by_engine = survivors(ask.on_all(requests))
         answers = [each for own in by_engine for each in own]
-        answers = answers or engine.generate.remote(requests).result()
+        answers = answers or ask.remote(requests).result()
     completions: list[Completion] = workers.broadcast(answers)
     prompts = list(probe.prompts) * (len(completions) // len(probe.prompts))
     experience = to_experience(_scored(prompts, completions))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -247,5 +249,28 @@ def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 4 * limit  # NCCL's watchdog ends the process; ours comes first
     backend = dist.ProcessGroupNCCL(prefixed, rank, rendezvous.size, options)
-    backend.eager_connect_single_device(device)
+    connect(backend, device, rendezvous.timeout_s)
     return backend
+
+
+def connect(backend: Any, device: torch.device, timeout_s: float) -> None:
+    """Have NCCL make its connections now, which waits for all members and knows no time-out.
+
+    Raises:
+        RuntimeError: one did not come in time, or NCCL's own error.
+    """
+    outcome: Future[None] = Future()
+
+    def wait() -> None:
+        try:
+            outcome.set_result(backend.eager_connect_single_device(device))
+        except BaseException as error:  # handed to the caller below
+            outcome.set_exception(error)
+
+    # No pool: its thread would be waited for when the process ends.
+    Thread(target=wait, name="raypo-nccl", daemon=True).start()
+    try:
+        outcome.result(timeout_s)
+    except TimeoutError:
+        Thread(target=backend.abort, daemon=True).start()  # it may wait for the other thread
+        raise RuntimeError("a member did not connect") from None

@@ -441,7 +441,7 @@ def table(known: dict[str, Any]) -> str:
 
 def needed_flops(prompt: int) -> float:
     """Of a step: a pass to sample, one of the reference, and an update of three; prompts once."""
-    from raypo.metrics.flops import Lengths, forward_flops
+    from raypo.plan.flops import Lengths, forward_flops
     from raypo.plan.model_shape import from_config
 
     shape = SHAPES["135M"]

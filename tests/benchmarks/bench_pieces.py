@@ -224,6 +224,7 @@ def learner(work: dict[str, Any]) -> dict[str, float]:
         LearnerSection(policy_lr=1e-6, **work.get("learner_section", {})),
         temperature=1.0,
         max_new_tokens=work["new_tokens"],
+        num_steps=1,
         seed=0,
         workers=Workers(),
     )

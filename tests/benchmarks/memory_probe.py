@@ -95,6 +95,7 @@ def learner(config: PPOConfig) -> dict[str, int]:
         config.learner,
         temperature=1.0,
         max_new_tokens=config.rollout.max_new_tokens,
+        num_steps=config.num_steps,
         seed=0,
         workers=Workers(),
     )

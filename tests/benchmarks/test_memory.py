@@ -67,7 +67,7 @@ def run_config(folder: Path, changes: dict[str, Any]) -> PPOConfig:
     }
     for section, keys in changes.items():
         values[section] = {**values.get(section, {}), **keys}
-    return PPOConfig.parse(values)
+    return PPOConfig.parse(values).with_dtype(use_gpu=False)
 
 
 def measured(role: str, config: PPOConfig) -> dict[str, int]:

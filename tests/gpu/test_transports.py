@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,25 +86,38 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_its_weights(tmp_
     engine.shutdown()
 
 
-@needs_gpus(1)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_learner_off_loaded_leaves_the_gpu_and_comes_back(tmp_path: Path, stage: int):
-    from tests.integration.test_learner import experience, learner, with_targets
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One for all tests of this module: DeepSpeed keeps the first group that it sees."""
+    import torch.distributed as dist
 
-    torch.distributed.init_process_group(
-        "nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
-        trained = learner(str(tiny_policy(tmp_path / "m", hidden=512, layers=8)), stage=stage)
-        trained.update(with_targets(trained.with_log_probs_and_values(experience())), step=1)
+    rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
+    os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@needs_gpus(1)
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_learner_off_loaded_leaves_the_gpu_and_comes_back(tmp_path: Path, stage: int, dtype: str):
+    from tests.integration.learning import experience, learner, weights, with_targets
+
+    model = str(tiny_policy(tmp_path / "m", hidden=512, layers=8))
+    stayed, moved = (learner(model, stage=stage, dtype=dtype) for _ in range(2))
+    batch = with_targets(stayed.with_log_probs_and_values(experience()))
+    for step in (1, 2):
         before = torch.cuda.memory_allocated()
-        trained.offload_training_state()
-        trained.offload_parameters()
-        assert torch.cuda.memory_allocated() < 0.2 * before
-        trained.reload()
-        trained.update(with_targets(trained.with_log_probs_and_values(experience())), step=2)
-    finally:
-        torch.distributed.destroy_process_group()
+        moved.offload_training_state()
+        moved.offload_parameters()
+        assert torch.cuda.memory_allocated() < 0.7 * before, "one of the two is gone"
+        moved.reload()
+        for each in (stayed, moved):
+            each.update(batch, step=step)
+        kept = weights(stayed)
+        assert all(torch.equal(kept[name], own) for name, own in weights(moved).items())
 
 
 @needs_gpus(2)

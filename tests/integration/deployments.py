@@ -184,3 +184,18 @@ def done(folder: Path) -> list[tuple[int, int]]:
     file = folder / "done"
     lines = file.read_text().splitlines() if file.exists() else []
     return [(int(number), int(pid)) for number, pid in map(str.split, lines)]
+
+
+class Sleeper:
+    """Writes into a file when it is made and when it goes to sleep, as what takes turns does."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self._path, self._name = Path(path), name
+        self._note("made")
+
+    def sleep(self) -> None:
+        self._note("asleep")
+
+    def _note(self, what: str) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{self._name} {what}\n")

@@ -49,18 +49,20 @@ def learner(
 ) -> Learner:
     """Two epochs of PPO with a critic; `section` are further keys of `model`."""
     return Learner(
-        ModelSection.model_validate({"policy": model, **section}),
+        ModelSection.model_validate({"policy": model, "dtype": "float32", **section}),
         PPOSection(num_epochs=2, clip_low=clip, clip_high=clip),
         LearnerSection(
             zero_stage=stage,  # type: ignore[arg-type]
             policy_lr=rate,
             critic_lr=LR,
+            lr_schedule="cosine",  # the first step has the whole rate
             max_grad_norm=MAX_NORM,
             max_tokens_per_microbatch=microbatch,
             max_skipped_updates=1,
         ),
         temperature=1.0,
         max_new_tokens=T,
+        num_steps=9,
         seed=0,
         workers=workers or Workers(),
     )

@@ -48,10 +48,28 @@ def sft_values(folder: Path, **learner: object) -> dict:
     }
 
 
+def dpo_values(folder: Path, **learner: object) -> dict:
+    values = sft_values(folder, **learner)
+    values |= {"recipe": "dpo", "name": "dpo", "dpo": {"beta": 0.3}}
+    values["eval"]["pairs"] = values["eval"]["prompts"]
+    return values
+
+
 def reward_model_values(folder: Path, **learner: object) -> dict:
     values = sft_values(folder, **learner)
     del values["rollout"]
     values |= {"recipe": "reward_model", "name": "reward"}
     del values["data"]["label_key"]
     del values["eval"]["function"]
+    return values
+
+
+def rounds_values(folder: Path, recipe: str) -> dict:
+    """Three rounds of 16 prompts with 4 samples each."""
+    values = sft_values(folder, num_epochs=2, batch_size=8)
+    del values["data"]["max_response_tokens"]
+    values |= {"recipe": recipe, "name": recipe, "num_steps": 3}
+    values["rollout"] |= {"prompts_per_step": 16, "samples_per_prompt": 4}
+    values["reward"] = {"function": values["eval"].pop("function")}
+    values["eval"]["every"] = values["checkpoint"]["every"] = 1
     return values

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypo.config import EngineSection
 from raypo.models.token_log_probs import response_log_probs
@@ -102,7 +102,8 @@ def learner_log_probs(
 
 
 def start(folder: str) -> Engine:
-    return Engine(folder, section=SECTION, dtype="float32", max_model_len=MAX_MODEL_LEN)
+    shape: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN}
+    return Engine(folder, section=SECTION, reads_text=True, **shape)
 
 
 def make_pair(folder: str) -> Pair:
@@ -280,6 +281,17 @@ def test_a_seed_gives_its_response_in_any_batch(served: Pair) -> None:
             np.testing.assert_allclose(mine.log_probs, theirs.log_probs, atol=1e-4)
 
 
+def test_seeded_prompts_may_have_more_tokens_than_a_step_of_vllm_takes(served: Pair) -> None:
+    prompts = np.random.default_rng(0).integers(3, 60, (30, 390)).astype(np.int32)  # 11,700 > 4096
+    many = [
+        SamplingRequest(prompt, max_new_tokens=4, temperature=1.0, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    together = served.engine.generate(many)
+    (alone,) = served.engine.generate(many[-1:])
+    assert np.array_equal(together[-1].token_ids, alone.token_ids)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
 def test_log_probs_are_of_the_tempered_distribution(served: Pair, temperature: float) -> None:
     completions = served.engine.generate(requests(4, temperature=temperature))
@@ -302,6 +314,48 @@ def test_nucleus_log_probs_are_renormalised(served: Pair) -> None:
     nucleus = served.engine.generate(requests(4, top_p=0.3))
     assert served.gap(nucleus) > AGREES
     assert all((completion.log_probs <= 0).all() for completion in nucleus)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 3}, {"min_p": 0.5}, {"top_p": 0.3}, {"top_k": 5, "min_p": 0.6}]
+)
+def test_log_probs_are_of_what_truncation_leaves_of_the_distribution(
+    served: Pair, cut: dict[str, Any]
+) -> None:
+    for asked, answer in zip(PROMPTS, served.engine.generate(requests(4, **cut)), strict=True):
+        ids = torch.from_numpy(np.concatenate([asked, answer.token_ids])).long()
+        p = served.learner(ids[None]).logits[0, len(asked) - 1 : -1].double().softmax(-1)
+        ranked = p.sort(descending=True).values
+        lowest = cut.get("min_p", 0.0) * ranked[:, :1]
+        if "top_k" in cut:
+            lowest = torch.maximum(lowest, ranked[:, cut["top_k"] - 1, None])
+        if "top_p" in cut:  # up to and with the token that reaches it
+            needed = (ranked.cumsum(-1) < cut["top_p"]).sum(-1, keepdim=True)
+            lowest = ranked.gather(1, needed)
+        left = torch.where(p >= lowest, p, 0.0)
+        expected = (left / left.sum(-1, keepdim=True)).log()[
+            torch.arange(len(answer.token_ids)), torch.from_numpy(answer.token_ids).long()
+        ]
+        assert np.abs(answer.log_probs - expected.detach().numpy()).max() < AGREES
+
+
+def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(served: Pair) -> None:
+    """The tokens before it, and all log-probs, are those of a response that went on."""
+    tokenizer = AutoTokenizer.from_pretrained(served.folder)
+    for asked, free in zip(requests(4), served.engine.generate(requests(4)), strict=True):
+        stop = tokenizer.decode(free.token_ids[4:6], skip_special_tokens=True)
+        (ended,) = served.engine.generate([replace(asked, stop=(stop, "never said"))])
+
+        number = len(ended.token_ids)
+        assert ended.finish_reason == "stop"
+        assert ended.token_ids.tolist() == free.token_ids[:number].tolist()
+        assert np.abs(ended.log_probs - free.log_probs[:number]).max() < AGREES
+        texts = [
+            tokenizer.decode(ended.token_ids[:last], skip_special_tokens=True)
+            for last in (number - 1, number)
+        ]
+        assert stop in texts[1]
+        assert stop not in texts[0]
 
 
 def test_a_stop_token_ends_the_response_and_is_part_of_it(served: Pair) -> None:

@@ -96,6 +96,24 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(model: str, stage: int, tmp_p
     assert largest_difference(weights(resumed), weights(trained)) == 0.0
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_restored_it_goes_on_with_a_learning_rate_of_its_own(
+    model: str, stage: int, tmp_path: Path
+):
+    """Of a run that began with another's state, and of a trial of pbt."""
+    trained = learner(model, stage=stage)
+    batch = with_targets(trained.with_log_probs_and_values(experience()))
+    trained.update(batch, step=1)
+    trained.save(tmp_path)
+
+    resumed = learner(model, stage=stage, rate=0.0)
+    resumed.restore(tmp_path)
+    before = weights(resumed)
+    assert largest_difference(before, weights(trained)) == 0.0
+    resumed.update(batch, step=2)
+    assert largest_difference(weights(resumed), before) == 0.0
+
+
 def test_a_saved_critic_loads_back_with_its_values(model: str, tmp_path: Path):
     trained = learner(model, stage=3)
     batch = with_targets(trained.with_log_probs_and_values(experience()))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypo.learner import offload
+from raypo.models import host_memory
 from tests.integration.learning import (
     STAGES,
     experience,
@@ -24,7 +24,7 @@ def test_off_and_back_changes_nothing(
     dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(offload, "HOST", "elsewhere")  # or nothing on a CPU would be moved
+    monkeypatch.setattr(host_memory, "HOST", "elsewhere")  # or nothing on a CPU would be moved
     stayed, moved = (learner(model, stage=stage, dtype=dtype) for _ in range(2))
     batch = with_targets(stayed.with_log_probs_and_values(experience()))
     for step in (1, 2):  # before the first update there are no optimizer states

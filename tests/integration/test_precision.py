@@ -19,6 +19,7 @@ from tests.integration.test_learner import model  # noqa: F401
 pytestmark = pytest.mark.usefixtures("group")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PIECES, SMALL = 128, 2.0**-8
+BETAS, EPS = (0.7, 0.95), 1e-3
 
 
 class Sums(nn.Module):
@@ -33,9 +34,20 @@ class Sums(nn.Module):
         return (self.weight * numbers).sum()
 
 
-def trained_model(module: nn.Module, stage: int, dtype: str) -> TrainedModel:
-    section = WorkersSection.model_validate({"zero_stage": stage, "max_grad_norm": 1e3})
-    return TrainedModel(module, learning_rate=LR, dtype=dtype, section=section, workers=Workers())
+def trained_model(
+    module: nn.Module,
+    stage: int,
+    dtype: str,
+    *,
+    betas: tuple[float, float] = BETAS,
+    eps: float = EPS,
+) -> TrainedModel:
+    section = WorkersSection.model_validate(
+        {"zero_stage": stage, "max_grad_norm": 1e3, "adam_betas": betas, "adam_eps": eps}
+    )
+    trained = TrainedModel(module, dtype=dtype, section=section, workers=Workers())
+    trained.set_learning_rate(LR)
+    return trained
 
 
 def master(of: TrainedModel, parameter: nn.Parameter, dtype: str) -> Tensor:
@@ -59,7 +71,7 @@ def test_updates_are_those_of_a_float32_adamw_on_the_sum_of_many_microbatches(
     reference = nn.Parameter(module.weight.detach().float().clone())
     trained = trained_model(module, stage, dtype)
     signs = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).sign()
-    optimizer = torch.optim.AdamW([reference], lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([reference], lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
     for first in (1.0, -0.25):
         for number in range(PIECES):
             scale = SMALL if number else first
@@ -74,6 +86,32 @@ def test_updates_are_those_of_a_float32_adamw_on_the_sum_of_many_microbatches(
         # An update is LR in size; float32 weights of up to 4 are known to 2e-7 each.
         now = master(trained, trained.module.weight, dtype)
         assert float((now - reference.detach()).abs().max()) < 1e-3 * LR
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_constants_of_adamw_stay_the_configs_where_a_checkpoint_has_others(
+    stage: int, tmp_path: Path
+):
+    """As when pbt goes on from another trial's state, or `from_checkpoint` with other values."""
+    written = trained_model(Sums(torch.float32), stage, "float32", betas=(0.5, 0.6), eps=0.1)
+    numbers = torch.ones(8, 16)
+    written.backward(written(numbers))
+    written.step()
+    written.save(tmp_path)
+    moved = []
+    for constants in ({"betas": (0.5, 0.6), "eps": 0.1}, {}):
+        trained = trained_model(Sums(torch.float32), stage, "float32", **constants)
+        trained.load(tmp_path)
+        before = master(trained, trained.module.weight, "float32").clone()
+        trained.backward(trained(-numbers))
+        trained.step()
+        moved.append(master(trained, trained.module.weight, "float32") - before)
+    first, second = (0.5, 0.6, 0.1), (*BETAS, EPS)
+    for (beta_1, beta_2, eps), change in zip((first, second), moved, strict=True):
+        mean = (beta_1 * (1 - 0.5) - (1 - beta_1)) / (1 - beta_1**2)
+        square = (beta_2 * (1 - 0.6) + (1 - beta_2)) / (1 - beta_2**2)
+        expected = torch.full_like(change, -LR * mean / (square**0.5 + eps))
+        torch.testing.assert_close(change, expected, rtol=1e-3, atol=1e-6)
 
 
 def values_of(of: Learner) -> Tensor:

@@ -41,6 +41,7 @@ def test_reference_and_reward_model_agree_with_torch(tmp_path: Path):
             assert answer.dtype == np.float32
             assert answer.shape == rollout.response_ids.shape
             np.testing.assert_allclose(answer, expected, atol=TOLERANCE)
+        assert_a_teacher_tells_the_same(reference, ours)
     finally:
         reference.shutdown()
 
@@ -56,6 +57,17 @@ def test_reference_and_reward_model_agree_with_torch(tmp_path: Path):
         assert_too_long_is_told(reward)
     finally:
         reward.shutdown()
+
+
+def assert_a_teacher_tells_the_same(reference: VllmReference, ours: ReferenceModel) -> None:
+    sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts()]
+    for count in (1, 5):
+        told = reference.top_log_probs(sequences, count, 100)
+        for one, other in zip(told, ours.top_log_probs(sequences, count, 100), strict=True):
+            np.testing.assert_allclose(one[0], other[0], atol=TOLERANCE)
+            assert one[1].tolist() == other[1].tolist()
+    whole = np.exp(ours.top_log_probs(sequences, 100, 100)[0][0]).sum(-1)
+    np.testing.assert_allclose(whole, 1.0, atol=1e-5)
 
 
 def assert_too_long_is_told(model: VllmModel) -> None:

@@ -77,6 +77,7 @@ def one_step(model: str, dtype: str, stage: int, workers: Workers, lora: Any) ->
         ),
         temperature=1.0,
         max_new_tokens=LONGEST,
+        num_steps=9,
         seed=0,
         workers=workers,
     )
@@ -86,7 +87,7 @@ def one_step(model: str, dtype: str, stage: int, workers: Workers, lora: Any) ->
         learner,
         to_experience(dealt),
         PPO,
-        AdvantageState.of(PPO.kl),
+        AdvantageState.of(PPO),
         workers,
         max_new_tokens=LONGEST,
         step=1,

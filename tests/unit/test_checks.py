@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from raypo.checks import check_inputs, check_run_folder, is_finished
-from raypo.config import ConfigError, PPOConfig
+from raypo.config import ConfigError, PPOConfig, SFTConfig
+from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.run_files import RunFiles
 
 
@@ -146,6 +147,11 @@ def test_a_run_folder_with_another_config_is_refused_with_the_difference(values:
     files.append_metrics(1, {})
     check_run_folder(config, files)
 
+    decided = config.with_dtype(use_gpu=False)  # what a run writes, where its file says auto
+    files.write_config(decided.model_dump(mode="json"))
+    assert (config.model.dtype, decided.model.dtype) == ("auto", "float32")
+    check_run_folder(config, files)
+
     changed = PPOConfig.parse(values | {"seed": 7, "logging": {"tensorboard": False}})
     with pytest.raises(ConfigError) as caught:
         check_run_folder(changed, files)
@@ -155,12 +161,102 @@ def test_a_run_folder_with_another_config_is_refused_with_the_difference(values:
 
 
 def test_only_a_run_that_says_so_is_finished(values: dict):
+    config = PPOConfig.parse(values)
     files = RunFiles(values["storage_path"], values["name"])
-    assert not is_finished(files)
-    files.write_summary({"status": "interrupted"})
-    assert not is_finished(files)
-    files.write_summary({"status": "finished"})
-    assert is_finished(files)
+    assert not is_finished(files, config)
+    files.write_summary({"status": "interrupted", "steps": 40})
+    assert not is_finished(files, config)
+    files.write_summary({"status": "finished", "steps": 40})
+    assert is_finished(files, config)
+    assert not is_finished(files, PPOConfig.parse(values | {"num_steps": 41}))
+
+
+def test_a_run_that_its_rules_ended_is_finished_until_they_change(values: dict):
+    values["stop"] = {"metric": "rollout/score_mean", "at": 0.9}
+    config = PPOConfig.parse(values)
+    files = RunFiles(values["storage_path"], values["name"])
+    files.write_config(config.model_dump(mode="json"))
+    files.write_summary({"status": "finished", "steps": 7, "stopped": "it is there"})
+    assert is_finished(files, config)
+    assert not is_finished(files, PPOConfig.parse(values | {"stop": {}}))
+
+
+def test_the_number_of_steps_may_change_but_not_below_those_done(values: dict):
+    config = PPOConfig.parse(values)
+    files = RunFiles(config.storage_path, config.name)
+    files.write_config(config.model_dump(mode="json"))
+    files.append_metrics(5, {})
+    check_run_folder(PPOConfig.parse(values | {"num_steps": 60}), files)
+    check_run_folder(PPOConfig.parse(values | {"num_steps": 5}), files)
+    with pytest.raises(ConfigError, match=r"num_steps \(4\): .* has done 5 steps\. Set"):
+        check_run_folder(PPOConfig.parse(values | {"num_steps": 4}), files)
+
+
+def test_a_run_whose_learning_rates_follow_from_its_length_keeps_it(values: dict):
+    values = {key: values[key] for key in ("name", "storage_path", "model", "data")} | {
+        "recipe": "sft",
+        "learner": {"lr_schedule": "cosine"},
+    }
+    config = SFTConfig.parse(values)
+    files = RunFiles(config.storage_path, config.name)
+    files.write_config(config.model_dump(mode="json"))
+    files.append_metrics(5, {})
+    with pytest.raises(ConfigError, match=r"num_steps: 40 -> 60\n.*learner.lr_schedule is cosine"):
+        check_run_folder(SFTConfig.parse(values | {"num_steps": 60}), files)
+
+
+@pytest.fixture
+def checkpoint(values: dict, tmp_path: Path) -> Path:
+    """Of step 3 of another run, as Ray Train and raypo leave it."""
+    files = RunFiles(values["storage_path"], "earlier")
+    files.write_config(PPOConfig.parse(values | {"name": "earlier"}).model_dump(mode="json"))
+    folder = Path(files.location) / "checkpoint_a"
+    folder.mkdir()
+    (folder / "run.json").write_text('{"step": 3}')
+    listed = {"checkpoint_dir_name": folder.name, "metrics": {"step": 3}}
+    snapshot = {"checkpoint_results": [listed], "latest_checkpoint_result": listed}
+    files.write("checkpoint_manager_snapshot.json", json.dumps(snapshot).encode())
+    return folder
+
+
+def beginning(values: dict, place: Path, **changes: object) -> None:
+    config = PPOConfig.parse(values | {"from_checkpoint": str(place)} | changes)
+    check_run_folder(config, RunFiles(config.storage_path, config.name))
+
+
+def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoint: Path):
+    best = checkpoint.parent / "best"
+    best.mkdir()
+    (best / "best.json").write_text('{"step": 3}')
+    for place in (checkpoint, checkpoint.parent, best):
+        assert find_checkpoint(str(place)) == str(checkpoint)
+        beginning(values, place, learner={"policy_lr": 3e-6})
+    (best / "best.json").write_text('{"step": 2}')
+    with pytest.raises(ConfigError, match="the checkpoint of step 2 is gone"):
+        beginning(values, best)
+    with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): no checkpoint is there"):
+        beginning(values, checkpoint.parent.parent / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_steps": 3}, r"num_steps \(3\): from_checkpoint .* is of step 3"),
+        ({"learner": {"zero_stage": 1}}, r"learner.zero_stage \(1\): .* of a run with 2"),
+        ({"ppo": {"advantage": "reinforce"}}, r"ppo.advantage \(reinforce\): .* with gae"),
+    ],
+)
+def test_a_checkpoint_that_would_not_load_is_refused_before_anything_starts(
+    values: dict, checkpoint: Path, changes: dict, told: str
+):
+    with pytest.raises(ConfigError, match=told):
+        beginning(values, checkpoint, **changes)
+
+
+def test_a_held_out_metric_needs_held_out_prompts(values: dict):
+    for section in ({"checkpoint": {"best_by": "eval/score_mean"}}, {"stop": {"patience": 3}}):
+        with pytest.raises(ConfigError, match=r"\(eval/score_mean\): .* eval.prompts is null"):
+            PPOConfig.parse(values | section)
 
 
 def test_prompts_that_repeat_within_a_step_are_a_note_with_both_numbers(
@@ -188,5 +284,5 @@ def test_prompts_that_repeat_within_a_step_are_a_note_with_both_numbers(
 
 
 def test_an_engine_argument_that_vllm_does_not_have_is_refused_before_anything_starts(values: dict):
-    values["rollout"] = {"engine": {"extra": {"top_k": 20}}}
-    assert "rollout.engine.extra.top_k (20): the installed vLLM has no such" in refusal(values)
+    values["rollout"] = {"engine": {"extra": {"top_kk": 20}}}
+    assert "rollout.engine.extra.top_kk (20): the installed vLLM has no such" in refusal(values)

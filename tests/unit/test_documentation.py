@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 import raypo.cli
 from raypo import Rollout
-from raypo.config import PPOConfig, RewardModelConfig, SFTConfig, parse_run_config
+from raypo.config import RECIPES, parse_run_config
 from raypo.config.base import known_keys, read_yaml
 from raypo.config.sweep_config import SweepConfig
 from scripts.config_reference import PAGE, page
@@ -34,13 +34,17 @@ from tests.documentation import (
 )
 
 PATHS = r"(?:examples|raypo|scripts|sweeps|tests|docs)/[\w./-]*\w/?"
-MADE = ("examples/quickstart/data", "examples/smollm2_positive/data")
+MADE = tuple(f"examples/{name}/data" for name in ("arithmetic", "quickstart", "smollm2_positive"))
 """Folders that examples write."""
-ROOTS = (PPOConfig, SFTConfig, RewardModelConfig, SweepConfig)
+ROOTS = (*RECIPES.values(), SweepConfig)
 BASES = {
     "ppo": "examples/quickstart/ppo.yaml",
     "sft": "examples/quickstart/sft.yaml",
     "reward_model": "examples/quickstart/reward_model.yaml",
+    "dpo": "examples/quickstart/dpo.yaml",
+    "rejection_sampling": "examples/quickstart/rejection_sampling.yaml",
+    "iterative_dpo": "examples/quickstart/iterative_dpo.yaml",
+    "distillation": "examples/quickstart/distillation.yaml",
 }
 
 

@@ -1,5 +1,6 @@
 """The files in examples/cluster are what their programs read; `submit.sh` is run by a slow test."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,6 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from raypo.config import PPOConfig
+from raypo.plan.fit import make_plan
+from raypo.plan.hardware import parse_cluster
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 
@@ -19,6 +24,15 @@ def test_scripts_are_bash(name: str):
     subprocess.run([bash, "-n", str(FOLDER / name)], check=True)
     text = (FOLDER / name).read_text()
     assert "raypo" in text
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing():
+    scripts = [*FOLDER.glob("*.sh"), *(FOLDER.parents[1] / "scripts").glob("*.sh")]
+    done = subprocess.run(
+        ["shellcheck", *map(str, scripts)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_slurm_script_starts_one_head_and_workers_that_join_it():
@@ -110,3 +124,40 @@ def test_a_submitted_run_brings_the_token_that_is_there(tmp_path: Path):
     token.parent.mkdir(parents=True)
     token.write_text("kept")
     assert run_script(tmp_path / "kept", "submit.sh", {}).stdout == "ray job submit: token \n"
+
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152_064,
+    "hidden_size": 3_584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def test_the_nodes_of_the_manifest_hold_what_the_plan_asks_for_seven_billion_weights(
+    tmp_path: Path,
+):
+    """PPO with critic and reference; Kubernetes kills a container above its limit."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    spec = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())["spec"]
+    (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    gpus, memory = int(limits["nvidia.com/gpu"]), int(limits["memory"].removesuffix("Gi"))
+    assert f"learner.num_workers={group['replicas'] * gpus}" in spec["entrypoint"]
+    run = PPOConfig.parse(
+        {
+            "name": "run",
+            "model": {"policy": str(tmp_path)},
+            "data": {"prompts": "prompts.jsonl", "max_prompt_tokens": 1024},
+            "rollout": {"prompts_per_step": 256, "samples_per_prompt": 4, "max_new_tokens": 1024},
+            "ppo": {"minibatch_size": 256},
+            "learner": {"num_workers": group["replicas"] * gpus, "zero_stage": 3},
+        }
+    )
+    cluster = f"{gpus}xGPU80G,{limits['cpu']}xCPU,{memory * 2**30 / 1e9:g}G,{group['replicas']}"
+    plan = make_plan(run, parse_cluster(cluster))
+    assert plan.fits, plan.problems

@@ -82,7 +82,7 @@ def _rollout(row: int, ids: np.ndarray, log_probs: np.ndarray) -> Rollout:
 def learned(ppo: PPOSection, *, sign: float) -> float:
     """How much the mean score has risen from the first to the last step."""
     workers, generator = Workers(), torch.Generator().manual_seed(0)
-    learner, state = plain_learner(ppo, workers, rate=0.03), AdvantageState.of(ppo.kl)
+    learner, state = plain_learner(ppo, workers, rate=0.03), AdvantageState.of(ppo)
     scores = []
     for step in range(1, STEPS + 1):
         scored = sample(learner, generator)
@@ -98,7 +98,7 @@ def learned(ppo: PPOSection, *, sign: float) -> float:
             max_new_tokens=TOKENS,
             step=step,
         )
-        batch = with_corrections(batch, ppo.correction)
+        batch = with_corrections(batch, ppo.correction, version=0)
         assert batch.advantages is not None
         learner.update(replace(batch, advantages=sign * batch.advantages), step=step)
     return float(scores[-1] - scores[0])

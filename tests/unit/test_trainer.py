@@ -36,6 +36,15 @@ def config() -> PPOConfig:
     )
 
 
+@pytest.mark.parametrize(("use_gpu", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_the_dtype_is_decided_where_the_devices_are_known(use_gpu: bool, dtype: str):
+    """On GPUs attention computes float32 in TF32: engine and learner could not agree in it."""
+    assert config().model.dtype == "auto"
+    assert config().with_dtype(use_gpu=use_gpu).model.dtype == dtype
+    own = config().model_copy(update={"model": config().model.model_copy(update={"dtype": "x"})})
+    assert own.with_dtype(use_gpu=use_gpu) == own, "what the file says stays"
+
+
 def test_what_ray_makes_up_leaves_the_file_alone():
     resolved = resolve(config(), None, RunConfig(failure_config=FailureConfig()))
     assert (resolved.name, resolved.storage_path) == ("from-file", "/from/file")
@@ -117,11 +126,12 @@ def test_failures_of_the_file_count_and_those_of_python_win():
 def test_the_number_of_checkpoints_from_python_is_recorded_and_kept():
     given = RunConfig(
         checkpoint_config=CheckpointConfig(
-            num_to_keep=1, checkpoint_score_attribute="eval/score_mean"
+            num_to_keep=1, checkpoint_score_attribute="kl/ref_mean", checkpoint_score_order="min"
         )
     )
     resolved = resolve(config(), None, given)
     assert resolved.checkpoint.keep == 1
+    assert (resolved.checkpoint.best_by, resolved.checkpoint.best_mode) == ("kl/ref_mean", "min")
     assert run_config_of(resolved, given).checkpoint_config == given.checkpoint_config
 
 
@@ -163,13 +173,31 @@ def test_a_trainer_takes_the_path_of_a_run_file(values: dict[str, Any], tmp_path
     )
 
 
+def test_epochs_become_the_steps_that_they_take(values: dict[str, Any], tmp_path: Path):
+    path = tmp_path / "examples.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n' * 10)
+    sft = {
+        "recipe": "sft",
+        "name": "sft",
+        "model": {"policy": values["model"]["policy"]},
+        "data": {"prompts": str(path)},
+        "learner": {"batch_size": 4},
+        "num_epochs": 1.5,
+    }
+    assert SFTTrainer(SFTConfig.parse(sft)).config.num_steps == 4
+    recorded = SFTTrainer(SFTConfig.parse(sft)).config.model_dump()
+    assert SFTTrainer(SFTConfig.parse(recorded)).config.num_steps == 4
+    with pytest.raises(ConfigError, match=r"num_steps \(7\).*are 4 steps"):
+        SFTTrainer(SFTConfig.parse(sft | {"num_steps": 7}))
+
+
 def test_what_is_no_config_of_the_recipe_is_refused(values: dict[str, Any], tmp_path: Path):
     with pytest.raises(ConfigError, match=r"config \(dict\): must be a PPOConfig or the path"):
         PPOTrainer(values)  # type: ignore[arg-type]
     sft = SFTConfig.parse({**values, "recipe": "sft"})
     with pytest.raises(ConfigError, match=r"config \(SFTConfig\): must be a PPOConfig"):
         PPOTrainer(sft)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"reward_fn \(.*judge\): only PPO trains on rewards"):
+    with pytest.raises(ConfigError, match=r"judge\): only what a run samples is judged"):
         SFTTrainer(sft, reward_fn=judge)
     path = tmp_path / "sft.yaml"
     path.write_text(yaml.safe_dump({**values, "recipe": "sft"}))
@@ -207,9 +235,9 @@ def test_devices_and_file_systems_that_raypo_does_not_reach_are_refused(values: 
     )
 
 
-def run_before(values: dict[str, Any], *, num_steps: int) -> RunFiles:
+def run_before(values: dict[str, Any], *, seed: int) -> RunFiles:
     """A run of this config that made one step."""
-    earlier = PPOTrainer(PPOConfig.parse({**values, "num_steps": num_steps}), reward_fn=judge)
+    earlier = PPOTrainer(PPOConfig.parse({**values, "seed": seed}), reward_fn=judge)
     files = RunFiles(values["storage_path"], values["name"])
     files.write_config(earlier.config.model_dump(mode="json"))
     files.append_metrics(1, {"rollout/score_mean": 0.0})
@@ -217,14 +245,14 @@ def run_before(values: dict[str, Any], *, num_steps: int) -> RunFiles:
 
 
 def test_python_is_told_how_python_starts_over(values: dict[str, Any]):
-    run_before(values, num_steps=7)
+    run_before(values, seed=7)
     with pytest.raises(ConfigError, match=r"or start over with fresh=True\.$"):
         PPOTrainer(PPOConfig.parse(values), reward_fn=judge).fit()
 
 
 def test_fresh_removes_the_run_that_is_there_before_anything_starts(values: dict[str, Any]):
     """Nothing listens at the address, so this is as far as it comes."""
-    files = run_before(values, num_steps=7)
+    files = run_before(values, seed=7)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -116,17 +116,21 @@
     const response = (sample) => {
       const text = make("div", "text response"), name = field("colour").value;
       if (!sample.tokens) { text.textContent = sample.response; return text; }
+      const others = new Set(sample.others), rewards = sample.rewards || {};
       sample.tokens.forEach((piece, i) => {
         const special = /^<[^ ]+>$/.test(piece) && i === sample.tokens.length - 1;
-        const token = make("span", special ? "token special" : "token", piece);
+        const kind = special ? "token special" : others.has(i) ? "token other" : "token";
+        const token = make("span", kind, piece);
         const values = sample[name];
-        if (values) token.style.background = tint(values[i], name);
-        token.title = Object.keys(colours).filter((each) => sample[each])
+        if (values && !others.has(i)) token.style.background = tint(values[i], name);
+        token.title = others.has(i) ? "of the environment: read, not trained" : Object.keys(colours).filter((each) => sample[each])
           .map((each) => `${colours[each]} ${short(sample[each][i] ?? undefined)}`).join("\n");
         text.append(token);
+        if (rewards[i] !== undefined) text.append(make("span", "earned", ` ${rewards[i] > 0 ? "+" : ""}${rewards[i]} `));
       });
       const left = sample.num_tokens - sample.tokens.length;
       if (left > 0) text.append(make("span", "quiet", ` … ${left} more tokens`));
+      if (sample.error) text.append(make("div", "failed", sample.error));
       return text;
     };
     const card = (sample, { withPrompt }) => {
@@ -139,6 +143,7 @@
       if (sample.sources) meta.append(make("span", "", Object.entries(sample.sources).map(([name, value]) => `${name} ${value}`).join(", ")));
       if (sample.advantage !== undefined) meta.append(make("span", "", `advantage ${short(sample.advantage)}`));
       if (sample.kl !== undefined) meta.append(make("span", "", `KL ${short(sample.kl)}`));
+      if (sample.turns) meta.append(make("span", "", `${sample.turns} turns`));
       meta.append(make("span", "", `${sample.num_tokens} tokens${sample.finish === "length" ? ", cut off" : ""}`));
       if (sample.label !== undefined) meta.append(make("span", "", `label ${sample.label}`));
       box.append(meta);

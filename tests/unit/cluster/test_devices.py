@@ -1,8 +1,18 @@
 """The NOSET flags of each kind of accelerator: passed on, checked, and used for replicas."""
 
 import pytest
+import torch
 
-from raypo.cluster.devices import NOSET, check_choice, narrowed, shown, together, users_choice
+from raypo.cluster.devices import (
+    NOSET,
+    check_accelerators,
+    check_choice,
+    check_driver,
+    narrowed,
+    shown,
+    together,
+    users_choice,
+)
 from raypo.config import ConfigError
 
 KINDS = pytest.mark.parametrize(("variable", "flag"), NOSET.items())
@@ -47,3 +57,32 @@ def test_a_dedicated_replica_sees_its_own_devices_where_ray_shows_all():
         assert narrowed(["2"], environ) == {variable: "2"}
         assert narrowed([], environ) == {}
         assert narrowed(["2"], {variable: "2"}) == {}
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpus(monkeypatch: pytest.MonkeyPatch):
+    def old_driver() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", old_driver)
+    with pytest.raises(ConfigError) as caught:
+        check_driver(gpus=8)
+    text = str(caught.value)
+    assert text.startswith("learner.use_gpu (auto): this machine has 8 NVIDIA GPUs, and torch ")
+    assert "is too old (found version 12020). Update the driver" in text
+    assert "set learner.use_gpu to false" in text
+    check_driver(gpus=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_driver(gpus=8)
+
+
+def test_a_cpu_build_of_torch_is_the_users_own_choice(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    check_driver(gpus=8)
+
+
+def test_accelerators_that_raypo_cannot_use_are_told_and_not_passed_by():
+    with pytest.raises(ConfigError, match=r"^learner\.use_gpu \(auto\): the cluster has NPU"):
+        check_accelerators({"CPU": 64.0, "NPU": 8.0})
+    check_accelerators({"CPU": 64.0, "NPU": 8.0, "GPU": 8.0})
+    check_accelerators({"CPU": 64.0})

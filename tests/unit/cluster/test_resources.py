@@ -1,4 +1,5 @@
 from raypo.cluster.resources import describe
+from raypo.plan.gpus import gpu_of
 from raypo.plan.hardware import GB, Node
 
 
@@ -11,7 +12,9 @@ def test_a_node_by_its_ray_resources():
         "object_store_memory": 300.0 * GB,
         "node:10.0.0.1": 1.0,
     }
-    assert describe("node 0", resources) == Node("node 0", 8, 80 * GB, 96, 1000 * GB)
+    assert describe("node 0", resources) == Node(
+        "node 0", 8, 80 * GB, 96, 1000 * GB, gpu=gpu_of("H100")
+    )
 
 
 def test_memory_of_an_unknown_accelerator_is_not_made_up():

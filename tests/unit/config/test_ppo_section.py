@@ -1,5 +1,8 @@
 """The `ppo` section: what is refused with which remedy, and the published presets."""
 
+import math
+from typing import Literal, get_args, get_origin
+
 import pytest
 
 from raypo.config import PRESETS, PPOConfig, PPOSection, flatten
@@ -16,7 +19,10 @@ ADAPTIVE = {"ppo__kl__controller": "adaptive"}
 
 
 def choices(section, key):
-    return set(section.model_fields[key].annotation.__args__)
+    """The names that a key takes, beside a function's path where it takes one."""
+    annotation = section.model_fields[key].annotation
+    named = [each for each in get_args(annotation) if get_origin(each) is Literal]
+    return set(get_args(named[0] if named else annotation))
 
 
 def test_the_choices_are_those_that_the_mathematics_has():
@@ -97,11 +103,39 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "rollout.top_p to 1, or ppo.correction.kind to none.",
         ),
         (
+            {"ppo__old_log_probs": "engine", "rollout__top_p": 0.9},
+            "ppo.old_log_probs (engine): compares the engine's log-probs with the "
+            "learner's, and rollout.top_p (0.9) makes the engine's those of a truncated "
+            "distribution. Set rollout.top_p to 1, or ppo.old_log_probs to learner.",
+        ),
+        (
+            {"ppo__old_log_probs": "engine", "ppo__correction__kind": "tis"},
+            "ppo.correction.kind (tis): weighs the learner's log-probs before the update "
+            "against the engine's, and ppo.old_log_probs: engine leaves them uncomputed: the ratio "
+            "of the loss corrects already. Set ppo.old_log_probs to learner, or "
+            "ppo.correction.kind to none.",
+        ),
+        (
             {"ppo__correction__token_veto": 1e-4, "rollout__top_p": 0.9},
             "ppo.correction.token_veto (0.0001): compares the engine's log-probs with the "
             "learner's, and rollout.top_p (0.9) makes the engine's those of a truncated "
             "distribution. Set rollout.top_p to 1, or ppo.correction.token_veto to null.",
         ),
+        (
+            {"ppo__correction__kind": "tis", "rollout__top_k": 20},
+            "ppo.correction.kind (tis): compares the engine's log-probs with the learner's, and "
+            "rollout.top_k (20) makes the engine's those of a truncated distribution. Set "
+            "rollout.top_k to null, or ppo.correction.kind to none.",
+        ),
+        (
+            {"ppo__correction__kind": "mis", "rollout__min_p": 0.1},
+            "ppo.correction.kind (mis): compares the engine's log-probs with the learner's, and "
+            "rollout.min_p (0.1) makes the engine's those of a truncated distribution. Set "
+            "rollout.min_p to 0, or ppo.correction.kind to none.",
+        ),
+        ({"rollout__top_k": 0}, "rollout.top_k (0): must be greater than or equal to 1."),
+        ({"rollout__min_p": 1.1}, "rollout.min_p (1.1): must be less than or equal to 1."),
+        ({"rollout__stop": ["Q:", ""]}, "rollout.stop.1 (''): "),
         (
             {"ppo__correction__kind": "tis", "ppo__correction__low": 0.5},
             "ppo.correction.low (0.5): is used by icepop, mis, not by "
@@ -177,6 +211,62 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         ({"ppo__policy_loss": "sapo", "ppo__clip_high": 0.1}, "ppo.clip_high (0.1): has no effect"),
         (
+            {"ppo__policy_loss": "kl_cov", "ppo__clip_low": 0.1},
+            "ppo.clip_low (0.1): has no effect",
+        ),
+        (
+            {"ppo__policy_loss": "gmpo", "ppo__dual_clip": 3.0},
+            "ppo.dual_clip (3): ppo.policy_loss: gmpo bounds",
+        ),
+        (
+            {"ppo__cispo_low": 0.1},
+            "ppo.cispo_low (0.1): has no effect, ppo.policy_loss: ppo has no such clip. Remove "
+            "ppo.cispo_low, or set ppo.policy_loss to cispo.",
+        ),
+        (
+            {"ppo__policy_loss": "kl_cov", "ppo__covariance__low": 0.1},
+            "ppo.covariance.low (0.1): has no effect, ppo.policy_loss is kl_cov. Remove "
+            "ppo.covariance.low, or set ppo.policy_loss to clip_cov.",
+        ),
+        (
+            {"ppo__covariance__fraction": 0.1},
+            "ppo.covariance.fraction (0.1): has no effect, ppo.policy_loss is ppo. ",
+        ),
+        (
+            {"ppo__policy_loss": "clip_cov", "ppo__covariance__penalty": 0.1},
+            "ppo.covariance.penalty (0.1): has no effect, ppo.policy_loss is clip_cov. ",
+        ),
+        (
+            {"ppo__policy_loss": "clip_cov", "ppo__covariance__low": 5.0},
+            "ppo.covariance.low (5): must be below high (5)",
+        ),
+        (
+            {"ppo__nll_min_score": 0.5},
+            "ppo.nll_min_score (0.5): has no effect, ppo.nll_coef is 0. Remove ppo.nll_min_score, "
+            "or set ppo.nll_coef.",
+        ),
+        (
+            {"ppo__entropy_delta": 0.5},
+            "ppo.entropy_delta (0.5): has no effect, ppo.entropy_target is null. ",
+        ),
+        ({"ppo__entropy_target": 0.0}, "ppo.entropy_target (0.0): must be greater than 0."),
+        ({"ppo__advantage_clip": 0.0}, "ppo.advantage_clip (0.0): must be greater than 0."),
+        (
+            {"ppo__kl__importance_weights": True},
+            "ppo.kl.importance_weights (True): has no effect, ppo.kl.placement is reward. Remove "
+            "ppo.kl.importance_weights, or set ppo.kl.placement to loss.",
+        ),
+        (
+            {"ppo__mask_truncated": True, "ppo__bootstrap_truncated": True},
+            "ppo.bootstrap_truncated (True): has no effect, ppo.mask_truncated keeps",
+        ),
+        (
+            {"ppo__preset": "vapo", "num_steps": 50},
+            "ppo.critic_warmup_steps (50): leaves no step of num_steps (50) to the policy. Set "
+            "num_steps to 51 or more, ppo.critic_warmup_steps lower, or learner.save_critic to "
+            "true for a run that trains its critic alone.",
+        ),
+        (
             {"ppo__filter__low": 0.1},
             "ppo.filter.low (0.1): has no effect, ppo.filter.enabled is false.",
         ),
@@ -206,7 +296,7 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(keys, words):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_resolved_preset_shows_every_value_and_loads_as_itself(preset):
-    config = PPOConfig.parse(with_keys(ppo__preset=preset))
+    config = PPOConfig.parse(with_keys(ppo__preset=preset, num_steps=60))
     resolved = config.model_dump(mode="json")
     assert resolved["ppo"]["preset"] == preset
     assert PPOConfig.parse(resolved) == config
@@ -223,7 +313,8 @@ def test_what_a_preset_set_and_another_key_idles_is_no_mistake():
 
 def test_the_presets_are_the_ones_that_can_be_chosen():
     assert set(PRESETS) == {
-        "ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "dapo", "gspo"
+        "ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "dapo", "gspo",
+        "gmpo", "cispo", "sapo", "vapo",
     }  # fmt: skip
 
 
@@ -240,6 +331,17 @@ KL_FREE = ("k1", "reward", 0.0)
         ("reinforce++", "reinforce", "ppo", "token_mean", (0.2, 0.2), ("k1", "reward", 0.01)),
         ("dapo", "grpo", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
         ("gspo", "grpo", "gspo", "sequence_mean", (3e-4, 4e-4), KL_FREE),
+        (
+            *("reinforce++_baseline", "reinforce_baseline", "ppo", "token_mean"),
+            *((0.2, 0.2), ("k2", "loss", 0.01)),
+        ),
+        (
+            *("gmpo", "grpo", "gmpo", "sequence_mean"),
+            *((1 - math.exp(-0.4), math.expm1(0.4)), KL_FREE),
+        ),
+        ("cispo", "grpo", "cispo", "token_mean", (0.2, 4.0), KL_FREE),
+        ("sapo", "grpo", "sapo", "sequence_mean", (0.2, 0.2), KL_FREE),
+        ("vapo", "gae", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
     ],
 )
 def test_a_preset_is_the_published_combination_and_nothing_else(
@@ -257,11 +359,15 @@ def test_a_preset_is_the_published_combination_and_nothing_else(
         "kl.placement": placement,
         "kl.coef": coef,
     }
-    if preset == "dapo":
+    if preset in ("dapo", "cispo"):
         published |= {"filter.enabled": True, "shaping.overlong_buffer_tokens": "auto"}
+    if preset == "vapo":
+        published |= {"gae_lambda": "adaptive", "critic_lambda": 1.0, "critic_warmup_steps": 50}
+        published |= {"nll_coef": 0.1}
     usual = flatten(PPOSection().model_dump())
     assert usual["gamma"] == 1.0
     assert (usual["gae_lambda"], usual["value_clip"]) == (0.95, 0.2)
+    assert (usual["lambda_alpha"], usual["nll_min_score"]) == (0.05, 1.0)
     assert flatten(PPOSection(preset=preset).model_dump()) == usual | published
 
 

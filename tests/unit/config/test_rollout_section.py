@@ -29,3 +29,67 @@ def test_a_staleness_that_the_mode_cannot_have():
     )
     told = refused(rollout__mode="one_step_off", rollout__max_staleness=0, **DEDICATED)
     assert "max_staleness (0): mode one_step_off has 1." in told
+
+
+def test_an_episode_needs_a_limit():
+    assert "rollout.max_episode_tokens (None): an episode needs a limit" in refused(
+        rollout__environment="guess.py:Guess"
+    )
+    told = refused(rollout__environment="guess.py:Guess", rollout__max_episode_tokens=3)
+    assert "rollout.max_episode_tokens (3): must not be below rollout.max_new_tokens" in told
+
+
+def test_keys_of_episodes_act_only_where_there_are_any():
+    assert (
+        "rollout.max_turns (3): has no effect without rollout.environment. Set that, or remove "
+        "rollout.max_turns."
+    ) in refused(rollout__max_turns=3)
+    agent = {"rollout__agent": "solve.py:Solve", "rollout__max_episode_tokens": 200}
+    assert "rollout.environment_processes (2): has no effect without rollout.environment" in (
+        refused(**agent, rollout__environment_processes=2)
+    )
+    assert "rollout.agent_args ({'n': 2}): has no effect without rollout.agent" in (
+        refused(rollout__agent_args={"n": 2})
+    )
+
+
+def test_an_agent_has_no_environment_and_gives_the_score_itself():
+    agent = {"rollout__agent": "solve.py:Solve", "rollout__max_episode_tokens": 200}
+    assert "takes the place of rollout.environment (guess.py:Guess). Remove one of the two." in (
+        refused(**agent, rollout__environment="guess.py:Guess")
+    )
+    assert "reward.function (judge.py:score): judges single responses" in (
+        refused(**agent, reward__function="judge.py:score")
+    )
+    grpo = {"ppo__preset": "grpo", "ppo__shaping__truncated_score": -1.0}
+    told = refused(**agent, **grpo)
+    assert "ppo.shaping.truncated_score (-1.0): changes the score of a single response" in told
+
+
+def test_what_is_credited_by_turns_is_not_shaped_as_a_whole():
+    keys = {"rollout__environment": "guess.py:Guess", "rollout__max_episode_tokens": 200}
+    told = refused(**keys, ppo__shaping__clip_high=1.0)
+    assert "ppo.shaping.clip_high (1.0): changes the score of a whole episode" in told
+    grpo = with_keys(**keys, ppo__advantage="grpo", ppo__shaping__clip_high=1.0)
+    assert PPOConfig.parse(grpo).ppo.shaping.clip_high == 1.0
+    assert "ppo.discount_by (turn): a response is one turn" in refused(ppo__discount_by="turn")
+
+
+def test_an_episode_must_fit_a_microbatch():
+    keys = {"rollout__environment": "guess.py:Guess", "rollout__max_episode_tokens": 100_000}
+    assert "data.max_prompt_tokens + rollout.max_episode_tokens" in refused(**keys)
+
+
+def test_nothing_is_in_flight_when_weights_arrive_where_every_batch_is_waited_for():
+    told = refused(rollout__in_flight="keep", rollout__mode="one_step_off", **DEDICATED)
+    assert "in_flight (keep): mode one_step_off with a staleness of 1 has no request" in told
+    keys = {"rollout__in_flight": "keep", "rollout__mode": "async", **DEDICATED}
+    assert PPOConfig.parse(with_keys(**keys)).rollout.has_requests_in_flight
+    assert "in_flight (keep)" in refused(**keys, rollout__max_staleness=0)
+
+
+def test_a_mask_of_stale_tokens_that_none_can_meet():
+    keys = {"rollout__mode": "async", "rollout__max_staleness": 2, **DEDICATED}
+    told = refused(ppo__correction__max_staleness=2, **keys)
+    assert "ppo.correction.max_staleness (2): no token is staler than 2" in told
+    PPOConfig.parse(with_keys(ppo__correction__max_staleness=1, **keys))

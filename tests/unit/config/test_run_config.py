@@ -420,3 +420,21 @@ def test_failures_are_counted_as_ray_counts_them_and_may_change_when_a_run_goes_
     earlier = PPOConfig.parse(with_keys())
     assert unlimited.differences(earlier, ignore=NUMBERS_DO_NOT_DEPEND_ON) == []
     assert "max_failures (-2): must be greater than or equal to -1" in refused(max_failures=-2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"learner__lr_floor": 0.1},
+            "learner.lr_floor (0.1): has no effect, learner.lr_schedule is constant. Remove it, or "
+            "set learner.lr_schedule to linear or cosine.",
+        ),
+        ({"learner__lr_floor": 1.5}, "learner.lr_floor (1.5): must be less than or equal to 1."),
+        ({"learner__adam_betas": [0.9, 1.0]}, "learner.adam_betas"),
+        ({"learner__adam_eps": 0.0}, "learner.adam_eps (0.0): must be greater than 0."),
+        ({"learner__lr_warmup_steps": -1}, "learner.lr_warmup_steps (-1): must be"),
+    ],
+)
+def test_what_an_optimizer_cannot_have_is_refused(keys, words):
+    assert words in refused(**keys)

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from raypo.config import ConfigError
+from raypo.config import ConfigError, PPOConfig, RejectionSamplingConfig
 from raypo.config.space import Domain, flat_space
 from raypo.config.sweep_config import Constraint, SweepConfig, with_values
 from raypo.storage.run_files import RunFiles
@@ -126,7 +126,9 @@ def test_a_preset_in_the_space_still_sets_what_the_base_leaves_unsaid(base: Path
 
 def test_an_override_of_the_base_is_checked_like_the_base(base: Path):
     assert sweep_of(base, overrides={"num_steps": 3}).base_config().num_steps == 3
-    assert sweep_of(base, overrides={"ppo.kl.coef": 0.5}).base_config().ppo.kl.coef == 0.5
+    overridden = sweep_of(base, overrides={"ppo.kl.coef": 0.5}).base_config()
+    assert isinstance(overridden, PPOConfig)
+    assert overridden.ppo.kl.coef == 0.5
     assert "Did you mean num_steps?" in refused(base, overrides={"num_step": 3})
 
 
@@ -236,3 +238,18 @@ def test_the_folder_of_a_sweep_stands_for_its_sweep_file(base: Path, tmp_path: P
     assert again.num_samples == 5
     assert again.storage_path == str(tmp_path / "runs")
     check_sweep_folder(again, again.base_config(), files)
+
+
+def test_a_base_may_be_of_any_recipe_that_samples_what_it_trains(base: Path):
+    base.write_text(f"{BASE}recipe: rejection_sampling\n")
+    space = {"rejection_sampling.top_k": {"choice": [1, 2]}, "learner.lr": {"uniform": [0, 1]}}
+    config = sweep_of(base, space=space).base_config()
+    assert isinstance(config, RejectionSamplingConfig)
+    assert "space.ppo.kl.coef: the run config has no such key" in refused(base)
+    told = refused(base, space=space, metric="kl/ref_mean")
+    assert "has no reference" in told
+
+
+def test_a_base_that_samples_nothing_is_refused(base: Path):
+    base.write_text("name: b\nrecipe: sft\nmodel: {policy: p}\ndata: {prompts: p.jsonl}\n")
+    assert "recipe (sft): trials train on what they sample" in refused(base)

@@ -43,6 +43,22 @@ def test_one_that_cannot_work_is_refused_with_the_remedy(
         section.resolved_transport(colocated=colocated, use_gpu=use_gpu)
 
 
+def test_engines_that_share_a_gpu_are_no_members_of_a_group_over_nccl():
+    """NCCL refuses two ranks on one GPU, or hangs."""
+    auto = EngineSection()
+    apart = {"colocated": False, "use_gpu": True}
+    assert auto.resolved_transport(**apart, share_gpus=True) == "object"
+    keys = {"placement__mode": "dedicated", "rollout__engine__count": 2, "learner__use_gpu": True}
+    half = {"placement__gpus": {"engine": 0.5}, "rollout__engine__transport": "nccl"}
+    with pytest.raises(
+        ConfigError, match=r"several engines share one.*placement\.gpus\.engine to 1"
+    ):
+        PPOConfig.parse(with_keys(**keys, **half))
+    assert PPOConfig.parse(with_keys(**keys, placement__gpus={"engine": 0.5})).engines_share_gpus
+    alone = PPOConfig.parse(with_keys(**{**keys, **half, "rollout__engine__count": 1}))
+    assert not alone.engines_share_gpus
+
+
 def test_a_run_without_gpus_is_refused_before_anything_starts():
     keys = with_keys(rollout__engine__transport="ipc", learner__use_gpu=False)
     with pytest.raises(ConfigError, match=r"rollout\.engine\.transport \(ipc\): needs GPUs"):

@@ -99,7 +99,7 @@ def test_a_data_set_whose_rows_are_all_too_long_is_named(tokenizer, monkeypatch)
     [
         ({"prompt": "q", "chosen": "a"}, "data.rejected_key"),
         ({"prompt": "q", "chosen": 1, "rejected": "b"}, "A response is a text"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "A margin is a number"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "must be a number"),
     ],
 )
 def test_wrong_pairs_are_told(tmp_path, tokenizer, row, words):

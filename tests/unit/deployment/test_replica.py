@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ class Counter:
         self.gate = threading.Event()
         self.threads = {threading.get_ident()}
         self.is_broken = False
+        self.promised: list[Future[int]] = []
 
     def add(self, number: int) -> int:
         self.threads.add(threading.get_ident())
@@ -34,6 +36,10 @@ class Counter:
     def breaks(self) -> None:
         self.is_broken = True
         raise IndexError("out of range")
+
+    def promise(self) -> list[Future[int]]:
+        self.promised.append(Future())
+        return self.promised[-1:]
 
     def check_health(self) -> None:
         if self.is_broken:
@@ -84,6 +90,50 @@ def test_one_request_at_a_time_means_one_thread():
     run(calls())
     assert len(counter._target.threads) == 1
     assert threading.get_ident() not in counter._target.threads
+
+
+def test_what_is_promised_keeps_no_thread_and_is_answered_when_it_is_there():
+    counter = replica(max_ongoing_requests=1)
+
+    async def promises() -> tuple[int, list[list[int]], int]:
+        under_way = [asyncio.create_task(ask(counter, str(i), "promise")) for i in range(3)]
+        await asyncio.sleep(0.05)
+        load = await counter.load()
+        for number, promised in enumerate(counter._target.promised):
+            promised.set_result(number)
+        return load, [await each for each in under_way], await counter.load()
+
+    assert run(promises()) == (3, [[0], [1], [2]], 0)
+
+
+def test_a_promise_that_breaks_the_object_is_no_error_of_the_request():
+    counter = replica()
+
+    async def broken() -> Any:
+        under_way = asyncio.create_task(ask(counter, "a", "promise"))
+        await asyncio.sleep(0.05)
+        counter._target.is_broken = True
+        counter._target.promised[0].set_exception(IndexError("out of range"))
+        return await under_way
+
+    assert run(broken()) == Unhealthy("cannot go on", counter._life)
+
+
+def test_among_several_requests_what_is_asked_of_this_life_waits_for_none_and_keeps_its_order():
+    counter = replica(max_ongoing_requests=2)
+
+    async def told() -> list[int]:
+        busy = [asyncio.create_task(ask(counter, i, "wait")) for i in "abcd"]
+        await asyncio.sleep(0.05)
+        life = counter._life
+        numbers = await asyncio.gather(
+            *(ask(counter, f"told {i}", "add", 1, life=life) for i in range(20))
+        )
+        counter._target.gate.set()
+        await asyncio.gather(*busy)
+        return numbers
+
+    assert run(told()) == list(range(11, 31))
 
 
 def test_a_full_queue_refuses_and_says_its_length():

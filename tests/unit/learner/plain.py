@@ -63,7 +63,6 @@ class PlainModel:
         self,
         module: Any,
         *,
-        learning_rate: float,
         dtype: str,
         section: LearnerSection,
         workers: Workers,
@@ -75,10 +74,14 @@ class PlainModel:
             weight = module.value_head.weight
             weight.data = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
         self.gradients: list[Tensor] = []
-        self._optimizer = type(self).optimizer(module.parameters(), lr=learning_rate)
+        self._optimizer = type(self).optimizer(module.parameters(), lr=0.0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -112,15 +115,25 @@ def plain_models() -> Iterator[None]:
 
 
 def plain_learner(
-    ppo: PPOSection, workers: Workers, *, tokens: int = 10_000, rate: float = 0.03
+    ppo: PPOSection,
+    workers: Workers,
+    *,
+    tokens: int = 10_000,
+    rate: float = 0.03,
+    num_steps: int = 9,
+    **section: Any,
 ) -> Learner:
-    """A learner under `plain_models`; `tokens` of a micro-batch, `rate` of learning."""
+    """A learner under `plain_models`; `tokens` of a micro-batch, `rate` of learning, further keys
+    of its `section`.
+    """
+    section |= {"policy_lr": rate, "critic_lr": rate, "max_tokens_per_microbatch": tokens}
     return Learner(
         ModelSection(policy="tiny"),
         ppo,
-        LearnerSection(policy_lr=rate, critic_lr=rate, max_tokens_per_microbatch=tokens),
+        LearnerSection.model_validate(section),
         temperature=TEMPERATURE,
         max_new_tokens=MAX_NEW_TOKENS,
+        num_steps=num_steps,
         seed=0,
         workers=workers,
     )
@@ -223,7 +236,7 @@ def one_step(
         learner,
         experience,
         ppo,
-        AdvantageState.of(ppo.kl),
+        AdvantageState.of(ppo),
         workers,
         max_new_tokens=MAX_NEW_TOKENS,
         step=step,

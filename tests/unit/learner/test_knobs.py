@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from raypo.collectives import Workers
 from raypo.config import PPOSection, flatten
 from raypo.config.base import known_keys
 from raypo.ppo.kl import KLController
-from tests.unit.learner.plain import Outcome, on_workers, one_step, plain_models
+from raypo.rollout.experience import AdvantageState
+from tests.unit.learner.plain import Outcome, on_workers, one_step, plain_learner, plain_models
 
 
 class Case(NamedTuple):
@@ -26,14 +28,35 @@ GRPO = {"advantage": "grpo"}
 FILTER = {**GRPO, "filter.enabled": True}
 K2_LOSS = {"kl.estimator": "k2", "kl.placement": "loss"}
 MIS = {"correction.kind": "mis", "correction.low": 0.5, "correction.high": 2.0}
+CLIP_COV = {
+    "policy_loss": "clip_cov",
+    "covariance.fraction": 0.2,
+    "covariance.low": -1.0,
+    "covariance.high": 9.0,
+}
+KL_COV = {"policy_loss": "kl_cov", "covariance.fraction": 0.2}
+ENTROPY = {"entropy_coef": 0.1, "entropy_target": 9.0}
 DROPPED = "mismatch/dropped_fraction"
 LENGTH = "rollout/samples_trained"
 CASES = {
     "preset": Case({}, {"preset": "grpo"}, "policy"),
     "advantage": Case({}, GRPO, "advantages"),
     "policy_loss": Case({}, {"policy_loss": "cispo"}, "policy"),
+    "old_log_probs": Case({}, {"old_log_probs": "engine"}, "policy"),
+    "advantage_clip": Case({}, {"advantage_clip": 0.5}, "advantages", stays="critic"),
+    "mask_truncated": Case({}, {"mask_truncated": True}, "policy"),
+    "cispo_low": Case(
+        {"policy_loss": "cispo"}, {"policy_loss": "cispo", "cispo_low": 0.01}, "policy"
+    ),
+    "nll_coef": Case({}, {"nll_coef": 0.5}, "policy", stays="critic"),
+    "nll_min_score": Case({"nll_coef": 0.5}, {"nll_coef": 0.5, "nll_min_score": 0.0}, "policy"),
+    "covariance.fraction": Case(KL_COV, {**KL_COV, "covariance.fraction": 0.5}, "policy"),
+    "covariance.low": Case(CLIP_COV, {**CLIP_COV, "covariance.low": 0.2}, "policy"),
+    "covariance.high": Case(CLIP_COV, {**CLIP_COV, "covariance.high": 0.2}, "policy"),
+    "covariance.penalty": Case(KL_COV, {**KL_COV, "covariance.penalty": 5.0}, "policy"),
     "aggregation": Case({}, {"aggregation": "constant"}, "policy", stays="critic"),
     "gamma": Case({}, {"gamma": 0.5}, "advantages"),
+    "discount_by": Case({"gamma": 0.5}, {"gamma": 0.5, "discount_by": "turn"}, "advantages"),
     "gae_lambda": Case({}, {"gae_lambda": 0.1}, "advantages"),
     "lambda_alpha": Case(
         {"gae_lambda": "adaptive", "lambda_alpha": 0.5},
@@ -55,6 +78,11 @@ CASES = {
         stays="critic",
     ),
     "entropy_coef": Case({}, {"entropy_coef": 0.5}, "policy", stays="critic"),
+    "entropy_target": Case({"entropy_coef": 0.1}, ENTROPY, "next_entropy_coef", stays="policy"),
+    "entropy_delta": Case(
+        ENTROPY, {**ENTROPY, "entropy_delta": 0.1}, "next_entropy_coef", stays="policy"
+    ),
+    "kl.importance_weights": Case(K2_LOSS, {**K2_LOSS, "kl.importance_weights": True}, "policy"),
     "kl.coef": Case({}, {"kl.coef": 0.5}, "advantages"),
     "kl.estimator": Case(K2_LOSS, {**K2_LOSS, "kl.estimator": "k3"}, "ppo/kl_loss"),
     # No estimator fits both places: k1's loss has no gradient, and no other is right in the reward.
@@ -62,6 +90,11 @@ CASES = {
     "kl.controller": Case({}, ADAPTIVE, "next_coef", stays="policy"),
     "kl.target": Case(ADAPTIVE, {**ADAPTIVE, "kl.target": 50.0}, "next_coef"),
     "kl.horizon": Case(ADAPTIVE, {**ADAPTIVE, "kl.horizon": 200.0}, "next_coef"),
+    "shaping.function": Case(
+        {},
+        {"shaping.function": "examples/own_functions/functions.py:ranks"},
+        "ppo/shaped_score_mean",
+    ),
     "shaping.overlong_buffer_tokens": Case(
         {}, {"shaping.overlong_buffer_tokens": 4}, "ppo/shaped_score_mean"
     ),
@@ -85,6 +118,7 @@ CASES = {
     "correction.low": Case(MIS, {**MIS, "correction.low": 0.99}, DROPPED),
     "correction.high": Case(MIS, {**MIS, "correction.high": 1.01}, DROPPED),
     "correction.mask_ratio": Case(MIS, {**MIS, "correction.mask_ratio": "product"}, DROPPED),
+    "correction.max_staleness": Case({}, {"correction.max_staleness": 0}, "policy"),
     "correction.token_veto": Case({}, {"correction.token_veto": 0.8}, DROPPED),
 }
 
@@ -111,14 +145,16 @@ def number(outcome: Outcome, name: str) -> torch.Tensor:
         advantages = outcome.experience.advantages
         assert advantages is not None
         return advantages
+    if name == "next_entropy_coef":
+        return torch.tensor(outcome.state.entropy.acting, dtype=torch.float64)
     if name == "next_coef":
         return torch.tensor(outcome.state.kl.coef, dtype=torch.float64)
     return torch.tensor(outcome.figures.get(name, math.nan), dtype=torch.float64)
 
 
 def test_every_key_has_a_case():
-    leaves = {k for k in known_keys(PPOSection) if k not in ("kl", "shaping", "filter")}
-    assert leaves - {"correction"} == set(CASES)
+    sections = {"kl", "covariance", "shaping", "filter", "correction"}
+    assert set(known_keys(PPOSection)) - sections == set(CASES)
     assert set(flatten(PPOSection().model_dump())) == set(CASES)
 
 
@@ -151,6 +187,42 @@ def test_a_kl_in_the_loss_has_the_gradient_of_its_term_alone_and_leaves_the_rewa
     assert weak_pull.norm() > 0
     assert weak.figures["kl/coef"] == 0.1
     assert "kl/coef" not in none.figures
+
+
+def test_masked_truncated_responses_train_nothing_and_are_in_no_denominator():
+    keys = {"advantage": "grpo", "kl.coef": 0, "minibatch_size": 12, "aggregation": "sequence_mean"}
+    with plain_models():
+        masked = one_step(section({**keys, "mask_truncated": True}))
+        batch = masked.experience
+        assert 0 < int(batch.truncated.sum()) < len(batch)
+        learner = plain_learner(section(keys), Workers())
+        ended = batch.with_(loss_mask=batch.response_mask).select(~batch.truncated)
+        learner.update(ended, step=1)
+
+    torch.testing.assert_close(masked.policy, plain_gradients(learner))
+    advantages = batch.advantages
+    assert advantages is not None
+    assert advantages[batch.truncated].abs().sum() > 0  # their scores were compared all the same
+
+
+def plain_gradients(learner: Any) -> list[torch.Tensor]:
+    return learner._policy.gradients
+
+
+def test_the_entropy_bonus_acts_after_a_step_below_its_target():
+    low, high = (
+        section({"entropy_target": target, "entropy_coef": 0.1, "entropy_delta": 0.02})
+        for target in (0.1, 9.0)
+    )
+    with plain_models():
+        enough, too_little = one_step(low), one_step(high)
+        resumed = AdvantageState.of(low).restored(enough.state.state_dict())
+
+    assert enough.figures["ppo/entropy_coef"] == too_little.figures["ppo/entropy_coef"] == 0.1
+    assert enough.state.entropy.acting == 0.0
+    assert enough.state.entropy.coef == pytest.approx(0.08)
+    assert too_little.state.entropy.acting == pytest.approx(0.12)
+    assert resumed.entropy == enough.state.entropy
 
 
 def test_the_controller_takes_the_kl_of_a_response_and_the_next_step_starts_from_it():

@@ -33,7 +33,7 @@ def step_and_passes(keys: dict, **how) -> tuple[Outcome, int]:
 @pytest.mark.parametrize("tokens", [10_000, 30])
 def test_the_step_is_the_same_with_half_the_passes(tokens: int):
     once, passes = step_and_passes(ONE, tokens=tokens)
-    with patch.object(PPOSection, "reads_old_log_probs", True):
+    with patch.object(PPOSection, "computes_old_log_probs", lambda *_, **__: True):
         twice, more_passes = step_and_passes(ONE, tokens=tokens)
 
     assert more_passes == 2 * passes
@@ -69,3 +69,13 @@ def test_old_log_probs_that_something_reads_are_made_first(keys: dict):
 
     pieces = 2 if "minibatch_size" in keys else 1
     assert passes == pieces * (1 + keys.get("num_epochs", 1))
+
+
+def test_the_engines_log_probs_take_no_pass_and_are_what_the_ratio_compares_with():
+    keys = {"num_epochs": 2, "old_log_probs": "engine"}
+    outcome, passes = step_and_passes(ONE | keys)
+
+    assert passes == 2
+    experience = outcome.experience
+    assert experience.old_log_probs is not None
+    assert torch.equal(experience.old_log_probs, experience.rollout_log_probs)

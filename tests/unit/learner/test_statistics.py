@@ -12,7 +12,8 @@ POLICY = ("tokens", "ratio", "clipped", "dual_clipped", "clamped", "approx_kl", 
 
 def output(loss: float, *sums: float) -> PolicyOutput:
     statistics = {name: torch.tensor(v) for name, v in zip(POLICY, sums, strict=True)}
-    return PolicyOutput(torch.tensor(0.0), torch.tensor(loss), torch.tensor(loss / 2), statistics)
+    terms = torch.tensor(loss / 2), torch.tensor(loss / 4)
+    return PolicyOutput(torch.tensor(0.0), torch.tensor(loss), *terms, statistics)
 
 
 def test_the_figures_of_two_optimizer_steps_by_hand():
@@ -32,6 +33,7 @@ def test_the_figures_of_two_optimizer_steps_by_hand():
         {
             "ppo/policy_loss": (1.0 + 2.0 + 5.0) / 2,
             "ppo/kl_loss": (0.5 + 1.0 + 2.5) / 2,
+            "ppo/nll_loss": (0.25 + 0.5 + 1.25) / 2,
             "ppo/ratio_mean": 12 / 10,
             "ppo/clip_fraction": 4 / 10,
             "ppo/dual_clip_fraction": 1 / 10,

@@ -1,13 +1,14 @@
 """Losses of sft and reward_model: by hand, and whatever the cut and the padding."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from raypo.learner.tasks import PairTask, ResponseTask
+from raypo.learner.tasks import PairTask, ResponseTask, response_batch
 from raypo.models.networks import SequenceScorer
 from raypo.types import Example, Pair
 from tests.tiny import tiny_policy
@@ -73,6 +74,28 @@ def test_the_sft_loss_of_a_batch_is_the_sum_of_its_parts(language_model):
     whole = float(task.loss(task.module, EXAMPLES, "cpu")[0])
     parts = sum(float(task.loss(task.module, [example], "cpu")[0]) for example in EXAMPLES)
     assert whole == pytest.approx(parts, rel=1e-5)
+
+
+def test_what_others_wrote_is_read_and_not_learned(language_model):
+    task, example = ResponseTask(language_model), EXAMPLES[0]
+    masked = replace(example, mask=np.array([True, False, True]))
+    begun = Example(example.prompt_ids, example.response_ids[:1])
+    given = Example(
+        np.concatenate([example.prompt_ids, example.response_ids[:2]]), example.response_ids[2:]
+    )
+    parts = sum(float(task.loss(task.module, [each], "cpu")[0]) for each in (begun, given))
+    total, sums = task.loss(task.module, [masked, EXAMPLES[1]], "cpu")
+    other = float(task.loss(task.module, [EXAMPLES[1]], "cpu")[0])
+    assert float(total) == pytest.approx(parts + other, rel=1e-5)
+    assert sums["loss"][1] == task.weight(masked) + task.weight(EXAMPLES[1]) == 4.0
+
+
+def test_examples_that_lie_side_by_side_do_not_see_each_other(language_model):
+    task = ResponseTask(language_model)
+    others = [Example(ids(90, 91), ids(80, 81, 2)), Example(EXAMPLES[0].prompt_ids, ids(70, 2))]
+    alone, _ = task.module(response_batch(EXAMPLES[:1]))
+    beside, _ = task.module(response_batch([others[0], EXAMPLES[0], others[1]]))
+    torch.testing.assert_close(beside[1], alone[0], rtol=1e-5, atol=1e-6)
 
 
 class FixedScores(torch.nn.Module):

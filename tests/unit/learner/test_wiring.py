@@ -21,10 +21,14 @@ from tests.unit.learner.plain import (
 )
 
 ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo")
-LOSSES = ("ppo", "gspo", "cispo", "sapo")
+LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 CORRECTIONS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
 MASKS = {"mis": {"low": 0.8, "high": 1.2}}  # the tiny responses drift far
+COVARIANCE = {
+    "clip_cov": {"fraction": 0.3, "low": -0.5, "high": 9.0},
+    "kl_cov": {"fraction": 0.3},
+}
 KL_TERMS = (("k1", "reward"), ("k2", "loss"), ("k3", "loss"), ("k3_st", "loss"), ("k1", "reward"))
 
 
@@ -46,11 +50,21 @@ def combinations() -> Iterator[PPOSection]:
                 },
                 "minibatch_size": 5,  # 12 responses: minibatches of 4
                 "entropy_coef": 0.1,
-                "clip_high": 0.2 if loss == "sapo" else 0.05,  # sapo has none
-                "dual_clip": 1.1 if loss in ("ppo", "gspo") else None,
+                "clip_high": 0.2 if loss in ("sapo", "kl_cov") else 0.05,  # which have none
+                "dual_clip": 1.1 if loss in ("ppo", "gspo", "clip_cov") else None,
+                "cispo_low": 0.05 if loss == "cispo" else None,
+                "covariance": COVARIANCE.get(loss, {}),
+                "nll_coef": 0.2 * (number % 3),
+                "advantage_clip": 1.0 if number % 5 == 0 else None,
+                "mask_truncated": advantage != "gae" and number % 4 == 1,
                 "bootstrap_truncated": advantage == "gae",
                 "gamma": 0.9,
-                "kl": {"coef": 0.3, "estimator": estimator, "placement": placement},
+                "kl": {
+                    "coef": 0.3,
+                    "estimator": estimator,
+                    "placement": placement,
+                    "importance_weights": placement == "loss" and number % 2 == 0,
+                },
                 "shaping": {"normalize": number % 2 == 0, "overlong_buffer_tokens": "auto"},
                 "filter": {"enabled": number % 4 == 0},
             }
@@ -64,7 +78,7 @@ CASES = [
 
 
 def assert_same(outcome: Outcome, whole: Outcome) -> None:
-    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-7)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=5e-7)  # log-probs are float32
     for model in ("policy", "critic"):
         mine, theirs = getattr(outcome, model), getattr(whole, model)
         assert len(mine) == len(theirs)

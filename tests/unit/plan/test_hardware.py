@@ -3,6 +3,7 @@ import re
 import pytest
 
 from raypo.config import ConfigError
+from raypo.plan.gpus import gpu_of
 from raypo.plan.hardware import GB, Node, parse_cluster, this_machine
 
 
@@ -22,19 +23,40 @@ def test_cores_memory_and_kinds_of_nodes_in_any_order():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("8xGPU", "'8xGPU' is no NxGPUmG, NxCPU, mG or number of nodes"),
-        ("", "'' is no NxGPUmG"),
+        ("8xGPU", "'8xGPU' is no NxKIND (B200, H200, "),
+        ("", "'' is no NxKIND"),
         ("2", "'2' does not say what a node has"),
         ("4xCPU,2xCPU", "'2xCPU' comes twice"),
         ("0xCPU", "'0xCPU' must be above 0"),
         ("4xCPU,0", "'0' must be above 0"),
-        ("4xCPU+", "'' is no NxGPUmG"),
+        ("4xCPU+", "'' is no NxKIND"),
     ],
 )
 def test_what_is_no_cluster_is_refused_with_an_example(text: str, problem: str):
     with pytest.raises(ConfigError, match=re.escape(f"--cluster ({text}): {problem}")) as caught:
         parse_cluster(text)
-    assert "8xGPU80G,2" in str(caught.value)
+    assert "8xGPU80G says" in str(caught.value)
+
+
+def test_a_kind_says_what_its_data_sheet_does():
+    (node,) = parse_cluster("8xa100-80g,200Gbit")
+    assert (node.gpus, node.gpu_bytes, node.network_gbs) == (8, 80 * GB, 25.0)
+    assert node.gpu is not None
+    assert node.gpu.memory_gbs == 2039
+    (node,) = parse_cluster("1xL40S")
+    assert node.gpu_bytes == 48 * GB
+    names = {
+        "NVIDIA A100-SXM4-80GB": "A100-80G",
+        "NVIDIA A100-PCIE-40GB": "A100",
+        "NVIDIA L40S": "L40S",
+        "NVIDIA L4": "L4",
+        "NVIDIA H100 80GB HBM3": "H100",
+    }
+    for told, name in names.items():
+        gpu = gpu_of(told)
+        assert gpu is not None
+        assert gpu.name == name
+    assert gpu_of("NVIDIA GeForce RTX 4090") is None
 
 
 def test_this_machine_has_cores_and_memory():

@@ -177,8 +177,9 @@ def test_an_adapter_has_the_weights_that_peft_gives_it(
 def test_lora_takes_the_optimizer_and_the_reference_out_of_the_plan(tmp_path: Path):
     folder = str(tiny_policy(tmp_path))
     values = {"name": "run", "data": {"prompts": "prompts.jsonl"}}
-    whole = PPOConfig.parse(values | {"model": {"policy": folder}})
-    lora = PPOConfig.parse(values | {"model": {"policy": folder, "lora": {"rank": 2}}})
+    model = {"policy": folder, "dtype": "float32"}
+    whole = PPOConfig.parse(values | {"model": model})
+    lora = PPOConfig.parse(values | {"model": {**model, "lora": {"rank": 2}}})
     assert Models.read(whole).reference is not None
     assert Models.read(lora).reference is None
 

@@ -1,6 +1,7 @@
 """Who shares which bundle, where bundles come to lie, and what can never fit; no Ray is started."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 
@@ -10,6 +11,7 @@ from raypo.plan.placement import (
     Bundle,
     PlacementError,
     Resources,
+    ServedRole,
     dedicated_bundles,
     first_workers,
     groups_side_by_side,
@@ -286,11 +288,24 @@ def test_groups_side_by_side_hold_all_their_bundles():
     assert groups_side_by_side(bundles(1, CPU=1), nodes_of("1xGPU80G"), "PACK", at_most=7) == 7
 
 
+def frozen(count: int | Literal["auto"], **more: Any) -> ServedRole:
+    return ServedRole("reference", "colocated", count, 1, "key", 0.5, **more)
+
+
 def test_a_worker_asks_the_replica_that_begins_nearest_before_it():
-    assert first_workers("auto", ["a", "a", "b", "c", "c"]) == [0, 2, 3]
+    assert first_workers(frozen("auto"), list("aabcc")) == [0, 2, 3]
     assert [nearest([0, 2, 3], rank) for rank in range(5)] == [0, 0, 1, 2, 2]
-    assert first_workers(2, list("aaaaa")) == [0, 2]
-    assert first_workers(1, list("ab")) == [0]
+    assert first_workers(frozen(2), list("aaaaa")) == [0, 2]
+    assert first_workers(frozen(1), list("ab")) == [0]
+
+
+def test_on_gpus_as_many_workers_as_share_a_replica_have_one():
+    everywhere = frozen("auto", on_every_device=True)
+    assert first_workers(everywhere, list("aabcc")) == [0, 1, 2, 3, 4]
+    pairs = replace(everywhere, num_devices=2)
+    assert first_workers(pairs, list("aaaabbbb")) == [0, 2, 4, 6]
+    assert first_workers(pairs, list("aaabbb")) == [0, 3], "none spans two nodes"
+    assert first_workers(frozen(3, on_every_device=True), list("aaaaaa")) == [0, 2, 4]
 
 
 def test_the_recipes_without_frozen_models_refuse_the_mode():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raypo.config import ConfigError, PPOConfig
+from raypo.config import ConfigError, PPOConfig, parse_run_config
 from raypo.plan.fit import Plan, make_plan
 from raypo.plan.hardware import parse_cluster
 from raypo.plan.tables import gb, tables
@@ -55,7 +55,7 @@ def test_a_billion_weights_fit_eight_large_gpus(values: dict):
     assert made.fits, made.problems
     assert [bundle.devices for bundle in made.bundles] == [f"GPU {i}" for i in range(8)]
     assert made.bundles[0].roles == ("learner worker 0", "engine:0", "reference:0")
-    assert made.bundles[7].roles == ("learner worker 7", "engine:7")
+    assert made.bundles[7].roles == ("learner worker 7", "engine:7", "reference:7")
     assert [load.name for load in made.loads][-1] == "node 0 RAM"
     (chosen,) = [choice for choice in made.choices if choice.is_chosen]
     assert chosen.sharding.stage == 2
@@ -162,9 +162,11 @@ def test_what_nobody_stated_is_not_checked_and_said(values: dict):
     assert any("RAM is not stated" in note for note in made.notes)
 
 
-def test_reward_models_lie_beside_the_first_worker(values: dict, tmp_path: Path):
+def test_reward_models_lie_where_they_are_told_to(values: dict, tmp_path: Path):
     values["model"]["reward"] = [str(tmp_path / "1b"), str(tmp_path / "1b")]
     values["rollout"]["engine"] = {"sleep": False}
+    one = {"num_replicas": 1}
+    values["placement"] = {"frozen": {"reference": one, "reward": one}}
     made = plan(values, "8xGPU80G")
     assert made.bundles[0].roles[2:] == ("reference:0", "reward_0:0", "reward_1:0")
     assert made.bundles[1].roles == ("learner worker 1", "engine:1")
@@ -174,7 +176,7 @@ def test_reward_models_lie_beside_the_first_worker(values: dict, tmp_path: Path)
 
 
 def test_what_is_tensor_parallel_spans_the_workers_bundles(values: dict):
-    """Engines pair the workers up; a frozen model lies on the first ones that it needs."""
+    """Engines pair the workers up; of a frozen model there is one for every four."""
     frozen = {"backend": "vllm", "tensor_parallel": 4, "gpu_memory_fraction": 0.2}
     values["placement"] = {"frozen": {"reference": frozen}}
     values["rollout"]["engine"] = {"tensor_parallel": 2}
@@ -184,7 +186,7 @@ def test_what_is_tensor_parallel_spans_the_workers_bundles(values: dict):
     assert roles[0] == ("learner worker 0", "engine:0", "reference:0")
     assert roles[1] == ("learner worker 1", "engine:0", "reference:0")
     assert roles[2] == ("learner worker 2", "engine:1", "reference:0")
-    assert roles[4] == ("learner worker 4", "engine:2")
+    assert roles[4] == ("learner worker 4", "engine:2", "reference:1")
     weights = {role.name: role.memory.held.get("weights", 0) for role in made.roles}
     assert weights["engine"] == 2 * weights["reference"]
 
@@ -254,13 +256,14 @@ def test_the_tables_say_what_the_plan_says(values: dict):
     assert text.count("GPU 0") == 2  # its bundle, and its memory
 
 
-def test_frozen_models_lie_on_each_node_or_as_often_as_is_asked(values: dict):
+def test_frozen_models_lie_on_every_gpu_or_as_often_as_is_asked(values: dict):
     def where(cluster: str) -> list[int]:
         bundles = plan(values, cluster).bundles
         return [index for index, bundle in enumerate(bundles) if "reference" in str(bundle.roles)]
 
-    assert where("8xGPU80G") == [0]
-    assert where("4xGPU80G,2") == [0, 4]
+    assert where("8xGPU80G") == [*range(8)]
+    assert where("8xCPU") == [0], "on CPUs once a node"
+    assert where("4xCPU,2") == [0, 4]
     placement: dict[str, Any] = {"frozen": {"reference": {"num_replicas": 3}}}
     values["placement"] = placement
     assert where("8xGPU80G") == [0, 2, 5]
@@ -271,3 +274,52 @@ def test_frozen_models_lie_on_each_node_or_as_often_as_is_asked(values: dict):
     values["placement"] = {"frozen": {"reference": {"num_replicas": 9}}}
     with pytest.raises(ConfigError, match=r"there are 8 .* for 9 of them \(placement\.frozen\.ref"):
         plan(values, "8xGPU80G")
+
+
+def examples_run(values: dict, recipe: str, **sections: Any) -> dict:
+    """A run of the same model that learns from examples."""
+    run = {name: values[name] for name in ("name", "model", "data", "learner")}
+    return run | {"recipe": recipe} | sections
+
+
+def memory_of(values: dict, cluster: str = "8xGPU80G") -> dict[str, dict[str, int]]:
+    """By role what it always holds, and by phase what is added."""
+    made = make_plan(parse_run_config(values, origin="run"), parse_cluster(cluster))  # type: ignore[arg-type]
+    assert made.fits, made.problems
+    return {role.name: {**role.memory.held, **role.memory.phases["update"]} for role in made.roles}
+
+
+def test_runs_on_examples_have_one_model_and_no_engine_unless_somebody_judges(values: dict):
+    judged = {"eval": {"prompts": "held_out.jsonl", "function": "judge.py:score"}}
+    assert list(memory_of(examples_run(values, "sft"))) == ["learner worker"]
+    assert list(memory_of(examples_run(values, "reward_model"))) == ["learner worker"]
+    made = make_plan(
+        parse_run_config(examples_run(values, "dpo", **judged), origin="run"),  # type: ignore[arg-type]
+        parse_cluster("8xGPU80G,128xCPU,1000G"),
+    )
+    assert [role.name for role in made.roles] == ["learner worker", "engine"]
+    assert made.bundles[0].roles == ("learner worker 0", "engine:0")
+    assert "critic optimizer" not in made.roles[0].memory.held
+
+
+def test_a_reference_of_its_own_is_in_memory_while_it_is_asked(values: dict):
+    model = values["model"] | {"reference": values["model"]["policy"]}
+    plans = [
+        make_plan(parse_run_config(run, origin="run"), parse_cluster("8xGPU80G"))  # type: ignore[arg-type]
+        for run in (examples_run(values, "dpo"), examples_run(values, "dpo", model=model))
+    ]
+    none, own = (made.roles[0].memory for made in plans)
+    assert "reference" not in none.phases["evaluate"]
+    assert own.phases["evaluate"]["reference"] == 2 * plans[0].models.policy.parameters
+    assert own.phases["update"] == none.phases["update"]
+
+
+def test_a_run_on_examples_that_does_not_fit_is_told_what_to_change(values: dict):
+    values["model"]["policy"] = values["model"]["policy"].replace("1b", "8b")
+    values["learner"]["num_workers"] = 2
+    made = make_plan(
+        parse_run_config(examples_run(values, "sft"), origin="run"),  # type: ignore[arg-type]
+        parse_cluster("2xGPU80G,64xCPU,1000G"),
+    )
+    assert not made.fits
+    assert "learner.zero_stage to 3" in made.problems[0] or "offload" in made.problems[0]

@@ -7,6 +7,7 @@ everything else is 0. Gradients are those on paper too, by the log-prob of each 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 Row = list[float]
 Table = list[list[float]]
@@ -35,6 +36,8 @@ def advantages(
     gamma: float,
     gae_lambda: float,
     kl_coef: float,
+    discount_by: str = "token",
+    turn_rewards: Table | None = None,
 ) -> tuple[Table, Table]:
     """Advantages and returns; a score that is NaN failed, and its row is in no statistic."""
     tokens = [sampled(row) if not math.isnan(scores[i]) else [] for i, row in enumerate(mask)]
@@ -47,20 +50,22 @@ def advantages(
             compared[i] = compare(whole[i], mates, kind)
     rewards, found, returns = zeros(mask), zeros(mask), zeros(mask)
     for i in alive:
-        for t in tokens[i] if kind in ("gae", "reinforce") else []:
-            rewards[i][t] -= kl_coef * kl[i][t]
+        for t in tokens[i]:
+            rewards[i][t] = turn_rewards[i][t] if turn_rewards else 0.0
+            rewards[i][t] -= kl_coef * kl[i][t] if kind in ("gae", "reinforce") else 0.0
         rewards[i][tokens[i][-1]] += compared[i]
+        steps = times(tokens[i], discount_by)
         for k, t in enumerate(tokens[i]):
-            rest = list(enumerate(tokens[i][k:]))
+            rest = [(sum(steps[k : k + n]), later) for n, later in enumerate(tokens[i][k:])]
             if kind == "gae":
                 found[i][t] = sum(
-                    (gamma * gae_lambda) ** n
-                    * delta(rewards[i], values[i], tokens[i], k + n, gamma)
-                    for n, _ in rest
+                    (gamma * gae_lambda) ** age
+                    * delta(rewards[i], values[i], tokens[i], k + n, gamma ** steps[k + n])
+                    for n, (age, _) in enumerate(rest)
                 )
                 returns[i][t] = found[i][t] + values[i][t]
             else:
-                returns[i][t] = sum(gamma**n * rewards[i][later] for n, later in rest)
+                returns[i][t] = sum(gamma**age * rewards[i][later] for age, later in rest)
                 found[i][t] = returns[i][t]
     if kind in ("gae", "reinforce", "reinforce_baseline"):
         everything = [found[i][t] for i in alive for t in tokens[i]]
@@ -70,6 +75,13 @@ def advantages(
             for t in tokens[i]:
                 found[i][t] = (found[i][t] - mean) / math.sqrt(max(variance, 1e-8))
     return found, returns
+
+
+def times(tokens: list[int], discount_by: str) -> list[int]:
+    """Steps of time from each sampled token to the next."""
+    by_token = discount_by == "token"
+    gaps = [int(by_token or later > t + 1) for t, later in pairwise(tokens)]
+    return [*gaps, 1]
 
 
 def delta(rewards: Row, values: Row, tokens: list[int], k: int, gamma: float) -> float:
@@ -111,11 +123,14 @@ def policy_loss(
     advantages: Table,
     mask: Mask,
     weights: Table | None,
+    covariant: Mask,
     *,
     kind: str,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
+    cispo_low: float | None,
+    covariance_kl: float,
     aggregation: str,
     max_new_tokens: int,
 ) -> tuple[float, Table]:
@@ -127,9 +142,21 @@ def policy_loss(
         for t, own in change.items():
             a = advantages[i][t]
             ratio = math.exp(sum(change.values()) / len(change) if kind == "gspo" else own)
+            penalty = covariance_kl if covariant[i][t] else 0.0
             if kind == "cispo":
-                slope = -min(ratio, 1 + clip_high) * a
+                lowest = 0.0 if cispo_low is None else 1 - cispo_low
+                slope = -max(min(ratio, 1 + clip_high), lowest) * a
                 loss = slope * log_probs[i][t]
+            elif kind == "gmpo":
+                bounded = {
+                    other: one_sided(moved, advantages[i][other], clip_low, clip_high)
+                    for other, moved in change.items()
+                }
+                loss = -a * math.prod(bounded.values()) ** (1 / len(change))
+                slope = loss if bounded[t] == ratio else 0.0
+            elif kind == "kl_cov":
+                loss = -ratio * a + penalty * abs(own)
+                slope = -ratio * a + math.copysign(penalty, own)
             elif kind == "sapo":
                 tau = 1.0 if a > 0 else 1.05
                 gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
@@ -142,9 +169,16 @@ def policy_loss(
                 if dual_clip is not None and a < 0 and loss > -dual_clip * a:
                     loss, slope = -dual_clip * a, 0.0
             counts = share[i] * (weights[i][t] if weights else 1.0)
+            counts *= not (kind == "clip_cov" and covariant[i][t])
             total += counts * loss
             gradient[i][t] = counts * slope
     return total, gradient
+
+
+def one_sided(moved: float, advantage: float, clip_low: float, clip_high: float) -> float:
+    """A ratio, cut where its advantage would drive it further."""
+    ratio = math.exp(moved)
+    return min(ratio, 1 + clip_high) if advantage > 0 else max(ratio, 1 - clip_low)
 
 
 def value_loss(
@@ -178,8 +212,29 @@ def value_loss(
 # KL and the correction
 
 
-def kl(log_probs: Table, reference: Table, mask: Mask, *, kind: str) -> tuple[Table, Table]:
-    """The value of each token, and its slope as a term of the loss."""
+def covariant(
+    log_probs: Table, advantages: Table, mask: Mask, *, fraction: float
+) -> list[tuple[int, int]]:
+    """The tokens with the largest product of log-prob and advantage, each less its mean."""
+    tokens = [(i, t) for i, row in enumerate(mask) for t in sampled(row)]
+    means = [
+        sum(table[i][t] for i, t in tokens) / max(len(tokens), 1)
+        for table in (log_probs, advantages)
+    ]
+    by_product = sorted(
+        tokens,
+        key=lambda token: (
+            -(log_probs[token[0]][token[1]] - means[0])
+            * (advantages[token[0]][token[1]] - means[1])
+        ),
+    )
+    return by_product[: max(int(fraction * len(tokens)), 1)]
+
+
+def kl(
+    log_probs: Table, reference: Table, mask: Mask, *, kind: str, old: Table | None = None
+) -> tuple[Table, Table]:
+    """The value of each token, and its slope as a term of the loss; `old`: with its ratio."""
     value, slope = zeros(mask), zeros(mask)
     for i, row in enumerate(mask):
         for t in sampled(row):
@@ -188,6 +243,10 @@ def kl(log_probs: Table, reference: Table, mask: Mask, *, kind: str) -> tuple[Ta
             value[i][t] = {"k1": gap, "k2": gap**2 / 2}.get(kind, k3)
             own = 1 - math.exp(-gap) if gap > -20.0 else 0.0
             slope[i][t] = {"k1": 1.0, "k3": own}.get(kind, gap)
+            if old is not None:
+                ratio = math.exp(log_probs[i][t] - old[i][t])
+                through = value[i][t] if kind == "k3" else 0.0  # d ratio = ratio
+                value[i][t], slope[i][t] = ratio * value[i][t], ratio * (slope[i][t] + through)
     return value, slope
 
 

@@ -29,6 +29,7 @@ class Step:
     values: Tensor
     old_values: Tensor
     returns: Tensor
+    covariant: Tensor
     mask: Tensor
 
     def of(self, rows: Tensor | slice) -> Step:
@@ -43,7 +44,12 @@ class Step:
         }
         hidden = ~wide["mask"]
         return Step(
-            **{k: v if k == "mask" else v.masked_fill(hidden, rubbish) for k, v in wide.items()}
+            **{
+                k: v
+                if k == "mask"
+                else v.masked_fill(hidden, True if k == "covariant" else rubbish)
+                for k, v in wide.items()
+            }
         )
 
     def policy(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,6 +88,7 @@ def random_step(seed: int, *, rows: int = 6, width: int = 7) -> Step:
         values=(values + 0.3 * normal()).requires_grad_(),
         old_values=values,
         returns=values + normal(),
+        covariant=normal() > 0.5,
         mask=random_mask(rows, width, generator),
     )
 

@@ -253,10 +253,10 @@ def test_the_mismatch_of_a_token_that_the_learner_all_but_rules_out_is_not_clamp
 
 
 def test_mismatch_by_lag_splits_the_tokens_and_keeps_their_sum():
-    lag = torch.tensor([0, 7])
+    lag = torch.tensor([[0, 1, 0], [7, 7, 7]])  # the first response met new weights
 
     by_lag = mismatch_by_lag(OLD, ROLLOUT, MASK, lag, max_lag=2)
 
-    assert [stats["tokens"].item() for stats in by_lag] == [2.0, 0.0, 2.0]
+    assert [stats["tokens"].item() for stats in by_lag] == [1.0, 1.0, 2.0]
     whole = mismatch_statistics(OLD, ROLLOUT, MASK)
     torch.testing.assert_close(sum(stats["kl"] for stats in by_lag), whole["kl"])

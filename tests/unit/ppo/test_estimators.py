@@ -187,3 +187,20 @@ def test_what_an_estimator_needs_is_asked_for():
         estimate_advantages(scores, step.mask, kind="gae", gamma=1.0)
     with pytest.raises(ValueError, match="group_index"):
         estimate_advantages(scores, step.mask, kind="grpo", gamma=1.0)
+
+
+@pytest.mark.parametrize("kind", ["gae", "grpo"])
+def test_advantages_are_cut_once_they_are_whitened_and_returns_never(kind):
+    step = random_step(5)
+    knobs = {
+        "kind": kind,
+        "gamma": 1.0,
+        "values": step.old_values,
+        "group_index": torch.zeros(len(step.mask), dtype=torch.int64),
+    }
+    free, returns = estimate_advantages(step.returns[:, 0], step.mask, **knobs)
+    cut, same = estimate_advantages(step.returns[:, 0], step.mask, clip=0.7, **knobs)
+
+    assert free.abs().max() > 0.7
+    torch.testing.assert_close(cut, free.clamp(-0.7, 0.7))
+    torch.testing.assert_close(same, returns)

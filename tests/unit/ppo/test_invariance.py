@@ -24,7 +24,9 @@ def policy(step: Step, case, normalizer=None):
     return policy_loss(
         *step.policy(),
         kind=kind,
-        dual_clip=1.5 if kind in ("ppo", "gspo") else None,
+        dual_clip=1.5 if kind in ("ppo", "gspo", "clip_cov") else None,
+        cispo_low=0.1,
+        covariant=step.covariant,
         clip_high=0.3,
         aggregation=aggregation,
         weights=step.weights if weighted else None,

@@ -155,6 +155,26 @@ def test_k3_in_the_loss_has_the_gradient_of_the_reverse_kl_of_each_next_token(po
     torch.testing.assert_close(gradient, next_token_kl_gradient(policy, reference, reverse=True))
 
 
+@pytest.mark.parametrize("kind", ["k2", "k3", "k3_st"])
+def test_with_its_ratio_each_kind_has_the_gradient_of_the_kl_where_an_older_policy_sampled(
+    kind, policy, reference
+):
+    """States come as often as the older policy goes through them; tokens count as the new one's."""
+    older, log_probs = logits(3), log_probs_of(policy)
+    old = log_probs_of(older)
+
+    terms = kl_loss_terms(log_probs, log_probs_of(reference), MASK, kind=kind, old_log_probs=old)
+    terms = terms * probability(old).unsqueeze(1)
+    loss = aggregate(terms, MASK, aggregation="constant", max_new_tokens=1, normalizer=1)
+    (gradient,) = torch.autograd.grad(loss, policy)
+
+    p, q = policy.log_softmax(-1), reference.log_softmax(-1)
+    visits = older.log_softmax(-1)[0].exp() * (torch.arange(V) != END)
+    visits = torch.cat([torch.ones(1).double(), visits])
+    (expected,) = torch.autograd.grad((visits * divergence(p, q)).sum(), policy)
+    torch.testing.assert_close(gradient, expected)
+
+
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_neither_k2_nor_k3_in_the_reward_has_the_gradient_of_the_kl(kind, policy, reference):
     """Of one token: sum of p * k(p, q) * grad log p."""

@@ -62,7 +62,7 @@ def test_a_batch_without_sampled_tokens_has_loss_and_gradient_zero(aggregation):
 def test_wrong_aggregation_and_kind_name_the_allowed_ones():
     with pytest.raises(ValueError, match=r"'mean'.*token_mean, sequence_mean, constant"):
         aggregate(X, MASK, aggregation="mean")
-    with pytest.raises(ValueError, match=r"'trpo'.*ppo, gspo, cispo"):
+    with pytest.raises(ValueError, match=r"'trpo'.*ppo, gspo, gmpo, cispo"):
         policy_loss(X, X, X, MASK, kind="trpo")
     with pytest.raises(ValueError, match="max_new_tokens"):
         aggregate(X, MASK, aggregation="constant")
@@ -114,8 +114,11 @@ def test_cispo_by_hand():
     assert loss == pytest.approx(-1.2 * 3.0 * (-2.0 + LOG_TWO))
     assert gradient == pytest.approx(-3.6)
     assert stats["clipped"] == 1.0
-    # there is no lower bound
+    # there is no lower bound, but where one is given
     assert one_token(LOG_HALF, -3.0, kind="cispo")[1] == pytest.approx(1.5)
+    assert one_token(LOG_HALF, -3.0, kind="cispo", cispo_low=0.3)[1] == pytest.approx(2.1)
+    with pytest.raises(ValueError, match=r"cispo_low \(1.5\) must lie in \[0, 1\]"):
+        one_token(LOG_HALF, -3.0, kind="cispo", cispo_low=1.5)
 
 
 def test_sapo_by_hand():
@@ -155,6 +158,38 @@ def test_gspo_has_one_ratio_a_response():
     clipped, stats = policy_loss(log_probs, old, advantages, mask, kind="gspo", clip_high=0.1)
     assert clipped.item() == pytest.approx(-2.2)
     assert stats["clipped"].item() == 2.0
+
+
+def test_gmpo_is_the_geometric_mean_of_ratios_that_are_clipped_first():
+    log_probs = torch.tensor([[-1.0, -1.0, NAN]], requires_grad=True)
+    old = torch.tensor([[-1.1, -2.0, NAN]])  # log-ratios 0.1 and 1.0, of which 0.4 is left
+    mask = torch.tensor([[True, True, False]])
+    knobs = {"kind": "gmpo", "clip_high": math.expm1(0.4), "aggregation": "sequence_mean"}
+
+    loss, stats = policy_loss(log_probs, old, torch.full((1, 3), 2.0), mask, **knobs)
+    loss.backward()
+
+    ratio = math.exp((0.1 + 0.4) / 2)
+    assert loss.item() == pytest.approx(-2.0 * ratio)
+    assert stats["clipped"].item() == 1.0
+    # d/dx of -2 exp((x + 0.4) / 2), and none through the token that is clipped
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[-ratio, 0.0, 0.0]]))
+    away = policy_loss(old, log_probs.detach(), torch.full((1, 3), -2.0), mask, **knobs)[0]
+    assert away.item() == pytest.approx(2.0 * math.exp((-0.1 + math.log(0.8)) / 2))
+
+
+def test_what_clip_cov_and_kl_cov_do_to_the_tokens_that_they_hold():
+    with pytest.raises(ValueError, match=r"'clip_cov'.*pass covariant"):
+        one_token(0.1, 1.0, kind="clip_cov")
+    held = {"covariant": ONE, "covariance_kl": 0.5}
+    loss, gradient, stats = one_token(0.1, 1.0, kind="clip_cov", **held)
+    assert (loss, gradient, stats["clipped"]) == (0.0, 0.0, 1.0)
+    for log_ratio in (LOG_TEN, -LOG_TEN):  # no clip, and a pull back of 0.5 a nat
+        ratio = math.exp(log_ratio)
+        loss, gradient, stats = one_token(log_ratio, 3.0, kind="kl_cov", **held)
+        assert loss == pytest.approx(-3 * ratio + 0.5 * LOG_TEN)
+        assert gradient == pytest.approx(-3 * ratio + math.copysign(0.5, log_ratio))
+        assert stats["clipped"] == 0.0
 
 
 def test_gspo_gives_each_token_the_gradient_of_its_own_advantage():
@@ -204,7 +239,14 @@ def test_first_update_has_ratio_exactly_one(kind):
     step = random_step(0)
     current = step.old_log_probs.clone().requires_grad_()
 
-    loss, stats = policy_loss(current, step.old_log_probs, step.advantages, step.mask, kind=kind)
+    loss, stats = policy_loss(
+        current,
+        step.old_log_probs,
+        step.advantages,
+        step.mask,
+        kind=kind,
+        covariant=torch.zeros_like(step.mask),
+    )
     loss.backward()
 
     assert stats["ratio"].item() == stats["tokens"].item()
@@ -264,7 +306,9 @@ def test_extreme_log_ratios_have_finite_loss_and_gradient(kind, advantage, pair)
     old = torch.tensor([[pair[1], -1.0]])
     both = torch.ones(1, 2, dtype=torch.bool)
 
-    loss, stats = policy_loss(log_probs, old, torch.full((1, 2), advantage), both, kind=kind)
+    loss, stats = policy_loss(
+        log_probs, old, torch.full((1, 2), advantage), both, kind=kind, covariant=both
+    )
     loss.backward()
 
     assert loss.isfinite()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raypo.ppo.corrections import CORRECTION_KINDS, MASK_RATIOS, importance_weights
+from raypo.ppo.covariance import covariant_tokens
 from raypo.ppo.estimators import ESTIMATORS, estimate_advantages
 from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS, kl_estimate, kl_loss_terms
 from raypo.ppo.losses import AGGREGATIONS, policy_loss, value_loss
@@ -34,9 +35,10 @@ def assert_close(actual: Tensor, expected: Any) -> None:
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-@given(step=steps(), samples=st.integers(2, 4), failed=st.booleans())
+@pytest.mark.parametrize("discount_by", ["token", "turn"])
+@given(step=steps(), samples=st.integers(2, 4), failed=st.booleans(), turns=st.booleans())
 @few
-def test_advantages_and_returns(kind, gamma, step, samples, failed):
+def test_advantages_and_returns(kind, gamma, discount_by, step, samples, failed, turns):
     rows = len(step.mask)
     scores = torch.randn(rows, generator=torch.Generator().manual_seed(rows)).double()
     scores[samples:][:samples] = 0.7  # a group of equal scores, if there is a second one
@@ -45,9 +47,17 @@ def test_advantages_and_returns(kind, gamma, step, samples, failed):
     group = torch.arange(rows) // samples
     kl = torch.where(step.mask, step.log_probs - step.old_log_probs, NAN).detach()
     knobs: dict[str, Any] = {"kind": kind, "gamma": gamma, "gae_lambda": 0.8, "kl_coef": 0.3}
+    knobs["discount_by"] = discount_by
+    earned = torch.where(step.mask, step.old_log_probs, NAN).detach() if turns else None
 
     advantages, returns = estimate_advantages(
-        scores, step.mask, kl=kl, values=step.old_values, group_index=group, **knobs
+        scores,
+        step.mask,
+        kl=kl,
+        values=step.old_values,
+        group_index=group,
+        extra_rewards=earned,
+        **knobs,
     )
 
     expected = oracle.advantages(
@@ -56,6 +66,7 @@ def test_advantages_and_returns(kind, gamma, step, samples, failed):
         step.mask.tolist(),
         step.old_values.tolist(),
         group.tolist(),
+        turn_rewards=None if earned is None else earned.tolist(),
         **knobs,
     )
     assert_close(advantages, expected[0])
@@ -67,20 +78,29 @@ def test_advantages_and_returns(kind, gamma, step, samples, failed):
 @given(step=steps(), weighted=st.booleans(), dual=st.booleans())
 @few
 def test_policy_loss_and_gradient(kind, aggregation, step, weighted, dual):
+    dual_clipped = kind in ("ppo", "gspo", "clip_cov")
     knobs: dict[str, Any] = {
         "kind": kind,
         "clip_low": 0.1,
         "clip_high": 0.25,
-        "dual_clip": 1.2 if dual and kind in ("ppo", "gspo") else None,
+        "dual_clip": 1.2 if dual and dual_clipped else None,
+        "cispo_low": 0.15 if dual else None,
+        "covariance_kl": 0.3,
         "aggregation": aggregation,
         "max_new_tokens": 13,
     }
 
-    loss, _ = policy_loss(*step.policy(), weights=step.weights if weighted else None, **knobs)
+    loss, _ = policy_loss(
+        *step.policy(),
+        weights=step.weights if weighted else None,
+        covariant=step.covariant,
+        **knobs,
+    )
 
     new, old, advantages, mask = (each.tolist() for each in step.policy())
     weights = step.weights.tolist() if weighted else None
-    expected = oracle.policy_loss(new, old, advantages, mask, weights, **knobs)
+    tables = new, old, advantages, mask, weights, step.covariant.tolist()
+    expected = oracle.policy_loss(*tables, **knobs)
     (gradient,) = torch.autograd.grad(loss, step.log_probs)
     assert_close(loss, expected[0])
     assert_close(gradient, expected[1])
@@ -101,21 +121,37 @@ def test_value_loss_and_gradient(aggregation, step, value_clip):
 
 
 @pytest.mark.parametrize("kind", sorted({*KL_KINDS, *KL_LOSS_KINDS}))
-@given(step=steps(), scale=st.sampled_from([1.0, 100.0]))
+@given(step=steps(), scale=st.sampled_from([1.0, 100.0]), weighted=st.booleans())
 @few
-def test_kl_and_its_slope(kind, step, scale):
+def test_kl_and_its_slope(kind, step, scale, weighted):
     reference = scale * step.old_log_probs  # the larger scale meets the clamp
     tables = [each.tolist() for each in (step.log_probs, reference, step.mask)]
 
-    value, slope = oracle.kl(*tables, kind=kind)
+    old = step.old_log_probs if weighted and kind in KL_LOSS_KINDS else None
 
-    if kind in KL_KINDS:
+    value, slope = oracle.kl(*tables, kind=kind, old=None if old is None else old.tolist())
+
+    if kind in KL_KINDS and old is None:
         estimate = kl_estimate(step.log_probs, reference, kind=kind, mask=step.mask)
         assert_close(estimate, value)
     if kind in KL_LOSS_KINDS:
-        terms = kl_loss_terms(step.log_probs, reference, step.mask, kind=kind)
+        terms = kl_loss_terms(step.log_probs, reference, step.mask, kind=kind, old_log_probs=old)
         assert_close(terms, value)
         assert_close(torch.autograd.grad(terms.sum(), step.log_probs)[0], slope)
+
+
+@given(step=steps(), fraction=st.sampled_from([1e-6, 0.1, 0.5, 1.0]))
+@few
+def test_the_tokens_of_high_covariance(step, fraction):
+    identity = torch.stack([torch.arange(len(step.mask))] * 2, 1)
+    found = covariant_tokens(
+        step.old_log_probs, step.advantages, step.mask, identity, kind="kl_cov", fraction=fraction
+    )
+
+    tables = [each.tolist() for each in (step.old_log_probs, step.advantages, step.mask)]
+    assert set(map(tuple, found.nonzero().tolist())) == set(
+        oracle.covariant(*tables, fraction=fraction)
+    )
 
 
 @pytest.mark.parametrize("mask_ratio", MASK_RATIOS)

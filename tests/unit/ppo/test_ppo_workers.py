@@ -2,6 +2,7 @@
 
 import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +35,10 @@ def reduced_step(workers: Workers) -> list[torch.Tensor]:
             "normalizer": workers.sum(count_for(mine.mask, aggregation=aggregation)),
         }
         outcomes = [
-            (policy_loss(*mine.policy(), kind=kind, **knobs), step.log_probs)
+            (
+                policy_loss(*mine.policy(), kind=kind, covariant=mine.covariant, **knobs),
+                step.log_probs,
+            )
             for kind in POLICY_KINDS
         ]
         outcomes.append((value_loss(*mine.critic(), value_clip=0.2, **knobs), step.values))
@@ -74,6 +78,11 @@ def run_worker(rank: int, folder: str) -> None:
             torch.save(reduced_step(workers), f"{folder}/{count}_{rank}.pt")
             parcels = [{"from": rank, "to": to, "long": [rank] * 1000 * to} for to in range(count)]
             torch.save(workers.exchange(parcels), f"{folder}/parcels_{count}_{rank}.pt")
+            if count == 2:  # as where the default group is NCCL's, whose tensors lie on GPUs
+                with patch.object(dist, "get_backend", lambda: "nccl"):
+                    beside = Workers.current()
+                gathered = (beside.group is not None, beside.gather(rank))
+                torch.save(gathered, f"{folder}/beside_{rank}.pt")
             dist.destroy_process_group()
 
 
@@ -86,6 +95,8 @@ def test_one_two_and_three_processes_agree(tmp_path):
 
     alone = reduced_step(Workers())
 
+    for rank in range(2):
+        assert torch.load(tmp_path / f"beside_{rank}.pt") == (True, [0, 1])
     for count in (2, 3):
         for rank in range(count):
             torch.testing.assert_close(torch.load(tmp_path / f"{count}_{rank}.pt"), alone)

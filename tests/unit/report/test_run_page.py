@@ -198,3 +198,16 @@ def test_figures_that_are_not_finite_do_not_break_the_data(tmp_path: Path):
     changes: dict[str, Any] = {"ppo/value_loss": float("nan")}
     html = page_text(write_run(tmp_path, **changes))
     assert "NaN" not in json.dumps(page_data(html))
+
+
+def test_a_run_on_preferences_shows_rewards_log_probs_and_margins(tmp_path: Path):
+    files = RunFiles(str(tmp_path), "dpo")
+    files.write_config({"name": "dpo", "recipe": "dpo"})
+    told = {"chosen_reward_mean": 0.5, "rejected_reward_mean": -0.5, "margin_mean": 1.0}
+    told |= {"chosen_log_prob_mean": -9.0, "rejected_log_prob_mean": -12.0, "loss": 0.3}
+    for step in (1, 2):
+        held_out = {f"eval/{name}": value for name, value in told.items()}
+        files.append_metrics(step, held_out | {f"train/{name}": v for name, v in told.items()})
+    shown = titles(page_text(tmp_path / "dpo"))
+    assert {"Implicit rewards", "Log-probabilities", "Margin: chosen less rejected"} <= shown
+    assert "KL that KTO compares with" not in shown

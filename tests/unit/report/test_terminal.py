@@ -1,12 +1,14 @@
 import io
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
 from raypo.cli import app
+from raypo.report.samples import run_samples
 from raypo.report.terminal import chosen, print_samples
 from raypo.storage.run_files import RunFiles
-from tests.recorded_run import rollout, write_run
+from tests.recorded_run import WORDS, rollout, write_run
 
 
 def test_samples_of_the_last_step_in_the_order_that_is_asked_for(tmp_path: Path):
@@ -55,3 +57,44 @@ def test_wrong_input_is_told(tmp_path: Path):
         done = CliRunner().invoke(app, ["show", *arguments])
         assert done.exit_code == 2
         assert words in done.output
+
+
+def episode_of_the_recorded_run() -> dict[str, Any]:
+    """Its words are those of the recorded run's tokenizer; the middle one is the environment's."""
+    return rollout(1, 0, 0) | {
+        "response_ids": [1, 4, 2],
+        "response_mask": [True, False, True],
+        "turn_rewards": [0.5, 0.0, -1.0],
+        "row_index": 0,
+        "episode": {"score": -0.5, "num_turns": 2, "environment_s": 0.1, "error": "KeyError: x"},
+    }
+
+
+def test_episodes_are_shown_turn_by_turn_with_rewards_and_errors(tmp_path: Path):
+    run = write_run(tmp_path, steps=1)
+    files = RunFiles.at(str(run))
+    files.write_rollouts(1, [episode_of_the_recorded_run()])
+    stream = io.StringIO()
+    print_samples(files, 1, None, 1, stream)
+    lines = [line.strip("│ \n") for line in stream.getvalue().splitlines()]
+    assert "2 turns" in stream.getvalue()
+    first, between, last = (WORDS[each] for each in (1, 4, 2))
+    at = lines.index(f"{first}  +0.5")
+    assert lines[at : at + 4] == [
+        f"{first}  +0.5",
+        between,
+        f"{last}  -1",
+        "failed: KeyError: x",
+    ]
+
+
+def test_the_report_tells_what_the_environment_wrote(tmp_path: Path):
+    run = write_run(tmp_path, steps=1)
+    files = RunFiles.at(str(run))
+    files.write_rollouts(1, [episode_of_the_recorded_run()])
+    (sample,) = (
+        each for each in run_samples(files, files.config() or {}) if "held_out" not in each
+    )
+    assert (sample["others"], sample["rewards"]) == ([1], {0: 0.5, 2: -1.0})
+    assert (sample["turns"], sample["error"]) == (2, "KeyError: x")
+    assert sample["changes"][1] == 0.0

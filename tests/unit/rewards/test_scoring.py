@@ -1,11 +1,12 @@
 import asyncio
 import math
+import pickle
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from raypo.rewards.scoring import RewardError, score
+from raypo.rewards.scoring import RewardError, parts_of, score
 from raypo.rewards.verifiers import contains_answer, exact_match
 from raypo.types import Rollout
 
@@ -144,7 +145,7 @@ def test_what_is_no_list(answer, kind):
 
 @pytest.mark.parametrize(
     ("bad", "shown"),
-    [("good", "'good' (str)"), ([1.0], "[1.0] (list)"), ({"score": 1}, "{'score': 1} (dict)")],
+    [("good", "'good' (str)"), ([1.0], "[1.0] (list)"), ({1.0}, "{1.0} (set)")],
 )
 def test_what_is_no_number(bad, shown):
     assert refused([1.0, 1.0, bad, 1.0], 1.0) == (
@@ -218,3 +219,33 @@ def test_contains_answer_finds_the_label_by_itself(response, label, expected):
 def test_a_verifier_without_labels_says_what_to_set(verifier):
     with pytest.raises(ValueError, match=r"^the prompt of row 3 has no label. Set data.label_key"):
         verifier([rollout(label=None, index=3)])
+
+
+def test_named_parts_come_with_the_score_that_is_trained_on():
+    answers = [{"score": 1.5, "right": True, "format": np.float32(0.5)}, 0.25, {"score": 2}]
+    scores = score(answering(answers), [rollout(index=i) for i in range(3)], max_failed_fraction=0)
+    assert scores == [1.5, 0.25, 2.0]
+    assert [parts_of(value) for value in scores] == [{"right": 1.0, "format": 0.5}, {}, {}]
+    travelled = pickle.loads(pickle.dumps(scores[0]))
+    assert (travelled, parts_of(travelled)) == (1.5, {"right": 1.0, "format": 0.5})
+
+
+def test_a_part_that_is_missing_is_left_out_and_a_missing_score_fails():
+    parts = {"score": 1.0, "right": None, "format": math.inf, "length": 3}
+    (found,) = score(answering([parts]), [rollout()], max_failed_fraction=0)
+    assert parts_of(found) == {"length": 3.0}
+    (found,) = score(answering([{"score": None, "a": 1}]), [rollout()], max_failed_fraction=1)
+    assert math.isnan(found)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"right": 1.0}, "'score' is the one that is trained on"),
+        ({"score": 1.0, 2: 1.0}, "Named parts are texts"),
+        ({"score": 1.0, "right": "yes"}, "part 'right', returned 'yes'"),
+    ],
+)
+def test_parts_that_are_none_are_refused(answer, told):
+    with pytest.raises(RewardError, match=told):
+        score(answering([answer]), [rollout()], max_failed_fraction=1)

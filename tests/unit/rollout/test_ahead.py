@@ -2,8 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypo.collectives import Workers
-from raypo.data.stream import PromptStream
+from raypo.data.stream import Draw, PromptStream
 from raypo.metrics.clock import Clock
-from raypo.rollout.ahead import Collect, RolloutsAhead
+from raypo.rollout.ahead import RolloutsAhead
 from raypo.rollout.refill import Collected
-from raypo.types import Prompt, ScoredRollout
+from raypo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_refill import rollout
 
@@ -41,49 +43,60 @@ class Run:
         self.workers = workers or Workers()
         self.ahead = RolloutsAhead(
             self.stream,
+            prompts_per_step=PROMPTS_PER_STEP // (2 if wants_two_rounds else 1),
+            samples_per_prompt=1,
             max_staleness=max_staleness,
             settles=settles,
+            is_refilled=wants_two_rounds,
             num_steps=num_steps,
             workers=self.workers.beside(),
         )
         self.num_steps = num_steps
         self.version = 0
-        self.is_pushing = False
         self.last_step = 0
         self.sampling_s = sampling_s
         self.num_rounds = 2 if wants_two_rounds else 1
         self.trained: list[tuple[int, list[tuple[int, int]]]] = []
-        """Of each step: its number, and group and version of each rollout."""
+        """Of each step: its number, and group and version of each rollout's first token."""
+        self.last_versions: list[int] = []
+        """Of the last token of each rollout that was trained."""
+        self.under_way = self.most_under_way = 0
 
-    def collect(self, clock: Clock, workers: Workers) -> Collected:
-        scored: list[ScoredRollout] = []
+    def sample(self, draws: Sequence[Draw]) -> list[Rollout]:
+        first = self.version
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        for draw in draws:
+            time.sleep(self.sampling_s(draw.group_index))
+        self.under_way -= 1
+        return [replace(rollout(d.group_index, first), weight_version=self.version) for d in draws]
+
+    def collect(
+        self, sampled: Callable[[int], list[Rollout]], clock: Clock, workers: Workers
+    ) -> Collected:
+        rollouts: list[Rollout] = []
         for _ in range(self.num_rounds):
-            with self.ahead.round(clock):
-                assert not self.is_pushing
-                version = self.version
-                for draw in self.stream.take(PROMPTS_PER_STEP // self.num_rounds):
-                    each = rollout(draw.group_index, version)
-                    scored.append(ScoredRollout(each, 0.0, {}))
-                time.sleep(self.sampling_s(scored[-1].rollout.group_index))
-                assert version == self.version, "a push while the engine sampled"
+            rollouts += sampled(PROMPTS_PER_STEP // self.num_rounds)
             workers.sum(torch.tensor(1.0))
+        scored = [ScoredRollout(each, 0.0, {}) for each in rollouts]
         return Collected(scored, scored, 0, {})
 
     def push(self, version: int) -> None:
-        with self.ahead.paused():
-            self.workers.gather(None)
-            self.is_pushing = True
-            self.version = version
-            self.is_pushing = False
+        self.ahead.settle()
+        self.workers.gather(None)
+        self.version = version
         self.ahead.arrived(version)
 
+    def begin(self) -> None:
+        self.ahead.begin(self.sample, self.collect, last_step=self.last_step)
+
     def go(self, until: int | None = None, update_s: float = 0.0) -> None:
-        collect: Collect = self.collect
-        self.ahead.begin(collect, version=self.last_step, last_step=self.last_step)
+        self.begin()
         for step in range(self.last_step + 1, (until or self.num_steps) + 1):
             taken = self.ahead.take(step, Clock()).trained
             rows = [(each.rollout.group_index, each.rollout.sample_index) for each in taken]
             self.trained.append((step, rows))
+            self.last_versions += [each.rollout.weight_version for each in taken]
             time.sleep(update_s)
             self.push(step)
             self.last_step = step
@@ -113,6 +126,20 @@ def test_every_prompt_is_trained_once_in_order_and_none_is_too_stale(
     run.go(update_s=update_s)
     assert run.groups() == list(range(PROMPTS_PER_STEP * run.num_steps))
     assert all(0 <= lag <= max_staleness for lag in run.staleness())
+    steps = [step for step, rows in run.trained for _ in rows]
+    assert all(last < step for step, last in zip(steps, run.last_versions, strict=True))
+
+
+def test_all_batches_that_may_be_begun_are_sampled_at_the_same_time():
+    run = Run(max_staleness=3, sampling_s=lambda group: 0.05)
+    run.go(until=1)
+    assert run.most_under_way == 4
+
+
+def test_a_batch_that_may_draw_further_prompts_does_so_before_the_next_one_begins():
+    run = Run(max_staleness=3, sampling_s=lambda group: 0.01, wants_two_rounds=True)
+    run.go()
+    assert run.most_under_way == 1
 
 
 def test_without_staleness_every_batch_is_of_the_newest_weights():
@@ -130,7 +157,7 @@ def test_one_step_off_is_one_version_behind_whoever_is_slower(sampling_s: float,
 
 def test_the_next_batch_is_sampled_while_the_learner_updates():
     run = Run(max_staleness=1)
-    run.ahead.begin(run.collect, version=0, last_step=0)
+    run.begin()
     run.ahead.take(1, Clock())
     following = run.ahead._batches[2].result(10)  # the update of step 1 has not ended
     assert {each.rollout.sample_index for each in following.trained} == {0}
@@ -140,10 +167,10 @@ def test_the_next_batch_is_sampled_while_the_learner_updates():
 def test_what_ends_the_collecting_ends_the_step_that_wants_it():
     run = Run(max_staleness=2)
 
-    def collect(clock: Clock, workers: Workers) -> Collected:
+    def collect(sampled: Any, clock: Clock, workers: Workers) -> Collected:
         raise RuntimeError("the judge has left")
 
-    run.ahead.begin(collect, version=0, last_step=0)
+    run.ahead.begin(run.sample, collect, last_step=0)
     with pytest.raises(RuntimeError, match="the judge has left"):
         run.ahead.take(1, Clock())
     with pytest.raises(RuntimeError, match="the judge has left"):
@@ -156,16 +183,16 @@ def test_a_worker_whose_collecting_fails_does_not_wait_for_the_others_before_a_p
     def fails(workers: Workers) -> str:
         run = Run(max_staleness=1, settles=True, workers=workers)
 
-        def collect(clock: Clock, beside: Workers) -> Collected:
-            if workers.rank == 1 and run.stream.state_dict()["position"] > 0:
-                raise RuntimeError("the judge has left")
-            return run.collect(clock, beside)
+        def sample(draws: Sequence[Draw]) -> list[Rollout]:
+            if workers.rank == 1 and draws[0].group_index >= PROMPTS_PER_STEP:
+                raise RuntimeError("the engine has left")
+            return run.sample(draws)
 
-        run.ahead.begin(collect, version=0, last_step=0)
+        run.ahead.begin(sample, run.collect, last_step=0)
         run.ahead.take(1, Clock())
         if workers.rank == 0:
             return "waits"
-        with pytest.raises(RuntimeError, match="the judge has left"):
+        with pytest.raises(RuntimeError, match="the engine has left"):
             run.push(1)
         return "fails"
 
@@ -176,7 +203,7 @@ def test_what_was_collected_has_spans_of_its_own():
     run = Run(max_staleness=1, settles=True)
     run.go()
     names = [name for name, _, _ in run.ahead.spans()]
-    assert names.count("perf/engine_idle_s") == run.num_steps
+    assert names.count("perf/generate_s") == run.num_steps
     assert run.ahead.spans() == []
 
 
@@ -200,27 +227,28 @@ def test_a_resumed_run_trains_what_the_undisturbed_one_trains(
         assert first.trained + second.trained == whole.trained
 
 
-def test_a_checkpoint_while_a_batch_is_half_sampled_rewinds_its_prompts(tmp_path: Path):
-    run = Run(max_staleness=3, wants_two_rounds=True)
-    first_round_done, go_on = threading.Event(), threading.Event()
-    whole = run.ahead.round
+def test_a_checkpoint_while_batches_are_sampled_rewinds_their_prompts_and_counts_them(
+    tmp_path: Path,
+):
+    go_on = threading.Event()
 
-    def collect(clock: Clock, workers: Workers) -> Collected:
-        if run.stream.state_dict()["position"] >= 2 * PROMPTS_PER_STEP:
-            with whole(clock):
-                run.stream.take(1)
-            first_round_done.set()
+    def wait(group: int) -> float:
+        if group >= PROMPTS_PER_STEP:
             go_on.wait(10)
-        return run.collect(clock, workers)
+        return 0.0
 
-    run.ahead.begin(collect, version=0, last_step=0)
+    run = Run(max_staleness=2, sampling_s=wait)
+    run.begin()
     run.ahead.take(1, Clock())
-    assert first_round_done.wait(10)
+    while run.most_under_way < 2:  # those of steps 2 and 3
+        time.sleep(0.001)
+    assert run.ahead.carried() == (2 * PROMPTS_PER_STEP, 0)
     run.ahead.save(tmp_path, run.workers)
     assert run.ahead.position() == {"position": PROMPTS_PER_STEP}
     go_on.set()
     resumed = Run(max_staleness=3)
     resumed.ahead.restore(tmp_path, resumed.workers)
+    assert resumed.ahead.carried() == (0, 2 * PROMPTS_PER_STEP)
     resumed.last_step = resumed.version = 1
     resumed.go()
     assert resumed.groups() == list(range(PROMPTS_PER_STEP, PROMPTS_PER_STEP * resumed.num_steps))

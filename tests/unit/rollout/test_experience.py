@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.config import KLSection, PPOSection
+from raypo.config import CorrectionSection, KLSection, PPOSection
 from raypo.ppo.shaping import RunningMoments
 from raypo.rollout.experience import (
     AdvantageState,
+    distance_to_engine,
     distance_to_reference,
     with_advantages,
+    with_corrections,
 )
 from raypo.types import Experience
 from tests.unit.learner.plain import one_step, plain_models
@@ -31,12 +33,13 @@ def test_the_state_survives_a_checkpoint():
 
     stored = json.loads(json.dumps(state.state_dict()))
 
-    assert AdvantageState.of(ppo.kl).restored(stored) == state
+    assert AdvantageState.of(ppo).restored(stored) == state
 
 
 def test_a_fixed_coefficient_is_the_configs_and_never_a_checkpoints():
-    state = AdvantageState.of(KLSection(coef=0.5))
-    stored = AdvantageState.of(KLSection(coef=0.1)).state_dict()
+    state = AdvantageState.of(PPOSection(kl=KLSection(coef=0.5), entropy_coef=0.3))
+    stored = AdvantageState.of(PPOSection(kl=KLSection(coef=0.1), entropy_coef=0.2)).state_dict()
+    assert state.restored(stored).entropy.acting == 0.3
     assert state.restored(stored).kl.coef == 0.5
     assert state.scores == RunningMoments()
 
@@ -77,7 +80,7 @@ def two_turns_and_one() -> Experience:
 def shaped(keys: dict[str, Any], *, coef: float | None = None) -> tuple[Experience, dict]:
     """`two_turns_and_one` with advantages; `coef` is where the controller stands."""
     ppo = PPOSection.model_validate({"advantage": "reinforce", **keys})
-    state = AdvantageState.of(ppo.kl)
+    state = AdvantageState.of(ppo)
     if coef is not None:
         state = replace(state, kl=replace(state.kl, coef=coef))
     batch = two_turns_and_one()
@@ -104,4 +107,47 @@ def test_an_environments_tokens_do_not_make_a_response_overlong():
     _, figures = shaped(keys)
 
     # two sampled tokens of at most three; with the environment's there would be three
+    assert figures["ppo/shaped_score_mean"] == 2.0
+
+
+def test_tokens_of_weights_that_are_too_old_weigh_nothing_and_the_others_what_they_did():
+    versions = torch.tensor([[3, 3, 5], [4, 4, 4]])
+    batch = two_turns_and_one().with_(weight_versions=versions)
+    section = CorrectionSection(max_staleness=1)
+
+    weights = with_corrections(batch, section, version=5).weights
+
+    assert weights is not None
+    assert weights.tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    ppo = PPOSection(correction=section)
+    figures = distance_to_engine(batch, ppo, Workers(), version=5)
+    assert figures["mismatch/dropped_fraction"] == pytest.approx(1 / 3)
+    assert figures["rollout/staleness_mean"] == 1.0  # of (2 + 0) / 2 and 1
+    assert figures["rollout/staleness_max"] == 2.0
+    shares = [figures[f"rollout/staleness_share_{lag}"] for lag in range(3)]
+    assert shares == pytest.approx([1 / 3] * 3)
+
+
+def test_the_gap_to_the_engine_is_not_told_where_the_engines_log_probs_are_the_old_ones():
+    figures = distance_to_engine(
+        two_turns_and_one(), PPOSection(old_log_probs="engine"), Workers(), version=0
+    )
+    assert figures["rollout/staleness_max"] == 0.0
+    assert not any(name.startswith("mismatch/kl") for name in figures)
+
+
+def test_rewards_of_turns_leave_the_score_of_an_episode_what_it_is():
+    """The estimator credits them where they were earned; who looks at scores sees all of them."""
+    turns = torch.tensor([[2.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    ppo = PPOSection.model_validate({"advantage": "reinforce", "kl": {"coef": 0.0}})
+    batch, figures, _ = with_advantages(
+        two_turns_and_one().with_(turn_rewards=turns),
+        ppo,
+        AdvantageState.of(ppo),
+        Workers(),
+        max_new_tokens=3,
+        step=1,
+    )
+    assert batch.returns is not None
+    torch.testing.assert_close(batch.returns, torch.tensor([[3.0, 0.0, 1.0], [1.0, 0.0, 0.0]]))
     assert figures["ppo/shaped_score_mean"] == 2.0

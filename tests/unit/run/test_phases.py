@@ -107,16 +107,13 @@ def test_a_step_goes_through_the_phases_of_the_design():
     }
 
 
-def test_at_the_start_everybody_sleeps_before_the_learner_is_made():
+def test_who_has_started_sleeps_already_when_the_learner_is_made():
     recorder = Recorder()
     start = phases(recorder, at=Phase.START)
     start.learner = None
     start.enter(Phase.LEARN)
     assert recorder.events() == [
         "barrier",
-        "engines: sleep",
-        "reference: sleep",
-        "reward: sleep",
         "barrier",
         "barrier",
     ]

@@ -14,6 +14,15 @@ def test_a_request_that_fits_exactly_is_served() -> None:
     validate_request(REQUEST, vocabulary_size=4, max_model_len=8)
 
 
+def test_an_engine_that_reads_no_text_refuses_stop_strings() -> None:
+    request = replace(REQUEST, stop=("Q:",))
+    validate_request(request, vocabulary_size=4, max_model_len=8)
+    with pytest.raises(
+        ValueError, match=r"stop \(\['Q:'\]\): an engine that is made with reads_text"
+    ):
+        validate_request(request, vocabulary_size=4, max_model_len=8, reads_text=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -25,6 +34,9 @@ def test_a_request_that_fits_exactly_is_served() -> None:
         ({"max_new_tokens": 6}, r"3 tokens leaves no room for max_new_tokens \(6\)"),
         ({"temperature": -0.1}, r"temperature \(-0.1\)"),
         ({"top_p": 0.0}, r"top_p \(0.0\)"),
+        ({"top_k": 0}, r"top_k \(0\) must be 1 or more, or None"),
+        ({"min_p": 1.5}, r"min_p \(1.5\) must lie in \[0, 1\]"),
+        ({"stop": ("",)}, r"stop \(\[''\]\): .* texts that are not empty"),
         ({"timeout_s": 0.0}, r"timeout_s \(0.0\): a request has some time"),
     ],
 )

@@ -5,9 +5,16 @@ import sys
 
 import pytest
 
-from raypo.config import ConfigError, EngineSection
+from raypo.config import ConfigError, EngineSection, PPOConfig
+from raypo.config.base import known_keys
 from raypo.serving import vllm_arguments
-from raypo.serving.vllm_arguments import FIXED, SET_BY, check_extra, engine_argument_names
+from raypo.serving.vllm_arguments import (
+    FIXED,
+    SAID_BY_REQUESTS,
+    SET_BY,
+    check_extra,
+    engine_argument_names,
+)
 
 
 def refused(**extra: object) -> str:
@@ -21,9 +28,9 @@ def test_engine_arguments_pass():
 
 
 def test_what_is_no_engine_argument_is_refused_with_its_key():
-    assert refused(top_k=20) == (
-        "rollout.engine.extra.top_k (20): the installed vLLM has no such engine argument. "
-        "Remove it."
+    assert refused(presence_penalty=2) == (
+        "rollout.engine.extra.presence_penalty (2): the installed vLLM has no such engine "
+        "argument. Remove it."
     )
 
 
@@ -31,12 +38,15 @@ def test_a_near_miss_names_the_argument():
     assert refused(max_num_seq=3).endswith("Did you mean max_num_seqs?")
 
 
-@pytest.mark.parametrize("name", SET_BY)
-def test_what_another_key_says_is_refused_with_that_key(name):
+@pytest.mark.parametrize(("name", "keys"), (SET_BY | SAID_BY_REQUESTS).items())
+def test_what_another_key_says_is_refused_with_that_key(name, keys):
     told = refused(**{name: 1})
-    assert told == (
-        f"rollout.engine.extra.{name} (1): is said by {SET_BY[name]}. Set that, and remove this."
-    )
+    assert told == f"rollout.engine.extra.{name} (1): is said by {keys}. Set that, and remove this."
+
+
+def test_the_keys_that_requests_follow_are_there():
+    keys = known_keys(PPOConfig)
+    assert set(SAID_BY_REQUESTS.values()) <= set(keys)
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -54,7 +64,7 @@ def test_the_tables_name_engine_arguments_only():
 
 def test_without_vllm_a_name_is_checked_where_the_engine_starts(monkeypatch):
     monkeypatch.setattr(vllm_arguments, "engine_argument_names", lambda: None)
-    check_extra(EngineSection(extra={"top_k": 20}))
+    check_extra(EngineSection(extra={"presence_penalty": 2}))
     assert "is said by seed" in refused(seed=3)
 
 
@@ -81,11 +91,11 @@ def test_an_unknown_argument_is_refused_without_importing_vllm():
         "import sys\n"
         "from raypo.config import ConfigError, EngineSection\n"
         "from raypo.serving.vllm_arguments import check_extra\n"
-        "try:\n    check_extra(EngineSection(extra={'top_k': 20}))\n"
+        "try:\n    check_extra(EngineSection(extra={'penalty': 2}))\n"
         "except ConfigError as error:\n    print(error)\n"
         "print([name for name in ('vllm', 'torch', 'ray') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     told, heavy = done.stdout.splitlines()
-    assert "extra.top_k (20)" in told
+    assert "extra.penalty (2)" in told
     assert heavy == "[]"

@@ -68,11 +68,12 @@ def test_arguments_come_from_the_section(tmp_path) -> None:
     assert cpu["kv_cache_memory_bytes"] == 250_000_000
     assert not cpu["enable_prefix_caching"]
     assert cpu["enforce_eager"]
+    assert not cpu["enable_chunked_prefill"]
 
     gpu = arguments(folder, EngineSection(gpu_memory_fraction=0.3), device="cuda")
     assert gpu["gpu_memory_utilization"] == 0.3
     assert "kv_cache_memory_bytes" not in gpu
-    assert "enforce_eager" not in gpu
+    assert not {"enforce_eager", "enable_chunked_prefill"} & gpu.keys()
 
 
 def test_extra_wins(tmp_path) -> None:

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 import threading
 
 import numpy as np
@@ -173,14 +174,19 @@ def test_rollouts_have_the_columns_and_types_of_the_design(storage):
         "ref_log_probs": "list<element: float>",
         "score": "double",
         "scores_by_source": "map<string, double>",
+        "response_mask": "list<element: bool>",
+        "turn_rewards": "list<element: float>",
+        "episode": "struct<score: double, num_turns: int64, environment_s: double, error: string>",
         "advantages": "list<element: float>",
         "advantage_mean": "double",
         "kl": "double",
         "finish_reason": "string",
         "weight_version": "int64",
+        "weight_versions": "list<element: int64>",
         "prompt_index": "int64",
         "sample_index": "int64",
         "group_index": "int64",
+        "row_index": "int64",
     }
     (read,) = rollouts_of(path)
     assert read["prompt_ids"] == [4, 5]
@@ -401,3 +407,19 @@ def test_a_relative_path_is_the_drivers(tmp_path, monkeypatch):
     files = RunFiles("runs", "r")
     monkeypatch.chdir("/")
     assert files.folder == tmp_path / "runs" / "r"
+
+
+def test_a_checkpoint_is_staged_where_it_will_lie(storage):
+    """Of a large model it is hundreds of GB, more than a temporary folder has."""
+    files = RunFiles(storage[0], "r")
+    stage = files.new_stage()
+    (stage / "shard").write_text("half of it")
+    if files.is_local:
+        assert stage.parent == storage[1]
+        assert files.new_stage() != stage
+        files.clear_stages()  # of an attempt that died
+        assert not list(storage[1].iterdir())
+    else:
+        files.sync()
+        assert not (storage[1] / stage.name).exists()
+        shutil.rmtree(stage)

@@ -104,3 +104,17 @@ def test_it_works_in_a_process_of_its_own(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "ERROR x: broken" in text
     assert "UserWarning: odd" in text
+
+
+def test_the_first_line_that_a_function_prints_is_told_with_the_place_of_all(tmp_path):
+    from ray.train.v2._internal.logging.patch_print import redirected_print
+
+    path, told = tmp_path / "worker_0.log", []
+    log_to_file(path, on_print=told.append)
+    logging.getLogger("a.library").warning("not a print")
+    redirected_print("score", 3)  # what `print` is in Ray Train's workers
+    redirected_print("and again")
+    assert told == [f"printed: score 3 (this and what follows: {path})"]
+    log = path.read_text()
+    assert "INFO root: score 3" in log
+    assert "INFO root: and again" in log

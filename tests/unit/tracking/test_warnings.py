@@ -81,6 +81,12 @@ def test_a_remedy_is_not_what_the_config_has_already():
     assert any("ppo.kl.target" in remedy for remedy in remedies)
 
 
+def test_a_mismatch_that_comes_from_truncated_sampling_is_told_so():
+    config = {"rollout": {"top_p": 0.9, "top_k": None, "min_p": 0.1}}
+    (finding,) = findings(rows(12, **{"mismatch/kl": 0.05}), config)
+    assert "Remove top_p and min_p from rollout" in finding.remedy
+
+
 def test_a_held_out_score_that_only_trembles_is_no_fall():
     """A tenth of the scores' spread, at a gain of as much: 256 answers differ so by chance."""
     trembling = [0.30, 0.34, 0.30, 0.29, 0.31, 0.29]

@@ -13,7 +13,13 @@ import torch
 
 from raypo.calls import MethodOfAll
 from raypo.collectives import Workers
-from raypo.weights.broadcast import BroadcastBucket, BroadcastTransport, Group, Rendezvous
+from raypo.weights.broadcast import (
+    BroadcastBucket,
+    BroadcastTransport,
+    Group,
+    Rendezvous,
+    connect,
+)
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
 from raypo.weights.transport import OfferedBucket, PushStart, Ready
@@ -197,6 +203,25 @@ class Absent(Receiver):
 def test_a_group_that_does_not_meet_is_told():
     with pytest.raises(WeightError, match="not all of its 2 processes met within 2 s"):
         push(transport(), Handle(Absent()), 1)
+
+
+def test_a_member_that_never_connects_is_waited_for_no_longer_than_is_said():
+    """As NCCL where a receiver dies between the meeting and the connection."""
+
+    class Stuck:
+        aborted, released = threading.Event(), threading.Event()
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            self.released.wait(60.0)
+
+        def abort(self) -> None:
+            self.aborted.set()
+
+    stuck = Stuck()
+    with pytest.raises(RuntimeError, match="a member did not connect"):
+        connect(stuck, torch.device("cpu"), timeout_s=0.05)
+    assert stuck.aborted.wait(10.0)
+    stuck.released.set()
 
 
 @pytest.mark.parametrize("how", ["leaves", "sends another group's bucket"])

@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from raypo.metrics.flops import Lengths, forward_flops
+from raypo.plan.flops import Lengths, forward_flops
 from raypo.plan.model_shape import ModelShape
 from tests.tiny import tiny_policy
 

@@ -1,0 +1,270 @@
+"""The run files of the recipes that go by rounds: sample, judge, select, train, push."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from raypo.config.base import Config
+from raypo.config.dpo_config import DPOSection
+from raypo.config.run_config import OnlineConfig
+from raypo.config.sections import DataSection, ModelSection
+from raypo.config.supervised_config import ExamplesLearnerSection
+
+
+class RoundsLearnerSection(ExamplesLearnerSection):
+    """The workers that train on what a round has selected."""
+
+    num_epochs: int = Field(default=1, ge=1)
+    """Passes over it. The learning rate follows its schedule from round to round."""
+
+
+class RoundsConfig(OnlineConfig):
+    """What the run files of the recipes have in common that go by rounds; `num_steps` of them."""
+
+    learner: RoundsLearnerSection = RoundsLearnerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def rows_per_update(self) -> int:
+        """Examples of a batch."""
+        return self.learner.batch_size
+
+    @property
+    def trained_temperature(self) -> float:
+        """What is learned is the distribution itself, however it was sampled."""
+        return 1.0
+
+    @model_validator(mode="after")
+    def _nothing_is_set_that_cannot_act(self) -> Self:
+        recipe, lora = self.recipe, self.model.lora
+        if self.rollout.mode != "sync":
+            raise ValueError(
+                f"rollout.mode ({self.rollout.mode}): a round of {recipe} samples with the weights "
+                f"that the round before has trained. Set rollout.mode to sync."
+            )
+        if self.rollout.is_episodic:
+            key = "agent" if self.rollout.agent else "environment"
+            raise ValueError(
+                f"rollout.{key} ({getattr(self.rollout, key)}): {recipe} learns responses of "
+                f"one turn. Remove it, or use the recipe ppo."
+            )
+        if self.model.critic is not None:
+            raise ValueError(
+                f"model.critic ({self.model.critic}): {recipe} has no critic. Remove it."
+            )
+        if self.model.reference is not None and self.reference != self.model.reference:
+            raise ValueError(
+                f"model.reference ({self.model.reference}): {recipe} compares with none. Remove it."
+            )
+        if lora is not None and lora.push == "adapter":
+            raise ValueError(
+                f"model.lora.push (adapter): {recipe} pushes whole weights. Set it to merged."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_worker_has_prompts(self) -> Self:
+        workers, prompts = self.learner.num_workers, self.rollout.prompts_per_step
+        if workers > prompts:
+            raise ValueError(
+                f"learner.num_workers ({workers}): every worker needs a prompt of each round "
+                f"(rollout.prompts_per_step = {prompts}). Set learner.num_workers to at most "
+                f"{prompts}."
+            )
+        return self
+
+
+class TeacherModelSection(ModelSection):
+    """Which models a distillation is made of."""
+
+    teacher: str
+    """The model to learn from, with the policy's vocabulary. It is deployed as a reference is: its
+    keys are placement.frozen.reference, placement.gpus.reference and placement.mode.reference."""
+
+
+class DistilledDataSection(DataSection):
+    """Where prompts come from, and texts that a teacher has written."""
+
+    response_key: str | None = None
+    """Column of the responses to learn off-policy: a text, or one chat message of the assistant."""
+    max_response_tokens: int = Field(default=1024, ge=1)
+    """Longest such response in tokens, its end included; longer ones follow `too_long`."""
+
+
+class DistillationSection(Config):
+    """How the policy learns from its teacher, at temperature 1."""
+
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
+    """What is minimised at every token (arXiv:2306.13649): forward_kl, of teacher from policy,
+    covers all that the teacher does; reverse_kl, of policy from teacher, stays with what it does
+    most; jsd lies between them."""
+    beta: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """jsd: the teacher's share of the mixture; towards 0 its gradient is forward_kl's, towards 1
+    reverse_kl's."""
+    top_k: Annotated[int, Field(ge=1)] | None = 64
+    """Tokens whose probabilities the teacher tells in each place, the likeliest; all others count
+    as one event, so what is minimised is a lower bound. null: the whole vocabulary."""
+    on_policy_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of a round's prompts that the policy answers itself; the others come with the texts of
+    data.response_key."""
+
+    @model_validator(mode="after")
+    def _beta_can_act(self) -> Self:
+        if self.beta != type(self).model_fields["beta"].default and self.divergence != "jsd":
+            raise ValueError(
+                f"distillation.beta ({self.beta:g}): has no effect, distillation.divergence is "
+                f"{self.divergence}. Set distillation.divergence to jsd, or remove it."
+            )
+        return self
+
+
+class DistillationConfig(RoundsConfig):
+    """The whole run file of the `distillation` recipe: a policy learns a teacher's distributions.
+
+    Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649.
+    """
+
+    paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.teacher")
+
+    recipe: Literal["distillation"] = "distillation"  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: TeacherModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
+    data: DistilledDataSection  # pyright: ignore[reportIncompatibleVariableOverride]
+    distillation: DistillationSection = DistillationSection()
+
+    @property
+    def reference(self) -> str | None:
+        """The teacher, which is deployed as a reference is."""
+        return self.model.teacher
+
+    @property
+    def prompts_answered(self) -> int:
+        """Prompts of a round that the policy answers."""
+        return round(self.distillation.on_policy_fraction * self.rollout.prompts_per_step)
+
+    @model_validator(mode="after")
+    def _texts_are_there_where_they_are_learned(self) -> Self:
+        fraction, column = self.distillation.on_policy_fraction, self.data.response_key
+        if fraction < 1.0 and column is None:
+            raise ValueError(
+                f"distillation.on_policy_fraction ({fraction:g}): the other prompts of a round "
+                f"need a teacher's texts. Set data.response_key to their column, or it to 1."
+            )
+        if fraction == 1.0 and column is not None:
+            raise ValueError(
+                f"data.response_key ({column}): has no effect, distillation.on_policy_fraction is "
+                f"1. Set that below 1, or remove it."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _longest_text_fits_a_microbatch(self) -> Self:
+        if self.data.response_key is not None:
+            longest = self.data.max_prompt_tokens + self.data.max_response_tokens
+            keys = "data.max_prompt_tokens + data.max_response_tokens"
+            self.learner.require_room_for(longest, keys)
+        return self
+
+
+class SelectionSection(Config):
+    """Which responses are worth learning."""
+
+    top_k: Annotated[int, Field(ge=1)] | None = 1
+    """Most responses of a prompt, the best first; null: all that `min_score` lets through."""
+    min_score: float | None = None
+    """Least score of a response; null: no bound."""
+    distinct: bool = True
+    """Keep one of a prompt's responses with the same tokens."""
+    train: bool = True
+    """Train on them; false: only write them, into `selected/`."""
+
+    @model_validator(mode="after")
+    def _something_is_rejected(self) -> Self:
+        if self.top_k is None and self.min_score is None:
+            raise ValueError(
+                "rejection_sampling.top_k (null): with min_score null too, nothing is rejected. "
+                "Set one of them."
+            )
+        return self
+
+
+class RejectionSamplingConfig(RoundsConfig):
+    """The whole run file of the `rejection_sampling` recipe: learn the best of several samples.
+
+    Papers: Touvron et al. 2023, arXiv:2307.09288, section 3.2.3; Dong et al. 2023 (RAFT),
+    arXiv:2304.06767.
+    """
+
+    recipe: Literal["rejection_sampling"] = "rejection_sampling"  # pyright: ignore[reportIncompatibleVariableOverride]
+    rejection_sampling: SelectionSection = SelectionSection()
+
+    @model_validator(mode="after")
+    def _there_are_samples_to_choose_from(self) -> Self:
+        samples, top_k = self.rollout.samples_per_prompt, self.rejection_sampling.top_k
+        if self.rejection_sampling.min_score is None and top_k is not None and samples <= top_k:
+            raise ValueError(
+                f"rollout.samples_per_prompt ({samples}): the best {top_k} "
+                f"(rejection_sampling.top_k) of so many are all. Set rollout.samples_per_prompt "
+                f"to {top_k + 1} or more, or rejection_sampling.min_score."
+            )
+        return self
+
+
+class PairingSection(Config):
+    """Which responses are compared: a prompt's best with its worst."""
+
+    min_gap: float = Field(default=0.0, ge=0.0)
+    """Least difference of their scores; equal scores are a tie in any case, and skipped."""
+    reference: Literal["round", "start"] = "round"
+    """What the policy is held to: itself as the round found it, or model.reference (null: as the
+    run found it), which is deployed as PPO's is."""
+
+
+class IterativeDPOConfig(RoundsConfig):
+    """The whole run file of the `iterative_dpo` recipe: sample, judge, pair, DPO, again.
+
+    Paper: Xiong et al. 2023, arXiv:2312.11456, algorithm 2.
+    """
+
+    recipe: Literal["iterative_dpo"] = "iterative_dpo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    dpo: DPOSection = DPOSection()
+    iterative_dpo: PairingSection = PairingSection()
+
+    @property
+    def reference(self) -> str | None:
+        """What a reference deployment holds; with `model.lora` the policy itself, adapter off."""
+        if self.iterative_dpo.reference == "round" or not self.dpo.needs_reference:
+            return None
+        return None if self.model.is_own_reference else self.model.reference or self.model.policy
+
+    @property
+    def rows_per_update(self) -> int:
+        """Both responses of a batch's pairs."""
+        return 2 * self.learner.batch_size
+
+    @model_validator(mode="after")
+    def _there_are_pairs_to_learn(self) -> Self:
+        samples = self.rollout.samples_per_prompt
+        if samples < 2:
+            raise ValueError(
+                f"rollout.samples_per_prompt ({samples}): a pair needs two samples of a prompt. "
+                f"Set rollout.samples_per_prompt to 2 or more."
+            )
+        if self.dpo.loss == "kto":
+            raise ValueError(
+                "dpo.loss (kto): learns from single verdicts, and iterative_dpo makes pairs. Set "
+                "dpo.loss to sigmoid or another loss of pairs."
+            )
+        if self.iterative_dpo.reference == "start" and not self.dpo.needs_reference:
+            raise ValueError(
+                f"iterative_dpo.reference (start): has no effect, dpo.loss {self.dpo.loss} has no "
+                f"reference. Remove it."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_pair_fits_a_microbatch(self) -> Self:
+        longest = self.data.max_prompt_tokens + 2 * self.rollout.max_new_tokens
+        keys = "data.max_prompt_tokens + 2 x rollout.max_new_tokens"
+        self.learner.require_room_for(longest, keys)
+        return self

@@ -1,0 +1,136 @@
+"""Whole conversations of several turns, and which of their tokens the assistant wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raypo.config import ConfigError, PromptSource
+from raypo.data.prompts import is_chat, with_columns
+from raypo.data.rows import Row, check_data_set, is_data_set, read_rows
+from raypo.types import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The tag by which a chat template says what the assistant wrote."""
+
+
+def peek_conversations(sources: Sequence[PromptSource], column: str, *, key: str) -> None:
+    """Check files of conversations by their first row, without a tokenizer.
+
+    Raises:
+        ConfigError: a file is missing, unreadable or empty, or its first row has no conversation.
+    """
+    for source in sources:
+        if is_data_set(source):
+            check_data_set(source, key=key)
+            continue
+        rows = with_columns(read_rows(source, key=key), source, {"data.messages_key": column})
+        _check(next(rows), column)
+
+
+def conversation(
+    row: Row, column: str, tokenizer: PreTrainedTokenizerBase, end_token_id: int
+) -> Example:
+    """A conversation of which every token of the assistant is learned, and no other.
+
+    The prompt is what comes before the first of these tokens, the response the rest up to the last
+    one, with the others' turns masked.
+
+    Where the template marks the assistant's text (`{% generation %}`), that counts, and the end
+    token behind it. Else it is what the template writes from its generation prompt to the end of
+    the message, up to the end token, which the last message gets where it has none. Each turn is
+    tokenised by itself then, as it is when it is sampled.
+
+    Raises:
+        ConfigError: the row has no conversation with an answer, the template refuses it, or it
+            rewrites earlier turns so that nobody can say what the assistant wrote.
+    """
+    _check(row, column)
+    messages = row.values[column]
+    if not tokenizer.chat_template:
+        raise _refused(row, column, "chat messages, and the tokenizer has no chat template")
+    tell = _marked if _MARKS_ASSISTANT.search(tokenizer.get_chat_template()) else _by_prefixes
+    try:
+        told = tell(messages, tokenizer, end_token_id)
+    except Exception as error:  # templates raise what they like
+        raise _refused(row, column, f"a chat that the template refuses: {error}") from error
+    if told is None:
+        raise _refused(
+            row,
+            column,
+            "a turn of the assistant that the template writes otherwise once others follow. Mark "
+            "the assistant's text in the template by {% generation %}, or give the last answer as "
+            "a response (data.response_key)",
+        )
+    ids, mask = (np.asarray(each) for each in told)
+    learned = np.flatnonzero(mask)
+    if not len(learned) or not learned[0]:
+        raise _refused(row, column, "nothing of the assistant behind a prompt")
+    first, last = learned[0], learned[-1] + 1
+    kept = mask[first:last].astype(bool)
+    tokens = ids.astype(np.int32)
+    return Example(tokens[:first], tokens[first:last], None if kept.all() else kept)
+
+
+_Told = tuple[list[int], list[bool]]
+"""Token ids, and which of them the assistant wrote."""
+
+
+def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Told:
+    """By the template's own tags."""
+    told: Any = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = told["input_ids"], [bool(each) for each in told["assistant_masks"]]
+    for place, (written, token) in enumerate(zip(mask[:-1], ids[1:], strict=True), 1):
+        mask[place] = mask[place] or (written and token == end and ids[place - 1] != end)
+    return ids, mask
+
+
+def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Told | None:
+    """By what each message of the assistant adds; None where the template rewrites earlier ones."""
+
+    def text(count: int, *, prompting: bool = False) -> str:
+        told = tokenizer.apply_chat_template(
+            messages[:count], add_generation_prompt=prompting, tokenize=False
+        )
+        assert isinstance(told, str)
+        return told
+
+    whole, cuts = text(len(messages)), [0]
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant" and place:
+            before, after = text(place, prompting=True), text(place + 1)
+            if not (after.startswith(before) and whole.startswith(after)):
+                return None
+            cuts += [len(before), len(after)]
+    parts = [whole[begin:stop] for begin, stop in pairwise(cuts)]  # others, assistant, others, ...
+    encoded: Any = tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
+    if end not in encoded[-1]:
+        encoded[-1] = [*encoded[-1], end]
+    ids: list[int] = []
+    mask: list[bool] = []
+    for number, part in enumerate(encoded):
+        written = part.index(end) + 1 if end in part else len(part)
+        ids += part
+        mask += [number % 2 == 1 and place < written for place in range(len(part))]
+    return ids, mask
+
+
+def _check(row: Row, column: str) -> None:
+    messages = row.values[column]
+    if not is_chat(messages) or all(each["role"] != "assistant" for each in messages[1:]):
+        raise _refused(row, column, "no list of chat messages in which the assistant answers")
+
+
+def _refused(row: Row, column: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"data.messages_key ({column}): {row.where} has {what}. Correct the row or remove it."
+    )

@@ -1,0 +1,130 @@
+"""What stands between two turns of the policy, as token ids.
+
+What the policy sampled is never tokenised again: an observation becomes ids once, and is appended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raypo.data.prompts import is_chat
+
+Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
+"""A text, one or several chat messages, or token ids."""
+_REPLY = "raypo-reply"
+"""Stands for what the policy wrote, where a chat template is asked what follows it."""
+
+
+class TurnTokens:
+    """Observations as the policy reads them: by the tokenizer's chat template where there is one.
+
+    In a chat a text is the message of a user. The ids of what comes between two turns are those
+    that the template writes from the end of an assistant's message to the beginning of the next
+    one, so they do not depend on what was said, nor on what a template makes of earlier messages.
+    """
+
+    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
+        """Only note them.
+
+        Args:
+            tokenizer: Of the policy, a Hugging Face one.
+            stop_token_ids: Tokens that end a turn of the policy.
+        """
+        self._tokenizer = tokenizer
+        self._stop = frozenset(stop_token_ids)
+
+    def first(self, observation: Observation, *, chat: bool) -> tuple[str, np.ndarray]:
+        """What an episode begins with: its text and ids, int32 [P].
+
+        Args:
+            chat: Whether a text is a chat message.
+
+        Raises:
+            ValueError: it has no tokens, or the template refuses it.
+        """
+        if is_ids(observation):
+            ids = np.asarray(observation, np.int32)
+            return self._tokenizer.decode(ids), _checked(ids, observation)
+        if not chat and isinstance(observation, str):
+            ids = self._tokenizer(observation, verbose=False)["input_ids"]
+            return observation, _checked(ids, observation)
+        text = self._rendered(messages_of(observation))
+        return text, _checked(self._ids(text), observation)
+
+    def between(self, reply_ids: np.ndarray, observation: Observation, *, chat: bool) -> np.ndarray:
+        """What follows a turn of the policy: the observation, and what a template puts around it.
+
+        The end of turn that the template writes is left out where the policy has sampled it.
+
+        Args:
+            reply_ids: The turn, int [T].
+            observation: What the policy reads next.
+            chat: Whether a text is a chat message.
+
+        Returns:
+            ids: int32, empty for an empty text outside of a chat.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        if is_ids(observation):
+            return np.asarray(observation, np.int32)
+        if not chat and isinstance(observation, str):
+            return self._ids(observation)
+        ids = self._after_reply(messages_of(observation))
+        end = int(reply_ids[-1]) if len(reply_ids) else None
+        if end in self._stop and end in self._after_reply([], goes_on=False):
+            return ids[ids.tolist().index(end) + 1 :]
+        return ids
+
+    def _after_reply(self, messages: list[dict[str, Any]], *, goes_on: bool = True) -> np.ndarray:
+        """Ids that the template writes after an assistant's text, from the end of its turn on."""
+        said = [{"role": "user", "content": "."}, {"role": "assistant", "content": _REPLY}]
+        text = self._rendered([*said, *messages], goes_on=goes_on)
+        return self._ids(text[text.rindex(_REPLY) + len(_REPLY) :])
+
+    def _rendered(self, messages: list[dict[str, Any]], *, goes_on: bool = True) -> str:
+        if not self._tokenizer.chat_template:
+            raise ValueError("these are chat messages, and the tokenizer has no chat template")
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=goes_on, tokenize=False
+        )
+
+    def _ids(self, text: str) -> np.ndarray:
+        encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
+        return np.asarray(encoded["input_ids"], np.int32)
+
+
+def is_ids(observation: Any) -> bool:
+    """Whether an observation is a row of token ids."""
+    if isinstance(observation, np.ndarray):
+        return observation.ndim == 1 and np.issubdtype(observation.dtype, np.integer)
+    return isinstance(observation, list | tuple) and all(
+        isinstance(each, int | np.integer) and not isinstance(each, bool) for each in observation
+    )
+
+
+def messages_of(observation: Any) -> list[dict[str, Any]]:
+    """An observation as chat messages; a text is the message of a user.
+
+    Raises:
+        ValueError: it is nothing of what an observation may be.
+    """
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    messages = [observation] if isinstance(observation, Mapping) else observation
+    if is_chat(messages):
+        return [dict(message) for message in messages]
+    raise ValueError(
+        f"an observation is a text, a chat message or a list of them, or a list of token ids, and "
+        f"this is {observation!r:.100} of type {type(observation).__name__}"
+    )
+
+
+def _checked(ids: Any, observation: Observation) -> np.ndarray:
+    if len(ids) == 0:
+        raise ValueError(f"the first observation ({observation!r:.100}) has no tokens")
+    return np.asarray(ids, np.int32)

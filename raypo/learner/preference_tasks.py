@@ -1,0 +1,178 @@
+"""What a policy learns from preferences: pairs (DPO and its kind) or single verdicts (KTO).
+
+B pairs or verdicts, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypo.collectives import Workers, as_tensor
+from raypo.config import DPOSection
+from raypo.learner.tasks import PolicyTask, Sums, response_batch
+from raypo.ppo.preferences import PairLoss, Responses, is_per_token, kto_kl, kto_losses, pair_losses
+from raypo.types import Example, Pair, Verdict
+
+_TOKEN = np.zeros(1, np.int32)
+
+
+class PreferenceTask(PolicyTask[Pair]):
+    """The chosen response becomes more likely against the rejected one; `raypo.ppo.preferences`."""
+
+    blank = Pair(_TOKEN, _TOKEN, _TOKEN, ref_log_probs=(0.0, 0.0))
+
+    def __init__(self, model: Any, section: DPOSection) -> None:
+        """A causal language model."""
+        super().__init__(model)
+        self._section = section
+
+    def log_probs(
+        self, model: Any, items: Sequence[Pair], device: Any
+    ) -> list[tuple[float, float]]:
+        """Of each pair what a policy says of its two responses: sums over their tokens."""
+        chosen, rejected = _of_pairs(model, items, device)
+        return list(zip(chosen.log_probs.tolist(), rejected.log_probs.tolist(), strict=True))
+
+    def loss(self, model: Any, items: Sequence[Pair], device: Any) -> tuple[Tensor, Sums]:
+        """Loss of the pairs; rewards, margins and log-probs of both responses."""
+        dpo = self._section
+        kind = cast(PairLoss, dpo.loss)
+        chosen, rejected = _of_pairs(model, items, device)
+        losses = pair_losses(
+            chosen,
+            rejected,
+            kind=kind,
+            beta=dpo.beta,
+            label_smoothing=dpo.label_smoothing,
+            simpo_gamma=dpo.simpo_gamma,
+            margins=torch.tensor([pair.margin for pair in items], device=device),
+        )
+        count = float(len(items))
+        nll = -chosen.log_probs / chosen.num_tokens
+        if dpo.sft_coef:
+            losses = losses + dpo.sft_coef * nll
+        per_token = is_per_token(kind)
+        better = chosen.rewards(dpo.beta, per_token=per_token).detach()
+        worse = rejected.rewards(dpo.beta, per_token=per_token).detach()
+        right = (better > worse).float() + 0.5 * (better == worse).float()
+        sums: Sums = {
+            "loss": (float(losses.detach().sum()), count),
+            "accuracy": (float(right.sum()), count),
+            "margin_mean": (float((better - worse).sum()), count),
+            "sft_loss": (float(nll.detach().sum()), count),
+            **_told("chosen", chosen, better),
+            **_told("rejected", rejected, worse),
+        }
+        return losses.sum(), sums
+
+
+class VerdictTask(PolicyTask[Verdict]):
+    """Desirable responses become more likely, undesirable ones less (KTO)."""
+
+    blank = Verdict(_TOKEN, _TOKEN, True, _TOKEN, ref_log_probs=(0.0, 0.0))
+
+    def __init__(self, model: Any, section: DPOSection) -> None:
+        """A causal language model."""
+        super().__init__(model)
+        self._section = section
+        self._kl = 0.0
+
+    def log_probs(
+        self, model: Any, items: Sequence[Verdict], device: Any
+    ) -> list[tuple[float, float]]:
+        """What a policy says of each response, and of the one to another prompt: sums."""
+        own, others = _evaluated(
+            model,
+            [Example(item.prompt_ids, item.response_ids) for item in items]
+            + [Example(item.prompt_ids, item.other_ids) for item in items],
+            device,
+        )[0].chunk(2)
+        return list(zip(own.tolist(), others.tolist(), strict=True))
+
+    @torch.no_grad()
+    def before_losses(
+        self, model: Any, pieces: Sequence[Sequence[Verdict]], workers: Workers, device: Any
+    ) -> None:
+        """The KL of policy and reference over the whole batch of all workers."""
+        total, count = 0.0, 0
+        for piece in pieces:
+            items = piece or [self.blank]
+            others = [Example(item.prompt_ids, item.other_ids) for item in items]
+            log_probs = _evaluated(model, others, device)[0]
+            ratios = log_probs - _references(items, 1, device)
+            total, count = total + float(ratios[: len(piece)].sum()), count + len(piece)
+        self._kl = kto_kl(*workers.sum(as_tensor(total, count)).tolist())
+
+    def loss(self, model: Any, items: Sequence[Verdict], device: Any) -> tuple[Tensor, Sums]:
+        """Loss of the verdicts; rewards and log-probs of both kinds of responses."""
+        dpo = self._section
+        examples = [Example(item.prompt_ids, item.response_ids) for item in items]
+        log_probs, num_tokens = _evaluated(model, examples, device)
+        responses = Responses(log_probs, _references(items, 0, device), num_tokens)
+        is_desirable = torch.tensor([item.is_desirable for item in items], device=device)
+        losses = kto_losses(
+            responses,
+            is_desirable,
+            beta=dpo.beta,
+            kl=self._kl,
+            desirable_weight=dpo.desirable_weight,
+            undesirable_weight=dpo.undesirable_weight,
+        )
+        count = float(len(items))
+        rewards = responses.rewards(dpo.beta).detach()
+        right = (rewards > dpo.beta * self._kl) == is_desirable
+        sums: Sums = {
+            "loss": (float(losses.detach().sum()), count),
+            "accuracy": (float(right.sum()), count),
+            "kl": (self._kl * count, count),
+        }
+        references = responses.ref_log_probs
+        for name, rows in (("chosen", is_desirable), ("rejected", ~is_desirable)):
+            if rows.any():
+                of_kind = Responses(log_probs[rows], references[rows], num_tokens[rows])
+                sums |= _told(name, of_kind, rewards[rows])
+        return losses.sum(), sums
+
+
+def _of_pairs(model: Any, items: Sequence[Pair], device: Any) -> tuple[Responses, Responses]:
+    """Chosen and rejected responses of pairs in one pass, where they share their prompts."""
+    log_probs, num_tokens = _evaluated(
+        model,
+        [Example(pair.prompt_ids, pair.chosen_ids) for pair in items]
+        + [Example(pair.prompt_ids, pair.rejected_ids) for pair in items],
+        device,
+    )
+    rows = zip(log_probs.chunk(2), num_tokens.chunk(2), (0, 1), strict=True)
+    chosen, rejected = (
+        Responses(each, _references(items, which, device), tokens) for each, tokens, which in rows
+    )
+    return chosen, rejected
+
+
+def _evaluated(model: Any, items: Sequence[Example], device: Any) -> tuple[Tensor, Tensor]:
+    """Log-probs of responses, summed over their tokens, and the counts of these; [B] each."""
+    batch = response_batch(items).to(device)
+    log_probs, _ = model(batch)  # [B, T]
+    mask = batch.response_mask
+    return torch.where(mask, log_probs, 0.0).sum(1), mask.sum(1).to(log_probs.dtype)
+
+
+def _references(items: Sequence[Pair] | Sequence[Verdict], which: int, device: Any) -> Tensor:
+    """The reference's log-probs of the first or second response, [B]; zeros where there is none."""
+    known = [item.ref_log_probs[which] if item.ref_log_probs else 0.0 for item in items]
+    return torch.tensor(known, dtype=torch.float32, device=device)
+
+
+def _told(name: str, responses: Responses, rewards: Tensor) -> Sums:
+    """Figures of chosen or rejected responses."""
+    count = float(len(rewards))
+    return {
+        f"{name}_reward_mean": (float(rewards.sum()), count),
+        f"{name}_log_prob_mean": (float(responses.log_probs.detach().sum()), count),
+        f"{name}_tokens_mean": (float(responses.num_tokens.sum()), count),
+    }

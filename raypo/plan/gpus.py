@@ -1,0 +1,51 @@
+"""What data sheets say of GPUs; dense rates, and links in one direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU, in GB (1e9 bytes), TFLOP/s and GB/s."""
+
+    name: str
+    memory_gb: float
+    bfloat16_tflops: float
+    float32_tflops: float
+    memory_gbs: float
+    """Bandwidth of its own memory."""
+    link_gbs: float
+    """To another GPU of its node: NVLink, else PCIe."""
+    host_gbs: float
+    """To its node's RAM: PCIe."""
+    network_gbs: float
+    """Its part of what a node of the usual make has to other nodes."""
+
+    def tflops(self, dtype: str) -> float:
+        """Of products of matrices of a dtype."""
+        return self.bfloat16_tflops if dtype == "bfloat16" else self.float32_tflops
+
+
+GPUS = (
+    Gpu("B200", 180, 2250.0, 75.0, 8000, 900, 55, 50),
+    Gpu("H200", 141, 989.0, 67.0, 4800, 450, 55, 50),
+    Gpu("H100-PCIe", 80, 756.0, 51.0, 2000, 55, 55, 25),
+    Gpu("H100-NVL", 94, 835.0, 60.0, 3900, 300, 55, 25),
+    Gpu("H100", 80, 989.0, 67.0, 3350, 450, 55, 50),
+    Gpu("A100-80G", 80, 312.0, 19.5, 2039, 300, 25, 25),
+    Gpu("A100", 40, 312.0, 19.5, 1555, 300, 25, 25),
+    Gpu("L40S", 48, 362.0, 91.6, 864, 25, 25, 12.5),
+    Gpu("L4", 24, 121.0, 30.3, 300, 12, 12, 6),
+    Gpu("A10G", 24, 70.0, 31.2, 600, 25, 25, 6),
+    Gpu("V100", 16, 15.7, 15.7, 900, 150, 12, 12.5),
+    Gpu("T4", 16, 8.1, 8.1, 320, 12, 12, 6),
+)
+"""A kind stands before one whose name is a part of its own; where there are two of a name, the
+smaller. V100 and T4 have no bfloat16: it is computed as float32."""
+
+
+def gpu_of(name: str) -> Gpu | None:
+    """The kind by how a cluster, Ray or torch names it, like NVIDIA H100 80GB HBM3."""
+    asked = name.upper()
+    return next((g for g in GPUS if all(w in asked for w in g.name.upper().split("-"))), None)

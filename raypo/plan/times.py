@@ -1,0 +1,350 @@
+"""Seconds of a step on stated hardware: a roofline of each phase, pure arithmetic.
+
+A phase takes as long as the slowest of its parts that run side by side, arithmetic, memory and
+links, and what comes after them. Rates are those of data sheets times the share that such programs
+reach, so figures are good to a factor, and better for comparing two configs than for a bill. All
+responses are taken to be as long as they may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from raypo.config import ConfigError, PPOConfig
+from raypo.config.sweep_config import with_values
+from raypo.plan.estimate import ENGINE_SEQUENCES
+from raypo.plan.fit import Plan, make_plan
+from raypo.plan.flops import Lengths, forward_flops
+from raypo.plan.memory import ITEMSIZE, Sharding, kv_bytes_per_token
+from raypo.plan.model_shape import ModelShape
+from raypo.plan.placement import LEARNER, served_roles
+
+COMPUTED, READ, SENT = 0.45, 0.7, 0.7
+"""Shares of a data sheet's arithmetic, memory bandwidth and link bandwidth that are reached: what
+is usually told of training and sampling with these libraries, not measured by raypo."""
+ENGINE_STEP_S = 0.004
+"""Of a step of vLLM on a GPU, beside what the GPU does: scheduling and sampling."""
+OPTIMIZER_BYTES = 30
+"""Read and written by AdamW for each weight: gradient, master weight, moments, the weight."""
+IPC_COPIES = 3
+"""Of each pushed byte within a GPU: into the bucket, out of it, into place."""
+STORE_BYTES_S = 2e9
+"""Through Ray's object store, checksums and copies included."""
+WORTH = 0.03
+"""Share of a step that a change must save to be told."""
+MAX_CHANGES = 3
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches, in FLOP/s, bytes a second and seconds."""
+
+    flops: float
+    memory: float
+    link: float
+    """To the other learner workers; over the slowest part of the way."""
+    host: float
+    """Between a GPU and its node's RAM."""
+    engine_step_s: float = ENGINE_STEP_S
+    store: float = STORE_BYTES_S
+
+    @classmethod
+    def of(cls, plan: Plan) -> Rates | None:
+        """Of the slowest GPU that is used; None where its kind was not said, on CPUs, and
+        for recipes whose steps are not ppo's."""
+        used = [plan.nodes[each.node] for each in plan.bundles]
+        gpus = [node.gpu for node in used if node.gpu is not None]
+        if plan.device == "cpu" or len(gpus) < len(used) or not isinstance(plan.config, PPOConfig):
+            return None
+        dtype = plan.config.model.dtype
+        link = min(gpu.link_gbs for gpu in gpus)
+        if len({each.node for each in plan.bundles if each.group == "workers"}) > 1:
+            parts = [n.network_gbs / n.gpus if n.network_gbs else None for n in used]
+            own = [part or gpu.network_gbs for part, gpu in zip(parts, gpus, strict=True)]
+            link = min(link, *own)
+        return cls(
+            flops=COMPUTED * min(gpu.tflops(dtype) for gpu in gpus) * 1e12,
+            memory=READ * min(gpu.memory_gbs for gpu in gpus) * 1e9,
+            link=SENT * link * 1e9,
+            host=SENT * min(gpu.host_gbs for gpu in gpus) * 1e9,
+        )
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """What a phase of a step takes on each of the devices that do it."""
+
+    phase: str
+    beside: dict[str, float] = field(default_factory=dict)
+    """What runs side by side -> seconds: arithmetic, memory, links."""
+    after: dict[str, float] = field(default_factory=dict)
+    """What comes besides -> seconds."""
+    moved: float = 0.0
+    """Bytes that each device sends and receives over links and PCIe."""
+
+    @property
+    def seconds(self) -> float:
+        """In all."""
+        return max(self.beside.values(), default=0.0) + sum(self.after.values())
+
+    @property
+    def limit(self) -> str:
+        """What takes longest."""
+        parts = self.beside | self.after
+        return max(parts, key=lambda name: parts[name]) if parts else ""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step's phases, and the step."""
+
+    phases: list[PhaseTime]
+    responses: int
+    """That are sampled in it."""
+    is_ahead: bool
+    """Rollouts are collected while the learner updates."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        by_name = {each.phase: each.seconds for each in self.phases}
+        rollout = by_name["generate"] + by_name["score"]
+        rest = sum(by_name.values()) - rollout
+        return max(rollout, rest) if self.is_ahead else rollout + rest
+
+    @property
+    def longest(self) -> PhaseTime:
+        """The phase that limits it."""
+        return max(self.phases, key=lambda phase: phase.seconds)
+
+
+def step_time(plan: Plan, rates: Rates) -> StepTime:
+    """The roofline of each phase of a step of a ppo run."""
+    work = _Work(plan, rates)
+    phases = [
+        work.generate(),
+        work.score(),
+        work.evaluate(),
+        work.update(),
+        work.push(),
+        work.take_turns(),
+    ]
+    told = [each for each in phases if each.seconds or each.phase in ("generate", "score")]
+    config = work.config
+    return StepTime(told, config.responses_per_step, is_ahead=config.rollout.mode != "sync")
+
+
+def faster(plan: Plan) -> list[tuple[str, float]]:
+    """Changes of one key with which the run still fits, and the step's seconds; the best first."""
+    rates = Rates.of(plan)
+    if rates is None or not isinstance(plan.config, PPOConfig):
+        return []
+    now, found = step_time(plan, rates).seconds, []
+    for key, value in _changes(plan.config):
+        try:
+            config = plan.config.parse(with_values(plan.config.model_dump(), {key: value}))
+            changed = make_plan(config, plan.nodes)
+        except ConfigError:
+            continue
+        changed_rates = Rates.of(changed)
+        if changed_rates is None or not changed.holds:
+            continue
+        seconds = step_time(changed, changed_rates).seconds
+        if seconds < (1 - WORTH) * now:
+            found.append((f"{key}={str(value).lower()}", seconds))
+    best: dict[str, tuple[str, float]] = {}
+    for text, seconds in sorted(found, key=lambda each: each[1]):
+        best.setdefault(text.partition("=")[0], (text, seconds))
+    return list(best.values())[:MAX_CHANGES]
+
+
+def _changes(config: PPOConfig) -> Iterator[tuple[str, Any]]:
+    learner, engine = config.learner, config.rollout.engine
+    yield "rollout.engine.sleep", False
+    yield from (("learner.zero_stage", stage) for stage in range(1, learner.zero_stage))
+    yield from (
+        ("learner.max_tokens_per_microbatch", learner.max_tokens_per_microbatch * 2**n)
+        for n in (1, 2, 3)
+    )
+    yield from (
+        ("rollout.engine.gpu_memory_fraction", f)
+        for f in (0.6, 0.7, 0.8, 0.9)
+        if f > engine.gpu_memory_fraction
+    )
+    yield from (("rollout.engine.tensor_parallel", size) for size in (1, 2, 4, 8))
+    if learner.activation_checkpointing:
+        yield "learner.activation_checkpointing", False
+    if "offload_optimizer" in learner.deepspeed.get("zero_optimization", {}):
+        yield "learner.deepspeed", {}
+    for role in ("reference", "reward"):
+        yield f"placement.frozen.{role}.num_replicas", "auto"
+
+
+class _Work:
+    """What each phase of a planned step has to do."""
+
+    def __init__(self, plan: Plan, rates: Rates) -> None:
+        assert isinstance(plan.config, PPOConfig), "rates are told of ppo runs only"
+        self._plan, self._rates, self.config = plan, rates, plan.config
+        self._itemsize = ITEMSIZE[plan.config.model.dtype]
+        self._workers = plan.config.learner.num_workers
+        self._ring = (self._workers - 1) / self._workers
+        guests = {
+            (guest.role, guest.index) for each in plan.bundles for guest in each.bundle.guests
+        }
+        self._replicas = {role: sum(r == role for r, _ in guests) for role, _ in guests}
+        self._devices = {
+            role.name: role.num_devices
+            for role in served_roles(
+                plan.config, num_workers=self._workers, use_gpu=plan.device == "cuda"
+            )
+        }
+        self._memory = {role.name: role.memory for role in plan.roles}
+
+    def generate(self) -> PhaseTime:
+        """Each step of an engine reads all weights, and the keys and values of all it samples."""
+        config, rates, shape = self.config, self._rates, self._plan.models.policy
+        size, engines = self._devices["engine"], self._replicas["engine"]
+        prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+        share = -(-config.responses_per_step // engines)
+        a_token = kv_bytes_per_token(shape, itemsize=self._itemsize, tensor_parallel=size)
+        cache = self._memory["engine"].held.get("KV cache", 0)
+        tokens_each = prompt / config.rollout.samples_per_prompt + response
+        fitting = int(cache / a_token / tokens_each) if cache else share
+        at_once = max(1, min(share, ENGINE_SEQUENCES, fitting))
+        steps = response * max(1.0, share / at_once)
+        weights = shape.parameters * self._itemsize / size
+        read = steps * (weights + at_once * (prompt + response / 2) * a_token)
+        flops = self._pass(shape) / engines / size
+        reduced = 4 * shape.layers * shape.hidden * self._itemsize * share * response
+        moved = reduced * (size - 1) / size
+        return PhaseTime(
+            "generate",
+            {"memory": read / rates.memory, "arithmetic": flops / rates.flops},
+            {"steps of the engine": steps * rates.engine_step_s, "links": moved / rates.link},
+            moved,
+        )
+
+    def score(self) -> PhaseTime:
+        """Frozen models read every sample once; one after the other where they share devices."""
+        models = self._plan.models
+        named = [(f"reward_{number}", shape, False) for number, shape in enumerate(models.rewards)]
+        if models.reference:
+            named.append(("reference", models.reference, True))
+        seconds = sum(
+            self._pass(shape, with_logits=with_logits)
+            / (self._replicas[name] * self._devices[name] * self._rates.flops)
+            for name, shape, with_logits in named
+        )
+        return PhaseTime("score", {"arithmetic": seconds})
+
+    def evaluate(self) -> PhaseTime:
+        """Old log-probs, where the update does not find them itself, and values."""
+        config, models = self.config, self._plan.models
+        is_one_update = config.responses_per_step <= config.ppo.minibatch_size
+        computes = config.ppo.computes_old_log_probs(is_one_update=is_one_update)
+        passes = [models.policy] if computes else []
+        if config.ppo.needs_reference and config.model.is_own_reference:
+            passes.append(models.policy)
+        flops = sum(self._pass(shape) for shape in passes)
+        if models.critic:
+            passes.append(models.critic)
+            flops += self._pass(models.critic, with_logits=False)
+        moved = 0.0
+        if self._sharding.stage == 3:
+            moved = self._microbatches * sum(map(self._whole, passes)) * self._ring
+        beside = {"arithmetic": flops / self._workers / self._rates.flops}
+        return PhaseTime("evaluate", beside | self._links(moved), moved=moved)
+
+    def update(self) -> PhaseTime:
+        """Forward and backward of all minibatches, gradients summed, and the optimizer's steps."""
+        config, models, rates = self.config, self._plan.models, self._rates
+        epochs, sharding = config.ppo.num_epochs, self._sharding
+        steps = epochs * max(1, config.responses_per_step // config.ppo.minibatch_size)
+        learned = [models.policy, *([models.critic] if models.critic else [])]
+        flops = self._pass(models.policy)
+        flops += self._pass(models.critic, with_logits=False) if models.critic else 0.0
+        passes = 2 if config.model.lora else 3  # frozen weights have no gradients of their own
+        passes += 1 if config.learner.activation_checkpointing else 0
+        whole = sum(map(self._whole, learned))
+        trained = whole if not config.model.lora else 0.0
+        a_pass = {0: 2 * trained, 1: 0.0, 2: trained, 3: 2 * whole + trained}[sharding.stage]
+        a_step = {0: 0.0, 1: (8 / self._itemsize + 1) * trained, 2: trained, 3: 0.0}
+        moved = epochs * self._microbatches * a_pass + steps * a_step[sharding.stage]
+        moved *= self._ring
+        parts = 1 if sharding.stage == 0 else self._workers
+        share = trained / self._itemsize / parts
+        after = {"optimizer": steps * OPTIMIZER_BYTES * share / rates.memory}
+        if sharding.offload_optimizer:
+            after = {"PCIe and the processors' AdamW": steps * OPTIMIZER_BYTES * share / rates.host}
+        beside = {"arithmetic": passes * epochs * flops / self._workers / rates.flops}
+        return PhaseTime("update", beside | self._links(moved), after, moved)
+
+    def push(self) -> PhaseTime:
+        """Whole weights to every engine, bucket by bucket."""
+        whole, rates = self._whole(self._plan.models.policy), self._rates
+        gathered = whole * self._ring if self._sharding.stage == 3 else 0.0
+        engine = self.config.rollout.engine
+        way = engine.resolved_transport(
+            colocated=self.config.placement.group_of("engine") == "colocated",
+            use_gpu=self._plan.device == "cuda",
+            share_gpus=self.config.engines_share_gpus,
+        )
+        a_byte = {
+            "ipc": IPC_COPIES / rates.memory,
+            "nccl": 1 / rates.link,
+            "object": 1 / rates.store,
+        }
+        after = {way: whole * a_byte[way]}
+        if gathered:
+            after["links"] = gathered / rates.link
+        return PhaseTime("push", after=after, moved=gathered + (whole if way == "nccl" else 0.0))
+
+    def take_turns(self) -> PhaseTime:
+        """Who has no turn leaves the GPU; frozen models do not change, so they only come back."""
+        config = self.config
+        sleeps = config.placement.group_of("engine") == "colocated" and config.rollout.engine.sleep
+        if self._plan.device == "cpu" or not sleeps:
+            return PhaseTime("take turns")
+        learner = sum(
+            size
+            for what, size in self._memory[LEARNER].held.items()
+            if what.endswith(("weights", "optimizer"))
+        )
+        held = {name: memory.held.get("weights", 0) for name, memory in self._memory.items()}
+        frozen = sum(size for name, size in held.items() if name not in (LEARNER, "engine"))
+        moved = 2.0 * learner + 2.0 * held["engine"] + frozen
+        return PhaseTime("take turns", after={"PCIe": moved / self._rates.host}, moved=moved)
+
+    @property
+    def _sharding(self) -> Sharding:
+        return self._plan.sharding
+
+    @property
+    def _microbatches(self) -> int:
+        """Of a worker, in one pass over the step's experience."""
+        config = self.config
+        steps = max(1, config.responses_per_step // config.ppo.minibatch_size)
+        rows = config.responses_per_step / steps / self._workers
+        tokens = rows * config.rollout.max_new_tokens
+        tokens += rows / config.rollout.samples_per_prompt * config.data.max_prompt_tokens
+        return steps * max(1, -(-int(tokens) // config.learner.max_tokens_per_microbatch))
+
+    def _links(self, moved: float) -> dict[str, float]:
+        return {"links": moved / self._rates.link} if moved else {}
+
+    def _whole(self, shape: ModelShape) -> float:
+        return float(shape.parameters * self._itemsize)
+
+    def _pass(self, shape: ModelShape, *, with_logits: bool = True) -> float:
+        """FLOPs of a forward pass over the step's samples; a prompt is read once for its group."""
+        config = self.config
+        prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+        count, groups = config.responses_per_step, config.rollout.prompts_per_step
+        long, again = prompt + response, count - groups
+        every = Lengths(count, count * long, count * response, count * long**2)
+        shared = Lengths(again, again * prompt, 0.0, again * prompt**2)
+        both = [forward_flops(shape, each, with_logits=with_logits) for each in (every, shared)]
+        return both[0] - both[1]

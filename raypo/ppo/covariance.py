@@ -1,0 +1,85 @@
+"""Tokens that cost the most entropy: where log-prob and advantage vary together.
+
+B responses, T response tokens. Every mask: True = keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypo.collectives import Workers
+from raypo.ppo.kl import MIN_LOG_PROB
+from raypo.ppo.masked import check_choice, check_same_shape, keep, masked_moments
+
+COVARIANCE_KINDS = ("clip_cov", "kl_cov")
+
+
+def covariant_tokens(
+    log_probs: Tensor,  # [B, T], learner, before the update
+    advantages: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    identity: Tensor,  # [B, 2] int, group and sample of each response
+    *,
+    kind: str,
+    fraction: float,
+    low: float = 1.0,
+    high: float = 5.0,
+    seed: Sequence[int] = (),
+    workers: Workers | None = None,
+) -> Tensor:
+    """The tokens that a step holds back; all workers call it together.
+
+    A token's share in the covariance is the product of log-prob and advantage, each less its mean
+    over the sampled tokens of all workers. clip_cov: random tokens among those whose product lies
+    between `low` and `high`; kl_cov: those of the largest product. Either way at most `fraction` of
+    the sampled tokens, and at least one.
+
+    Args:
+        identity: by which the choice is the same however responses are dealt to workers.
+        seed: of clip_cov's draw.
+        workers: None: only this process.
+
+    Returns:
+        covariant: [B, T] bool, False where masked.
+
+    Raises:
+        ValueError: `kind` is unknown or the shapes differ.
+
+    Paper: Cui et al. 2025, arXiv:2505.22617, section 4.2 (Clip-Cov, KL-Cov).
+    """
+    check_choice("kind", kind, COVARIANCE_KINDS)
+    check_same_shape(log_probs=log_probs, advantages=advantages, mask=mask)
+    workers, mask = workers or Workers(), mask.bool()
+    kept = [keep(log_probs, mask).clamp(min=MIN_LOG_PROB), keep(advantages, mask)]
+    moments = workers.sum(torch.stack([masked_moments(each, mask)[:2] for each in kept]))
+    count = int(moments[0, 0])
+    centred = [
+        x.double() - total / max(count, 1) for x, (_, total) in zip(kept, moments, strict=True)
+    ]
+    products = centred[0] * centred[1]
+    most = max(int(fraction * count), 1)
+    eligible = mask & (products > low) & (products < high) if kind == "clip_cov" else mask
+    rows, places = eligible.nonzero(as_tuple=True)
+    size = products[rows, places]
+    if kind == "kl_cov":  # more than these of one worker's cannot be among the largest of all
+        size, largest = size.topk(min(most, len(size)))
+        rows, places = rows[largest], places[largest]
+    names = torch.cat([identity[rows], places.unsqueeze(1)], 1)  # [n, 3]
+    shares = workers.gather((size.cpu().numpy(), names.cpu().numpy()))
+    sizes, everyone = (np.concatenate(column) for column in zip(*shares, strict=True))
+    order = np.lexsort(everyone.T[::-1])  # by group, sample and place
+    if kind == "clip_cov":
+        order = order[np.random.default_rng(seed).permutation(len(order))]
+    else:
+        order = order[np.argsort(-sizes[order], kind="stable")]
+    chosen = np.zeros(len(order), dtype=bool)
+    chosen[order[:most]] = True
+    first = sum(len(share[0]) for share in shares[: workers.rank])
+    mine = torch.from_numpy(chosen[first : first + len(rows)]).to(rows.device)
+    covariant = torch.zeros_like(mask)
+    covariant[rows[mine], places[mine]] = True
+    return covariant

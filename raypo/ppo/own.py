@@ -1,0 +1,142 @@
+"""Functions of a user's own in the place of raypo's: what they are given, and what they may return.
+
+B responses of the step, those of all workers; T response tokens. Every mask: True = keep. What a
+function returns is checked before it is used, and told with the config key that named it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypo.ppo.kl import MAX_LOG_RATIO
+from raypo.ppo.surrogates import TokenLoss, Tokens
+
+
+class OwnFunctionError(RuntimeError):
+    """A function of the user's raised an error, or returned what cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepScores:
+    """What a score shaping works on; it returns the shaped scores, [B]."""
+
+    scores: Tensor  # [B] float32, as they were judged; 0 where not valid
+    valid: Tensor  # [B] bool, False where judging failed or no token was sampled
+    num_tokens: Tensor  # [B] int64, sampled tokens
+    truncated: Tensor  # [B] bool, the response ran into the limit
+    group_index: Tensor  # [B] int64, the samples of one draw of a prompt share it
+    sample_index: Tensor  # [B] int64, which of them; the conversations of an agent share it
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRewards:
+    """What an advantage works on; it returns advantages, [B, T], or [B] for all tokens of a row."""
+
+    scores: Tensor  # [B] float32, shaped; 0 where not valid
+    rewards: Tensor  # [B, T] float32, the score at its last token, less the KL
+    mask: Tensor  # [B, T] bool, True on sampled tokens of valid rows
+    valid: Tensor  # [B] bool
+    truncated: Tensor  # [B] bool
+    group_index: Tensor  # [B] int64
+    sample_index: Tensor  # [B] int64
+    gamma: float
+
+
+def own_surrogate(function: Callable[[Tokens], Any], label: str) -> Callable[[Tokens], TokenLoss]:
+    """A user's policy loss as one of `raypo.ppo.surrogates`.
+
+    It returns the loss of each token, [B, T] with gradient, or a whole `TokenLoss`. Masked tokens
+    may hold anything finite. raypo weighs the tokens by the correction, masks them, adds them up by
+    `ppo.aggregation` and divides by the count of the whole optimizer step: so a loss of tokens does
+    not depend on micro-batches or workers.
+
+    Args:
+        label: `key (value)`, for messages.
+    """
+
+    def surrogate(tokens: Tokens) -> TokenLoss:
+        given = _called(function, tokens, label)
+        loss = given.loss if isinstance(given, TokenLoss) else given
+        _check(loss, label, {"[B, T]": tuple(tokens.mask.shape)})
+        if tokens.log_probs.requires_grad and not loss.requires_grad:
+            raise OwnFunctionError(
+                f"{label}: the loss has no gradient. Compute it from tokens.log_probs or "
+                "tokens.log_ratio, without detach() around all of them."
+            )
+        _check_finite(loss.detach()[tokens.mask], label)
+        if isinstance(given, TokenLoss):
+            return given
+        ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        never = torch.zeros_like(tokens.mask, dtype=torch.bool)
+        return TokenLoss(torch.where(tokens.mask, loss, 0.0), ratio, never, never)
+
+    return surrogate
+
+
+def own_scores(function: Callable[[StepScores], Any], step: StepScores, label: str) -> Tensor:
+    """Shaped scores [B] float32 by a user's function, NaN where not valid.
+
+    Raises:
+        OwnFunctionError: it raised an error, or returned no [B] of finite numbers.
+    """
+    shaped = _called(function, step, label)
+    _check(shaped, label, {"[B]": tuple(step.scores.shape)})
+    _check_finite(shaped[step.valid], label)
+    return torch.where(step.valid, shaped.detach().float(), torch.nan)
+
+
+def own_advantages(function: Callable[[StepRewards], Any], step: StepRewards, label: str) -> Tensor:
+    """Advantages [B, T] float32 by a user's function, 0 where masked.
+
+    Raises:
+        OwnFunctionError: it raised an error, or returned neither [B, T] nor [B] of finite numbers.
+    """
+    given = _called(function, step, label)
+    shapes = {"[B, T]": tuple(step.mask.shape), "[B]": tuple(step.scores.shape)}
+    _check(given, label, shapes)
+    advantages = given.detach().float()
+    by_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+    by_token = by_token.expand(step.mask.shape)
+    _check_finite(by_token[step.mask], label)
+    return torch.where(step.mask, by_token, 0.0)
+
+
+def _called(function: Callable[[Any], Any], given: Any, label: str) -> Any:
+    try:
+        return function(given)
+    except Exception as error:
+        raise OwnFunctionError(
+            f"{label} raised {type(error).__name__}: {error}. Correct the function."
+        ) from error
+
+
+def _check(result: Any, label: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    expected = " or ".join(f"{name} = {shape}" for name, shape in shapes.items())
+    if not isinstance(result, Tensor):
+        raise OwnFunctionError(
+            f"{label} returned {type(result).__name__}. Return a tensor of shape {expected}."
+        )
+    if tuple(result.shape) not in shapes.values():
+        raise OwnFunctionError(
+            f"{label} returned a tensor of shape {tuple(result.shape)}. Return one of shape "
+            f"{expected}."
+        )
+    if not result.is_floating_point():
+        raise OwnFunctionError(
+            f"{label} returned a tensor of {result.dtype}. Return floating point numbers."
+        )
+
+
+def _check_finite(kept: Tensor, label: str) -> None:
+    wrong = int((~torch.isfinite(kept)).sum())
+    if wrong:
+        raise OwnFunctionError(
+            f"{label} returned NaN or infinity in {wrong} of {kept.numel()} places that count. "
+            "Look for logarithms of 0 and divisions by 0, such as by a deviation of equal scores."
+        )

@@ -1,0 +1,127 @@
+"""Distillation: the policy learns a teacher's distributions, where it goes itself or on texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raypo.config import ConfigError, DistillationConfig, ResponsesSection
+from raypo.data.examples import load_examples
+from raypo.data.stream import ShuffledStream
+from raypo.learner.distillation_task import DistillationTask
+from raypo.models.loading import load_causal_lm, same_vocabulary, stop_token_ids
+from raypo.models.lora import add_adapter
+from raypo.recipes.rounds import rounds_loop
+from raypo.rollout.collect import is_trainable
+from raypo.run.examples_run import tell_skipped
+from raypo.run.rounds_run import Place, RoundsRun
+from raypo.run.services import Services
+from raypo.types import Example, ScoredRollout, Taught
+
+
+def distillation_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """A whole distillation run on one learner worker; `ray.train` calls it on each.
+
+    Args:
+        setup: `config.model_dump()` of a DistillationConfig.
+
+    Returns:
+        `{"status": "finished" | "interrupted", "step": the last round that is done}`.
+    """
+    return rounds_loop(setup, DistillationRun)
+
+
+@dataclass
+class DistillationRun(RoundsRun[DistillationConfig, Taught]):
+    """One worker's view of a distillation run."""
+
+    texts: ShuffledStream[Example] | None = field(default=None, init=False)
+    """What is learned off-policy."""
+
+    def __post_init__(self) -> None:
+        """Compare the vocabularies, and read the texts.
+
+        Raises:
+            ConfigError: the teacher has another vocabulary than the policy.
+        """
+        super().__post_init__()
+        config, data = self.config, self.config.data
+        teacher, policy = config.model.teacher, config.model.policy
+        if not same_vocabulary(teacher, policy):
+            raise ConfigError(
+                f"model.teacher ({teacher}): its tokens are not those of model.policy ({policy}), "
+                f"so their probabilities cannot be compared. Give a teacher with the same "
+                f"tokenizer, or learn its texts by the recipe sft."
+            )
+        self._vocabulary = len(self.tokenizer)
+        if data.response_key is not None:
+            section = ResponsesSection.model_validate(data.model_dump())
+            end = stop_token_ids(policy, self.tokenizer)[0]
+            loaded = load_examples(section, self.tokenizer, end)
+            tell_skipped(loaded, self.tell)
+            self.texts = ShuffledStream(loaded.items, seed=config.seed)
+
+    def make_task(self) -> DistillationTask:
+        """The student."""
+        config, section = self.config, self.config.model
+        model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
+        return DistillationTask(
+            add_adapter(model, section.lora), config.distillation, vocabulary=self._vocabulary
+        )
+
+    @property
+    def prompts_per_round(self) -> int:
+        """The others come with texts."""
+        return self.config.prompts_answered
+
+    def judging_reference(self, services: Services) -> None:
+        """The teacher is asked for more than the log-probs of what was sampled."""
+
+    def select(
+        self, scored: Sequence[ScoredRollout], services: Services, step: int
+    ) -> tuple[dict[Place, Taught], dict[str, float]]:
+        """All of this worker's responses and its share of the texts, with the teacher's opinion."""
+        found = {
+            (each.rollout.group_index, each.rollout.sample_index): (
+                each.rollout.prompt_ids,
+                each.rollout.response_ids,
+            )
+            for each in scored
+            if is_trainable(each)
+        }
+        if self.texts is not None:
+            rollout = self.config.rollout
+            count = rollout.prompts_per_step - self.config.prompts_answered
+            drawn = self.texts.take(count * rollout.samples_per_prompt)
+            for position, text in drawn[self.workers.rank :: self.workers.count]:
+                found[-1, position] = (text.prompt_ids, text.response_ids)
+        assert services.reference is not None, "the teacher is deployed as one"
+        wanted = self.config.distillation.top_k
+        count = min(wanted or self._vocabulary, self._vocabulary)
+        told = services.reference.top_log_probs.remote(
+            list(found.values()), count, self._vocabulary
+        ).result()
+        return {
+            place: Taught(*sequence, *opinion)
+            for (place, sequence), opinion in zip(found.items(), told, strict=True)
+        }, {}
+
+    def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
+        """Lengths, and scores where anybody judges."""
+        figures = super().describe(scored)
+        if self.reward_function or self.reward_servers or self.config.model.reward:
+            return figures
+        of_scores = ("rollout/score_", "rollout/zero_variance_fraction")
+        return {name: value for name, value in figures.items() if not name.startswith(of_scores)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both data cursors."""
+        texts = self.texts.state_dict() if self.texts else None
+        return super().state_dict() | {"texts": texts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        super().load_state_dict(state)
+        if self.texts:
+            self.texts.load_state_dict(state["texts"])

@@ -1,0 +1,114 @@
+"""Direct preference optimisation: a policy learns from preferences, without a reward model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from raypo.cluster.messenger import MonitorClient
+from raypo.collectives import Workers
+from raypo.config import DPOConfig
+from raypo.data.examples import load_pairs, load_verdicts
+from raypo.data.stream import ShuffledStream
+from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
+from raypo.learner.supervised import SupervisedLearner
+from raypo.metrics.clock import Clock
+from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from raypo.models.lora import add_adapter
+from raypo.run.examples_run import PolicyExamplesRun, tell_skipped
+from raypo.run.reference import with_references
+from raypo.run.run import open_run
+from raypo.run.setup import Runtime
+from raypo.storage.run_files import RunFiles
+
+
+def dpo_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """A whole run on preferences on one learner worker; `ray.train` calls it on each.
+
+    Args:
+        setup: `config.model_dump()` of a DPOConfig.
+
+    Returns:
+        `{"status": "finished" | "interrupted", "step": the last step that is done}`.
+    """
+    with open_run(setup, DPORun) as run:
+        engine = run.start_engine()  # where `eval.function` judges sampled answers
+        learner = run.start_learner()  # asks the reference, once
+        run.evaluate_before_first_update(learner, engine)
+
+        for step in run.steps():
+            clock = Clock()
+            metrics = learner.update(run.draw_batch(), step=step)
+            clock.lap("time/update_s")
+            is_evaluated = run.is_evaluation_due(step)
+            if is_evaluated:
+                metrics |= run.evaluate(learner, engine, version=step)
+            clock.lap("time/held_out_s")
+            checkpoint = run.checkpoint_when_due(step, learner, metrics)
+            clock.lap("time/checkpoint_s")
+            run.report(step, metrics, clock, checkpoint, to_ray=is_evaluated)
+
+        return run.finish()
+
+
+@dataclass
+class DPORun(PolicyExamplesRun[DPOConfig, Any]):
+    """One worker's view of a run on preferences: pairs, or verdicts where the loss is kto."""
+
+    @classmethod
+    def prepare(
+        cls,
+        config: DPOConfig,
+        runtime: Runtime,
+        workers: Workers,
+        files: RunFiles,
+        tell: MonitorClient,
+    ) -> Self:
+        """The run with its preferences read and its function loaded."""
+        tokenizer = load_tokenizer(config.model.policy)
+        end = stop_token_ids(config.model.policy, tokenizer)[0]
+        load = load_verdicts if config.dpo.loss == "kto" else load_pairs
+        section = config.data.model_copy(update={"label_key": None})  # for eval.function alone
+        loaded = load(section, tokenizer, end)
+        tell_skipped(loaded, tell)
+        held_out: list[Any] = []
+        if config.eval.pairs:
+            section = section.model_copy(update={"prompts": config.eval.pairs})
+            held_out = list(load(section, tokenizer, end, key="eval.pairs").items)
+        stream = ShuffledStream(list(loaded.items), seed=config.seed)
+        return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
+
+    def make_task(self) -> PreferenceTask | VerdictTask:
+        """The causal language model."""
+        model = add_adapter(self._load(self.config.model.policy), self.config.model.lora)
+        kind = VerdictTask if self.config.dpo.loss == "kto" else PreferenceTask
+        return kind(model, self.config.dpo)
+
+    def before_restoring(self, learner: SupervisedLearner[Any]) -> None:
+        """Give each preference what the reference says of it, unless its row has that."""
+        config = self.config
+        if not config.dpo.needs_reference or config.data.ref_chosen_key:
+            return
+        self.tell.phase("asking the reference")
+        items = list(self.stream.items)
+        draws = len(items)
+        if config.from_checkpoint is None:  # else its cursor may stand anywhere
+            draws = min(draws, config.num_steps * config.learner.batch_size)
+        order = ShuffledStream(range(len(items)), seed=config.seed)
+        drawn = [place for _, place in order.take(draws)]
+        named = config.model.reference
+        asked = with_references(
+            [*(items[place] for place in drawn), *self.held_out],
+            learner,
+            other=None if named is None else self._load(named),
+            files=self.files,
+            workers=self.workers,
+        )
+        for place, item in zip(drawn, asked, strict=False):
+            items[place] = item
+        self.stream = ShuffledStream(items, seed=config.seed)
+        self.held_out = asked[draws:]
+
+    def _load(self, path: str) -> Any:
+        section = self.config.model
+        return load_causal_lm(path, dtype=section.dtype, attention=section.attention)

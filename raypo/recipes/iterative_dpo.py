@@ -1,0 +1,130 @@
+"""Iterative DPO: a prompt's best sample against its worst, judged anew by each round's policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from raypo.collectives import as_tensor
+from raypo.config import IterativeDPOConfig
+from raypo.learner.preference_tasks import PreferenceTask
+from raypo.learner.supervised import SupervisedLearner
+from raypo.models.loading import load_causal_lm
+from raypo.models.lora import add_adapter
+from raypo.recipes.rejection_sampling import place, prompt_cell
+from raypo.recipes.rounds import rounds_loop
+from raypo.rollout.collect import is_trainable
+from raypo.run.rounds_run import Place, RoundsRun
+from raypo.run.services import Services
+from raypo.types import Pair, ScoredRollout
+
+Compared = tuple[ScoredRollout, ScoredRollout]
+"""A prompt's better sample and its worse one."""
+
+
+def iterative_dpo_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """A whole iterative DPO run on one learner worker; `ray.train` calls it on each.
+
+    Args:
+        setup: `config.model_dump()` of an IterativeDPOConfig.
+
+    Returns:
+        `{"status": "finished" | "interrupted", "step": the last round that is done}`.
+    """
+    return rounds_loop(setup, IterativeDPORun)
+
+
+@dataclass
+class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
+    """One worker's view of an iterative DPO run."""
+
+    def make_task(self) -> PreferenceTask:
+        """The policy, which learns pairs as the recipe dpo does."""
+        section = self.config.model
+        model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
+        return PreferenceTask(add_adapter(model, section.lora), self.config.dpo)
+
+    def select(
+        self, scored: Sequence[ScoredRollout], services: Services, step: int
+    ) -> tuple[dict[Place, Pair], dict[str, float]]:
+        """The best sample of each prompt against the worst; the pairs also go into `pairs/`."""
+        compared = best_and_worst(scored, min_gap=self.config.iterative_dpo.min_gap)
+        self.write_table("pairs", step, {place(best): row(best, w) for best, w in compared})
+        groups = {each.rollout.group_index for each in scored}
+        gap = sum(best.score - worst.score for best, worst in compared)
+        counts = self.workers.sum(as_tensor(len(compared), len(groups), gap)).tolist()
+        pairs, prompts, total = counts
+        figures = {"selection/pairs": pairs, "selection/ties": prompts - pairs}
+        if pairs:
+            figures["selection/score_gap_mean"] = total / pairs
+        else:
+            self.tell.message(f"round {step}: all prompts are ties, so nothing is learned")
+        return {place(best): pair_of(best, worst) for best, worst in compared}, figures
+
+    def prepare_items(
+        self, items: list[Pair], learner: SupervisedLearner[Pair], services: Services
+    ) -> list[Pair]:
+        """The pairs with the reference's log-probs, where no deployment has told them."""
+        if services.reference is not None or not self.config.dpo.needs_reference:
+            return items
+        task, workers = learner.task, self.workers
+        assert isinstance(task, PreferenceTask)
+        is_round = self.config.iterative_dpo.reference == "round"
+        ask = learner.asked if is_round else learner.without_adapter
+        known = list(items)
+        shares = workers.gather(ask(items[workers.rank :: workers.count], task.log_probs))
+        for rank, share in enumerate(shares):
+            mine = items[rank :: workers.count]
+            known[rank :: workers.count] = [
+                replace(item, ref_log_probs=told) for item, told in zip(mine, share, strict=True)
+            ]
+        return known
+
+
+def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[Compared]:
+    """Of each group the best and the worst sample, unless they are tied or closer than `min_gap`.
+
+    Of equal scores the one that was sampled first counts.
+    """
+    compared: list[Compared] = []
+    usable = sorted(filter(is_trainable, scored), key=place)
+    for _, group in groupby(usable, lambda each: each.rollout.group_index):
+        samples = list(group)
+        best, worst = max(samples, key=score_of), min(samples, key=score_of)
+        if best.score > worst.score and best.score - worst.score >= min_gap:
+            compared.append((best, worst))
+    return compared
+
+
+def score_of(scored: ScoredRollout) -> float:
+    """What samples are ranked by."""
+    return scored.score
+
+
+def pair_of(best: ScoredRollout, worst: ScoredRollout) -> Pair:
+    """What is learned of two samples; `margin` stays 0, a verdict counts as a verdict."""
+    told = best.ref_log_probs, worst.ref_log_probs
+    return Pair(
+        best.rollout.prompt_ids,
+        best.rollout.response_ids,
+        worst.rollout.response_ids,
+        ref_log_probs=None
+        if told[0] is None or told[1] is None
+        else (float(told[0].sum()), float(told[1].sum())),
+    )
+
+
+def row(best: ScoredRollout, worst: ScoredRollout) -> dict[str, Any]:
+    """A pair as `data.prompts` of the recipes dpo and reward_model takes it."""
+    label = best.rollout.label
+    return {
+        "prompt": prompt_cell(best),
+        "chosen": best.rollout.response,
+        "rejected": worst.rollout.response,
+        "label": None if label is None else str(label),
+        "chosen_score": best.score,
+        "rejected_score": worst.score,
+        "prompt_index": best.rollout.prompt_index,
+    }

@@ -1,0 +1,109 @@
+"""Rejection sampling: of several samples a prompt the best become a data set, and are learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from raypo.collectives import as_tensor
+from raypo.config import RejectionSamplingConfig, SelectionSection
+from raypo.learner.tasks import ResponseTask
+from raypo.models.loading import load_causal_lm
+from raypo.models.lora import add_adapter
+from raypo.recipes.rounds import rounds_loop
+from raypo.rollout.collect import is_trainable
+from raypo.run.rounds_run import Place, RoundsRun
+from raypo.run.services import Services
+from raypo.types import Example, ScoredRollout
+
+
+def rejection_sampling_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """A whole rejection-sampling run on one learner worker; `ray.train` calls it on each.
+
+    Args:
+        setup: `config.model_dump()` of a RejectionSamplingConfig.
+
+    Returns:
+        `{"status": "finished" | "interrupted", "step": the last round that is done}`.
+    """
+    return rounds_loop(setup, RejectionSamplingRun)
+
+
+@dataclass
+class RejectionSamplingRun(RoundsRun[RejectionSamplingConfig, Example]):
+    """One worker's view of a rejection-sampling run."""
+
+    def make_task(self) -> ResponseTask:
+        """The policy, which learns responses as supervised fine-tuning does."""
+        section = self.config.model
+        model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
+        return ResponseTask(add_adapter(model, section.lora))
+
+    def select(
+        self, scored: Sequence[ScoredRollout], services: Services, step: int
+    ) -> tuple[dict[Place, Example], dict[str, float]]:
+        """The best samples of each prompt, which also go into `selected/`."""
+        section = self.config.rejection_sampling
+        kept = best_of(scored, section)
+        self.write_table("selected", step, {place(each): row(each) for each in kept})
+        groups = {each.rollout.group_index for each in scored}
+        with_some = {each.rollout.group_index for each in kept}
+        counts = as_tensor(len(kept), len(groups), len(with_some), sum(s.score for s in kept))
+        responses, prompts, served, total = self.workers.sum(counts).tolist()
+        figures = {
+            "selection/responses": responses,
+            "selection/prompts_without": prompts - served,
+        }
+        if responses:
+            figures["selection/score_mean"] = total / responses
+        else:
+            self.tell.message(f"round {step}: no response is good enough, so nothing is learned")
+        if not section.train:
+            return {}, figures
+        return {
+            place(each): Example(each.rollout.prompt_ids, each.rollout.response_ids)
+            for each in kept
+        }, figures
+
+
+def best_of(scored: Sequence[ScoredRollout], section: SelectionSection) -> list[ScoredRollout]:
+    """The samples of each group that are kept; of equal scores those that were sampled first."""
+    kept: list[ScoredRollout] = []
+    for _, group in groupby(
+        sorted(filter(is_trainable, scored), key=place), lambda s: s.rollout.group_index
+    ):
+        best = sorted(group, key=lambda each: -each.score)
+        if section.min_score is not None:
+            best = [each for each in best if each.score >= section.min_score]
+        if section.distinct:
+            best = list({each.rollout.response_ids.tobytes(): each for each in best[::-1]}.values())
+            best.sort(key=lambda each: (-each.score, each.rollout.sample_index))
+        kept += best[: section.top_k]
+    return kept
+
+
+def place(scored: ScoredRollout) -> Place:
+    """Where a sample stands among all of a run."""
+    return scored.rollout.group_index, scored.rollout.sample_index
+
+
+def row(scored: ScoredRollout) -> dict[str, Any]:
+    """A response as `data.prompts` of the recipe sft takes it."""
+    rollout = scored.rollout
+    return {
+        "prompt": prompt_cell(scored),
+        "response": rollout.response,
+        "label": None if rollout.label is None else str(rollout.label),
+        "score": scored.score,
+        "finish_reason": rollout.finish_reason,
+        "prompt_index": rollout.prompt_index,
+    }
+
+
+def prompt_cell(scored: ScoredRollout) -> str:
+    """The prompt as it was given: a text, or chat messages as JSON text."""
+    rollout = scored.rollout
+    return json.dumps(rollout.messages) if rollout.messages else rollout.prompt

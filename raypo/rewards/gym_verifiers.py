@@ -1,0 +1,41 @@
+"""Scores of `reasoning-gym` tasks, each judged by the task's own verifier.
+
+The prompts come from `data.prompts: reasoning_gym://chain_sum?size=2000`, the label is the whole
+entry (`data.label_key: entry`). Needs `pip install raypo[math]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypo.config import ConfigError
+from raypo.rewards.verifiers import final_answer
+from raypo.types import Rollout
+
+try:
+    import reasoning_gym  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise ConfigError(
+        f"raypo.rewards.gym_verifiers: needs the package reasoning-gym ({error}). "
+        "pip install 'raypo[math]' on every node."
+    ) from None
+
+
+def reasoning_gym_score(rollouts: Sequence[Rollout]) -> list[float]:
+    """What each task's verifier says of the answer, 0.0 to 1.0; many give partial credit.
+
+    The answer stands in the last box or behind the last `####`; else it is the whole response.
+    """
+    return [_score(rollout) for rollout in rollouts]
+
+
+def _score(rollout: Rollout) -> float:
+    entry = rollout.label
+    if not isinstance(entry, dict) or "source_dataset" not in entry.get("metadata", {}):
+        raise ValueError(
+            f"the label of row {rollout.prompt_index} is no entry of reasoning-gym. Set "
+            "data.prompts to reasoning_gym://TASK and data.label_key to entry."
+        )
+    answer = final_answer(rollout.response) or rollout.response.strip()
+    score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
+    return float(score(answer, entry))

@@ -1,0 +1,163 @@
+"""Environments of the user's: one object an episode, its calls limited in time and number."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from raypo.config import RolloutSection
+from raypo.data.turns import TurnTokens, is_ids
+from raypo.rewards.loader import load_class
+from raypo.rollout.environment_pool import EnvironmentPool, too_slow
+from raypo.rollout.interface import ENVIRONMENT
+from raypo.rollout.policy import EpisodeLimit, Policy
+from raypo.types import Prompt
+
+
+class WrongAnswer(Exception):
+    """An environment returned what it must not."""
+
+
+class Environments:
+    """Plays episodes: the policy and an environment (`raypo.rollout.interface`) take turns.
+
+    Plain methods run in threads, and with `rollout.environment_processes` all of them in processes.
+    """
+
+    def __init__(self, section: RolloutSection, tokens: TurnTokens) -> None:
+        """Load the class, and start the processes where there are to be any.
+
+        Raises:
+            ConfigError: the class is missing or not what an environment must be.
+        """
+        load = partial(
+            load_class,
+            section.environment or "",
+            ENVIRONMENT,
+            section.environment_args,
+            key="rollout.environment",
+        )
+        self._make = load()
+        self._reads_ids = bool(getattr(self._make.func, "reads_token_ids", False))
+        self._tokens, self._timeout_s = tokens, section.step_timeout_s
+        self._pool: EnvironmentPool | None = None
+        if section.environment_processes:
+            self._pool = EnvironmentPool(
+                load, processes=section.environment_processes, timeout_s=self._timeout_s
+            )
+
+    async def run(self, prompt: Prompt, policy: Policy, quota: asyncio.Semaphore) -> float:
+        """One episode; the sum of its rewards.
+
+        Raises:
+            Exception: whatever the environment raises, TimeoutError where it took too long.
+        """
+        environment = _Environment(self._make, self._pool, self._timeout_s, quota)
+        chat, ids = prompt.messages is not None, prompt.token_ids
+        given = prompt.messages if chat else prompt.text
+        first = await environment.call("reset", given, prompt.label)
+        if first is not None:
+            chat = chat or not (isinstance(first, str) or is_ids(first))
+            policy.prompt, ids = self._tokens.first(first, chat=chat)
+        total = 0.0
+        while True:
+            try:
+                reply = await policy.generate(ids)
+            except EpisodeLimit:
+                policy.is_cut_off = True
+                return total
+            action = reply.token_ids.tolist() if self._reads_ids else reply.text
+            observation, reward, done = _turn(await environment.call("step", action))
+            policy.rows[-1].rewards[-1] = reward
+            total += reward
+            if done:
+                return total
+            between = self._tokens.between(reply.token_ids, observation, chat=chat)
+            ids = np.concatenate([reply.conversation, between])
+
+    def close(self) -> None:
+        """End the processes, if there are any."""
+        if self._pool:
+            self._pool.close()
+
+
+class _Environment:
+    """One episode's environment, wherever it lives."""
+
+    def __init__(
+        self,
+        make: partial[Any],
+        pool: EnvironmentPool | None,
+        timeout_s: float | None,
+        quota: asyncio.Semaphore,
+    ) -> None:
+        self._make, self._pool, self._timeout_s, self._quota = make, pool, timeout_s, quota
+        self._here: Any = None
+        self._state: bytes | None = None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What its method returns.
+
+        Raises:
+            TimeoutError: it took too long. A thread cannot be ended, it goes on unheard.
+        """
+        async with self._quota:
+            if self._pool:
+                self._state, answer = await self._pool.call(self._state, method, *arguments)
+                return answer
+            limit = asyncio.timeout(self._timeout_s)
+            try:
+                async with limit:
+                    return await self._call_here(method, *arguments)
+            except TimeoutError:
+                if not limit.expired():
+                    raise  # one of its own
+                raise too_slow(method, self._timeout_s) from None
+
+    async def _call_here(self, method: str, *arguments: Any) -> Any:
+        def call() -> Any:
+            if self._here is None:
+                self._here = self._make()
+            return getattr(self._here, method)(*arguments)
+
+        is_coroutine = inspect.iscoroutinefunction(getattr(self._make.func, method))
+        answer = call() if is_coroutine else await _in_thread(call)
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread that nobody waits for at the end: it may hang."""
+    answer: Future[Any] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def call() -> None:
+        try:
+            value = function()
+        except BaseException as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(value)
+
+    threading.Thread(target=call, daemon=True).start()
+    return await asyncio.wrap_future(answer)
+
+
+def _turn(answer: Any) -> tuple[Any, float, bool]:
+    """What `step` returned, looked at."""
+    if not isinstance(answer, tuple | list) or len(answer) != 3:
+        raise WrongAnswer(f"step returned {answer!r:.100}, not (observation, reward, done)")
+    observation, reward, done = answer
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise WrongAnswer(f"step returned the reward {reward!r:.100}, not a finite number")
+    if observation is None and not done:
+        raise WrongAnswer("step returned no observation, and the episode is not done")
+    return observation, float(reward), bool(done)

@@ -1,0 +1,112 @@
+"""Requests that are under way when weights are pushed: none is waited for, and none is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from raypo.calls import Answer, Method
+from raypo.cluster.actors import NoReplicaLeft
+from raypo.serving.requests import Completion, SamplingRequest
+
+
+class Joinable(Protocol):
+    """Engines that requests can join at any step."""
+
+    @property
+    def submit(self) -> Method[[list[SamplingRequest]], list[Completion]]:
+        """One response a request, in the order given."""
+        ...
+
+    def each_preferred(self) -> Sequence[Joinable]:
+        """This worker's engines, one by one; itself where it has but one."""
+        ...
+
+
+class Pushes:
+    """The pushes of this worker's main thread, for its threads that ask engines."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._is_under_way = False
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def push(self) -> Iterator[None]:
+        """In the main thread: who asks anew waits meanwhile."""
+        with self._changed:
+            self._is_under_way = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_under_way = False
+                self._count += 1
+                self._changed.notify_all()
+
+    def wait(self) -> int:
+        """Wait for the end of a push that is under way; how many there were."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_under_way)
+            return self._count
+
+
+@dataclass(frozen=True)
+class EnginesInFlight:
+    """Engines whose requests stay under way while weights are pushed.
+
+    What a pause gives back (`rollout.in_flight: restart`), and what is lost with an engine while
+    nothing is kept that another one could load, is asked anew when the push has ended.
+    """
+
+    engine: Joinable
+    pushes: Pushes
+
+    @property
+    def generate(self) -> Method[[list[SamplingRequest]], list[Completion]]:
+        """One response a request, in the order given; they join what is being sampled."""
+        return self
+
+    submit = generate
+
+    def remote(self, requests: list[SamplingRequest]) -> Answer[list[Completion]]:
+        """Ask; see `generate`."""
+        return _Answer(self, requests)
+
+    def each_preferred(self) -> list[EnginesInFlight]:
+        """This worker's engines, one by one; itself where it has but one."""
+        return [EnginesInFlight(each, self.pushes) for each in self.engine.each_preferred()]
+
+
+class _Answer:
+    def __init__(self, engines: EnginesInFlight, requests: list[SamplingRequest]) -> None:
+        self._engines, self._requests = engines, requests
+        self._answers: dict[int, Completion] = {}
+        self._ask()
+
+    def result(self) -> list[Completion]:
+        while len(self._answers) < len(self._requests):
+            try:
+                told = self._pending.result()
+            except NoReplicaLeft:
+                if self._engines.pushes.wait() == self._asked_after:
+                    raise
+            else:
+                whole = {
+                    number: each
+                    for number, each in zip(self._left, told, strict=True)
+                    if each.finish_reason != "paused"
+                }
+                self._answers |= whole
+            self._ask()
+        return [self._answers[number] for number in range(len(self._requests))]
+
+    def _ask(self) -> None:
+        self._left = [n for n in range(len(self._requests)) if n not in self._answers]
+        if self._left:
+            self._asked_after = self._engines.pushes.wait()
+            left = [self._requests[number] for number in self._left]
+            self._pending = self._engines.engine.submit.remote(left)

@@ -1,0 +1,200 @@
+"""The policy as an episode sees it: ids in, a turn out, and every call recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raypo.data.turns import Observation, TurnTokens, is_ids, messages_of
+from raypo.serving.requests import Completion
+
+
+class EpisodeLimit(Exception):
+    """An episode may have no further turn: `rollout.max_turns` or `rollout.max_episode_tokens`."""
+
+
+Said = str | list[dict[str, Any]]
+"""A conversation as people write it: one text, or chat messages."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One turn of the policy."""
+
+    text: str
+    """Without special tokens."""
+    token_ids: np.ndarray  # int32 [T], as sampled
+    conversation: np.ndarray  # int32, all before it, and it: what a next turn goes on from
+    finish_reason: str
+    """stop | length."""
+
+    @property
+    def message(self) -> dict[str, str]:
+        """It as a chat message, to be appended to those before it."""
+        return {"role": "assistant", "content": self.text}
+
+
+@dataclass
+class Recorded:
+    """A conversation: what becomes one row that is trained. Ids after the prompt are in step."""
+
+    prompt_ids: np.ndarray  # int32 [P]
+    response_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [T]
+    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [T], True: sampled
+    log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
+    rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
+    finish_reason: str = "stop"
+    """Of its last turn."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """The first token of each turn, and of each change meanwhile, and the version of the weights
+    that sampled it."""
+    turns: list[tuple[Said, int]] = field(default_factory=list)
+    """After each turn that was asked for in words: all that was said, and how many tokens it is."""
+    is_busy: bool = False
+
+    @property
+    def ids(self) -> np.ndarray:
+        """All of it."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+    def goes_on_as(self, ids: np.ndarray) -> bool:
+        """Whether `ids` begin with it, and it can be extended."""
+        mine = self.ids
+        return not self.is_busy and len(mine) <= len(ids) and np.array_equal(mine, ids[: len(mine)])
+
+    def append(self, ids: np.ndarray, completion: Completion | None) -> None:
+        """What was sampled, or (None) what an environment wrote."""
+        length = len(ids)
+        by_policy = completion is not None
+        log_probs = completion.log_probs if by_policy else np.zeros(length, np.float32)
+        if by_policy:
+            begin = len(self.response_ids)
+            later = ((begin + first, version) for first, version in completion.later_versions)
+            self.versions += [(begin, completion.weight_version), *later]
+            self.finish_reason = completion.finish_reason
+        self.response_ids = np.concatenate([self.response_ids, ids]).astype(np.int32)
+        self.mask = np.concatenate([self.mask, np.full(length, by_policy)])
+        self.log_probs = np.concatenate([self.log_probs, log_probs])
+        self.rewards = np.concatenate([self.rewards, np.zeros(length, np.float32)])
+
+
+@dataclass(eq=False)
+class Policy:
+    """The policy in one episode.
+
+    A call whose ids begin with a recorded conversation goes on with it: what came after is not the
+    policy's, and masked. Any other call begins a conversation of its own, and so does one of
+    several that go on from the same turn.
+    """
+
+    ask: Callable[[np.ndarray, int, int], Awaitable[Completion]]
+    """Of ids, the number of the call, and most new tokens."""
+    decode: Callable[[np.ndarray], str]
+    tokens: TurnTokens
+    max_turns: int
+    max_episode_tokens: int
+    max_tokens: int
+    """Of prompt and response together."""
+    max_new_tokens: int
+    """Of a turn."""
+    rows: list[Recorded] = field(default_factory=list)
+    """Its conversations, in the order of their first calls."""
+    num_calls: int = 0
+    num_waiting: int = 0
+    """Calls that wait for their answers."""
+    asking_s: float = 0.0
+    """Seconds that some did."""
+    limit: asyncio.Timeout | None = None
+    """Of the time without one."""
+    limit_s: float | None = None
+    prompt: str | None = None
+    """What it began with, where that is not the prompt of the data."""
+    is_cut_off: bool = False
+    """Whether a limit ended it."""
+    _since: float = 0.0
+
+    async def generate(self, prompt: Observation) -> Reply:
+        """Sample one turn.
+
+        Args:
+            prompt: The whole conversation so far: a text, chat messages, or token ids. What was
+                sampled is found again in it, and not tokenised once more: append `reply.message`
+                to messages, `reply.text` to a text, or go on from the ids in `reply.conversation`.
+
+        Raises:
+            EpisodeLimit: the episode has had all its turns, or there is no room for a token.
+        """
+        if is_ids(prompt):
+            said, ids = None, np.asarray(prompt, np.int32)
+        else:
+            said = prompt if isinstance(prompt, str) else messages_of(prompt)
+            ids = self._ids(said)
+        row = next((row for row in self.rows if row.goes_on_as(ids)), None)
+        taken = len(ids) - len(row.prompt_ids) if row else 0
+        room = min(self.max_episode_tokens - taken, self.max_tokens - len(ids))
+        if self.num_calls >= self.max_turns or room < 1:
+            raise EpisodeLimit
+        if row is None:
+            row = Recorded(ids)
+            self.rows.append(row)
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        row.is_busy = True
+        with self._waiting():
+            completion = await self.ask(ids, number, min(room, self.max_new_tokens))
+        row.is_busy = False
+        row.append(ids[len(row.ids) :], None)
+        row.append(completion.token_ids, completion)
+        reply = Reply(
+            self.decode(completion.token_ids),
+            completion.token_ids,
+            row.ids,
+            completion.finish_reason,
+        )
+        if said is not None:
+            now = said + reply.text if isinstance(said, str) else [*said, reply.message]
+            row.turns.append((now, len(reply.conversation)))
+        return reply
+
+    def _ids(self, said: Said) -> np.ndarray:
+        """What was sampled before by its ids, and what is new tokenised."""
+        known = [
+            (words, row.ids[:length])
+            for row in self.rows
+            for words, length in row.turns
+            if type(words) is type(said) and said[: len(words)] == words
+        ]
+        if not known:
+            text, ids = self.tokens.first(said, chat=not isinstance(said, str))
+            self.prompt = self.prompt or text
+            return ids
+        words, before = max(known, key=lambda each: len(each[0]))
+        rest = said[len(words) :]
+        if not rest:
+            return before
+        return np.concatenate([before, self.tokens.between(before, rest, chat=False)])
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """While it waits for an answer, nobody else is slow."""
+        self.num_waiting += 1
+        if self.num_waiting == 1:
+            self._since = time.perf_counter()
+            self._reschedule(None)
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+            if self.num_waiting == 0:
+                self.asking_s += time.perf_counter() - self._since
+                self._reschedule(self.limit_s)
+
+    def _reschedule(self, after_s: float | None) -> None:
+        if self.limit is not None and not self.limit.expired():
+            now = asyncio.get_running_loop().time()
+            self.limit.reschedule(None if after_s is None else now + after_s)

@@ -1,0 +1,79 @@
+"""Functions of the user's that are called after each step, and may add metrics to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from raypo.types import ScoredRollout
+
+
+class CallbackError(RuntimeError):
+    """A callback raised an error, or returned what are no metrics."""
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A step that has ended, as a callback sees it: on one worker, about all of them."""
+
+    step: int
+    """Counted from 1."""
+    metrics: Mapping[str, float]
+    """Of the step, before its checkpoint; times and rates come later."""
+    rollouts: Sequence[ScoredRollout]
+    """All that were sampled in it, with their scores; of recipes that sample nothing, none."""
+
+
+def ask_callbacks(
+    callbacks: Mapping[str, Callable[[StepView], Any]], view: StepView
+) -> dict[str, float]:
+    """The metrics that callbacks add to a step.
+
+    Args:
+        callbacks: By the path that the config names them by.
+
+    Raises:
+        CallbackError: one raised an error, or returned something else than None or numbers by new
+            names.
+    """
+    added: dict[str, float] = {}
+    for path, callback in callbacks.items():
+        label = f"callbacks ({path})"
+        try:
+            answer = callback(view)
+        except Exception as error:
+            raise CallbackError(
+                f"{label} raised {type(error).__name__}: {error} (step {view.step}). Correct it."
+            ) from error
+        if answer is None:
+            continue
+        if not isinstance(answer, Mapping):
+            raise CallbackError(
+                f"{label} returned {type(answer).__name__}. Return metrics by name, like "
+                '{"mine/long_words": 0.5}, or nothing.'
+            )
+        for name, value in answer.items():
+            added[_new(name, label, {**view.metrics, **added})] = _number(value, name, label)
+    return added
+
+
+def _new(name: Any, label: str, there: Mapping[str, float]) -> str:
+    if isinstance(name, str) and name and name not in there:
+        return name
+    what = "a metric of that name is there" if name in there else "a name is a text"
+    raise CallbackError(f"{label} returned {name!r}: {what}. Name it otherwise, like mine/{name}.")
+
+
+def _number(value: Any, name: str, label: str) -> float:
+    if hasattr(value, "item"):  # numpy, torch
+        value = value.item()
+    if isinstance(value, Real):
+        return float(value)
+    if value is None:
+        return math.nan
+    raise CallbackError(
+        f"{label} returned {name}: {value!r} ({type(value).__name__}). Metrics are numbers."
+    )

@@ -1,0 +1,100 @@
+"""What a reference says of preferences: asked once, kept with the run."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from raypo.collectives import Workers
+from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
+from raypo.learner.supervised import SupervisedLearner
+from raypo.models.networks import Policy
+from raypo.storage.run_files import RunFiles
+from raypo.types import Pair, Verdict
+
+REFERENCE = "reference.parquet"
+"""In the run's folder: the two log-probs of each preference, and a digest of all of them."""
+Preference = TypeVar("Preference", Pair, Verdict)
+
+
+def with_references(
+    items: Sequence[Preference],
+    learner: SupervisedLearner[Preference],
+    *,
+    other: Any = None,
+    files: RunFiles,
+    workers: Workers,
+) -> list[Preference]:
+    """The preferences with `ref_log_probs`: those that the run keeps, else asked and kept.
+
+    All workers call it, before the learner's first update and before it is restored.
+
+    Args:
+        other: A causal language model that is the reference; None: the learner's, its adapter off.
+    """
+    digest = _digest(items)
+    known = workers.broadcast(_read(files, digest) if workers.rank == 0 else None)
+    if known is None:
+        known = _asked(items, learner, other, workers)
+        if workers.rank == 0:
+            _write(files, digest, known)
+    return [replace(item, ref_log_probs=each) for item, each in zip(items, known, strict=True)]
+
+
+def _asked(
+    items: Sequence[Preference],
+    learner: SupervisedLearner[Preference],
+    other: Any,
+    workers: Workers,
+) -> list[tuple[float, float]]:
+    """What the reference says of all items; each worker asks for its share."""
+    task: Any = learner.task
+    assert isinstance(task, PreferenceTask | VerdictTask)
+    reference = None if other is None else Policy(other, temperature=1.0)
+
+    def ask(model: Any, some: Sequence[Preference], device: torch.device) -> list[Any]:
+        asked = model if reference is None else reference.to(device)
+        return task.log_probs(asked, some, device)  # type: ignore[arg-type]
+
+    mine = learner.without_adapter(items[workers.rank :: workers.count], ask)
+    known: list[Any] = [None] * len(items)
+    for rank, share in enumerate(workers.gather(mine)):
+        known[rank :: workers.count] = share
+    return known
+
+
+def _digest(items: Sequence[Pair | Verdict]) -> str:
+    """Tells these preferences in this order from all others."""
+    digest = hashlib.sha256()
+    for item in items:
+        for value in vars(item).values():
+            if isinstance(value, np.ndarray):
+                digest.update(len(value).to_bytes(8, "little") + value.tobytes())
+    return digest.hexdigest()
+
+
+def _read(files: RunFiles, digest: str) -> list[tuple[float, float]] | None:
+    import pyarrow.parquet as pq
+
+    content = files.read(REFERENCE)
+    table = None if content is None else pq.read_table(io.BytesIO(content))
+    if table is None or (table.schema.metadata or {}).get(b"preferences") != digest.encode():
+        return None
+    return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
+
+
+def _write(files: RunFiles, digest: str, known: Sequence[tuple[float, float]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    first, second = zip(*known, strict=True)
+    table = pa.table({"first": first, "second": second})
+    buffer = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({"preferences": digest}), buffer)
+    files.write(REFERENCE, buffer.getvalue())

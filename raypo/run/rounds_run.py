@@ -1,0 +1,151 @@
+"""What runs share that go by rounds: sample, judge, select, train, push."""
+
+from __future__ import annotations
+
+import io
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from raypo.config import RoundsConfig
+from raypo.learner.learner import minibatch_order
+from raypo.learner.supervised import SupervisedLearner
+from raypo.learner.tasks import Item, Task
+from raypo.metrics.clock import Clock
+from raypo.rollout.collect import Reference, judge, refuse_too_many_failures, sample
+from raypo.run.examples_run import own_share, save_trained
+from raypo.run.phases import Phase
+from raypo.run.ppo_run import OnlineRun
+from raypo.run.rollout_metrics import rollout_figures, sample_row
+from raypo.run.services import Services
+from raypo.types import ScoredRollout
+
+AnyRounds = TypeVar("AnyRounds", bound=RoundsConfig)
+Place = tuple[int, int]
+"""Group and number of a sample: what is selected is put in order by it, whoever sampled it."""
+SUMMED = ("train/examples", "train/tokens", "train/skipped_updates")
+
+
+@dataclass
+class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
+    """One worker's view of a run that goes by rounds; every method is called by all workers."""
+
+    @abstractmethod
+    def make_task(self) -> Task[Item]:
+        """The model in its task; called once torch's random state is seeded."""
+
+    @abstractmethod
+    def select(
+        self, scored: Sequence[ScoredRollout], services: Services, step: int
+    ) -> tuple[dict[Place, Item], dict[str, float]]:
+        """What this worker's samples teach, and figures over all workers."""
+
+    def prepare_items(
+        self, items: list[Item], learner: SupervisedLearner[Item], services: Services
+    ) -> list[Item]:
+        """All workers' items with what the learner says of them before it learns; most as is."""
+        return items
+
+    @property
+    def prompts_per_round(self) -> int:
+        """Prompts of a round that the policy answers, over all workers."""
+        return self.config.rollout.prompts_per_step
+
+    def judging_reference(self, services: Services) -> Reference | None:
+        """Who gives the log-probs of what was sampled, if anybody."""
+        return services.reference
+
+    def start_learner(self) -> SupervisedLearner[Item]:
+        """The policy under DeepSpeed, restored from the run's last checkpoint if there is one."""
+        self.enter(Phase.LEARN)
+        self.tell.phase("loading the policy")
+        torch.manual_seed(self.config.seed)
+        learner = SupervisedLearner(
+            self.make_task(),
+            self.config.learner,
+            dtype=self.config.model.dtype,
+            num_steps=self.config.num_steps,
+            workers=self.workers,
+        )
+        assert self._phases is not None
+        self._phases.learner = learner
+        self.restore(learner)
+        return learner
+
+    def collect(self, services: Services, clock: Clock) -> list[ScoredRollout]:
+        """Sample and judge this worker's share of a round."""
+        drawn = self.stream.take(self.prompts_per_round)
+        draws = drawn[self.workers.rank :: self.workers.count]
+        self.enter(Phase.GENERATE)
+        rollouts = sample(
+            draws, self.sampler(services), self.tokenizer, self.sampling, self.push_again
+        )
+        clock.lap("time/generate_s")
+        self.enter(Phase.SCORE)
+        scored = judge(rollouts, self.judges(services), self.judging_reference(services))
+        refuse_too_many_failures(scored, self.config.reward, self.workers)
+        clock.lap("time/score_s")
+        return scored
+
+    def train(
+        self,
+        learner: SupervisedLearner[Item],
+        services: Services,
+        selected: Mapping[Place, Item],
+        step: int,
+    ) -> dict[str, float]:
+        """Epochs over all workers' items, cut into batches whoever has selected them.
+
+        The figures are means over the round's updates.
+        """
+        self.enter(Phase.LEARN)
+        all_of_them: dict[Place, Item] = {}
+        for share in self.workers.gather(dict(selected)):
+            all_of_them |= share
+        items = [all_of_them[place] for place in sorted(all_of_them)]
+        items = self.prepare_items(items, learner, services)
+        size, seed = self.config.learner.batch_size, self.config.seed
+        updates: list[dict[str, float]] = []
+        for epoch in range(self.config.learner.num_epochs):
+            order = minibatch_order(seed, step, epoch, len(items))
+            for first in range(0, len(items), size):
+                batch = [items[place] for place in order[first : first + size]]
+                updates.append(learner.update(own_share(batch, self.workers), step=step))
+        names = dict.fromkeys(name for figures in updates for name in figures)
+        known = {name: [each[name] for each in updates if name in each] for name in names}
+        return {"train/updates": float(len(updates))} | {
+            name: math.fsum(values) / (1 if name in SUMMED else len(values))
+            for name, values in known.items()
+        }
+
+    def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
+        """Scores and lengths of all workers' rollouts."""
+        self._sampled = scored
+        return rollout_figures(scored, self.workers) | {
+            "rollout/samples_sampled": float(self.workers.sum(torch.tensor(float(len(scored)))))
+        }
+
+    def save_rollouts(self, step: int, scored: Sequence[ScoredRollout]) -> None:
+        """All workers' samples into `rollouts/`."""
+        self._write_rollouts(step, [sample_row(each) for each in scored])
+
+    def write_table(self, folder: str, step: int, mine: Mapping[Place, dict[str, Any]]) -> None:
+        """All workers' rows into `<folder>/round_00001.parquet`, in the order of their places."""
+        shares = self.workers.gather(dict(mine))
+        if self.workers.rank > 0:
+            return
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        rows = sorted(pair for share in shares for pair in share.items())
+        buffer = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist([row for _, row in rows]), buffer)
+        self.files.write(f"{folder}/round_{step:05d}.parquet", buffer.getvalue())
+
+    def save_models(self, learner: SupervisedLearner[Item]) -> None:
+        """The policy into the run's `policy/`, its adapter into `adapter/`."""
+        save_trained(self, learner, self.tokenizer)

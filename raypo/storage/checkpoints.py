@@ -1,0 +1,56 @@
+"""Where the checkpoints of a run lie, and which is wanted: read without Ray, as Ray wrote it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from raypo.config import ConfigError
+from raypo.storage.run_files import BEST, RunFiles
+
+STATE = "run.json"
+"""In a checkpoint: the run's own state."""
+BEST_STEP = "best.json"
+"""In `best/`: the metric, its value and the step."""
+_SNAPSHOT = "checkpoint_manager_snapshot.json"
+"""Ray Train's list of a run's checkpoints; what it does not list is not whole."""
+
+
+def find_checkpoint(place: str, *, key: str = "from_checkpoint") -> str:
+    """The path or URI of the checkpoint that a person names.
+
+    Args:
+        place: Of a run (its newest checkpoint is meant), of its `best/`, or of a checkpoint itself.
+        key: The config key that names it, for messages.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    files = RunFiles.at(place)
+    if files.read(STATE) is not None:
+        return files.location
+    run, step = files, None
+    if files.name == BEST and (best := files.read(BEST_STEP)) is not None:
+        run, step = RunFiles.at(files.location.rpartition("/")[0]), json.loads(best)["step"]
+    snapshot = json.loads(run.read(_SNAPSHOT) or b"{}")
+    listed: list[dict[str, Any]] = snapshot.get("checkpoint_results", [])
+    wanted = [snapshot.get("latest_checkpoint_result")]
+    if step is not None:
+        wanted = [each for each in listed if each["metrics"].get("step") == step]
+    if not wanted or wanted[-1] is None:
+        what = f"the checkpoint of step {step} is gone" if step else "no checkpoint is there"
+        raise ConfigError(
+            f"{key} ({place}): {what}. Give the folder of a run that has reached one, its {BEST}/, "
+            "or a checkpoint_* folder."
+        )
+    return f"{run.location}/{wanted[-1]['checkpoint_dir_name']}"
+
+
+def checkpoint_state(checkpoint: str) -> dict[str, Any]:
+    """The run's own state in a checkpoint: the step, and what its recipe carries."""
+    return json.loads(RunFiles.at(checkpoint).read(STATE) or b"{}")
+
+
+def config_of(checkpoint: str) -> dict[str, Any]:
+    """The config of the run in whose folder a checkpoint lies; empty where it lies elsewhere."""
+    return RunFiles.at(checkpoint.rpartition("/")[0]).config() or {}

@@ -1,0 +1,85 @@
+"""Arithmetic, without running any code of the model."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from raypo.tools.calls import ToolError
+
+MAX_CHARS = 1000
+MAX_BITS = 4096
+"""Of a whole number, also on the way to the result."""
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: getattr(math, name)
+    for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "floor", "ceil", "gcd")
+} | {"abs": abs, "round": round, "min": min, "max": max}
+_CONSTANTS = {"pi": math.pi, "e": math.e}
+
+
+async def calculator(expression: str) -> str:
+    """Works out an arithmetic expression and returns the number.
+
+    Args:
+        expression: Numbers, + - * / // % **, parentheses, pi, e, and the functions abs, round, min,
+            max, sqrt, exp, log, log2, log10, sin, cos, tan, floor, ceil, gcd.
+
+    Raises:
+        ToolError: it is no such expression, or has no result.
+    """
+    if len(expression) > MAX_CHARS:
+        raise ToolError(f"an expression has at most {MAX_CHARS} characters")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        return str(value) if isinstance(value, int) else f"{value:.12g}"
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ToolError(f"this is no arithmetic expression: {expression:.100}") from None
+    except OverflowError:
+        raise ToolError("a number is too large") from None
+    except (ArithmeticError, ValueError, TypeError) as error:
+        raise ToolError(str(error)) from None
+
+
+def _value(node: ast.expr) -> int | float:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            value = number
+        case ast.Name(id=name) if name in _CONSTANTS:
+            value = _CONSTANTS[name]
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
+            value = _UNARY[type(sign)](_value(operand))
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
+            value = _of_two(type(sign), _value(left), _value(right))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            value = _FUNCTIONS[name](*map(_value, arguments))
+        case _:
+            raise ToolError(f"the calculator does not know: {ast.unparse(node):.100}")
+    if isinstance(value, complex):
+        raise ToolError("the result is not a real number")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ToolError("a number is too large")
+    return value
+
+
+def _of_two(sign: type[ast.operator], left: float, right: float) -> Any:
+    is_whole = isinstance(left, int) and isinstance(right, int)
+    if sign is ast.Pow and is_whole and int(left).bit_length() * abs(right) > 2 * MAX_BITS:
+        raise ToolError("a number is too large")
+    return _BINARY[sign](left, right)

@@ -1,0 +1,123 @@
+"""SQL of a model on a SQLite database of its own, or one that it cannot change."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from pathlib import Path
+
+from raypo.tools.calls import ToolError
+
+LOOK_EVERY = 1000
+"""Instructions of SQLite's machine between two looks at the clock."""
+_TOLD_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "foreign_key_list"}
+_LIMITS = {
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,  # no other file: neither ATTACH nor VACUUM INTO
+    sqlite3.SQLITE_LIMIT_LENGTH: 10**6,
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: 10**5,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 100,
+    sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
+}
+
+
+class Database:
+    """A SQLite database behind the tool `sql`; for an episode, or several that only read.
+
+    A query reaches no other file. What takes too long is ended, also by whoever stops waiting.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        writable: bool = False,
+        time_limit_s: float = 5.0,
+        max_rows: int = 100,
+        max_chars: int = 10_000,
+    ) -> None:
+        """Open it.
+
+        Args:
+            path: A database file.
+            writable: Queries change a copy in memory, which `close` forgets; else they can change
+                nothing.
+            time_limit_s: Seconds of a query.
+            max_rows: Of an answer; others are left out, and it says so.
+            max_chars: Of an answer.
+
+        Raises:
+            ValueError: there is no database in the file.
+        """
+        self._time_limit_s, self._max_rows, self._max_chars = time_limit_s, max_rows, max_chars
+        self._turn = asyncio.Lock()
+        address = f"{Path(path).resolve().as_uri()}?mode=ro"
+        try:
+            connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            connection.execute("SELECT count(*) FROM sqlite_master")
+            if writable:
+                copy = sqlite3.connect(":memory:", check_same_thread=False)
+                connection.backup(copy)
+                connection.close()
+                connection = copy
+        except sqlite3.Error as error:
+            raise ValueError(f"{path}: cannot be opened as a SQLite database ({error}).") from None
+        connection.isolation_level = None  # each statement by itself, as it is written
+        for limit, most in _LIMITS.items():
+            connection.setlimit(limit, most)
+        connection.set_authorizer(_allows)
+        self._connection = connection
+
+    async def sql(self, query: str) -> str:
+        """Runs one SQL statement (SQLite) on the database and returns the rows, a header first,
+        columns separated by |.
+
+        Args:
+            query: The statement.
+
+        Raises:
+            ToolError: it is wrong, not allowed or took too long.
+        """
+        async with self._turn:
+            waiting = asyncio.get_running_loop().run_in_executor(None, self._run, query)
+            try:
+                return await asyncio.shield(waiting)
+            except asyncio.CancelledError:
+                self._connection.interrupt()
+                await asyncio.wait([waiting])  # the next query finds it idle
+                raise
+
+    def close(self) -> None:
+        """Let go of the file or the copy."""
+        self._connection.close()
+
+    def _run(self, query: str) -> str:
+        deadline = time.monotonic() + self._time_limit_s
+        is_late = lambda: time.monotonic() > deadline  # noqa: E731
+        self._connection.set_progress_handler(is_late, LOOK_EVERY)
+        try:
+            cursor = self._connection.execute(query)
+            rows = cursor.fetchmany(self._max_rows + 1)
+            changed = cursor.rowcount
+            header = [name for name, *_ in cursor.description or ()]
+            cursor.close()
+        except (sqlite3.Error, sqlite3.Warning, UnicodeError) as error:
+            late = f" after {self._time_limit_s:g} s: the time limit" if is_late() else ""
+            raise ToolError(f"SQL error: {error}{late}") from None
+        if not header:
+            return f"done, {changed} rows changed" if changed >= 0 else "done"
+        lines = ["|".join(map(_cell, row)) for row in [header, *rows[: self._max_rows]]]
+        text = "\n".join(lines)
+        is_cut = len(rows) > self._max_rows or len(text) > self._max_chars
+        return text[: self._max_chars] + ("\n... (cut)" if is_cut else "")
+
+
+def _cell(value: object) -> str:
+    return "NULL" if value is None else str(value)
+
+
+def _allows(action: int, name: str | None, value: str | None, *_: str | None) -> int:
+    """Whether a statement may do this: no setting of the connection is for the model."""
+    if action == sqlite3.SQLITE_PRAGMA:
+        return sqlite3.SQLITE_OK if name in _TOLD_PRAGMAS else sqlite3.SQLITE_DENY
+    return sqlite3.SQLITE_OK

@@ -1,0 +1,110 @@
+"""One of several gloo workers that load, push and export a model in shares, and watch their memory.
+
+Run as a process of its own: python -m tests.integration.shares_probe TASK.json
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raypo.collectives import Workers
+from raypo.config import LearnerSection, ModelSection, PPOSection
+
+POLL_S = 0.002
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's; pages of a file that is mapped come and go."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("Linux tells RssAnon")
+
+
+@contextmanager
+def peak(found: dict[str, int], name: str) -> Iterator[None]:
+    """The most that was held meanwhile, over what was held before."""
+    before, done, most = anonymous_bytes(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not done.wait(POLL_S):
+            most[0] = max(most[0], anonymous_bytes() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        found[name] = max(most[0], anonymous_bytes() - before)
+
+
+def main() -> None:
+    from raypo.learner import export
+    from raypo.learner.learner import Learner
+    from raypo.learner.trained_model import _import_deepspeed, in_shares
+    from raypo.models.critic import Critic, CriticStart
+    from raypo.models.loading import load_causal_lm
+    from raypo.weights.buckets import stage
+
+    task: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    workers, found = Workers.current(), dict[str, int]()
+    _import_deepspeed()
+    section = LearnerSection(zero_stage=3)
+    export.SHARD_BYTES = task["bucket_bytes"]
+    with in_shares(section, dtype="bfloat16", workers=workers):
+        load_causal_lm(task["small_model"], dtype="bfloat16")  # what is imported is no model
+        start = CriticStart(task["reward_model"], reward_weight=2.0)
+        critic, _ = Critic.load(start, dtype="bfloat16")
+    assert all(hasattr(each, "ds_id") for each in critic.backbone.parameters())
+    head = critic.value_head.weight.flatten().tolist()
+    with peak(found, "load"), in_shares(section, dtype="bfloat16", workers=workers):
+        model = load_causal_lm(task["model"], dtype="bfloat16")
+    assert all(hasattr(each, "ds_id") for each in model.parameters())
+    del model
+    gc.collect()
+    with peak(found, "learner"):
+        learner = Learner(
+            ModelSection(policy=task["model"], dtype="bfloat16"),
+            PPOSection.model_validate({"advantage": "grpo", "kl": {"coef": 0.0}}),
+            section,
+            temperature=1.0,
+            max_new_tokens=8,
+            num_steps=1,
+            seed=0,
+            workers=workers,
+        )
+    sums = {}
+    with peak(found, "push"):
+        for bucket in stage(learner.named_weights(), bucket_bytes=task["bucket_bytes"]):
+            sums |= {spec.name: spec.checksum for spec in bucket.specs}
+    with peak(found, "export"):
+        learner.save_policy(Path(task["out"]) / "policy", _NoTokenizer())
+    results = workers.gather((found, sums, head))
+    if workers.rank == 0:
+        (Path(task["out"]) / "result.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+class _NoTokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    main()

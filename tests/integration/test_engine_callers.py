@@ -1,0 +1,113 @@
+"""One engine behind a handle, asked by many threads and processes at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from transformers import AutoModelForCausalLM
+
+from raypo.config import EngineSection
+from raypo.deployment.deployment import Deployment, Place, start_deployment
+from raypo.run.handles import EngineHandle
+from raypo.serving.engine import Engine
+from raypo.serving.requests import SamplingRequest
+from raypo.weights.buckets import pack
+from raypo.weights.store import Keeper, Kept
+from raypo.weights.transport import LocalTransport
+from tests.integration.test_engine import weights
+from tests.tiny import tiny_policy
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+THREADS = 12
+PROMPT = np.array([5, 6, 7], dtype=np.int32)
+
+
+def ask(tokens: int, seed: int, id: str = "") -> SamplingRequest:
+    return SamplingRequest(PROMPT, tokens, 1.0, seed=seed, id=id)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def engines(policy: Path, local_ray: None) -> Iterator[EngineHandle]:
+    kwargs: dict[str, Any] = {
+        "model": str(policy),
+        "section": EngineSection(kv_cache_gb=0.1),
+        "dtype": "float32",
+        "max_model_len": 512,
+        "reads_weights": True,
+    }
+    deployment = Deployment(
+        "raypo:callers:engine", Engine, kwargs, max_ongoing_requests=4, start_timeout_s=120.0
+    )
+    handle = start_deployment(deployment, [Place()])
+    handle.wait(120.0)
+    yield EngineHandle(handle)
+    handle.shutdown(0.0)
+
+
+@ray.remote(num_cpus=0)
+def from_another_process(engines: EngineHandle, seed: int) -> list[int]:
+    return engines.submit.remote([ask(20, seed)]).result()[0].token_ids.tolist()
+
+
+def test_many_callers_share_the_steps_of_one_engine(engines: EngineHandle):
+    """More calls than the replica has threads: those wait for responses in none."""
+    alone = [engines.generate.remote([ask(60, seed)]).result()[0] for seed in range(THREADS)]
+    before = engines.load.remote().result()
+
+    def call(seed: int) -> list[int]:
+        return engines.submit.remote([ask(60, seed)]).result()[0].token_ids.tolist()
+
+    elsewhere = from_another_process.remote(engines, 0)
+    with ThreadPoolExecutor(THREADS) as threads:
+        answers = list(threads.map(call, range(THREADS)))
+
+    assert answers == [each.token_ids.tolist() for each in alone]
+    assert ray.get(elsewhere) == alone[0].token_ids[:20].tolist()
+    steps = engines.load.remote().result().steps - before.steps
+    assert steps < 60 * THREADS / 2, "they did not share"
+
+
+def test_callers_are_not_in_the_way_of_a_pause_and_a_cancellation(engines: EngineHandle):
+    under_way = [engines.submit.remote([ask(400, seed, id=f"{seed}")]) for seed in range(THREADS)]
+    up = engines.pinned()
+    [each.result() for each in up.pause.on_all("keep")]
+    whole = engines.generate.remote([ask(3, 0)])  # a batch waits for the pause to end too
+    assert [each.result() for each in engines.cancel.on_all("1", "2", "nobody's")] == [2]
+    [each.result() for each in up.resume.on_all()]
+    answers = [each.result()[0] for each in under_way]
+    assert [each.finish_reason for each in answers[1:3]] == ["cancelled"] * 2
+    assert all(len(each.token_ids) == 400 for each in [answers[0], *answers[3:]])
+    assert len(whole.result()[0].token_ids) == 3
+
+
+def test_what_requires_a_push_that_was_replaced_is_served_by_the_newer_one(
+    engines: EngineHandle, policy: Path
+):
+    """It was on its way meanwhile; of what it requires nothing is kept any more."""
+    model, keeper = AutoModelForCausalLM.from_pretrained(policy), Keeper()
+    transport = LocalTransport()
+
+    def keep(version: int) -> Kept:
+        push = transport.send(pack(weights(model).items(), bucket_bytes=20_000), version=version)
+        return keeper.keep(replace(push, id=f"push {version}"), id=f"push {version}")
+
+    older = keep(7)
+    engines.require("hold", older)
+    assert engines.generate.remote([ask(1, 0)]).result()[0].weight_version == 7
+    engines.require("hold", keep(8))
+    assert engines.generate.remote([ask(1, 0)]).result()[0].weight_version == 8
+    engines.require("hold", older)
+    assert engines.submit.remote([ask(1, 0)]).result()[0].weight_version == 8

@@ -1,0 +1,116 @@
+"""Whole runs whose responses are episodes: an environment answers each turn of the policy."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from raypo import PPOConfig, PPOTrainer
+from tests.integration.task import numbers, read_metrics
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+SOURCE = """
+class Digits:
+    '''Asks twice for more; a turn is worth its share of digits.'''
+
+    def __init__(self, turns):
+        self.left = turns
+
+    def reset(self, prompt, label):
+        self.label = label
+        return f"{prompt} "
+
+    def step(self, action):
+        self.left -= 1
+        if self.label == "3" and "7" in action:
+            raise ValueError("seven")
+        return f" more than {self.label}? ", sum(map(str.isdigit, action)) / 8, self.left == 0
+"""
+
+AGENT = """
+import asyncio
+
+class Drafts:
+    '''Two drafts at a time, one of which is gone on with, and a question of its own.'''
+
+    async def run(self, prompt, label, policy):
+        first, _ = await asyncio.gather(policy.generate(prompt), policy.generate(prompt))
+        second = await policy.generate(prompt + first.text + "; ")
+        other = await policy.generate("1+1=")
+        return sum(map(str.isdigit, first.text + second.text + other.text)) / 24
+"""
+
+
+def run(task: Path, name: str, **rollout: Any) -> Path:
+    environment = task.parent / "digits.py"
+    environment.write_text(SOURCE)
+    overrides = {
+        "name": name,
+        "num_steps": 3,
+        "reward.function": None,
+        "reward.max_failed_fraction": 0.5,
+        "ppo.advantage": "grpo",
+        "ppo.num_epochs": 1,
+        "rollout.environment": f"{environment}:Digits",
+        "rollout.environment_args": {"turns": 3},
+        "rollout.max_episode_tokens": 60,
+        **{f"rollout.{key}": value for key, value in rollout.items()},
+    }
+    result = PPOTrainer(PPOConfig.load(task, overrides=overrides)).fit()
+    assert result.return_value == {"status": "finished", "step": 3}
+    return task.parent / "runs" / name
+
+
+def test_a_run_with_an_environment(task: Path):
+    """It trains what was sampled and no more, and repeats bit for bit, in threads or processes."""
+    folder = run(task, "episodes")
+    metrics = read_metrics(folder)
+    assert [row["rollout/turns_max"] for row in metrics] == [3.0, 3.0, 3.0]
+    assert all(row["mismatch/log_prob_gap_max"] < 1e-3 for row in metrics)
+    assert sum(row["rollout/episodes_failed"] for row in metrics) == sum(
+        row["rollout/samples_failed"] for row in metrics
+    )
+    rows = pq.read_table(folder / "rollouts" / "step_00003.parquet").to_pylist()
+    for row in rows:
+        mask, advantages = np.array(row["response_mask"]), np.array(row["advantages"])
+        assert row["prompt"].endswith(" ")
+        assert f"more than {row['label']}?" in row["response"]
+        assert (advantages[~mask] == 0.0).all()
+        assert (np.array(row["log_probs"])[~mask] == 0.0).all()
+        assert sum(row["turn_rewards"]) == pytest.approx(row["score"])
+        assert (np.flatnonzero(row["turn_rewards"])[:, None] == np.flatnonzero(mask)).any(1).all()
+    assert "eval/score_mean" in metrics[1]
+
+    again = run(task, "episodes_in_processes", environment_processes=2)
+    assert numbers(read_metrics(again)) == numbers(metrics)
+
+
+def test_a_run_with_an_agent_and_a_critic(task: Path):
+    """Each episode is three rows with one score, and one sample."""
+    agent = task.parent / "drafts.py"
+    agent.write_text(AGENT)
+    overrides = {
+        "name": "agent",
+        "num_steps": 2,
+        "reward.function": None,
+        "ppo.gamma": 0.9,
+        "ppo.discount_by": "turn",
+        "rollout.agent": f"{agent}:Drafts",
+        "rollout.max_episode_tokens": 40,
+        "rollout.max_turns": 4,
+        "eval.prompts": None,
+    }
+    result = PPOTrainer(PPOConfig.load(task, overrides=overrides)).fit()
+    assert result.return_value == {"status": "finished", "step": 2}
+    folder = task.parent / "runs" / "agent"
+    for row in read_metrics(folder):
+        assert (row["rollout/turns_mean"], row["rollout/samples_trained"]) == (4.0, 32.0)
+        assert row["mismatch/log_prob_gap_max"] < 1e-3
+    rows = pq.read_table(folder / "rollouts" / "step_00002.parquet").to_pylist()
+    assert [row["row_index"] for row in rows] == [0, 1, 2] * 32
+    for each in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        assert len({(row["sample_index"], row["score"]) for row in each}) == 1
+        assert each[2]["prompt"] == "1+1="

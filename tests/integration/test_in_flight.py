@@ -1,0 +1,226 @@
+"""Batches sampled ahead by a real engine whose weights change all the time, under injected delays.
+
+The weights have other versions and the same values, so that all lengths are of one distribution.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import ks_2samp
+from transformers import AutoModelForCausalLM
+
+from raypo.calls import Answer
+from raypo.collectives import Workers
+from raypo.config import EngineSection
+from raypo.data.stream import Draw, PromptStream
+from raypo.metrics.clock import Clock
+from raypo.rollout.ahead import RolloutsAhead
+from raypo.rollout.collect import Sampling, sample
+from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.rollout.refill import Collected
+from raypo.serving.engine import Engine
+from raypo.serving.requests import Completion, InFlight, SamplingRequest
+from raypo.types import Prompt, Rollout, ScoredRollout
+from tests.integration.test_engine import Pair
+from tests.stand_ins import Lossy
+from tests.tiny import tiny_policy
+
+END = 7
+"""Any token out of a hundred ends a response with it: lengths are spread widely."""
+LONGEST = 250
+PROMPTS_PER_STEP, SAMPLES, STEPS, STALENESS = 6, 4, 7, 2
+SURELY = 1e-3
+"""A probability below which two samples are not of one distribution."""
+PROMPTS = [Prompt(i, "p", np.array([5 + i, 6], np.int32)) for i in range(11)]
+SAMPLING = Sampling(SAMPLES, LONGEST, 1.0, 1.0, (END,), seed=3)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = str(tiny_policy(tmp_path_factory.mktemp("policy")))
+    section = EngineSection(kv_cache_gb=0.1, extra={"max_num_seqs": 48})
+    engine = Engine(folder, section=section, dtype="float32", max_model_len=LONGEST + 8)
+    made = Pair(folder, engine, AutoModelForCausalLM.from_pretrained(folder).eval())
+    made.version = -1
+    yield made
+    made.engine.shutdown()
+
+
+@dataclass
+class Submitted:
+    answers: list[Future[Completion]]
+
+    def result(self) -> list[Completion]:
+        return [each.result() for each in self.answers]
+
+
+@dataclass
+class Here:
+    """The engine of this process, asked as a deployment's is."""
+
+    engine: Engine
+
+    @property
+    def submit(self) -> Here:
+        return self
+
+    def remote(self, requests: list[SamplingRequest]) -> Answer[list[Completion]]:
+        return Submitted(self.engine.submit(requests))
+
+    def each_preferred(self) -> list[Here]:
+        return [self]
+
+
+@dataclass
+class Run:
+    """A loop whose update changes no weight, and whose pushes come while the engine samples."""
+
+    pair: Pair
+    in_flight: InFlight
+    slow_scorer_s: float = 0.0
+    slow_learner_s: float = 0.0
+    last_step: int = 0
+
+    def __post_init__(self) -> None:
+        self.pushes = Pushes()
+        self.engines = EnginesInFlight(Here(self.pair.engine), self.pushes)
+        self.ahead = RolloutsAhead(
+            PromptStream(PROMPTS, seed=1),
+            prompts_per_step=PROMPTS_PER_STEP,
+            samples_per_prompt=SAMPLES,
+            max_staleness=STALENESS,
+            settles=False,
+            is_refilled=False,
+            num_steps=STEPS,
+            workers=Workers(),
+        )
+        self.trained: list[tuple[int, Rollout]] = []
+        """With the step that trained it."""
+
+    def push(self, version: int) -> None:
+        self.pair.version = version - 1
+        with self.pushes.push():
+            self.pair.engine.pause(self.in_flight)
+            self.pair.engine.load_weights(self.pair.push())
+            self.pair.engine.resume()
+        self.ahead.arrived(version)
+
+    def go(self, until: int = STEPS) -> None:
+        self.push(self.last_step)
+        self.ahead.begin(self._sample, self._collect, last_step=self.last_step)
+        for step in range(self.last_step + 1, until + 1):
+            taken = self.ahead.take(step, Clock()).trained
+            self.trained += [(step, each.rollout) for each in taken]
+            time.sleep(self.slow_learner_s)
+            self.push(step)
+        self.last_step = until
+
+    def _sample(self, draws: Sequence[Draw]) -> list[Rollout]:
+        return sample(draws, self.engines, Lossy(), SAMPLING)
+
+    def _collect(
+        self, sampled: Callable[[int], list[Rollout]], clock: Clock, workers: Workers
+    ) -> Collected:
+        rollouts = sampled(PROMPTS_PER_STEP)
+        time.sleep(self.slow_scorer_s)
+        scored = [ScoredRollout(each, 0.0, {}) for each in rollouts]
+        return Collected(scored, scored, 0, {})
+
+
+def assert_none_lost_and_none_twice(trained: list[tuple[int, Rollout]]) -> None:
+    drawn = PromptStream(PROMPTS, seed=1).take(STEPS * PROMPTS_PER_STEP)
+    expected = [(each.group_index, n) for each in drawn for n in range(SAMPLES)]
+    assert [(each.group_index, each.sample_index) for _, each in trained] == expected
+
+
+def assert_every_token_keeps_the_bound(trained: list[tuple[int, Rollout]]) -> None:
+    for step, each in trained:
+        lags = step - 1 - each.weight_versions
+        assert lags.min() >= 0
+        assert lags.max() <= STALENESS
+
+
+def lengths(rollouts: Sequence[Rollout]) -> list[int]:
+    return [len(each.response_ids) for each in rollouts]
+
+
+def of_one_distribution(one: list[int], other: list[int]) -> float:
+    """How probable such a distance is where both are (Kolmogorov and Smirnov)."""
+    return float(ks_2samp(one, other)[1])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: Pair) -> list[int]:
+    """Lengths of other samples of the same prompts, none of which any push has met."""
+    pair.engine.load_weights(pair.push())
+    draws = PromptStream(PROMPTS, seed=1).take(STEPS * PROMPTS_PER_STEP)
+    other = Sampling(SAMPLES, LONGEST, 1.0, 1.0, (END,), seed=4)
+    engines = EnginesInFlight(Here(pair.engine), Pushes())
+    return lengths(sample(draws, engines, Lossy(), other))
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "scorer_s", "learner_s"),
+    [("recompute", 0.0, 0.0), ("keep", 0.0, 0.1), ("restart", 0.0, 0.0), ("recompute", 0.2, 0.0)],
+)
+def test_every_sample_is_trained_once_within_the_bound_and_long_ones_are_not_rarer(
+    pair: Pair, undisturbed: list[int], in_flight: InFlight, scorer_s: float, learner_s: float
+):
+    run = Run(pair, in_flight, slow_scorer_s=scorer_s, slow_learner_s=learner_s)
+    run.go()
+    rollouts = [each for _, each in run.trained]
+    assert_none_lost_and_none_twice(run.trained)
+    assert_every_token_keeps_the_bound(run.trained)
+    assert of_one_distribution(lengths(rollouts), undisturbed) > SURELY
+    met = sum(bool(each.later_versions) for each in rollouts)
+    assert (met == 0) == (in_flight == "restart")
+
+
+def test_a_buffer_of_whoever_comes_first_trains_too_many_short_ones(
+    pair: Pair, undisturbed: list[int]
+):
+    """The test above would see it: what is under way when a step is full is trained later."""
+    come, first = [], threading.Condition()
+
+    def arrived(answer: Future[Completion]) -> None:
+        with first:
+            come.append(len(answer.result().token_ids))
+            first.notify()
+
+    requests = [
+        SamplingRequest(PROMPTS[i % 11].token_ids, LONGEST, 1.0, seed=i, stop_token_ids=(END,))
+        for i in range(3 * PROMPTS_PER_STEP * SAMPLES)
+    ]
+    for answer in pair.engine.submit(requests):
+        answer.add_done_callback(arrived)
+    with first:
+        first.wait_for(lambda: len(come) >= PROMPTS_PER_STEP * SAMPLES)
+        trained = come[: PROMPTS_PER_STEP * SAMPLES]
+    with first:
+        first.wait_for(lambda: len(come) == len(requests))
+    assert of_one_distribution(come, undisturbed) > SURELY
+    assert of_one_distribution(trained, undisturbed) < SURELY
+
+
+def test_a_run_that_is_killed_and_resumed_trains_every_sample_once(pair: Pair, tmp_path: Path):
+    first = Run(pair, "recompute")
+    first.go(until=3)
+    carried, _ = first.ahead.carried()
+    first.ahead.save(tmp_path, Workers())  # and what comes after it is lost
+    first.ahead.close()
+
+    second = Run(pair, "recompute", last_step=3)
+    second.ahead.restore(tmp_path, Workers())
+    restored, again = second.ahead.carried()
+    second.go()
+    assert carried == restored + again == STALENESS * PROMPTS_PER_STEP * SAMPLES
+    assert_none_lost_and_none_twice(first.trained + second.trained)
+    assert_every_token_keeps_the_bound(first.trained + second.trained)

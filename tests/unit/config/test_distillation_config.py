@@ -1,0 +1,66 @@
+"""What a distillation's run file may say."""
+
+import pytest
+
+from raypo.config import ConfigError, DistillationConfig
+
+VALUES = {
+    "name": "d",
+    "model": {"policy": "student", "teacher": "teacher"},
+    "data": {"prompts": "p.jsonl"},
+}
+
+
+def parsed(**changes: object) -> DistillationConfig:
+    return DistillationConfig.parse(VALUES | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model": {"policy": "student"}}, "model.teacher"),
+        ({"model": VALUES["model"] | {"reference": "r"}}, "compares with none. Remove it"),
+        ({"distillation": {"beta": 0.3}}, "Set distillation.divergence to jsd, or remove it"),
+        (
+            {"distillation": {"on_policy_fraction": 0.5}},
+            "Set data.response_key to their column, or it to 1",
+        ),
+        (
+            {"data": {"prompts": "p.jsonl", "response_key": "text"}},
+            "Set that below 1, or remove it",
+        ),
+        (
+            {
+                "data": {"prompts": "p", "response_key": "text", "max_response_tokens": 9000},
+                "distillation": {"on_policy_fraction": 0.0},
+            },
+            "max_tokens_per_microbatch to at least 9256",
+        ),
+        (
+            {"placement": {"frozen": {"reference": {"tensor_parallel": 2, "backend": "vllm"}}}},
+            "placement.frozen.reference.tensor_parallel",
+        ),
+    ],
+)
+def test_what_cannot_act_is_refused(changes, told):
+    with pytest.raises(ConfigError, match=told):
+        parsed(**changes)
+
+
+def test_the_teacher_is_deployed_as_a_reference():
+    assert parsed().reference == "teacher"
+    assert parsed(model=VALUES["model"] | {"lora": {}}).reference == "teacher"
+
+
+def test_the_teacher_tells_log_probs_at_temperature_1_however_it_is_sampled():
+    changes = {
+        "rollout": {"temperature": 0.7},
+        "placement": {"frozen": {"reference": {"backend": "vllm"}}},
+    }
+    assert parsed(**changes).trained_temperature == 1.0
+
+
+def test_prompts_are_shared_out_between_the_policy_and_the_texts():
+    data = {"prompts": "p.jsonl", "response_key": "text"}
+    changes = {"data": data, "distillation": {"on_policy_fraction": 0.25}}
+    assert parsed(**changes).prompts_answered == 8

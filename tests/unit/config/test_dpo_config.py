@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pytest
+
+from raypo.config import ConfigError, DPOConfig
+
+RUN = {
+    "recipe": "dpo",
+    "name": "r",
+    "model": {"policy": "p"},
+    "data": {"prompts": "pairs.jsonl"},
+}
+
+
+def test_the_quickstart_file_is_a_dpo_run_on_the_pairs_of_the_reward_model():
+    quickstart = Path(__file__).parents[3] / "examples" / "quickstart"
+    config = DPOConfig.load(quickstart / "dpo.yaml")
+    assert config.dpo.needs_reference
+    assert config.model.policy == "runs/quickstart-sft/policy"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dpo": {"loss": "hinge", "label_smoothing": 0.1}}, "dpo.label_smoothing.*no effect"),
+        ({"dpo": {"simpo_gamma": 1.0}}, "dpo.simpo_gamma.*Set dpo.loss to simpo"),
+        ({"dpo": {"loss": "kto", "sft_coef": 1.0}}, "dpo.sft_coef.*no effect"),
+        ({"dpo": {"undesirable_weight": 2.0}}, "dpo.undesirable_weight.*Set dpo.loss to kto"),
+        ({"dpo": {"label_smoothing": 0.5}}, "less than 0.5"),
+        ({"dpo.loss": "simpo", "model.reference": "q"}, "simpo has no reference"),
+        ({"data.ref_chosen_key": "c"}, "data.ref_rejected_key.*of both"),
+        (
+            {"data.ref_chosen_key": "c", "data.ref_rejected_key": "r", "model.reference": "q"},
+            "model.reference.*data.ref_chosen_key has what it says",
+        ),
+        ({"data.desirable_key": "ok"}, "data.desirable_key.*dpo.loss is sigmoid"),
+        ({"dpo.loss": "ipo", "data.margin_key": "m"}, "data.margin_key.*dpo.loss is ipo"),
+    ],
+)
+def test_what_has_no_effect_is_refused(change, words):
+    values = {section: dict(v) if isinstance(v, dict) else v for section, v in RUN.items()}
+    for key, value in change.items():
+        section, _, name = key.partition(".")
+        if name:
+            values[section] = {**values.get(section, {}), name: value}  # type: ignore[dict-item]
+        else:
+            values[section] = value
+    with pytest.raises(ConfigError, match=words):
+        DPOConfig.parse(values)
+
+
+def test_held_out_metrics_are_those_of_pairs_or_of_answers_that_somebody_judges():
+    best = {**RUN, "checkpoint": {"best_by": "eval/loss"}}
+    assert DPOConfig.parse({**best, "eval": {"pairs": "held_out.jsonl"}}).measures_held_out
+    with pytest.raises(ConfigError, match=r"checkpoint.best_by \(eval/loss\): is measured on held"):
+        DPOConfig.parse({**best, "eval": {"prompts": "held_out.jsonl"}})

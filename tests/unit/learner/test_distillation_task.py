@@ -1,0 +1,88 @@
+"""What a policy learns from a teacher: divergences by hand, whatever the cut and the chunks."""
+
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+
+from raypo.config import DistillationSection
+from raypo.learner.distillation_task import DistillationTask
+from raypo.models import token_log_probs
+from raypo.ppo.divergences import divergences
+from raypo.types import Taught
+from tests.unit.learner.plain import VOCABULARY, tiny_llama
+
+
+def taught(count: int) -> list[Taught]:
+    """Responses of 1 to 5 tokens to two prompts, and what the teacher says of them."""
+    generator = np.random.default_rng(0)
+    items = []
+    for row in range(5):
+        prompt = np.arange(2 + row % 2, dtype=np.int32)
+        response = generator.integers(0, VOCABULARY, 1 + row).astype(np.int32)
+        found = logits_of(1, prompt, response).log_softmax(-1).topk(count)
+        log_probs, ids = found.values.float().numpy(), found.indices.int().numpy()
+        items.append(Taught(prompt, response, log_probs, ids))
+    return items
+
+
+def logits_of(seed: int, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
+    """[T, V] of a plain forward pass, in the places of the response's tokens."""
+    ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
+    with torch.no_grad():
+        return tiny_llama(seed)(ids).logits[0, len(prompt) - 1 : -1]
+
+
+def loss_and_gradients(section: DistillationSection, pieces: list[list[Taught]]):
+    task = DistillationTask(deepcopy(tiny_llama()), section, vocabulary=VOCABULARY)
+    task.module.zero_grad()
+    total = 0.0
+    for piece in pieces:
+        loss, _ = task.loss(task.module, piece, "cpu")
+        loss.backward()
+        total += float(loss.detach())
+    gradients = [p.grad for p in task.module.parameters() if p.grad is not None]
+    return total, torch.cat([each.flatten() for each in gradients])
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("count", [VOCABULARY, 3])
+def test_the_loss_is_the_sum_of_the_divergences_at_all_response_tokens(kind, count):
+    section, items = DistillationSection(divergence=kind), taught(count)
+    by_hand = 0.0
+    for item in items:
+        student = logits_of(0, item.prompt_ids, item.response_ids)
+        told = torch.from_numpy(item.teacher_log_probs), torch.from_numpy(item.teacher_ids).long()
+        by_hand += float(divergences(student, *told, kind=kind).sum())
+    total, _ = loss_and_gradients(section, [items])
+    assert total == pytest.approx(by_hand, rel=1e-6)
+    assert total > 0.1
+
+
+def test_neither_the_cut_nor_the_chunks_matter(monkeypatch):
+    section, items = DistillationSection(), taught(4)
+    whole, gradients = loss_and_gradients(section, [items])
+    monkeypatch.setattr(token_log_probs, "CHUNK_ELEMENTS", 2 * VOCABULARY)  # two tokens a chunk
+    for pieces in ([items], [items[:2], items[2:]], [[each] for each in items[::-1]]):
+        total, others = loss_and_gradients(section, pieces)
+        assert total == pytest.approx(whole, rel=1e-9)
+        # Llama's norms compute in float32, whatever the model.
+        torch.testing.assert_close(others, gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn():
+    items = [
+        Taught(item.prompt_ids, item.response_ids, own.values.numpy(), own.indices.int().numpy())
+        for item in taught(3)
+        for own in [logits_of(0, item.prompt_ids, item.response_ids).log_softmax(-1).topk(3)]
+    ]
+    total, gradients = loss_and_gradients(DistillationSection(), [items])
+    assert total == pytest.approx(0.0, abs=1e-6)
+    assert float(gradients.abs().max()) < 1e-5
+
+
+def test_the_shortest_example_takes_part_in_a_pass():
+    task = DistillationTask(deepcopy(tiny_llama()), DistillationSection(), vocabulary=VOCABULARY)
+    loss, _ = task.loss(task.module, [task.blank], "cpu")
+    assert bool(torch.isfinite(loss))

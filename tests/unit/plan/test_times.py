@@ -1,0 +1,138 @@
+"""A roofline of a step: hand-computed phases, what scales with what, and the key that helps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypo.config import PPOConfig
+from raypo.plan.fit import Plan, make_plan
+from raypo.plan.hardware import parse_cluster
+from raypo.plan.tables import times
+from raypo.plan.times import OPTIMIZER_BYTES, PhaseTime, Rates, StepTime, faster, step_time
+from tests.unit.plan.test_plan import LLAMA_8B
+
+ONE = Rates(flops=1e12, memory=1e10, link=1e9, host=1e9, engine_step_s=0.0, store=1e9)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return tmp_path
+
+
+def plan(folder: Path, cluster: str, **sections: dict[str, Any]) -> Plan:
+    values: dict[str, Any] = {
+        "name": "run",
+        "model": {"policy": str(folder)},
+        "data": {"prompts": "prompts.jsonl", "max_prompt_tokens": 512},
+        "rollout": {"prompts_per_step": 64, "samples_per_prompt": 4, "max_new_tokens": 512},
+        "ppo": {"minibatch_size": 64},
+        "learner": {"num_workers": 8, "zero_stage": 3, "max_tokens_per_microbatch": 4096},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return make_plan(PPOConfig.parse(values), parse_cluster(cluster))
+
+
+def phases(made: Plan, rates: Rates = ONE) -> dict[str, PhaseTime]:
+    return {each.phase: each for each in step_time(made, rates).phases}
+
+
+def test_an_update_is_three_passes_over_the_workers(folder: Path):
+    made = plan(folder, "8xH100", ppo={"advantage": "grpo", "kl": {"coef": 0.0}})
+    update = phases(made)["update"]
+    shape = made.models.policy
+    weights = shape.parameters - shape.vocabulary * shape.hidden  # embeddings multiply nothing
+    tokens = 256 * 512 + 64 * 512  # a prompt of four responses is read once
+    head = shape.vocabulary * shape.hidden
+    norms = (2 * shape.layers + 1) * shape.hidden
+    products = 2 * ((weights - head - norms) * tokens + head * 256 * 512)
+    pairs = 256 * 1024**2 - 192 * 512**2
+    expected = 3 * (products + 4 * shape.layers * shape.attention * pairs) / 8 / ONE.flops
+    assert update.beside["arithmetic"] == pytest.approx(expected)
+    share = shape.parameters / 8
+    assert update.after["optimizer"] == pytest.approx(4 * OPTIMIZER_BYTES * share / ONE.memory)
+
+
+def test_stage_3_moves_weights_twice_and_gradients_once_for_each_microbatch(folder: Path):
+    made = plan(folder, "8xH100", ppo={"advantage": "grpo", "kl": {"coef": 0.0}})
+    whole = 2 * made.models.policy.parameters
+    # 4 minibatches of 8 responses and 2 prompts a worker: 5120 tokens, two microbatches
+    assert phases(made)["update"].moved == pytest.approx(8 * 3 * whole * 7 / 8)
+    less = plan(
+        folder,
+        "8xH100",
+        ppo={"advantage": "grpo", "kl": {"coef": 0.0}},
+        learner={"zero_stage": 2},
+    )
+    assert phases(less)["update"].moved == pytest.approx((8 + 4) * whole * 7 / 8)
+
+
+def test_an_engine_reads_all_weights_for_each_token_of_its_longest_response(folder: Path):
+    made = plan(folder, "8xH100")
+    generate = phases(made)["generate"]
+    cached = 2 * 32 * 8 * 128 * 2  # keys and values of a token in bfloat16
+    expected = 512 * (2 * made.models.policy.parameters + 32 * (512 + 256) * cached) / ONE.memory
+    assert generate.beside["memory"] == pytest.approx(expected)
+    assert generate.limit == "memory"
+    half = plan(folder, "8xH100", rollout={"engine": {"tensor_parallel": 2}})
+    shared = phases(half)["generate"]
+    assert shared.beside["memory"] < generate.beside["memory"]
+    assert shared.moved > generate.moved == 0.0
+
+
+def test_frozen_models_score_eight_times_as_fast_on_eight_devices(folder: Path):
+    one = plan(folder, "8xH100", placement={"frozen": {"reference": {"num_replicas": 1}}})
+    assert phases(one)["score"].seconds == pytest.approx(
+        8 * phases(plan(folder, "8xH100"))["score"].seconds
+    )
+
+
+def test_who_stays_awake_moves_nothing_to_the_host(folder: Path):
+    assert phases(plan(folder, "8xH100"))["take turns"].limit == "PCIe"
+    awake = plan(folder, "8xH100", rollout={"engine": {"sleep": False}})
+    assert "take turns" not in phases(awake)
+
+
+def test_nodes_share_what_the_slowest_link_carries(folder: Path):
+    one, two = Rates.of(plan(folder, "8xH100")), Rates.of(plan(folder, "4xH100,2"))
+    slow = Rates.of(plan(folder, "4xH100,100Gbit,2"))
+    assert one is not None
+    assert two is not None
+    assert slow is not None
+    assert one.link == 0.7 * 450e9
+    assert two.link == 0.7 * 50e9
+    assert slow.link == pytest.approx(0.7 * 12.5e9 / 4)
+    assert Rates.of(plan(folder, "8xGPU80G")) is None, "their kind is not said"
+    assert Rates.of(plan(folder, "8xCPU")) is None
+
+
+def test_what_is_sampled_ahead_hides_behind_the_update():
+    parts = [PhaseTime(name, {"arithmetic": s}) for name, s in (("generate", 3.0), ("score", 1.0))]
+    parts.append(PhaseTime("update", {"arithmetic": 5.0}))
+    assert StepTime(parts, 8, is_ahead=False).seconds == 9.0
+    assert StepTime(parts, 8, is_ahead=True).seconds == 5.0
+
+
+def test_a_key_is_told_only_where_the_run_then_fits_and_is_faster(folder: Path):
+    made = plan(folder, "8xH200,4000G", placement={"frozen": {"reference": {"num_replicas": 1}}})
+    rates = Rates.of(made)
+    assert rates is not None
+    now = step_time(made, rates).seconds
+    changes = dict(faster(made))
+    assert "placement.frozen.reference.num_replicas=auto" in changes
+    for text, seconds in changes.items():
+        key, value = text.split("=")
+        values: Any = made.config.model_dump()
+        section = values
+        *path, last = key.split(".")
+        for name in path:
+            section = section[name]
+        section[last] = {"false": False, "true": True}.get(value, value)
+        changed = make_plan(PPOConfig.parse(values), made.nodes)
+        assert changed.holds
+        assert step_time(changed, rates).seconds == pytest.approx(seconds)
+        assert seconds < now
+    assert "num_replicas=auto" in str(times(step_time(made, rates), faster(made)).caption)

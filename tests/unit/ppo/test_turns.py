@@ -1,0 +1,95 @@
+"""Responses of several turns: what an environment wrote between them changes nothing."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypo.ppo.advantages import GROUP_KINDS, discounted_returns, generalized_advantages
+from raypo.ppo.estimators import ESTIMATORS, baseline_by_index, estimate_advantages
+from tests.unit.ppo.steps import INF, NAN, few, seeds
+
+TURNS = torch.tensor([[True, True, False, True, False, False, True, True]])
+REWARDS = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0, 4.0]])
+
+
+def test_a_discount_by_turn_holds_where_a_turn_ends():
+    returns = discounted_returns(REWARDS, TURNS, gamma=0.5, by_turn=True)
+    # the last turn is worth 4, the one before 2 + 0.5 * 4, the first 1 + 0.5 * 4
+    expected = [[3.0, 3.0, 0.0, 4.0, 0.0, 0.0, 4.0, 4.0]]
+    torch.testing.assert_close(returns, torch.tensor(expected))
+
+
+def test_gae_by_turn_discounts_values_where_a_turn_ends():
+    values = torch.tensor([[1.0, 2.0, NAN, 3.0, NAN, NAN, 1.0, 2.0]])
+    advantages, returns = generalized_advantages(
+        REWARDS, values, TURNS, gamma=0.5, gae_lambda=0.5, by_turn=True
+    )
+    last = 4.0 - 2.0
+    before = (2.0 - 1.0) + last
+    middle = (2.0 + 0.5 * 1.0 - 3.0) + 0.25 * before
+    second = (1.0 + 0.5 * 3.0 - 2.0) + 0.25 * middle
+    first = (2.0 - 1.0) + second
+    expected = torch.tensor([[first, second, 0.0, middle, 0.0, 0.0, before, last]])
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns[TURNS], (expected + values)[TURNS])
+
+
+@pytest.mark.parametrize("discount_by", ["token", "turn"])
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@given(seed=seeds, rubbish=st.sampled_from([0.0, 1e30, INF, -INF, NAN]))
+@few
+def test_what_an_environment_writes_and_how_much_changes_no_advantage(
+    kind, discount_by, seed, rubbish
+):
+    """Turns are told apart by what stands between them; how long it is cannot matter."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def laid_out(x: torch.Tensor, gaps: list[int], between: float) -> torch.Tensor:
+        """Three turns of two tokens each, with so many of the environment's between them."""
+        parts = [x[:, :2]]
+        for turn, gap in zip((x[:, 2:4], x[:, 4:]), gaps, strict=True):
+            parts += [torch.full((len(x), gap), between, dtype=x.dtype), turn]
+        return torch.cat(parts, 1)
+
+    scores, kl, values, earned = normal(4), normal(4, 6), normal(4, 6), normal(4, 6)
+
+    def estimate(gaps: list[int], between: float) -> tuple[torch.Tensor, ...]:
+        mask = laid_out(torch.ones(4, 6), gaps, 0.0).bool()
+        return tuple(
+            each[mask]
+            for each in estimate_advantages(
+                scores,
+                mask,
+                kind=kind,
+                gamma=0.9,
+                gae_lambda=0.8,
+                discount_by=discount_by,
+                kl=laid_out(kl, gaps, between),
+                kl_coef=0.1,
+                values=laid_out(values, gaps, between),
+                extra_rewards=laid_out(earned, gaps, between),
+                group_index=torch.tensor([0, 0, 1, 1]),
+            )
+        )
+
+    torch.testing.assert_close(estimate([1, 1], 0.0), estimate([3, 2], rubbish))
+
+
+@pytest.mark.parametrize("kind", GROUP_KINDS)
+def test_the_rows_of_an_episode_count_once_in_its_group(kind):
+    scores = torch.tensor([1.0, 2.0, 2.0, 2.0, 6.0, NAN, NAN])
+    group = torch.tensor([0, 0, 0, 0, 0, 0, 0])
+    sample = torch.tensor([2, 0, 0, 0, 1, 3, 3])
+    valid = ~scores.isnan()
+
+    found = baseline_by_index(scores, group, valid, sample, kind=kind)
+
+    alone = baseline_by_index(
+        torch.tensor([1.0, 2.0, 6.0]), group[:3], torch.ones(3, dtype=torch.bool), kind=kind
+    )
+    expected = [alone[0], alone[1], alone[1], alone[1], alone[2], 0.0, 0.0]
+    torch.testing.assert_close(found, torch.tensor(expected))

@@ -1,0 +1,177 @@
+"""Ready-made verifiers on the answers that data sets and models write."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from raypo.config import ConfigError, DataSection
+from raypo.data.rows import read_rows
+from raypo.rewards.loader import check_function, load_function
+from raypo.rewards.verifiers import (
+    answer_format,
+    final_answer,
+    graded_number_answer,
+    number_answer,
+    thinking_format,
+)
+from raypo.types import Rollout
+
+GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 24"
+MATH = r"Halving gives $\frac{48}{2}$, so the answer is $\boxed{\frac{48}{2}}$."
+
+
+def rollout(response: str, label: object = "24") -> Rollout:
+    return Rollout(
+        prompt="?",
+        response=response,
+        prompt_ids=np.zeros(1, np.int32),
+        response_ids=np.zeros(1, np.int32),
+        log_probs=np.zeros(1, np.float32),
+        response_mask=np.ones(1, bool),
+        label=label,
+        prompt_index=7,
+        sample_index=0,
+        finish_reason="stop",
+        weight_version=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (GSM8K, "24"),
+        (MATH, r"\frac{48}{2}"),
+        (r"first \boxed{1}, then \boxed{\text{a {b} c}}", r"\text{a {b} c}"),
+        ("#### 3\n#### 4 clips\nand more", "4 clips"),
+        (r"\boxed{2} #### 3", "2"),
+        (r"\boxed{2", None),
+        ("it is 24", None),
+        ("####", None),
+    ],
+)
+def test_a_solution_gives_its_answer_in_a_box_or_behind_four_marks(text, answer):
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("#### 24", 1.0),
+        ("#### 24.0", 1.0),
+        ("#### $24", 1.0),
+        (r"\boxed{24}", 1.0),
+        ("that makes 24.", 1.0),
+        ("24, or rather 25", 0.0),
+        ("24 #### 25", 0.0),
+        ("#### -24", 0.0),
+        ("#### none", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_number_is_right_whatever_it_is_written_like(response, score):
+    assert number_answer([rollout(response, GSM8K)]) == [score]
+
+
+def test_thousands_may_have_commas():
+    assert number_answer([rollout("#### 1234", "1,234"), rollout("1,234.50", "1234.5")]) == [1, 1]
+
+
+def test_a_label_that_is_no_number_is_an_error_with_the_verifier_that_reads_it():
+    with pytest.raises(ValueError, match=r"row 7 is no number: 'x\^2'.*math_answer"):
+        number_answer([rollout("1", "x^2")])
+
+
+def test_a_wrong_answer_in_form_gets_a_tenth():
+    responses = [rollout("#### 24"), rollout("#### 25"), rollout("25")]
+    assert graded_number_answer(responses) == [1.0, 0.1, 0.0]
+    assert answer_format(responses) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>\n48/2\n</think>\n24", 1.0),
+        ("<think>a</think>", 0.0),
+        ("<think></think>24", 0.0),
+        ("24", 0.0),
+        ("<think>a</think><think>b</think>24", 0.0),
+        ("so <think>a</think>24", 0.0),
+    ],
+)
+def test_thinking_comes_once_and_before_an_answer(response, score):
+    assert thinking_format([rollout(response)]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("label", "response", "score"),
+    [
+        (MATH, "#### 24", 1.0),
+        (r"\frac{1}{2}", r"so $\boxed{0.5}$", 1.0),
+        (r"\frac{1}{2}", r"we get $x = \frac{2}{4}$", 1.0),
+        ("(1,2]", r"\boxed{(1, 2]}", 1.0),
+        ("(1,2]", r"\boxed{[1, 2]}", 0.0),
+        (r"\{1,2\}", r"\boxed{\{2, 1\}}", 1.0),
+        (r"3\text{ cm}", r"\boxed{3}", 1.0),
+        ("50\\%", r"\boxed{\frac12}", 1.0),
+        ("(x+1)^2", r"\boxed{x^2 + 2x + 1}", 1.0),
+        ("(x+1)^2", r"\boxed{x^2 + 1}", 0.0),
+        ("24", "no idea", 0.0),
+        ("24", "", 0.0),
+    ],
+)
+def test_formulas_are_compared_as_mathematics(label, response, score):
+    pytest.importorskip("math_verify")
+    judge = load_function("raypo.rewards.math_verifiers:math_answer")
+    assert judge([rollout(response, label)]) == [score]
+
+
+def test_formulas_are_graded_too():
+    pytest.importorskip("math_verify")
+    judge = load_function("raypo.rewards.math_verifiers:graded_math_answer")
+    answers = (r"\boxed{24}", r"\boxed{25}", "25")
+    assert judge([rollout(answer) for answer in answers]) == [1.0, 0.1, 0.0]
+
+
+def test_tasks_of_reasoning_gym_are_read_and_judged_by_their_own_verifier():
+    pytest.importorskip("reasoning_gym")
+    source = "reasoning_gym://chain_sum?size=3&max_terms=2"
+    section = DataSection(prompts=(source,), label_key="entry")
+    rows = [row.values for row in read_rows(section.prompts[0], key="data.prompts")]
+    again = [row.values for row in read_rows(source, key="data.prompts")]
+    assert rows == again
+    assert len(rows) == 3
+    judge = load_function("raypo.rewards.gym_verifiers:reasoning_gym_score")
+    right = [rollout(f"#### {row['answer']}", row["entry"]) for row in rows]
+    assert judge(right) == [1.0, 1.0, 1.0]
+    assert judge([rollout("none of these", rows[0]["entry"])]) == [0.0]
+    with pytest.raises(ValueError, match=r"no entry of reasoning-gym.*data\.label_key to entry"):
+        judge([rollout("4")])
+
+
+@pytest.mark.parametrize("source", ["reasoning_gym://chain_sm", "reasoning_gym://chain_sum?foo=1"])
+def test_a_task_that_reasoning_gym_refuses_is_told(source):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ConfigError, match=r"reasoning-gym refuses it: .*chain_sum\?size=2000"):
+        list(read_rows(source, key="data.prompts"))
+
+
+@pytest.mark.parametrize(
+    ("package", "function"),
+    [
+        ("math_verify", "raypo.rewards.math_verifiers:math_answer"),
+        ("reasoning_gym", "raypo.rewards.gym_verifiers:reasoning_gym_score"),
+    ],
+)
+def test_a_missing_package_is_told_with_what_to_install(monkeypatch, package, function):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, function.partition(":")[0], raising=False)
+    check_function(function)  # without an import of it
+    with pytest.raises(ConfigError, match=r"pip install 'raypo\[math\]' on every node"):
+        load_function(function)
+
+
+def test_prompts_from_reasoning_gym_need_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"data\.prompts .*pip install 'raypo\[math\]'"):
+        list(read_rows("reasoning_gym://chain_sum", key="data.prompts"))

@@ -1,0 +1,227 @@
+"""Agents: free control flow, and every token that they had sampled in one row or another."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from raypo.collectives import Workers
+from raypo.config import ConfigError, RolloutSection
+from raypo.data.stream import Draw
+from raypo.data.turns import TurnTokens
+from raypo.rollout.agent import Agents
+from raypo.rollout.collect import Sampling, judge, sample
+from raypo.rollout.dealing import deal, to_experience
+from raypo.rollout.episodes import Episodes
+from raypo.rollout.judges import Judges
+from raypo.rollout.policy import EpisodeLimit, Policy
+from raypo.types import Prompt, Rollout
+from tests.chat_templates import CHAT_TEMPLATES
+from tests.tiny import tiny_tokenizer
+from tests.unit.rollout.test_episodes import END, Talking
+
+
+class Chats:
+    """Two turns of one conversation, as messages."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        first = await policy.generate(prompt)
+        messages = [*prompt, first.message, {"role": "user", "content": "and then?"}]
+        await policy.generate(messages)
+        return 2.0
+
+
+class Writes:
+    """Two turns of one text."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        first = await policy.generate(prompt)
+        await policy.generate(prompt + first.text + " and then? ")
+        return 2.0
+
+
+class Splits:
+    """Three ways on from one turn, at the same time; the score is how many tokens the last had."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        first = await policy.generate(prompt)
+        ways = [prompt + first.text + way for way in "abc"]
+        replies = await asyncio.gather(*map(policy.generate, ways))
+        return float(len(replies[-1].token_ids))
+
+
+class Fresh:
+    """Two conversations that have nothing to do with each other."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        await policy.generate(prompt)
+        await policy.generate([7, 8, 9])
+        return 1.0
+
+
+class Forgets:
+    """Leaves before its second call is answered."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        await policy.generate(prompt)
+        self.task = asyncio.create_task(policy.generate(prompt))
+        await asyncio.sleep(0)
+        return 1.0
+
+
+class Naughty:
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> Any:
+        await policy.generate(prompt)
+        if label == "raise":
+            raise KeyError("no such tool")
+        if label == "hang":
+            await asyncio.sleep(60)
+        if label == "none":
+            return None
+        while label == "talk":
+            await policy.generate(prompt)
+        return 1.0
+
+
+class Careful:
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> Any:
+        turns = 0.0
+        try:
+            while True:
+                await policy.generate(prompt)
+                turns += 1
+        except EpisodeLimit:
+            return turns
+
+
+class Plain:
+    def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        return 0.0
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def played(
+    tokenizer,
+    name: str,
+    engine: Talking | None = None,
+    *,
+    labels: tuple[Any, ...] = (None,),
+    chat: bool = False,
+    samples: int = 2,
+    **keys: Any,
+) -> list[Rollout]:
+    section = RolloutSection.model_validate(
+        {"agent": f"{__name__}:{name}", "max_episode_tokens": 300, "max_new_tokens": 8} | keys
+    )
+    tokens = TurnTokens(tokenizer, [END])
+    messages = [{"role": "user", "content": "1+1"}] if chat else None
+    text, ids = tokens.first(messages or "1+1=", chat=chat)
+    draws = [Draw(n, Prompt(n, text, ids, label, messages)) for n, label in enumerate(labels)]
+    table = Episodes(Agents(section), tokenizer, tokens, section, max_tokens=400)
+    sampling = Sampling(samples, 8, 1.0, 1.0, (END,), seed=7, episodes=table)
+    return sample(draws, engine or Talking(), tokenizer, sampling)
+
+
+@pytest.mark.parametrize("template", CHAT_TEMPLATES)
+def test_messages_of_one_conversation_are_one_row_of_what_was_sampled(tokenizer, template):
+    tokenizer.chat_template = CHAT_TEMPLATES[template]
+    engine = Talking()
+    rollouts = played(tokenizer, "Chats", engine, labels=(1, 2), chat=True)
+    assert [r.row_index for r in rollouts] == [0] * 4
+    for number, each in enumerate(rollouts):
+        said = [engine.said[round_[number].seed] for round_ in engine.rounds]
+        assert each.response_ids[each.response_mask].tolist() == np.concatenate(said).tolist()
+        assert "and then?" in tokenizer.decode(each.response_ids[~each.response_mask])
+        assert each.prompt_ids.tolist() == engine.rounds[0][number].prompt_ids.tolist()
+
+
+def test_a_text_that_goes_on_is_one_row(tokenizer):
+    engine = Talking()
+    (each,) = played(tokenizer, "Writes", engine, samples=1)
+    said = [engine.said[round_[0].seed] for round_ in engine.rounds]
+    assert each.response_ids[each.response_mask].tolist() == np.concatenate(said).tolist()
+    assert tokenizer.decode(each.response_ids[~each.response_mask]) == " and then? "
+
+
+def test_ways_that_part_are_rows_of_one_sample_and_each_token_is_trained_once(tokenizer):
+    engine = Talking()
+    rollouts = played(tokenizer, "Splits", engine, samples=1)
+    assert [len(round_) for round_ in engine.rounds] == [1, 3]
+    assert [each.row_index for each in rollouts] == [0, 1, 2]
+    first, ways = engine.rounds[0][0], engine.rounds[1]
+    sampled = [engine.said[request.seed].tolist() for request in (first, *ways)]
+    trained = [each.response_ids[each.response_mask].tolist() for each in rollouts]
+    assert trained == [sampled[0] + sampled[1], sampled[2], sampled[3]]
+    shared = [*first.prompt_ids.tolist(), *sampled[0]]
+    for each in rollouts[1:]:
+        assert each.prompt_ids[: len(shared)].tolist() == shared
+    assert {each.episode for each in rollouts} == {rollouts[0].episode}
+
+
+def test_conversations_of_their_own_are_rows_of_their_own(tokenizer):
+    first, second = played(tokenizer, "Fresh", samples=1)
+    assert second.prompt_ids.tolist() == [7, 8, 9]
+    assert first.response_mask.all()
+    assert second.response_mask.all()
+
+
+def test_a_call_that_nobody_waits_for_is_not_asked(tokenizer):
+    engine = Talking()
+    (each,) = played(tokenizer, "Forgets", engine, samples=1)
+    assert len(engine.rounds) == 1
+    assert each.episode is not None
+    assert each.episode.score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("label", "reason"),
+    [
+        ("raise", "KeyError: 'no such tool'"),
+        ("hang", "TimeoutError: run gave no answer in 0.2 s (rollout.step_timeout_s)"),
+        ("none", "WrongAnswer: run returned None, not a finite number"),
+        ("talk", "EpisodeLimit"),
+    ],
+)
+def test_an_agent_that_fails_fails_alone(tokenizer, label, reason):
+    begin = time.perf_counter()
+    rollouts = played(
+        tokenizer, "Naughty", labels=("good", label), step_timeout_s=0.2, samples=1, max_turns=4
+    )
+    assert time.perf_counter() - begin < 5
+    good, *bad = rollouts
+    assert good.episode is not None
+    assert good.episode.error is None
+    assert all(each.episode and (each.episode.error or "").startswith(reason) for each in bad)
+
+
+def test_an_agent_may_go_on_until_its_limit(tokenizer):
+    rollouts = played(tokenizer, "Careful", samples=1, max_turns=5)
+    assert {each.episode.score for each in rollouts if each.episode} == {5.0}
+
+
+def test_a_run_that_cannot_wait_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r"its run is no coroutine.*Write async def run"):
+        played(tokenizer, "Plain")
+
+
+def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):
+    rollouts = played(tokenizer, "Splits", labels=(1, 2))
+    scored = judge(rollouts, Judges(None, (), {}), None)
+    dealt = deal(scored, minibatch_size=2, seed=(0, 1), workers=Workers())
+    assert len(dealt) == 12
+    assert {each.minibatch for each in dealt} == {0, 1}  # four samples, two of them each
+    experience = to_experience(dealt)
+    assert experience.sample_index is not None
+    pairs = zip(experience.group_index.tolist(), experience.sample_index.tolist(), strict=True)
+    assert len(set(pairs)) == 4
+    trained = int(experience.response_mask.sum())
+    assert trained == sum(each.num_sampled for each in rollouts)

@@ -1,0 +1,294 @@
+"""Episodes of several turns, with an engine whose answers a test makes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from raypo.cluster.actors import NoReplicaLeft
+from raypo.collectives import Workers
+from raypo.config import RolloutSection
+from raypo.data.stream import Draw
+from raypo.data.turns import TurnTokens
+from raypo.rollout.collect import PushAgain, Sampling, is_trainable, judge, sample
+from raypo.rollout.environment import Environments
+from raypo.rollout.episodes import Episodes
+from raypo.rollout.judges import Judges
+from raypo.serving.requests import Completion, SamplingRequest
+from raypo.types import Prompt, Rollout
+from tests.chat_templates import CHAT_TEMPLATES
+from tests.stand_ins import Engine
+from tests.tiny import tiny_tokenizer
+
+END = 2
+HERE = "tests.unit.rollout.test_episodes"
+
+
+class Counting:
+    """Says how many turns there were; three are enough. A turn is worth its number."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns, self.turn = turns, 0
+
+    async def reset(self, prompt: Any, label: Any) -> None:
+        self.label = label
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        self.turn += 1
+        return f" {self.turn}? ", float(self.turn), self.turn == self.turns
+
+
+class Blocking(Counting):
+    def reset(self, prompt: Any, label: Any) -> str:  # pyright: ignore
+        self.thread = threading.get_ident()
+        return f"{prompt}!"
+
+    def step(self, action: str) -> tuple[str, float, bool]:  # pyright: ignore
+        assert threading.get_ident() != MAIN
+        time.sleep(0.01)
+        return asyncio.run(super().step(action))
+
+
+class Naughty(Counting):
+    """Does what the label says in the second turn."""
+
+    async def step(self, action: str) -> Any:
+        if self.turn == 1:
+            if self.label == "raise":
+                raise KeyError("no such door")
+            if self.label == "exit":
+                raise SystemExit(3)
+            if self.label == "hang":
+                await asyncio.sleep(60)
+            if self.label == "pair":
+                return "two", 1.0
+            if self.label == "nan":
+                return "two", float("nan"), False
+            if self.label == "nothing":
+                return None, 0.0, False
+            if self.label == "object":
+                return object(), 0.0, False
+        return await super().step(action)
+
+
+class Stuck(Counting):
+    def step(self, action: str) -> Any:  # pyright: ignore
+        threading.Event().wait(60)
+
+
+class Ids(Counting):
+    reads_token_ids = True
+
+    async def step(self, action: Any) -> Any:
+        assert isinstance(action, list)
+        return action[::-1], 1.0, True
+
+
+MAIN = threading.get_ident()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+class Talking(Engine):
+    """Answers by its seed: a few random letters, most often with their end."""
+
+    def __init__(self) -> None:
+        super().__init__(self._answer)
+        self.rounds: list[list[SamplingRequest]] = []
+        self.said: dict[int, np.ndarray] = {}
+
+    def _answer(self, requests: list[SamplingRequest]) -> list[Completion]:
+        self.rounds.append(requests)
+        return [self._completion(request) for request in requests]
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        random = np.random.default_rng(request.seed)
+        ids = random.integers(4, 40, random.integers(1, 7)).astype(np.int32)
+        if random.random() < 0.7:
+            ids[-1] = END
+        ids = self.said[request.seed] = ids[: request.max_new_tokens]
+        return Completion(ids, -random.random(len(ids)).astype(np.float32), "stop", 3)
+
+
+def episodes(tokenizer, name: str = "Counting", **keys: Any) -> Episodes:
+    section = RolloutSection.model_validate(
+        {"environment": f"{HERE}:{name}", "max_episode_tokens": 400, "max_new_tokens": 8} | keys
+    )
+    tokens = TurnTokens(tokenizer, [END])
+    return Episodes(Environments(section, tokens), tokenizer, tokens, section, max_tokens=500)
+
+
+def played(
+    tokenizer,
+    engine: Engine | None = None,
+    *,
+    labels: tuple[Any, ...] = (None,),
+    chat: bool = False,
+    push_again: PushAgain | None = None,
+    samples: int = 2,
+    **keys: Any,
+) -> list[Rollout]:
+    messages = [{"role": "user", "content": "1+1"}] if chat else None
+    draws = [
+        Draw(number, Prompt(number, "1+1=", np.array([5, 6], np.int32), label, messages))
+        for number, label in enumerate(labels)
+    ]
+    sampling = Sampling(samples, 8, 1.0, 1.0, (END,), seed=7, episodes=episodes(tokenizer, **keys))
+    return sample(draws, engine or Talking(), tokenizer, sampling, push_again)
+
+
+@pytest.mark.parametrize("name", [None, *CHAT_TEMPLATES])
+def test_the_tokens_that_are_trained_are_those_that_were_sampled(tokenizer, name):
+    tokenizer.chat_template = CHAT_TEMPLATES.get(name)
+    engine = Talking()
+    rollouts = played(tokenizer, engine, labels=(1, 2, 3), chat=name is not None)
+
+    for number, each in enumerate(rollouts):
+        asked = [round_[number] for round_ in engine.rounds]
+        said = [engine.said[request.seed] for request in asked]
+        assert each.response_ids[each.response_mask].tolist() == np.concatenate(said).tolist()
+        for request, ids in zip(asked, said, strict=True):  # each in its place, after what it read
+            whole = np.concatenate([each.prompt_ids, each.response_ids])
+            assert request.prompt_ids.tolist() == whole[: len(request.prompt_ids)].tolist()
+            assert ids.tolist() == whole[len(request.prompt_ids) :][: len(ids)].tolist()
+        assert len(each.log_probs) == len(each.response_ids)
+        assert (each.log_probs[~each.response_mask] == 0.0).all()
+        assert (each.log_probs[each.response_mask] < 0.0).all()
+
+
+def test_what_the_environment_writes_is_read_and_masked(tokenizer):
+    (each,) = played(tokenizer, samples=1)
+    written = tokenizer.decode(each.response_ids[~each.response_mask])
+    assert written == " 1?  2? "
+    assert each.response_mask[[0, -1]].all()  # after the last turn nothing is appended
+
+
+def test_a_turns_reward_stands_at_its_last_token(tokenizer):
+    (each,) = played(tokenizer, samples=1)
+    ends = np.flatnonzero(np.diff(np.append(each.response_mask, False).astype(int)) == -1)
+    assert each.turn_rewards is not None
+    assert np.flatnonzero(each.turn_rewards).tolist() == ends.tolist()
+    assert each.turn_rewards[ends].tolist() == [1.0, 2.0, 3.0]
+    assert each.episode is not None
+    assert (each.episode.score, each.episode.num_turns, each.finish_reason) == (6.0, 3, "stop")
+    (scored,) = judge([each], Judges(None, (), {}), None)
+    assert (scored.score, scored.scores_by_source) == (6.0, {"episode": 6.0})
+
+
+def test_episodes_go_in_step_and_depend_on_no_other(tokenizer):
+    engine = Talking()
+    together = played(tokenizer, engine, labels=(1, 2, 3))
+    assert [len(round_) for round_ in engine.rounds] == [6, 6, 6]
+    seeds = {request.seed for round_ in engine.rounds for request in round_}
+    assert len(seeds) == 18
+
+    alone = played(tokenizer, labels=(1,))
+    assert [r.response_ids.tolist() for r in alone] == [
+        r.response_ids.tolist() for r in together[:2]
+    ]
+
+
+def test_plain_methods_run_in_threads_beside_each_other(tokenizer):
+    begin = time.perf_counter()
+    rollouts = played(tokenizer, labels=tuple(range(40)), name="Blocking")
+    assert time.perf_counter() - begin < 40 * 2 * 3 * 0.01
+    assert {r.episode.score for r in rollouts if r.episode} == {6.0}
+    assert {r.prompt for r in rollouts} == {"1+1=!"}
+    assert tokenizer.decode(rollouts[0].prompt_ids) == "1+1=!"
+
+
+@pytest.mark.parametrize(
+    ("label", "reason"),
+    [
+        ("raise", "KeyError: 'no such door'"),
+        ("exit", "SystemExit: 3"),
+        ("hang", "TimeoutError: step gave no answer in 0.2 s (rollout.step_timeout_s)"),
+        ("pair", "WrongAnswer: step returned ('two', 1.0), not (observation, reward, done)"),
+        ("nan", "WrongAnswer: step returned the reward nan, not a finite number"),
+        ("nothing", "WrongAnswer: step returned no observation, and the episode is not done"),
+        ("object", "ValueError: an observation is a text, a chat message or a list of them"),
+    ],
+)
+def test_what_fails_fails_alone(tokenizer, label, reason):
+    rollouts = played(tokenizer, labels=("good", label, "good"), name="Naughty", step_timeout_s=0.2)
+    scored = judge(rollouts, Judges(None, (), {}), None)
+    assert [is_trainable(each) for each in scored] == [True, True, False, False, True, True]
+    for each in rollouts[2:4]:
+        assert each.episode is not None
+        assert (each.episode.error or "").startswith(reason)
+        assert each.num_sampled  # what was said before is there to be looked at
+
+
+def test_a_thread_that_hangs_is_left_behind(tokenizer):
+    begin = time.perf_counter()
+    (each,) = played(tokenizer, name="Stuck", step_timeout_s=0.2, samples=1)
+    assert time.perf_counter() - begin < 5
+    assert each.episode is not None
+    assert each.episode.error is not None
+    assert "step gave no answer in 0.2 s" in each.episode.error
+
+
+def test_no_more_turns_than_there_may_be(tokenizer):
+    (each,) = played(tokenizer, samples=1, max_turns=2)
+    assert each.episode is not None
+    assert (each.episode.num_turns, each.episode.score) == (2, 3.0)
+    assert each.finish_reason == "length"
+    assert each.response_mask[-1]
+
+
+@pytest.mark.parametrize("limit", range(8, 40))
+def test_an_episode_is_never_longer_than_it_may_be(tokenizer, limit):
+    rollouts = played(
+        tokenizer,
+        labels=tuple(range(4)),
+        max_episode_tokens=limit,
+        max_turns=99,
+        environment_args={"turns": 99},
+    )
+    assert max(len(each.response_ids) for each in rollouts) <= limit
+    assert {each.finish_reason for each in rollouts} == {"length"}
+
+
+def test_environments_may_speak_in_token_ids(tokenizer):
+    engine = Talking()
+    (each,) = played(tokenizer, engine, samples=1, name="Ids", environment_args={})
+    assert each.episode is not None
+    assert each.episode.score == 1.0
+
+
+def test_an_engine_that_is_lost_between_two_turns_costs_no_episode(tokenizer):
+    whole = [each.response_ids.tolist() for each in played(tokenizer, labels=(1, 2))]
+
+    class Lost(Talking):
+        is_pushed = False
+
+        def _answer(self, requests: list[SamplingRequest]) -> list[Completion]:
+            if len(self.rounds) == 1 and not self.is_pushed:
+                raise NoReplicaLeft("nobody")
+            return super()._answer(requests)
+
+        def push(self) -> None:
+            self.is_pushed = True
+
+    engine = Lost()
+    again = PushAgain(engine.push, Workers())
+    rollouts = played(tokenizer, engine, labels=(1, 2), push_again=again)
+    assert engine.is_pushed
+    assert [each.response_ids.tolist() for each in rollouts] == whole
+
+
+def test_an_engine_that_fails_otherwise_ends_the_run(tokenizer):
+    def broken(requests: list[SamplingRequest]) -> list[Completion]:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        played(tokenizer, Engine(broken))

@@ -1,0 +1,127 @@
+"""Requests under way while weights are pushed: what is given back or lost is asked for anew."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from raypo.calls import Given
+from raypo.cluster.actors import NoReplicaLeft
+from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.serving.requests import Completion, SamplingRequest
+
+Answers = Callable[[list[SamplingRequest]], list[Completion]]
+
+
+def request(seed: int) -> SamplingRequest:
+    return SamplingRequest(np.array([5], np.int32), 4, 1.0, seed=seed)
+
+
+def completion(request: SamplingRequest, reason: str = "stop") -> Completion:
+    return Completion(np.array([request.seed], np.int32), np.zeros(1, np.float32), reason, 0)
+
+
+@dataclass
+class Engines:
+    """Each call is answered by the next of `calls`."""
+
+    calls: list[Answers]
+    asked: list[list[int]] = field(default_factory=list)
+
+    @property
+    def submit(self) -> Engines:
+        return self
+
+    def remote(self, requests: list[SamplingRequest]) -> Pending:
+        self.asked.append([each.seed for each in requests])
+        return Pending(self.calls.pop(0), requests)
+
+    def each_preferred(self) -> list[Engines]:
+        return [self]
+
+
+@dataclass
+class Pending:
+    answers: Answers
+    requests: list[SamplingRequest]
+
+    def result(self) -> list[Completion]:
+        return Given(self.answers(self.requests)).result()
+
+
+def whole(requests: list[SamplingRequest]) -> list[Completion]:
+    return [completion(each) for each in requests]
+
+
+def seeds(answers: list[Completion]) -> list[int]:
+    return [int(each.token_ids[0]) for each in answers]
+
+
+def test_what_a_pause_gives_back_is_asked_for_anew_and_keeps_its_place():
+    def paused(requests: list[SamplingRequest]) -> list[Completion]:
+        reasons = ["stop", "paused", "length", "paused"]
+        return [completion(*each) for each in zip(requests, reasons, strict=True)]
+
+    engines = Engines([paused, lambda given: [completion(each, "paused") for each in given], whole])
+    answer = EnginesInFlight(engines, Pushes()).generate.remote([request(n) for n in range(4)])
+    assert seeds(answer.result()) == [0, 1, 2, 3]
+    assert engines.asked == [[0, 1, 2, 3], [1, 3], [1, 3]]
+
+
+def test_a_request_that_is_lost_during_a_push_is_asked_for_when_it_has_ended():
+    pushes = Pushes()
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def push() -> None:
+        with pushes.push():
+            has_begun.set()
+            may_end.wait(10)
+
+    def lost(requests: list[SamplingRequest]) -> list[Completion]:
+        pushing.start()
+        has_begun.wait(10)
+        threading.Timer(0.05, may_end.set).start()
+        raise NoReplicaLeft("the engine's weights are kept no longer")
+
+    def after(requests: list[SamplingRequest]) -> list[Completion]:
+        assert may_end.is_set()
+        return whole(requests)
+
+    pushing = threading.Thread(target=push)
+    engines = Engines([lost, after])
+    answer = EnginesInFlight(engines, pushes).generate.remote([request(7)])
+    assert seeds(answer.result()) == [7]
+
+
+def test_without_a_push_a_lost_engine_is_an_error():
+    def lost(requests: list[SamplingRequest]) -> list[Completion]:
+        raise NoReplicaLeft("nothing is kept")
+
+    engines = Engines([lost])
+    with pytest.raises(NoReplicaLeft, match="nothing is kept"):
+        EnginesInFlight(engines, Pushes()).generate.remote([request(7)]).result()
+
+
+def test_who_asks_during_a_push_waits_for_its_end_also_where_it_fails():
+    pushes, engines = Pushes(), Engines([whole])
+    asking = EnginesInFlight(engines, pushes)
+    answers: list[Completion] = []
+    asks = threading.Thread(
+        target=lambda: answers.extend(asking.generate.remote([request(3)]).result())
+    )
+
+    def push() -> None:
+        with pushes.push():
+            asks.start()
+            asks.join(0.05)
+            assert not engines.asked
+            raise RuntimeError("an engine received something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        push()
+    asks.join(10)
+    assert seeds(answers) == [3]

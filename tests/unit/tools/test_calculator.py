@@ -1,0 +1,57 @@
+import asyncio
+
+import pytest
+
+from raypo.tools.calculator import calculator
+from raypo.tools.calls import ToolError
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("2 + 3 * 4", "14"),
+        ("-(7 // 2) % 5", "2"),
+        ("2 ** 100", "1267650600228229401496703205376"),
+        ("0.1 + 0.2", "0.3"),
+        ("1 / 3", "0.333333333333"),
+        ("sqrt(16) + abs(-2) + max(1, 2)", "8"),
+        ("round(2.567, 2)", "2.57"),
+        ("2 * pi", "6.28318530718"),
+        ("2 ** -1", "0.5"),
+        (" 1_000 ", "1000"),
+    ],
+)
+def test_it_works_out(expression, result):
+    assert asyncio.run(calculator(expression)) == result
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("1 / 0", "division by zero"),
+        ("sqrt(-1)", "nonnegative|domain"),
+        ("(-8) ** 0.5", "not a real number"),
+        ("9 ** 9 ** 9", "too large"),
+        ("9 ** 9 ** 9 ** 9", "too large"),
+        ("2 ** 4000 * 2 ** 4000", "too large"),
+        ("10.0 ** 1000", "too large"),
+        ("1 +", "no arithmetic expression"),
+        ("", "no arithmetic expression"),
+        ("(" * 300, "no arithmetic expression"),
+        ("-" * 990 + "1", "no arithmetic expression"),
+        ("1" * 2000, "at most 1000 characters"),
+        ("True + 1", "does not know: True"),
+        ("'a' * 3", "does not know: 'a'"),
+        ("__import__('os').system('true')", "does not know"),
+        ("().__class__", "does not know"),
+        ("[x for x in (1,)]", "does not know"),
+        ("open('x')", "does not know: open"),
+        ("sqrt()", "one argument"),
+        ("round(1, ndigits=2)", "does not know"),
+        ("log(0)", "positive|domain"),
+        ("2 ^ 3", "does not know"),
+    ],
+)
+def test_it_refuses(expression, problem):
+    with pytest.raises(ToolError, match=problem):
+        asyncio.run(calculator(expression))

@@ -1,0 +1,122 @@
+import asyncio
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from raypo.tools.calls import ToolError
+from raypo.tools.database import Database
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT sum(x) FROM n"
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    with closing(sqlite3.connect(tmp_path / "cities.db")) as connection, connection:
+        connection.execute("CREATE TABLE city (name TEXT, people INTEGER)")
+        connection.executemany(
+            "INSERT INTO city VALUES (?, ?)", [("Bern", 134), ("Oslo", 709), ("Nowhere", None)]
+        )
+    return tmp_path / "cities.db"
+
+
+def ask(database: Database, *queries: str) -> list[str]:
+    async def answers() -> list[str]:
+        return [await database.sql(query) for query in queries]
+
+    with closing(database):
+        return asyncio.run(answers())
+
+
+def test_rows_come_with_a_header(path):
+    query = "SELECT name, people FROM city ORDER BY people"
+    assert ask(Database(path), query) == ["name|people\nNowhere|NULL\nBern|134\nOslo|709"]
+
+
+def test_the_tables_can_be_looked_at(path):
+    tables, columns = ask(
+        Database(path), "SELECT name FROM sqlite_master", "PRAGMA table_info(city)"
+    )
+    assert tables == "name\ncity"
+    assert "0|name|TEXT" in columns
+
+
+def test_a_copy_is_changed_and_the_file_is_not(path):
+    before = path.read_bytes()
+    done, count = ask(
+        Database(path, writable=True), "DELETE FROM city", "SELECT count(*) AS n FROM city"
+    )
+    assert (done, count) == ("done, 3 rows changed", "n\n0")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        ("DELETE FROM city", "readonly"),
+        ("SELEC 1", "syntax error"),
+        ("SELECT 1; SELECT 2", "one statement"),
+        ("ATTACH DATABASE 'other.db' AS other", "too many attached"),
+        ("VACUUM INTO 'other.db'", "too many attached"),
+        ("PRAGMA journal_mode = WAL", "not authorized"),
+        ("SELECT load_extension('x')", "not authorized|no such function"),
+        ("SELECT length(zeroblob(1000000000))", "too big"),
+        ("SELECT ?", "binding"),
+    ],
+)
+def test_what_is_not_allowed_is_told(path, monkeypatch, query, problem):
+    monkeypatch.chdir(path.parent)
+    with pytest.raises(ToolError, match=problem):
+        ask(Database(path), query)
+    assert not Path("other.db").exists()
+
+
+@pytest.mark.parametrize("query", ["ATTACH DATABASE 'other.db' AS other", "VACUUM INTO 'other.db'"])
+def test_a_copy_reaches_no_file_either(path, monkeypatch, query):
+    monkeypatch.chdir(path.parent)
+    with pytest.raises(ToolError, match=r"too many attached"):
+        ask(Database(path, writable=True), query)
+    assert not Path("other.db").exists()
+
+
+def test_an_endless_query_is_ended_and_the_next_one_is_answered(path):
+    database = Database(path, time_limit_s=0.2)
+
+    async def twice() -> str:
+        with pytest.raises(ToolError, match=r"interrupted after 0\.2 s: the time limit"):
+            await database.sql(ENDLESS)
+        return await database.sql("SELECT 1")
+
+    with closing(database):
+        assert asyncio.run(twice()) == "1\n1"
+
+
+def test_a_query_whose_caller_stops_waiting_is_ended(path):
+    database = Database(path, time_limit_s=100)
+
+    async def cancelled() -> str:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(database.sql(ENDLESS), 0.2)
+        return await database.sql("SELECT 1")
+
+    begin = time.monotonic()
+    with closing(database):
+        assert asyncio.run(cancelled()) == "1\n1"
+    assert time.monotonic() - begin < 30
+
+
+def test_long_answers_are_cut_and_say_so(path):
+    many = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n"
+    wide = "SELECT printf('%.*c', 90, 'x') AS x"
+    rows, cells = ask(Database(path, max_rows=3, max_chars=50), many, wide)
+    assert rows == "x\n1\n2\n3\n... (cut)"
+    assert cells == "x\n" + "x" * 48 + "\n... (cut)"
+
+
+def test_what_is_no_database_is_refused(tmp_path):
+    (tmp_path / "text.db").write_text("this is a text and no database, whatever its name says" * 50)
+    for path in (tmp_path / "text.db", tmp_path / "missing.db"):
+        with pytest.raises(ValueError, match="cannot be opened as a SQLite database"):
+            Database(path)

@@ -1,0 +1,329 @@
+"""What a program in the sandbox can do, and what it cannot; each of them is really run."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from raypo.tools import jail
+from raypo.tools.sandbox import PythonSandbox, Ran, SandboxError
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def run(code: str, **limits) -> Ran:
+    return asyncio.run(PythonSandbox(**limits).run(code))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_namespaces() -> None:
+    try:
+        run("")
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+def processes_with(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            pass
+    return found
+
+
+def until_gone(mark: str) -> bool:
+    deadline = time.monotonic() + 20
+    while processes_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not processes_with(mark)
+
+
+LEAVE_BEHIND = """
+import ctypes, os, sys, time
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # even where its death with its parent is called off
+if os.fork() == 0:
+    os.setsid()
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(100)", "{mark}"])
+"""
+
+
+def test_a_program_prints_and_its_errors_are_seen():
+    ran = run("print(6 * 7)\nprint(undefined)")
+    assert ran.exit_code == 1
+    assert ran.output.startswith("42\nTraceback")
+    assert "NameError: name 'undefined' is not defined" in ran.output
+
+
+def test_the_standard_library_and_subprocesses_work():
+    code = (
+        "import json, math, sqlite3, subprocess, sys, tempfile\n"
+        "print(tempfile.mkdtemp().startswith('/sandbox'))\n"
+        "print(subprocess.run([sys.executable, '-c', 'print(1)'], capture_output=True, text=True))"
+    )
+    ran = run(code)
+    assert ran.exit_code == 0, ran.output
+    assert ran.output.startswith("True\n")
+    assert "stdout='1\\n'" in ran.output
+
+
+def test_folders_that_it_may_read_are_imported_from_and_not_written_to(tmp_path):
+    (tmp_path / "mine.py").write_text("value = 7")
+    tmp_path.chmod(0o755)
+    (tmp_path / "mine.py").chmod(0o666)
+    code = f"import mine; print(mine.value); open({str(tmp_path / 'mine.py')!r}, 'a')"
+    ran = run(code, readable=[tmp_path])
+    assert ran.output.startswith("7\n")
+    assert "Read-only file system" in ran.output
+    assert (tmp_path / "mine.py").read_text() == "value = 7"
+
+
+def test_what_it_writes_is_gone_with_it():
+    sandbox = PythonSandbox()
+
+    async def twice() -> list[Ran]:
+        return [
+            await sandbox.run("open('x', 'w').write('1'); open('/tmp/y', 'w')"),
+            await sandbox.run("import os; print(os.listdir())"),
+        ]
+
+    assert asyncio.run(twice()) == [Ran("", 0), Ran("['program.py']\n", 0)]
+    assert not Path("/tmp/y").exists()
+
+
+def test_an_endless_loop_is_ended_and_what_it_printed_is_kept():
+    begin = time.monotonic()
+    ran = run("print('begun')\nwhile True: pass", time_limit_s=3.0)
+    assert ran == Ran("begun\n", None)
+    assert time.monotonic() - begin < 30
+
+
+def test_sleeping_with_every_signal_ignored_is_ended_too():
+    code = (
+        "import signal, time\n"
+        "for one in range(1, 32):\n"
+        "    if one not in (9, 19): signal.signal(one, signal.SIG_IGN)\n"
+        "time.sleep(100)"
+    )
+    assert run(code, time_limit_s=0.5).exit_code is None
+
+
+def test_an_allocation_of_10_gb_is_a_memory_error():
+    ran = run("x = bytearray(10 * 10**9)")
+    assert ran.exit_code == 1
+    assert "MemoryError" in ran.output
+
+
+def test_a_fork_bomb_gets_no_more_processes_than_it_may_have():
+    code = (
+        "import os, time\n"
+        "number = 1\n"
+        "try:\n"
+        "    while True:\n"
+        "        if os.fork() == 0: time.sleep(100)\n"
+        "        number += 1\n"
+        "except BlockingIOError:\n"
+        "    print(number)"
+    )
+    assert run(code, processes=5) == Ran("5\n", 0)
+
+
+def test_a_fork_bomb_that_never_stops_is_ended_and_leaves_no_process():
+    code = (
+        "import os, sys\n"
+        "try: os.fork(); os.fork()\n"
+        "except OSError: pass\n"
+        "code = 'import os\\nwhile True:\\n  try: os.fork()\\n  except OSError: pass'\n"
+        "os.execv(sys.executable, [sys.executable, '-c', code, 'raypo-bomb'])"
+    )
+    assert run(code, time_limit_s=1.0).exit_code is None
+    assert processes_with("raypo-bomb") == []
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "127.0.0.1"])
+def test_there_is_no_network_and_no_loopback(address):
+    ran = run(f"import socket; socket.create_connection(({address!r}, 80), 3)")
+    assert "Network is unreachable" in ran.output
+
+
+def test_sockets_of_the_host_cannot_be_reached(tmp_path):
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("\0raypo-abstract")
+        server.listen()
+        ran = run("import socket; socket.socket(socket.AF_UNIX).connect('\\0raypo-abstract')")
+    assert "Connection refused" in ran.output
+
+
+def test_nothing_outside_of_its_folder_is_there(tmp_path):
+    (tmp_path / "label.txt").write_text("the label")
+    paths = [tmp_path / "label.txt", REPOSITORY, "/etc/passwd", "/proc/1/environ", "/sys", "/var"]
+    code = "import os\n" + "\n".join(f"print(os.path.exists({str(path)!r}))" for path in paths)
+    assert run(code).output.split() == ["False"] * len(paths)
+
+
+def test_the_environment_of_the_caller_is_not_told(monkeypatch):
+    monkeypatch.setenv("RAYPO_TEST_SECRET", "a secret")
+    assert "RAYPO" not in run("import os; print(dict(os.environ))").output
+
+
+@pytest.mark.parametrize("path", ["/x", "/usr/x", "/dev/x", sys.base_prefix + "/x"])
+def test_only_its_own_folder_can_be_written(path):
+    ran = run(f"open({path!r}, 'w')")
+    assert "Read-only file system" in ran.output
+
+
+def test_files_have_a_limit_of_bytes_and_of_number():
+    assert "No space left" in run("open('x', 'wb').write(b'0' * 3_000_000)", file_mb=2).output
+    many = "for number in range(100): open(str(number), 'w').close()"
+    assert "No space left" in run(many, files=50).output
+    held = "files = [open('program.py') for _ in range(100)]"
+    assert "Too many open files" in run(held, files=50).output
+
+
+def test_endless_output_is_cut_and_does_not_fill_the_memory():
+    ran = run("while True: print('x' * 9999)", time_limit_s=3.0, max_output_chars=20)
+    assert ran == Ran("x" * 20, None, is_cut=True)
+
+
+def test_it_is_nobody_and_can_become_no_one_else():
+    code = (
+        "import ctypes, os\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(os.getuid() == os.geteuid() == 65534, os.getpid())\n"
+        "for flags in (0x10000000, 0x20000, 0x40000000):\n"  # users, mounts, network
+        "    print(libc.unshare(flags))\n"
+        "print(libc.mount(b'tmpfs', b'/sandbox', b'tmpfs', 0, b''))\n"
+        "try: os.setuid(0)\n"
+        "except PermissionError: print('still nobody')\n"
+    )
+    assert run(code).output.split("\n")[:-1] == ["True 1", *["-1"] * 4, "still nobody"]
+
+
+def test_processes_that_it_leaves_behind_end_with_it():
+    ran = run(LEAVE_BEHIND.format(mark="raypo-left-1") + "time.sleep(1)")
+    assert ran.exit_code == 0, ran.output
+    assert processes_with("raypo-left-1") == []
+
+
+def test_a_program_whose_caller_stops_waiting_ends_with_all_its_processes():
+    async def cancelled() -> None:
+        code = LEAVE_BEHIND.format(mark="raypo-left-2") + "time.sleep(100)"
+        task = asyncio.create_task(PythonSandbox(time_limit_s=100).run(code))
+        while not processes_with("raypo-left-2"):
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert processes_with("raypo-left-2") == []
+
+
+def test_a_program_whose_caller_is_killed_ends_with_all_its_processes():
+    code = LEAVE_BEHIND.format(mark="raypo-left-3") + "time.sleep(100)"
+    caller = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import asyncio; from raypo.tools.sandbox import PythonSandbox\n"
+            f"asyncio.run(PythonSandbox(time_limit_s=100).run({code!r}))",
+        ],
+        cwd=REPOSITORY,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not (left := processes_with("raypo-left-3")) or caller.pid in left:
+            left = [pid for pid in left if pid != caller.pid]
+            if left or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        assert left
+    finally:
+        caller.kill()
+        caller.wait()
+    assert until_gone("raypo-left-3")
+
+
+def test_no_more_run_at_a_time_than_may():
+    async def timed() -> float:
+        sandbox = PythonSandbox(at_once=2)
+        begin = time.monotonic()
+        await asyncio.gather(*(sandbox.run("import time; time.sleep(0.4)") for _ in range(6)))
+        return time.monotonic() - begin
+
+    assert asyncio.run(timed()) > 1.2
+
+
+def test_the_tool_tells_a_model_how_its_program_ended():
+    sandbox, hasty = PythonSandbox(), PythonSandbox(time_limit_s=0.2)
+
+    async def answers() -> list[str]:
+        codes = ["1", "print(2)", "import ctypes; ctypes.string_at(0)"]
+        told = [await sandbox.python(code) for code in codes]
+        return [*told, await hasty.python("while True: pass")]
+
+    assert asyncio.run(answers()) == [
+        "(it printed nothing)",
+        "2\n",
+        "ended by SIGSEGV",
+        "ended after 0.2 s: the time limit",
+    ]
+
+
+def test_a_host_without_namespaces_is_refused_with_a_remedy():
+    """The sandbox itself is such a host."""
+    code = (
+        "import asyncio\n"
+        "from raypo.tools.sandbox import PythonSandbox\n"
+        "asyncio.run(PythonSandbox().run('print(1)'))"
+    )
+    ran = run(code, readable=[REPOSITORY])
+    assert "SandboxError: [Errno 1] unshare: Operation not permitted" in ran.output
+    assert "user.max_user_namespaces" in ran.output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root then")
+def test_it_needs_no_root(tmp_path):
+    python = shutil.which("python3", path="/usr/bin:/bin")
+    if python is None:
+        pytest.skip("no Python that other users may run")
+    script = tmp_path / "jail.py"
+    shutil.copy(jail.__file__, script)
+    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest's own
+        folder.chmod(0o755)
+    heard, report = os.pipe()
+    asked = {
+        "program": "import os; print(os.getuid()); os.fork(); os.fork()",
+        "report": report,
+        "time_limit_s": 10.0,
+        "memory_bytes": 10**9,
+        "processes": 2,
+        "file_bytes": 10**6,
+        "files": 50,
+        "readable": [],
+    }
+    done = subprocess.run(
+        [python, "-I", "-S", str(script)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        user=54321,
+        group=54321,
+        extra_groups=[],
+        pass_fds=[report],
+    )
+    os.close(report)
+    with open(heard) as lines:
+        assert json.loads(lines.readline())["timed_out"] is False
+    assert done.stdout == "65534\n"
+    assert "BlockingIOError" in done.stderr
