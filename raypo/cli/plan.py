@@ -33,12 +33,7 @@ def plan(
     Status 2: it does not fit.
     """
     from raypo.checks import check_inputs
-    from raypo.config import (
-        OnlineConfig,
-        PolicyExamplesConfig,
-        RewardModelConfig,
-        parse_run_config,
-    )
+    from raypo.config import parse_run_config
     from raypo.config.base import read_yaml
     from raypo.plan.fit import make_plan
 
@@ -47,7 +42,6 @@ def plan(
         _plan_sweep(config, overrides, cluster)
         return
     run = parse_run_config(values, origin=str(config))
-    assert isinstance(run, OnlineConfig | PolicyExamplesConfig | RewardModelConfig)
     nodes = _nodes(run, cluster)
     notes = check_inputs(run, on_this_machine=False)
     made = make_plan(run, nodes)

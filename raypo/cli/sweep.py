@@ -10,7 +10,7 @@ import typer
 from raypo.cli.exit_status import FAILED, INTERRUPTED, exit_status
 
 if TYPE_CHECKING:
-    from raypo.config import OnlineConfig
+    from raypo.config import AnyConfig
     from raypo.config.sweep_config import SweepConfig
 
 
@@ -62,7 +62,7 @@ def sweep(
         raise typer.Exit(FAILED)
 
 
-def _print_plan(config: SweepConfig, base: OnlineConfig) -> None:
+def _print_plan(config: SweepConfig, base: AnyConfig) -> None:
     from raypo.tuning.capacity import describe, plan_sweep
     from raypo.tuning.cluster import find_nodes
 

@@ -13,8 +13,8 @@ from raypo.config.ppo_section import (
 from raypo.config.presets import PRESETS
 from raypo.config.recipe_config import (
     RECIPES,
+    AnyConfig,
     load_run_config,
-    parse_online_config,
     parse_run_config,
 )
 from raypo.config.rollout_section import EngineSection, RolloutSection, SamplingSection
@@ -69,6 +69,7 @@ __all__ = [
     "NUMBERS_DO_NOT_DEPEND_ON",
     "PRESETS",
     "RECIPES",
+    "AnyConfig",
     "CheckpointSection",
     "ClusterSection",
     "Config",
@@ -126,6 +127,5 @@ __all__ = [
     "flatten",
     "is_import_path",
     "load_run_config",
-    "parse_online_config",
     "parse_run_config",
 ]

@@ -83,7 +83,7 @@ class RunFile(Config):
         """
         return absolute_paths(self, Path(base or Path.cwd()))
 
-    def differences(self, other: Self, *, ignore: Sequence[str] = ()) -> list[str]:
+    def differences(self, other: RunFile, *, ignore: Sequence[str] = ()) -> list[str]:
         """`key: mine -> theirs` for each key that differs; `ignore` names keys and sections."""
         mine, theirs = flatten(self.model_dump(mode="json")), flatten(other.model_dump(mode="json"))
         return [

@@ -14,10 +14,13 @@ from raypo.config.rounds_config import (
     IterativeDPOConfig,
     RejectionSamplingConfig,
 )
-from raypo.config.run_config import OnlineConfig, PPOConfig, RecipeConfig
-from raypo.config.supervised_config import RewardModelConfig, SFTConfig
+from raypo.config.run_config import OnlineConfig, PPOConfig
+from raypo.config.supervised_config import PolicyExamplesConfig, RewardModelConfig, SFTConfig
 
-RECIPES: dict[str, type[RecipeConfig]] = {
+AnyConfig = OnlineConfig | PolicyExamplesConfig | RewardModelConfig
+"""Of any recipe."""
+
+RECIPES: dict[str, type[AnyConfig]] = {
     "ppo": PPOConfig,
     "sft": SFTConfig,
     "reward_model": RewardModelConfig,
@@ -31,7 +34,7 @@ RECIPES: dict[str, type[RecipeConfig]] = {
 
 def load_run_config(
     path: str | Path, overrides: Mapping[str, Any] | Sequence[str] | None = None
-) -> RecipeConfig:
+) -> AnyConfig:
     """The config of a run file of any recipe, overrides on top; without `recipe` it is ppo.
 
     Raises:
@@ -40,7 +43,7 @@ def load_run_config(
     return parse_run_config(read_yaml(Path(path), overrides or {}), origin=str(path))
 
 
-def parse_run_config(values: Mapping[str, Any], *, origin: str) -> RecipeConfig:
+def parse_run_config(values: Mapping[str, Any], *, origin: str) -> AnyConfig:
     """The config of plain nested values of any recipe."""
     if "space" in values and "base" in values:
         raise ConfigError(f"{origin}: this is a sweep, no run. Start it by raypo sweep {origin}.")
@@ -50,19 +53,3 @@ def parse_run_config(values: Mapping[str, Any], *, origin: str) -> RecipeConfig:
         hint = f"Did you mean {near[0]}?" if near else "Set recipe to one of them."
         raise ConfigError(f"{origin}: recipe ({recipe!r}): must be {', '.join(RECIPES)}. {hint}")
     return RECIPES[recipe].parse(values, origin=origin)
-
-
-def parse_online_config(values: Mapping[str, Any], *, origin: str) -> OnlineConfig:
-    """The config of plain nested values of a recipe that trains on what it samples.
-
-    Raises:
-        ConfigError: as `parse_run_config`, or it is of another recipe.
-    """
-    config = parse_run_config(values, origin=origin)
-    if isinstance(config, OnlineConfig):
-        return config
-    online = ", ".join(name for name, kind in RECIPES.items() if issubclass(kind, OnlineConfig))
-    raise ConfigError(
-        f"{origin}: recipe ({config.recipe}): trials train on what they sample. Name a base of one "
-        f"of the recipes {online}."
-    )

@@ -23,9 +23,10 @@ from raypo.config.base import (
     read_yaml,
     remedy_for_unknown,
 )
-from raypo.config.recipe_config import parse_online_config
+from raypo.config.recipe_config import AnyConfig, parse_run_config
 from raypo.config.run_config import OnlineConfig, PPOConfig
 from raypo.config.space import Domain, flat_space
+from raypo.config.supervised_config import PolicyExamplesConfig, RewardModelConfig
 
 SET_BY_THE_SWEEP = (
     "name",
@@ -37,6 +38,7 @@ SET_BY_THE_SWEEP = (
     "max_failures",
     "placement",
     "num_steps",
+    "num_epochs",
     "learner.num_workers",
     "learner.cpus_per_worker",
     "learner.use_gpu",
@@ -244,7 +246,7 @@ class SweepConfig(RunFile):
             return math.prod(len(domain.values) for domain in self.domains.values())
         return self.num_samples or 8
 
-    def base_config(self) -> OnlineConfig:
+    def base_config(self) -> AnyConfig:
         """The run config that each trial starts from.
 
         Raises:
@@ -252,18 +254,20 @@ class SweepConfig(RunFile):
                 holds values that it refuses.
         """
         values = self.base_values()
-        base = parse_online_config(values, origin=self.base)
+        base = parse_run_config(values, origin=self.base)
+        if not isinstance(base, OnlineConfig):
+            _check_examples(self, base)
         for key in self.domains:
             _check_key(key, type(base))
         for point in _test_points(self):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
-            trial = parse_online_config(with_values(values, point), origin=f"space, {words}")
+            trial = parse_run_config(with_values(values, point), origin=f"space, {words}")
             _check_metrics(self, trial, words)
         _check_placement(base)
         _check_pbt(self, base)
         return base
 
-    def perturb_every(self, base: OnlineConfig) -> int:
+    def perturb_every(self, base: AnyConfig) -> int:
         """Steps between two perturbations of pbt."""
         return self.scheduler.perturb_every or base.eval.every
 
@@ -286,7 +290,7 @@ def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str
     return tree
 
 
-def _check_key(key: str, kind: type[OnlineConfig]) -> None:
+def _check_key(key: str, kind: type[AnyConfig]) -> None:
     keys = known_keys(kind)
     if key not in keys:
         hint = remedy_for_unknown(key, keys)
@@ -313,12 +317,19 @@ def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
         yield {key: draw.choice(values) for key, values in by_key.items()}
 
 
-def _check_metrics(sweep: SweepConfig, trial: OnlineConfig, words: str) -> None:
+def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
     for metric in (*sweep.metric, *(each.metric for each in sweep.constraints)):
-        if metric.startswith("eval/") and not trial.eval.prompts:
+        if metric.startswith("eval/") and not trial.measures_held_out:
             raise ConfigError(
                 f"metric ({metric}): the base evaluates nothing. Set eval.prompts in "
                 f"{sweep.base}, or choose a metric of the rollouts like rollout/score_mean."
+            )
+        is_judged = getattr(trial, "needs_engine", isinstance(trial, OnlineConfig))
+        if metric == "eval/score_mean" and not is_judged:
+            raise ConfigError(
+                f"metric ({metric}): answers to held-out prompts are judged by eval.function, and "
+                f"{sweep.base} has none. Set eval.function and eval.prompts there, or choose the "
+                f"metric eval/loss with mode min."
             )
         coef = sweep.domains.get("ppo.kl.coef")
         is_end_of_range = coef is not None and coef.kind == "uniform"  # 0 itself is never drawn
@@ -330,7 +341,24 @@ def _check_metrics(sweep: SweepConfig, trial: OnlineConfig, words: str) -> None:
             )
 
 
-def _check_placement(base: OnlineConfig) -> None:
+def _check_examples(sweep: SweepConfig, base: PolicyExamplesConfig | RewardModelConfig) -> None:
+    if base.num_epochs is not None:
+        raise ConfigError(
+            f"num_epochs ({base.num_epochs:g}): trials are compared step by step. Set "
+            f"overrides.num_steps, and overrides.num_epochs to null."
+        )
+    for key, value in (
+        ("share_first_rollout", sweep.share_first_rollout),
+        ("share", sweep.share != "auto" and list(sweep.share)),
+    ):
+        if value:
+            raise ConfigError(
+                f"{key} ({value}): trials of the recipe {base.recipe} sample nothing that they "
+                f"train on and ask no deployment. Remove {key}."
+            )
+
+
+def _check_placement(base: AnyConfig) -> None:
     if base.placement.is_dedicated:
         raise ConfigError(
             f"placement.mode ({base.placement.mode}): a trial of a sweep takes one placement group "
@@ -339,7 +367,7 @@ def _check_placement(base: OnlineConfig) -> None:
         )
 
 
-def _check_pbt(sweep: SweepConfig, base: OnlineConfig) -> None:
+def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:
     if sweep.scheduler.kind != "pbt":
         return
     for key in sweep.domains:

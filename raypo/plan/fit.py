@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig
+from raypo.config import AnyConfig, ConfigError, OnlineConfig, PolicyExamplesConfig
 from raypo.config.sweep_config import with_values
 from raypo.plan import estimate, memory
 from raypo.plan.estimate import Device, Models, Role, roles_of
@@ -27,7 +27,7 @@ from raypo.plan.phase_table import (
     TRAINING_STATE,
     Phase,
 )
-from raypo.plan.placement import LEARNER, AnyConfig, PlacedBundle, lay_out, served_roles, torn_apart
+from raypo.plan.placement import LEARNER, PlacedBundle, lay_out, served_roles, torn_apart
 from raypo.plan.sizes import cpu_sequence_bytes
 
 USABLE = 0.95

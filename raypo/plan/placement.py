@@ -14,9 +14,14 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig, RewardModelConfig
+from raypo.config import (
+    AnyConfig,
+    ConfigError,
+    OnlineConfig,
+    PolicyExamplesConfig,
+    RewardModelConfig,
+)
 
-AnyConfig = OnlineConfig | PolicyExamplesConfig | RewardModelConfig
 Resources = dict[str, float]
 
 LEARNER = "learner worker"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypo.config import ConfigError, OnlineConfig
+from raypo.config import AnyConfig, ConfigError
 from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.clock import duration
@@ -58,7 +58,7 @@ class SweepPlan:
 
 
 def plan_sweep(
-    sweep: SweepConfig, base: OnlineConfig, nodes: Sequence[Resources], *, use_gpu: bool
+    sweep: SweepConfig, base: AnyConfig, nodes: Sequence[Resources], *, use_gpu: bool
 ) -> SweepPlan:
     """Fit as many trials side by side as the cluster holds; the others wait for their turn.
 
@@ -121,7 +121,7 @@ def plan_sweep(
     return SweepPlan(sweep.num_trials, resources, num_workers, num_slots, sharing)
 
 
-def describe(sweep: SweepConfig, base: OnlineConfig, plan: SweepPlan) -> list[str]:
+def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
     """The plan as lines for people."""
     goals = ", ".join(f"{m} ({mode})" for m, mode in zip(sweep.metric, sweep.mode, strict=True))
     lines = [
@@ -157,7 +157,7 @@ class Estimate:
         )
 
 
-def estimate(sweep: SweepConfig, base: OnlineConfig, plan: SweepPlan) -> Estimate | None:
+def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> Estimate | None:
     """By the steps of this sweep's trials or of the base's own run; None where neither is there."""
     trials = f"{storage_path(sweep).rstrip('/')}/{sweep.name}/{TRIALS_FOLDER}"
     runs = [(trials, trial_name(sweep.name, number)) for number in range(plan.num_trials)]

@@ -8,11 +8,11 @@ import ray
 
 from raypo.cluster.connect import cluster_address, connect
 from raypo.cluster.resources import alive_nodes
-from raypo.config import OnlineConfig
+from raypo.config import AnyConfig
 from raypo.plan.placement import Resources
 
 
-def find_nodes(base: OnlineConfig) -> tuple[list[Resources], bool]:
+def find_nodes(base: AnyConfig) -> tuple[list[Resources], bool]:
     """Resources of each node, and whether learner workers take GPUs.
 
     A Ray that is connected or has an address is asked; else this machine is the only node.

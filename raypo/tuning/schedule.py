@@ -12,7 +12,7 @@ from ray.tune.schedulers import (
     TrialScheduler,
 )
 
-from raypo.config import OnlineConfig
+from raypo.config import AnyConfig
 from raypo.config.space import Domain
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
@@ -24,7 +24,7 @@ _JUDGED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
 
 
 def scheduler_of(
-    sweep: SweepConfig, base: OnlineConfig, *, last_comparison: int = 0
+    sweep: SweepConfig, base: AnyConfig, *, last_comparison: int = 0
 ) -> TrialScheduler:
     """The sweep's scheduler; it judges by `sweep/value`, in which infeasible is below feasible.
 

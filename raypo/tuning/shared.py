@@ -12,7 +12,7 @@ from typing import get_args
 
 import ray
 
-from raypo.config import OnlineConfig, PolicyLoraSection
+from raypo.config import AnyConfig, OnlineConfig, PolicyLoraSection
 from raypo.config.sweep_config import SharedRole, SweepConfig
 from raypo.plan.placement import Bundle, dedicated_bundles, with_dedicated
 from raypo.run.setup import Shared
@@ -62,8 +62,10 @@ class Sharing:
     """Of the placement group that models and pool get; none on CPUs, where they take turns."""
 
     @classmethod
-    def of(cls, sweep: SweepConfig, base: OnlineConfig, *, use_gpu: bool) -> Sharing:
+    def of(cls, sweep: SweepConfig, base: AnyConfig, *, use_gpu: bool) -> Sharing:
         """All of `share` that the base has and no key of the space changes."""
+        if not isinstance(base, OnlineConfig):
+            return cls()
         roles = get_args(SharedRole) if sweep.share == "auto" else sweep.share
         wanted = {role for role in roles if not _is_searched(role, sweep)}
         models = ["reference"] if "reference" in wanted and base.reference else []
@@ -97,9 +99,9 @@ class Sharing:
 
 @contextmanager
 def started(
-    sharing: Sharing, base: OnlineConfig, name: str, *, num_slots: int, logs_dir: str
-) -> Iterator[Shared]:
-    """The deployments while trials run.
+    sharing: Sharing, base: AnyConfig, name: str, *, num_slots: int, logs_dir: str
+) -> Iterator[Shared | None]:
+    """The deployments while trials run; None where trials train on examples.
 
     Args:
         base: With absolute paths.
@@ -113,6 +115,9 @@ def started(
     from raypo.rollout.first_answers import start_first_answers
     from raypo.run.shared_services import start_shared  # model code
 
+    if not isinstance(base, OnlineConfig):
+        yield None
+        return
     use_gpu = bool(sharing.bundles)
     base = base.with_dtype(use_gpu=use_gpu)  # as each trial decides it
     open_ones = []

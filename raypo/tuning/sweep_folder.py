@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, ConfigError, OnlineConfig, parse_online_config
+from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, AnyConfig, ConfigError, parse_run_config
 from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
@@ -17,13 +17,13 @@ TRIALS_DO_NOT_DEPEND_ON = ("max_concurrent", "num_samples", "resources", "storag
 """Keys of a sweep file that may change when it is resumed, or given more trials."""
 
 
-def recorded_config(sweep: SweepConfig, base: OnlineConfig) -> dict[str, Any]:
+def recorded_config(sweep: SweepConfig, base: AnyConfig) -> dict[str, Any]:
     """What the folder's config.yaml holds."""
     values = sweep.model_dump(mode="json", exclude_unset=True)
     return {"name": sweep.name, **values, BASE: base.model_dump(mode="json")}
 
 
-def check_sweep_folder(sweep: SweepConfig, base: OnlineConfig, files: RunFiles) -> None:
+def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> None:
     """Refuse to go on in a folder that belongs to another sweep.
 
     Raises:
@@ -43,7 +43,7 @@ def check_sweep_folder(sweep: SweepConfig, base: OnlineConfig, files: RunFiles) 
     changes = earlier.differences(sweep, ignore=TRIALS_DO_NOT_DEPEND_ON)
     changes += [
         f"{sweep.base}, {change}"
-        for change in parse_online_config(earlier_base, origin=origin).differences(
+        for change in parse_run_config(earlier_base, origin=origin).differences(
             base, ignore=("name", *NUMBERS_DO_NOT_DEPEND_ON)
         )
     ]

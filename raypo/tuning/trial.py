@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.train import Checkpoint, RunConfig, UserCallback
 
 from raypo.checks import is_finished
-from raypo.config import OnlineConfig, parse_online_config
+from raypo.config import AnyConfig, parse_run_config
 from raypo.config.sweep_config import with_values
 from raypo.deployment.reserve import Dedicated
 from raypo.run.setup import Runtime, Shared
@@ -53,11 +53,11 @@ class TrialSetup:
     janitor: ActorHandle | None = None
     shared: Shared | None = None
 
-    def config(self, name: str, point: Point) -> OnlineConfig:
+    def config(self, name: str, point: Point) -> AnyConfig:
         """The run config of a trial."""
         fixed = {"name": name, "storage_path": self.storage_path}
         values = with_values(self.base, {**point, **fixed})
-        return parse_online_config(values, origin=name).with_absolute_paths(self.working_dir)
+        return parse_run_config(values, origin=name).with_absolute_paths(self.working_dir)
 
     def files(self, number: int) -> RunFiles:
         """The files of a trial's run."""
@@ -96,18 +96,18 @@ def _wait_for_predecessor(files: RunFiles) -> None:
         time.sleep(0.5)
 
 
-def trial_trainer(config: OnlineConfig) -> type[TrialTrainer]:
+def trial_trainer(config: AnyConfig) -> type[TrialTrainer]:
     """The trainer of a trial of the config's recipe."""
     kind = trainer_class(config)
     return type("TrialTrainer", (TrialTrainer,), {"loop": kind.loop, "config_class": type(config)})
 
 
-class TrialTrainer(RecipeTrainer[OnlineConfig]):
+class TrialTrainer(RecipeTrainer[AnyConfig]):
     """A trainer whose workers know the sweep that they are part of."""
 
     def __init__(
         self,
-        config: OnlineConfig,
+        config: AnyConfig,
         setup: TrialSetup,
         reports: TrialReports,
         segment: Segment | None = None,

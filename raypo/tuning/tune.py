@@ -19,7 +19,7 @@ from ray.tune import Stopper
 
 from raypo.cluster.connect import connect, dashboard_url
 from raypo.cluster.janitor import start_janitor
-from raypo.config import OnlineConfig
+from raypo.config import AnyConfig
 from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.folder import open_folder
@@ -66,7 +66,7 @@ class Stop(Stopper):
         return self.is_wanted
 
 
-def run_sweep(sweep: SweepConfig, base: OnlineConfig, files: RunFiles) -> Outcome:
+def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
     """Run the trials that are left; the caller holds the sweep's lock.
 
     Args:
@@ -105,7 +105,7 @@ class _Sweep:
     """One attempt at a sweep."""
 
     def __init__(
-        self, sweep: SweepConfig, base: OnlineConfig, files: RunFiles, plan: SweepPlan
+        self, sweep: SweepConfig, base: AnyConfig, files: RunFiles, plan: SweepPlan
     ) -> None:
         self._sweep, self._base, self._files, self._plan = sweep, base, files, plan
         self._goal, self._stop = Goal.of(sweep), Stop()

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from raypo.config import ConfigError, PPOConfig, RejectionSamplingConfig
+from raypo.config import ConfigError, PPOConfig, RejectionSamplingConfig, SFTConfig
 from raypo.config.space import Domain, flat_space
 from raypo.config.sweep_config import Constraint, SweepConfig, with_values
 from raypo.storage.run_files import RunFiles
@@ -250,6 +250,28 @@ def test_a_base_may_be_of_any_recipe_that_samples_what_it_trains(base: Path):
     assert "has no reference" in told
 
 
-def test_a_base_that_samples_nothing_is_refused(base: Path):
-    base.write_text("name: b\nrecipe: sft\nmodel: {policy: p}\ndata: {prompts: p.jsonl}\n")
-    assert "recipe (sft): trials train on what they sample" in refused(base)
+EXAMPLES = "name: b\nrecipe: sft\nmodel: {policy: p}\ndata: {prompts: p.jsonl}\n"
+RATE = {"learner.lr": {"loguniform": [1e-5, 1e-3]}}
+
+
+def test_a_base_may_learn_from_examples(base: Path):
+    base.write_text(f"{EXAMPLES}eval: {{prompts: e.jsonl, function: judge.py:score}}\n")
+    config = sweep_of(base, space=RATE).base_config()
+    assert isinstance(config, SFTConfig)
+    assert "space.ppo.kl.coef: the run config has no such key" in refused(base)
+
+
+def test_what_a_base_of_examples_cannot_have_is_refused(base: Path):
+    base.write_text(EXAMPLES)
+    assert "the base evaluates nothing" in refused(base, space=RATE)
+    base.write_text(f"{EXAMPLES}eval: {{prompts: e.jsonl}}\nnum_epochs: 2\n")
+    told = refused(base, space=RATE)
+    assert told.startswith("num_epochs (2): trials are compared step by step")
+    steps = {"num_steps": 30, "num_epochs": None}
+    told = refused(base, space=RATE, overrides=steps)
+    assert "metric (eval/score_mean): answers to held-out prompts are judged" in told
+    goal = {"metric": "eval/loss", "mode": "min"}
+    sweep_of(base, space=RATE, overrides=steps, **goal).base_config()
+    for sharing in ({"share_first_rollout": True}, {"share": ["reference"]}):
+        told = refused(base, space=RATE, overrides=steps, **goal, **sharing)
+        assert "sample nothing that they train on" in told
