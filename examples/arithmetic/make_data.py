@@ -2,7 +2,7 @@ r"""Makes arithmetic word tasks, and a tiny model that is to learn them, without
 
 python -m examples.arithmetic.make_data
 
-`Ana has 23 plums and buys 18 more. How many plums are there?` -> `23+18=41\n#### 41`, as in GSM8K.
+`Ana has 12 plums and buys 9 more. How many plums are there?` -> `12+9=21\n#### 21`, as in GSM8K.
 Written to examples/arithmetic/data/: `base/`, a Llama of half a million parameters with random
 weights; `prompts.jsonl` and, held out from all training, `eval.jsonl`, both with the columns
 question and answer.
@@ -25,7 +25,7 @@ from transformers import (
 from examples.quickstart.make_data import write_jsonl
 
 DATA = Path("examples/arithmetic/data")
-NUM_TRAIN, NUM_EVAL = 8000, 256
+NUM_TRAIN, NUM_EVAL = 3500, 256
 NAMES = ("Ana", "Ben", "Eva", "Tom")
 THINGS = ("plums", "books", "coins", "cards")
 TASKS = {
@@ -46,7 +46,7 @@ PIECE = r" ?[A-Za-z]+|\d|####|\s|[^\w\s]"
 def draw_task(generator: random.Random) -> dict[str, str]:
     """A question and its answer in GSM8K's form."""
     sign = generator.choice("+-")
-    a, b = sorted(generator.choices(range(2, 30), k=2), reverse=True)
+    a, b = sorted(generator.choices(range(2, 13), k=2), reverse=True)
     text = generator.choice(TASKS[sign]) + QUESTION
     values = {"name": generator.choice(NAMES), "things": generator.choice(THINGS), "a": a, "b": b}
     result = a + b if sign == "+" else a - b
