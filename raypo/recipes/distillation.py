@@ -108,9 +108,10 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         }, {}
 
     def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
-        """Lengths, and scores where anybody judges."""
+        """Lengths, and scores where anybody judges what was answered."""
         figures = super().describe(scored)
-        if self.reward_function or self.reward_servers or self.config.model.reward:
+        is_judged = self.reward_function or self.reward_servers or self.config.model.reward
+        if is_judged and self.prompts_per_round:
             return figures
         of_scores = ("rollout/score_", "rollout/zero_variance_fraction")
         return {name: value for name, value in figures.items() if not name.startswith(of_scores)}
