@@ -108,10 +108,9 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         }, {}
 
     def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
-        """Lengths, and scores where anybody judges what was answered."""
+        """Lengths, and scores where anybody judges."""
         figures = super().describe(scored)
-        is_judged = self.reward_function or self.reward_servers or self.config.model.reward
-        if is_judged and self.prompts_per_round:
+        if self.reward_function or self.reward_servers or self.config.model.reward:
             return figures
         of_scores = ("rollout/score_", "rollout/zero_variance_fraction")
         return {name: value for name, value in figures.items() if not name.startswith(of_scores)}

@@ -16,7 +16,7 @@ from raypo.types import Experience, ScoredRollout
 
 
 def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
-    """Raw scores and lengths of everything sampled, over all workers."""
+    """Raw scores and lengths of everything sampled, over all workers; nothing where nothing was."""
     means = WeightedMeans()
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
     by_sample: dict[tuple[int, int], int] = {}  # an agent's may have several rows
@@ -48,6 +48,8 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
         if len(scores) > 1:
             means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     figures = means.reduce(workers)
+    if not figures:
+        return figures
     square = figures.pop("rollout/score_square_mean", math.nan)
     mean = figures.setdefault("rollout/score_mean", math.nan)
     figures["rollout/score_std"] = math.sqrt(max(square - mean**2, 0.0)) if mean == mean else mean
