@@ -266,7 +266,8 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
     config = _decided_as(config, earlier)
     theirs, mine = flatten(earlier), flatten(config.model_dump(mode="json"))
     for key in _OF_A_CHECKPOINT:
-        for name in {n for n in theirs.keys() | mine.keys() if f"{n}.".startswith(f"{key}.")}:
+        names = {n for n in theirs.keys() | mine.keys() if f"{n}.".startswith(f"{key}.")}
+        for name in sorted(names - {_HOW_ADAPTERS_TRAVEL}):
             if earlier and theirs.get(name) != mine.get(name):
                 raise ConfigError(
                     f"{name} ({mine.get(name)}): from_checkpoint ({place}) holds the state of a "
@@ -285,6 +286,8 @@ _OF_A_CHECKPOINT = (
     "ppo.advantage",
 )
 """Keys and sections on which the content of a checkpoint depends."""
+_HOW_ADAPTERS_TRAVEL = "model.lora.push"
+"""In one of these sections, and no part of the state."""
 
 
 def is_finished(files: RunFiles, config: RecipeConfig) -> bool:

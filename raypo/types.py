@@ -182,8 +182,8 @@ class Taught:
 
 _BY_PROMPT_TOKEN = ("prompt_ids", "prompt_mask")
 _BY_RESPONSE = (
-    *("scores", "group_index", "sample_index", "minibatch", "truncated", "weight_version"),
-    "last_values",
+    *("scores", "group_index", "sample_index", "row_index", "minibatch", "truncated"),
+    *("weight_version", "last_values"),
 )
 """Fields of an Experience that are not [B, T]."""
 
@@ -210,6 +210,7 @@ class Experience:
     turn_rewards: Tensor | None = None  # [B, T] float32, the parts of scores that turns earned
     weight_versions: Tensor | None = None  # [B, T] int64; None: that of the first, for all tokens
     sample_index: Tensor | None = None  # [B] int64, which of its draw's samples
+    row_index: Tensor | None = None  # [B] int64, which of its sample's rows; None: each has one
     ref_log_probs: Tensor | None = None  # [B, T] float32
     old_log_probs: Tensor | None = None  # [B, T] float32, learner, before the update
     weights: Tensor | None = None  # [B, T] float32, of a correction; None: 1
@@ -239,6 +240,13 @@ class Experience:
         """[B, T] int64: how many versions older than `version` the weights of each token were."""
         by_response = self.weight_version.unsqueeze(1).expand(self.response_mask.shape)
         return version - (by_response if self.weight_versions is None else self.weight_versions)
+
+    @property
+    def is_first_row(self) -> Tensor:
+        """[B] bool, True on one row of each sample, for what counts samples."""
+        if self.row_index is None:
+            return self.scores.new_ones(len(self)).bool()
+        return self.row_index == 0
 
     @property
     def counted(self) -> Tensor:

@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -87,7 +88,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_policy(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A Llama with random weights; heads of 32 because vLLM on CPU takes no smaller ones."""
-    tokens = {
+    tokens: dict[str, Any] = {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,

@@ -214,7 +214,7 @@ def table(results: list[Condition]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of data, models and sampling")
     pipeline = Pipeline.of_seed(parser.parse_args().seed)
     start = time.monotonic()

@@ -9,6 +9,7 @@ from the held-out ones, with the columns prompt, chosen (a right answer) and rej
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ def pairs_of(example: Example, responses: list[str]) -> Iterator[dict[str, str]]
 
 @torch.inference_mode()
 def sample(
-    policy: AutoModelForCausalLM,
+    policy: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     *,

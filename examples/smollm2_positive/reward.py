@@ -20,6 +20,8 @@ def positive(rollouts: list[Rollout]) -> list[float]:
 
 @functools.cache
 def _analyzer() -> Any:
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    from vaderSentiment.vaderSentiment import (  # pyright: ignore[reportMissingImports]
+        SentimentIntensityAnalyzer,  # the extra `examples`
+    )
 
     return SentimentIntensityAnalyzer()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raypo.cli.exit_status import exit_status
+
+if TYPE_CHECKING:
+    from raypo.storage.run_state import RunStatus
 
 
 @exit_status()
@@ -14,6 +17,10 @@ def status(
     runs: Annotated[
         list[str] | None,
         typer.Argument(help="Folders or URIs of runs, of sweeps, or of many. Default: runs"),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Also the runs under way on this Ray cluster: host:port, or auto."),
     ] = None,
 ) -> None:
     """Say of each run whether it goes on, how far it is, its scores, and the time left."""
@@ -24,7 +31,7 @@ def status(
 
     from raypo.config import ConfigError
     from raypo.storage.run_files import RunFiles
-    from raypo.storage.run_state import RunStatus, no_run, paragraph, run_status, table
+    from raypo.storage.run_state import no_run, paragraph, run_status, table
     from raypo.tuning.sweep_status import as_trial, sweep_status
 
     now = time.time()
@@ -45,10 +52,31 @@ def status(
             names = [] if own else [name for name in files.names() if not name.startswith(".")]
             below = threads.map(status_at, [RunFiles(files.location, name) for name in names])
             each = [own] if own else [run for run in below if run is not None]
-            if not each:
+            if not each and (runs or cluster is None):
                 raise no_run(location)
             found += sorted(each, key=lambda run: run.age_s or 0.0)
+    if cluster is not None:
+        known = {run.location for run in found}
+        found += [run for run in _under_way(cluster, now) if run.location not in known]
+    if not found:
+        typer.echo(f"raypo: no run is under way on {cluster}, and none is under runs/.")
+        return
     single = len(found) == 1
     columns = max(shutil.get_terminal_size().columns, 80)
     for line in paragraph(found[0]) if single else table(found, columns):
         typer.echo(line)
+
+
+def _under_way(address: str, now: float) -> list[RunStatus]:
+    """The runs of a cluster by their monitors: their folders may be out of reach from here."""
+    import ray
+
+    from raypo.cluster.connect import look_into
+    from raypo.cluster.messenger import runs_under_way
+    from raypo.storage.run_state import status_told
+
+    look_into(address, "--cluster")
+    try:
+        return [status_told(name, told, now) for name, told in runs_under_way()]
+    finally:
+        ray.shutdown()

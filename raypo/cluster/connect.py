@@ -128,6 +128,26 @@ def connect(section: ClusterSection) -> bool:
     return True
 
 
+def look_into(address: str, source: str) -> None:
+    """Be connected to a cluster that runs, only to ask what goes on there.
+
+    Args:
+        source: What names the address, for messages.
+
+    Raises:
+        ConfigError: no Ray answers at the address, or not with the token that is known here.
+    """
+    address = (_started_here() or address) if address == "auto" else address
+    _probe(address, source)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{source} ({address}): no cluster was found ({first_line}). Give its host:port."
+        ) from None
+
+
 def cluster_address(section: ClusterSection) -> tuple[str | None, str]:
     """The address of the cluster and which setting names it; None: a local Ray."""
     if section.address:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from raypo.cluster.actors import start_named
@@ -16,7 +18,10 @@ from raypo.cluster.actors import start_named
 class Monitor:
     """Events on their way to the driver, and the driver's wish to stop. A zero-CPU actor."""
 
-    def __init__(self) -> None:
+    def __init__(self, about: Mapping[str, Any] | None = None) -> None:
+        self._about = dict(about or {})
+        self._metrics: dict[str, float] = {}
+        self._told_at = time.time()
         self._made = time.monotonic()
         self._events: list[tuple[str, Any]] = []
         self._stop = False
@@ -27,6 +32,13 @@ class Monitor:
     def tell(self, kind: str, content: Any) -> None:
         """Keep an event for the driver."""
         self._events.append((kind, content))
+        if kind in ("start", "step"):  # `start` says the first step, of a run that goes on a later
+            self._metrics = content if kind == "step" else {"step": content - 1}
+            self._told_at = time.time()
+
+    def standing(self) -> dict[str, Any]:
+        """How the run stands, for `raypo.storage.run_state.status_told`."""
+        return {**self._about, "metrics": self._metrics, "told_at": self._told_at}
 
     def drain(self, memory: dict[str, float]) -> list[tuple[str, Any]]:
         """The events since the last call, in order.
@@ -69,9 +81,42 @@ class Monitor:
         return "Monitor(stopping)" if self._stop else "Monitor(running)"
 
 
-def start_monitor(run: str) -> ActorHandle:
-    """The monitor of a run, owned by this process."""
-    return start_named(Monitor, f"raypo:{run}:monitor", options={"num_cpus": 0}, kwargs={})
+_PREFIX, _SUFFIX = "raypo:", ":monitor"
+ANSWER_TIMEOUT_S = 5.0
+"""How long the monitors of other runs may take to say how these stand."""
+
+
+def start_monitor(run: str, *, about: Mapping[str, Any] | None = None) -> ActorHandle:
+    """The monitor of a run, owned by this process.
+
+    Args:
+        about: `recipe`, `location` and `num_steps` of the run, for who asks the cluster.
+    """
+    name, kwargs = f"{_PREFIX}{run}{_SUFFIX}", {"about": dict(about or {})}
+    return start_named(Monitor, name, options={"num_cpus": 0}, kwargs=kwargs)
+
+
+def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
+    """The runs of the cluster that this process is connected to, and what their monitors say.
+
+    Those of all namespaces; one that does not answer says nothing.
+    """
+    asked: list[tuple[str, Any]] = []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        name = str(actor["name"])
+        if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
+            with suppress(ValueError):  # it ended meanwhile
+                monitor = ray.get_actor(name, actor["namespace"])
+                run = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+                asked.append((run, monitor.standing.remote()))
+    if asked:
+        answers = [answer for _, answer in asked]
+        ray.wait(answers, num_returns=len(answers), timeout=ANSWER_TIMEOUT_S)
+    told: list[tuple[str, dict[str, Any]]] = []
+    for run, answer in asked:
+        with suppress(RayError):
+            told.append((run, ray.get(answer, timeout=0)))
+    return told
 
 
 class MonitorClient:

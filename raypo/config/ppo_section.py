@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raypo.config.base import Config, ImportPath, flatten
+from raypo.config.base import Config, ImportPath, flatten, is_import_path
 from raypo.config.presets import PRESETS, with_preset
 
 Preset = Literal[
@@ -277,8 +277,9 @@ class PPOSection(Config):
     """Advantages are cut to +- this, after they are whitened where the estimator does so; null: no
     cut."""
     mask_truncated: bool = False
-    """Responses that ran into rollout.max_new_tokens are in no loss and no denominator; their
-    scores still count where a group is compared (overlong filtering, arXiv:2503.14476)."""
+    """Responses that ran into rollout.max_new_tokens are in no loss, in no denominator (that of
+    `aggregation: constant` included) and in no mean or variance that advantages are whitened by;
+    their scores still count where a group is compared (overlong filtering, arXiv:2503.14476)."""
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
     """A token whose ratio is below 1 - clip_low gets no gradient that would lower it further (its
     advantage is negative); ppo, gspo, gmpo and clip_cov."""
@@ -423,6 +424,24 @@ class PPOSection(Config):
                 "set ppo.kl.placement to loss",
             ),
             (
+                ("kl.importance_weights",),
+                self.kl.coef > 0.0,
+                "ppo.kl.coef is 0",
+                "set ppo.kl.coef above 0",
+            ),
+            (
+                ("discount_by",),
+                not is_import_path(self.advantage),
+                f"ppo.advantage: {self.advantage} discounts by itself",
+                "set ppo.advantage to one of raypo's",
+            ),
+            (
+                ("discount_by",),
+                self._discounts,
+                "ppo.gamma is 1" + (", and so are the lambdas" if self.needs_critic else ""),
+                "set ppo.gamma below 1",
+            ),
+            (
                 ("nll_min_score",),
                 self.nll_coef > 0.0,
                 "ppo.nll_coef is 0",
@@ -449,6 +468,22 @@ class PPOSection(Config):
         ):
             for key in () if can_act else keys:
                 self._refuse_if_set(key, reason, remedy)
+        return self
+
+    @property
+    def _discounts(self) -> bool:
+        lambdas = (self.gae_lambda, self.critic_lambda) if self.needs_critic else ()
+        return self.gamma < 1.0 or any(each not in (1.0, None) for each in lambdas)
+
+    @model_validator(mode="after")
+    def _lambda_and_turns_count_alike(self) -> Self:
+        is_adaptive = self.needs_critic and self.gae_lambda == "adaptive"
+        if is_adaptive and self.discount_by == "turn":
+            raise ValueError(
+                "ppo.gae_lambda (adaptive): follows from the tokens of a response, and "
+                "ppo.discount_by: turn applies it to turns. Set ppo.gae_lambda to a number, or "
+                "ppo.discount_by to token."
+            )
         return self
 
     def _refuse_if_set(self, key: str, reason: str, remedy: str) -> None:

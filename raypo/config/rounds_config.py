@@ -143,6 +143,33 @@ class DistillationConfig(RoundsConfig):
         return round(self.distillation.on_policy_fraction * self.rollout.prompts_per_step)
 
     @model_validator(mode="after")
+    def _a_share_is_whole_prompts(self) -> Self:
+        fraction, prompts = self.distillation.on_policy_fraction, self.rollout.prompts_per_step
+        if 0.0 < fraction < 1.0 and self.prompts_answered in (0, prompts):
+            raise ValueError(
+                f"distillation.on_policy_fraction ({fraction:g}): of {prompts} prompts "
+                f"(rollout.prompts_per_step) that is {self.prompts_answered}. Set it to "
+                f"{self.prompts_answered / prompts:g}, or rollout.prompts_per_step higher."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _judges_have_something_to_judge(self) -> Self:
+        judges = {
+            "reward.function": self.reward.function,
+            "reward.url": self.reward.url,
+            "model.reward": self.model.reward,
+        }
+        for key, value in judges.items():
+            if value is not None and not self.prompts_answered and not self.eval.prompts:
+                raise ValueError(
+                    f"{key} ({value}): judges what the policy answers, and with "
+                    f"distillation.on_policy_fraction 0 it answers nothing. Remove it, or set "
+                    f"eval.prompts or a larger distillation.on_policy_fraction."
+                )
+        return self
+
+    @model_validator(mode="after")
     def _texts_are_there_where_they_are_learned(self) -> Self:
         fraction, column = self.distillation.on_policy_fraction, self.data.response_key
         if fraction < 1.0 and column is None:

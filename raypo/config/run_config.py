@@ -83,6 +83,18 @@ class RecipeConfig(RunFile):
         """Whether there are `eval/*` metrics."""
         return bool(getattr(getattr(self, "eval", None), "prompts", None))
 
+    @property
+    def scheduled_steps(self) -> tuple[int, str] | None:
+        """Steps that learning rates follow, and the keys that say so; None: not known yet."""
+        return self.num_steps, "num_steps"
+
+    @model_validator(mode="after")
+    def _learning_rates_reach_their_highest(self) -> Self:
+        learner, steps = getattr(self, "learner", None), self.scheduled_steps
+        if isinstance(learner, WorkersSection) and steps:
+            learner.require_steps(*steps)
+        return self
+
     @model_validator(mode="after")
     def _held_out_metrics_are_measured(self) -> Self:
         watched = {"checkpoint.best_by": self.checkpoint.best_by}
@@ -348,6 +360,14 @@ class PPOConfig(OnlineConfig):
         """Responses of a minibatch."""
         return self.ppo.minibatch_size
 
+    @property
+    def scheduled_steps(self) -> tuple[int, str]:
+        """Those that update the policy; without any, those of the critic."""
+        waits = self.ppo.critic_warmup_steps
+        if not 0 < waits < self.num_steps:
+            return self.num_steps, "num_steps"
+        return self.num_steps - waits, "num_steps - ppo.critic_warmup_steps"
+
     @model_validator(mode="after")
     def _the_policy_has_steps_of_its_own(self) -> Self:
         warmup = self.ppo.critic_warmup_steps
@@ -368,6 +388,22 @@ class PPOConfig(OnlineConfig):
                 f"ppo.minibatch_size ({self.ppo.minibatch_size}): must divide the responses of a "
                 f"step (rollout.prompts_per_step x rollout.samples_per_prompt = "
                 f"{self.responses_per_step}). Set ppo.minibatch_size to {divisor}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_kl_cov_penalises_can_happen(self) -> Self:
+        is_one_update = self.ppo.num_epochs == 1 and (
+            self.responses_per_step == self.ppo.minibatch_size
+        )
+        is_unmoved = is_one_update and self.ppo.old_log_probs == "learner"
+        if self.ppo.policy_loss == "kl_cov" and is_unmoved:
+            raise ValueError(
+                f"ppo.policy_loss (kl_cov): penalises how log-probs change from update to update "
+                f"of a step, and a step has one (ppo.num_epochs 1, ppo.minibatch_size "
+                f"{self.ppo.minibatch_size} of {self.responses_per_step} responses), before which "
+                f"nothing has changed. Set ppo.minibatch_size lower, ppo.num_epochs to 2 or more, "
+                f"or ppo.policy_loss to clip_cov."
             )
         return self
 
@@ -497,6 +533,13 @@ class PPOConfig(OnlineConfig):
     def _the_overlong_buffer_fits_a_response(self) -> Self:
         limit = self.rollout.max_response_tokens
         buffer = self.ppo.shaping.overlong_tokens(limit)
+        if buffer is not None and self.rollout.is_episodic:
+            raise ValueError(
+                f"ppo.shaping.overlong_buffer_tokens ({self.ppo.shaping.overlong_buffer_tokens}): "
+                f"counts what the policy samples, and rollout.max_episode_tokens ({limit}) limits "
+                f"what others write too. Set ppo.shaping.overlong_buffer_tokens to null, and let "
+                f"the episode's score say it."
+            )
         if buffer is not None and buffer > limit:
             raise ValueError(
                 f"ppo.shaping.overlong_buffer_tokens ({buffer}): must be at most "

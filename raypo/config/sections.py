@@ -269,8 +269,8 @@ class WorkersSection(Config):
     """Learning rates after the warm-up: constant, or down to `lr_floor` at num_steps, on a line or
     half a cosine."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Steps on which learning rates rise from zero on a line; a policy's begin when its critic has
-    warmed up (ppo.critic_warmup_steps)."""
+    """Steps on which learning rates rise from zero on a line, fewer than the run has; a policy's
+    begin when its critic has warmed up (ppo.critic_warmup_steps)."""
     lr_floor: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the highest rate that a schedule falls to."""
     adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -303,6 +303,23 @@ class WorkersSection(Config):
                 "constant. Remove it, or set learner.lr_schedule to linear or cosine."
             )
         return self
+
+    def require_steps(self, count: int, keys: str) -> None:
+        """Refuse a warm-up that is never over.
+
+        Args:
+            count: Steps that the rates follow.
+            keys: The config keys that say so, in words.
+
+        Raises:
+            ValueError: it has as many steps, or more.
+        """
+        if self.lr_warmup_steps >= count:
+            raise ValueError(
+                f"learner.lr_warmup_steps ({self.lr_warmup_steps}): the rates would never reach "
+                f"their highest in {count} steps ({keys}). Set learner.lr_warmup_steps to at most "
+                f"{count - 1}, or num_steps higher."
+            )
 
     def require_room_for(self, longest: int, keys: str) -> None:
         """Refuse sequences that are longer than a microbatch.

@@ -103,6 +103,11 @@ class ExamplesConfig(RecipeConfig):
     data: ResponsesSection | PairsSection
     learner: ExamplesLearnerSection = ExamplesLearnerSection()
 
+    @property
+    def scheduled_steps(self) -> tuple[int, str] | None:
+        """None where `num_epochs` will say how many."""
+        return super().scheduled_steps if self.num_epochs is None else None
+
     @model_validator(mode="after")
     def _every_worker_has_work(self) -> Self:
         learner = self.learner

@@ -31,7 +31,7 @@ class StepCounts:
     sequences: float
     """Responses with at least one sampled token."""
     responses: float
-    """All responses."""
+    """All responses, but for truncated ones where `ppo.mask_truncated` leaves them out."""
     positive_tokens: float = 0.0
     """Sampled tokens of positive examples."""
 
@@ -39,7 +39,8 @@ class StepCounts:
     def of(cls, batch: Experience, ppo: PPOSection, workers: Workers) -> StepCounts:
         """The counts of the workers' shares together."""
         mask, positive = batch.counted, positive_mask(batch, ppo)
-        counts = (mask.sum(), mask.any(1).sum(), len(batch), positive.sum())
+        left_out = int(batch.truncated.sum()) if ppo.mask_truncated else 0
+        counts = (mask.sum(), mask.any(1).sum(), len(batch) - left_out, positive.sum())
         return cls(*workers.sum(as_tensor(*map(float, counts))).tolist())
 
     def normalizer(self, aggregation: str) -> float:

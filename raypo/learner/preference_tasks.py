@@ -43,6 +43,7 @@ class PreferenceTask(PolicyTask[Pair]):
         dpo = self._section
         kind = cast(PairLoss, dpo.loss)
         chosen, rejected = _of_pairs(model, items, device)
+        assert not dpo.needs_reference or chosen.ref_log_probs is not None
         losses = pair_losses(
             chosen,
             rejected,
@@ -103,8 +104,10 @@ class VerdictTask(PolicyTask[Verdict]):
         for piece in pieces:
             items = piece or [self.blank]
             others = [Example(item.prompt_ids, item.other_ids) for item in items]
-            log_probs = _evaluated(model, others, device)[0]
-            ratios = log_probs - _references(items, 1, device)
+            log_probs, num_tokens = _evaluated(model, others, device)
+            references = _references(items, 1, device)
+            assert references is not None
+            ratios = Responses(log_probs, num_tokens, references).log_ratios
             total, count = total + float(ratios[: len(piece)].sum()), count + len(piece)
         self._kl = kto_kl(*workers.sum(as_tensor(total, count)).tolist())
 
@@ -113,7 +116,9 @@ class VerdictTask(PolicyTask[Verdict]):
         dpo = self._section
         examples = [Example(item.prompt_ids, item.response_ids) for item in items]
         log_probs, num_tokens = _evaluated(model, examples, device)
-        responses = Responses(log_probs, _references(items, 0, device), num_tokens)
+        references = _references(items, 0, device)
+        assert references is not None
+        responses = Responses(log_probs, num_tokens, references)
         is_desirable = torch.tensor([item.is_desirable for item in items], device=device)
         losses = kto_losses(
             responses,
@@ -131,10 +136,9 @@ class VerdictTask(PolicyTask[Verdict]):
             "accuracy": (float(right.sum()), count),
             "kl": (self._kl * count, count),
         }
-        references = responses.ref_log_probs
         for name, rows in (("chosen", is_desirable), ("rejected", ~is_desirable)):
             if rows.any():
-                of_kind = Responses(log_probs[rows], references[rows], num_tokens[rows])
+                of_kind = Responses(log_probs[rows], num_tokens[rows], references[rows])
                 sums |= _told(name, of_kind, rewards[rows])
         return losses.sum(), sums
 
@@ -149,7 +153,7 @@ def _of_pairs(model: Any, items: Sequence[Pair], device: Any) -> tuple[Responses
     )
     rows = zip(log_probs.chunk(2), num_tokens.chunk(2), (0, 1), strict=True)
     chosen, rejected = (
-        Responses(each, _references(items, which, device), tokens) for each, tokens, which in rows
+        Responses(each, tokens, _references(items, which, device)) for each, tokens, which in rows
     )
     return chosen, rejected
 
@@ -162,9 +166,14 @@ def _evaluated(model: Any, items: Sequence[Example], device: Any) -> tuple[Tenso
     return torch.where(mask, log_probs, 0.0).sum(1), mask.sum(1).to(log_probs.dtype)
 
 
-def _references(items: Sequence[Pair] | Sequence[Verdict], which: int, device: Any) -> Tensor:
-    """The reference's log-probs of the first or second response, [B]; zeros where there is none."""
-    known = [item.ref_log_probs[which] if item.ref_log_probs else 0.0 for item in items]
+def _references(
+    items: Sequence[Pair] | Sequence[Verdict], which: int, device: Any
+) -> Tensor | None:
+    """The reference's log-probs of the first or second response, [B]; None: none was asked."""
+    known = [item.ref_log_probs[which] for item in items if item.ref_log_probs]
+    if not known:
+        return None
+    assert len(known) == len(items), "the reference was asked of some preferences, not of all"
     return torch.tensor(known, dtype=torch.float32, device=device)
 
 

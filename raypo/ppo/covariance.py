@@ -22,7 +22,7 @@ def covariant_tokens(
     log_probs: Tensor,  # [B, T], learner, before the update
     advantages: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool
-    identity: Tensor,  # [B, 2] int, group and sample of each response
+    identity: Tensor,  # [B, 3] int, group, sample and row of each response
     *,
     kind: str,
     fraction: float,
@@ -39,7 +39,8 @@ def covariant_tokens(
     the sampled tokens, and at least one.
 
     Args:
-        identity: by which the choice is the same however responses are dealt to workers.
+        identity: of each response another one, by which the choice is the same however responses
+            are dealt to workers.
         seed: of clip_cov's draw.
         workers: None: only this process.
 
@@ -65,13 +66,13 @@ def covariant_tokens(
     eligible = mask & (products > low) & (products < high) if kind == "clip_cov" else mask
     rows, places = eligible.nonzero(as_tuple=True)
     size = products[rows, places]
-    if kind == "kl_cov":  # more than these of one worker's cannot be among the largest of all
-        size, largest = size.topk(min(most, len(size)))
-        rows, places = rows[largest], places[largest]
-    names = torch.cat([identity[rows], places.unsqueeze(1)], 1)  # [n, 3]
+    if kind == "kl_cov" and len(size) > most:  # others cannot be among the largest of all
+        among = size >= size.topk(most).values.min()  # equal ones too: their names decide
+        size, rows, places = size[among], rows[among], places[among]
+    names = torch.cat([identity[rows], places.unsqueeze(1)], 1)  # [n, 4]
     shares = workers.gather((size.cpu().numpy(), names.cpu().numpy()))
     sizes, everyone = (np.concatenate(column) for column in zip(*shares, strict=True))
-    order = np.lexsort(everyone.T[::-1])  # by group, sample and place
+    order = np.lexsort(everyone.T[::-1])  # by group, sample, row and place
     if kind == "clip_cov":
         order = order[np.random.default_rng(seed).permutation(len(order))]
     else:

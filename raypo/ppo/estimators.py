@@ -34,7 +34,7 @@ class Estimator:
     included: a penalty that the group's mean does not share in would push down on every response.
     """
     whitens: bool = False
-    """Advantages get mean 0 and variance 1 over all sampled tokens of the step."""
+    """Advantages get mean 0 and variance 1 over all tokens of the step that the losses count."""
 
 
 ESTIMATORS = {
@@ -64,6 +64,7 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     last_values: Tensor | None = None,  # [B]
     group_index: Tensor | None = None,  # [B] int
     sample_index: Tensor | None = None,  # [B] int
+    counted: Tensor | None = None,  # [B, T] bool
     workers: Workers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns of a step, from scores to whitening; all workers call it together.
@@ -88,6 +89,8 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
             group estimators.
         sample_index: rows of a group with the same number are one sample, and count once; they must
             have one score. None: each row is a sample.
+        counted: tokens that the losses count: those that are whitened have mean 0 and variance 1
+            over these. None: `mask`.
         workers: None: only this process.
 
     Returns:
@@ -133,15 +136,11 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     else:
         advantages = returns = discounted_returns(rewards, mask, gamma=gamma, by_turn=by_turn)
     if estimator.whitens:
-        advantages = _whiten_over_workers(advantages, mask, workers)
+        moments = masked_moments(advantages, mask if counted is None else mask & counted)
+        advantages = masked_whiten(advantages, mask, moments=workers.sum(moments))
     if clip is not None:
         advantages = advantages.clamp(-clip, clip)
     return advantages, returns
-
-
-def _whiten_over_workers(advantages: Tensor, mask: Tensor, workers: Workers) -> Tensor:
-    moments = workers.sum(masked_moments(advantages, mask))
-    return masked_whiten(advantages, mask, moments=moments)
 
 
 def baseline_over_workers(

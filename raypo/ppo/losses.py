@@ -44,7 +44,8 @@ def aggregate(
     Args:
         max_new_tokens: longest response allowed, in tokens; only `constant` needs it.
         normalizer: of the whole step over all workers: tokens (token_mean), responses with a
-            sampled token (sequence_mean) or all responses (constant). None: of `mask`.
+            sampled token (sequence_mean) or all responses (constant), those aside that are left
+            out of the loss on purpose. None: of `mask`.
 
     Returns:
         loss: scalar of at least float32; 0, with a gradient of 0, if nothing is kept.

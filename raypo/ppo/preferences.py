@@ -21,13 +21,13 @@ class Responses:
     """One response to each of B prompts, as the policy and the reference see it."""
 
     log_probs: Tensor  # [B] float, of the policy
-    ref_log_probs: Tensor  # [B] float, of the reference; zeros where there is none
     num_tokens: Tensor  # [B] float, the end included; at least 1
+    ref_log_probs: Tensor | None = None  # [B] float, of the reference; None: there is none
 
     @property
     def log_ratios(self) -> Tensor:
-        """log policy / reference, [B]."""
-        return self.log_probs - self.ref_log_probs
+        """log policy / reference, [B]; without a reference log policy."""
+        return self.log_probs if self.ref_log_probs is None else self.log_probs - self.ref_log_probs
 
     def rewards(self, beta: float, *, per_token: bool = False) -> Tensor:
         """The implicit reward beta * log policy / reference, [B]; per token its mean over tokens.

@@ -189,6 +189,7 @@ def shape_scores(
     truncated: Tensor,  # [B] bool
     rules: ShapingRules,
     *,
+    counted: Tensor | None = None,  # [B] bool
     seen: RunningMoments,
     gather: Callable[[RunningMoments], list[RunningMoments]],
 ) -> tuple[Tensor, RunningMoments]:
@@ -198,6 +199,7 @@ def shape_scores(
     without a sampled token gets 0.
 
     Args:
+        counted: rows whose scores the moments are of: one row of each sample. None: all.
         seen: all scores of the steps before, as they were when they were normalised.
         gather: every worker's value, in the order of ranks: `Workers.gather`.
 
@@ -227,7 +229,8 @@ def shape_scores(
             scale=rules.truncated_scale,
         )
     if rules.normalize:
-        seen = seen.merged(RunningMoments.total(gather(RunningMoments.of(shaped, sampled))))
+        counted = sampled if counted is None else sampled & counted
+        seen = seen.merged(RunningMoments.total(gather(RunningMoments.of(shaped, counted))))
         shaped = seen.normalize(shaped)
     if rules.clip_low is not None or rules.clip_high is not None:
         shaped = clip_scores(shaped, low=rules.clip_low, high=rules.clip_high)

@@ -130,6 +130,7 @@ def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
         scores=torch.tensor([scored.score for scored in dealt], dtype=torch.float32),
         group_index=torch.tensor([r.group_index for r in rollouts], dtype=torch.int64),
         sample_index=torch.tensor([r.sample_index for r in rollouts], dtype=torch.int64),
+        row_index=torch.tensor([r.row_index for r in rollouts], dtype=torch.int64),
         minibatch=torch.tensor([scored.minibatch for scored in dealt], dtype=torch.int64),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),
         weight_version=torch.tensor([r.weight_version for r in rollouts], dtype=torch.int64),

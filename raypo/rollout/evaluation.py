@@ -14,9 +14,9 @@ from raypo.config import EvalSection
 from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.groups import pass_at_k
-from raypo.rewards.scoring import RewardFunction, parts_of, score
-from raypo.rollout.collect import Decoder, PushAgain, Sampler, Sampling, sample
-from raypo.rollout.judges import Judges
+from raypo.rewards.scoring import RewardFunction, score
+from raypo.rollout.collect import Decoder, PushAgain, Sampler, Sampling, sample, samples_of
+from raypo.rollout.judges import Judges, reward_parts
 from raypo.types import Prompt, ScoredRollout
 
 EVALUATION_STREAM = 1
@@ -69,17 +69,19 @@ def evaluate_policy(
     else:
         assert judges is not None
         scores = [judges.total(by_source) for by_source in judged]
+    by_source = judged or [{}] * len(rollouts)
+    rows = [ScoredRollout(*each) for each in zip(rollouts, scores, by_source, strict=True)]
     if keep is not None:
-        by_source = judged or [{}] * len(rollouts)
-        keep([ScoredRollout(*each) for each in zip(rollouts, scores, by_source, strict=True)])
-    scores = [each for each, r in zip(scores, rollouts, strict=True) if r.row_index == 0]
+        keep(rows)
+    samples = samples_of(rows)
+    scores = [each.score for each in samples]
     scored = [value for value in scores if math.isfinite(value)]
     means.add("eval/score_mean", math.fsum(scored), len(scored))
-    for value in scores:
-        for name, part in parts_of(value).items():
+    for each in samples:
+        for name, part in reward_parts(each).items():
             means.add(f"eval/reward/{name}", part, 1)
     tokens = sum(rollout.num_sampled for rollout in rollouts)
-    means.add("eval/response_tokens_mean", tokens, len(rollouts))
+    means.add("eval/response_tokens_mean", tokens, len(samples))
     means.total("eval/failed", len(scores) - len(scored))
     num_right = torch.tensor(scores).view(len(mine), section.samples_per_prompt).ge(1.0).sum(1)
     num_samples = torch.full((len(mine),), section.samples_per_prompt)

@@ -85,6 +85,8 @@ def with_advantages(
         step: Counted from 1; while the critic warms up, its lambda may differ.
     """
     mask = experience.response_mask
+    if ppo.mask_truncated:
+        experience = experience.with_(loss_mask=mask & ~experience.truncated.unsqueeze(1))
     scores = experience.scores
     if ppo.shaping.function is not None:
         scores = shaped_by(ppo.shaping.function, experience, workers, max_new_tokens=max_new_tokens)
@@ -93,6 +95,7 @@ def with_advantages(
         mask.sum(1),
         experience.truncated,
         _rules(ppo, max_new_tokens),
+        counted=experience.is_first_row,
         seen=state.scores,
         gather=workers.gather,
     )
@@ -137,12 +140,11 @@ def with_advantages(
             last_values=experience.last_values,
             group_index=experience.group_index,
             sample_index=experience.sample_index,
+            counted=experience.counted,
             workers=workers,
         )
     experience = experience.with_(advantages=advantages, returns=returns)
     figures = _score_figures(scores, experience, workers, clip=ppo.advantage_clip)
-    if ppo.mask_truncated:
-        experience = experience.with_(loss_mask=mask & ~experience.truncated.unsqueeze(1))
     return experience, figures, replace(state, scores=seen)
 
 
@@ -168,12 +170,13 @@ def with_covariant_tokens(
     assert experience.old_log_probs is not None
     assert experience.advantages is not None
     assert experience.sample_index is not None
+    assert experience.row_index is not None
     section = ppo.covariance
     tokens = covariant_tokens(
         experience.old_log_probs,
         experience.advantages,
         experience.counted,
-        torch.stack([experience.group_index, experience.sample_index], 1),
+        torch.stack([experience.group_index, experience.sample_index, experience.row_index], 1),
         kind=ppo.policy_loss,
         fraction=section.fraction,
         low=section.low,
@@ -189,6 +192,8 @@ def distance_to_reference(
 ) -> tuple[dict[str, float], AdvantageState]:
     """KL of the step's policy to the reference, and the state with the next step's coefficient.
 
+    An agent's episode of several rows is one response.
+
     Args:
         step: Counted from 1; while the critic warms up, the coefficient rests.
     """
@@ -198,15 +203,15 @@ def distance_to_reference(
     assert experience.ref_log_probs is not None
     pair, mask = (experience.old_log_probs, experience.ref_log_probs), experience.response_mask
     stats = kl.kl_statistics(*pair, mask)
+    samples = (mask.any(1) & experience.is_first_row).sum().double()
     means = WeightedMeans()
     means.add("kl/ref_mean", stats["kl"], stats["tokens"])
-    means.add("kl/ref_response_mean", stats["kl"], stats["responses"])
+    means.add("kl/ref_response_mean", stats["kl"], samples)
     means.total("kl/clamped_tokens", stats["clamped"])
     figures = means.reduce(workers) | {"kl/coef": state.kl.coef}
     if step <= ppo.critic_warmup_steps:
         return figures, state
-    responses = int(workers.sum(mask.any(1).sum().double()))
-    updated = state.kl.updated(figures["kl/ref_response_mean"], responses)
+    updated = state.kl.updated(figures["kl/ref_response_mean"], int(workers.sum(samples)))
     return figures, replace(state, kl=updated)
 
 
@@ -229,7 +234,8 @@ def distance_to_engine(
 ) -> dict[str, float]:
     """How far the log-probs of engine and learner differ, and what the correction makes of it.
 
-    With `ppo.old_log_probs: engine` nobody knows how far; then it is how stale the tokens are.
+    With `ppo.old_log_probs: engine` nobody knows how far; then it is how stale the tokens are, and
+    how many of them the engine gave no log-prob (NaN).
 
     Args:
         version: Of the learner's weights; figures by lag come where a response is of an older one.
@@ -244,7 +250,7 @@ def distance_to_engine(
     if knows_gap:
         _add_mismatch(means, stats, suffix="")
         means.maximum("mismatch/log_prob_gap_max", stats["abs_difference_max"])
-        means.total("mismatch/unknown_tokens", stats["unknown"])
+    means.total("mismatch/unknown_tokens", stats["unknown"])
     means.add("mismatch/weight_mean", masked.masked_sum(weights, mask), stats["tokens"])
     means.add("mismatch/dropped_fraction", (mask & (weights == 0.0)).sum(), stats["tokens"])
     lag = experience.staleness(version)  # [B, T]

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from raypo.calls import Method
 from raypo.config import ModelSection, RewardSection
-from raypo.rewards.scoring import FailedScore, RewardFunction, score
-from raypo.types import Rollout
+from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score
+from raypo.types import Rollout, ScoredRollout
 
 FUNCTION, URL, EPISODE = "function", "url", "episode"
 
@@ -92,6 +92,14 @@ class Judges:
 
 def _scores(function: RewardFunction, rollouts: list[Rollout]) -> list[float]:
     return score(function, rollouts, max_failed_fraction=1.0)
+
+
+def reward_parts(scored: ScoredRollout) -> dict[str, float]:
+    """The named numbers that reward functions gave beside a score."""
+    named: dict[str, float] = {}
+    for value in (*scored.scores_by_source.values(), scored.score):
+        named |= parts_of(value)
+    return named
 
 
 def model_sources(count: int) -> list[str]:

@@ -11,20 +11,19 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.metrics.reduce import WeightedMeans
-from raypo.rewards.scoring import parts_of
+from raypo.rollout.judges import reward_parts
 from raypo.types import Experience, ScoredRollout
 
 
 def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
-    """Raw scores and lengths of everything sampled, over all workers."""
+    """Raw scores and lengths of everything sampled, over all workers; nothing where nothing was."""
     means = WeightedMeans()
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
+    by_sample: dict[tuple[int, int], int] = {}  # an agent's may have several rows
     for each in scored:
         rollout, failed = each.rollout, not math.isfinite(each.score)
-        sampled = rollout.num_sampled
-        means.total("rollout/response_tokens", sampled)
-        means.add("rollout/response_tokens_mean", sampled, 1)
-        means.maximum("rollout/response_tokens_max", sampled)
+        sample = rollout.group_index, rollout.sample_index
+        by_sample[sample] = by_sample.get(sample, 0) + rollout.num_sampled
         means.add("rollout/prompt_tokens_mean", len(rollout.prompt_ids), 1)
         means.add("rollout/truncated_fraction", rollout.finish_reason == "length", 1)
         if rollout.row_index:  # the sample was counted by its first conversation
@@ -41,22 +40,20 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
             by_group.setdefault(rollout.group_index, []).append(each.score)
             means.add("rollout/score_mean", each.score, 1)
             means.add("rollout/score_square_mean", each.score**2, 1)
+    for tokens in by_sample.values():
+        means.total("rollout/response_tokens", tokens)
+        means.add("rollout/response_tokens_mean", tokens, 1)
+        means.maximum("rollout/response_tokens_max", tokens)
     for scores in by_group.values():
         if len(scores) > 1:
             means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     figures = means.reduce(workers)
+    if not figures:
+        return figures
     square = figures.pop("rollout/score_square_mean", math.nan)
     mean = figures.setdefault("rollout/score_mean", math.nan)
     figures["rollout/score_std"] = math.sqrt(max(square - mean**2, 0.0)) if mean == mean else mean
     return figures
-
-
-def reward_parts(scored: ScoredRollout) -> dict[str, float]:
-    """The named numbers that reward functions gave beside a score."""
-    named: dict[str, float] = {}
-    for score in (*scored.scores_by_source.values(), scored.score):
-        named |= parts_of(score)
-    return named
 
 
 RATES = {

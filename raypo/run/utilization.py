@@ -10,6 +10,7 @@ from raypo.config import ConfigError, OnlineConfig, PPOConfig
 from raypo.plan.estimate import Models
 from raypo.plan.flops import Lengths, forward_flops
 from raypo.plan.model_shape import ModelShape
+from raypo.rollout.collect import samples_of
 from raypo.rollout.refill import Collected
 from raypo.types import ScoredRollout
 
@@ -19,6 +20,7 @@ class Work:
     """What one phase has done, over all workers."""
 
     samples: float
+    """An agent's episode is one."""
     tokens: float
     flops: float = 0.0
     """FLOPs of the models; see `raypo.plan.flops`."""
@@ -59,13 +61,15 @@ def step_work(
             _shared_prompts(collected.trained),
         )
     )
-    generated = workers.sum(as_tensor(sum(s.rollout.num_sampled for s in collected.scored)))
+    generated = sum(each.rollout.num_sampled for each in collected.scored)
+    counts = len(samples_of(collected.scored)), len(samples_of(collected.trained)), generated
+    num_sampled, num_trained, num_tokens = workers.sum(as_tensor(*counts)).tolist()
     epochs = config.ppo.num_epochs
     work = {
-        "generate": Work(sampled.sequences, float(generated)),
-        "score": Work(sampled.sequences, sampled.tokens),
-        "evaluate": Work(trained.sequences, trained.tokens),
-        "update": Work(epochs * trained.sequences, epochs * trained.tokens),
+        "generate": Work(num_sampled, num_tokens),
+        "score": Work(num_sampled, sampled.tokens),
+        "evaluate": Work(num_trained, trained.tokens),
+        "update": Work(epochs * num_trained, epochs * trained.tokens),
     }
     if models is None:
         return work
@@ -80,7 +84,7 @@ def step_work(
     policy = passed(models.policy, learning)
     critic = passed(models.critic, learning, with_logits=False) if models.critic else 0.0
     learns = step > config.ppo.critic_warmup_steps
-    is_one_update = trained.sequences <= config.ppo.minibatch_size and learns
+    is_one_update = num_trained <= config.ppo.minibatch_size and learns
     judges = [
         passed(shape, scoring, with_logits=False)
         for number, shape in enumerate(models.rewards)
@@ -131,9 +135,10 @@ def _lengths(scored: list[ScoredRollout]) -> Lengths:
 
 
 def _shared_prompts(scored: list[ScoredRollout]) -> Lengths:
-    """The prompts of a group's samples but one: passes read them once."""
-    groups = {each.rollout.group_index: len(each.rollout.prompt_ids) for each in scored}
-    every = Lengths.of((len(each.rollout.prompt_ids), 0) for each in scored)
+    """The prompts of a group's rows that others of it have too: passes read them once."""
+    prompts = [(each.rollout.group_index, each.rollout.prompt_ids) for each in scored]
+    groups = {(group, ids.tobytes()): len(ids) for group, ids in prompts}
+    every = Lengths.of((len(ids), 0) for _, ids in prompts)
     once = Lengths.of((length, 0) for length in groups.values())
     pairs = zip(every.values(), once.values(), strict=True)
     return Lengths(*(all_of_them - first for all_of_them, first in pairs))

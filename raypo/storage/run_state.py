@@ -99,6 +99,31 @@ def run_status(files: RunFiles, now: float) -> RunStatus | None:
     )
 
 
+def status_told(name: str, told: Mapping[str, Any], now: float) -> RunStatus:
+    """How a run stands that is under way on a cluster, by what its monitor says of it.
+
+    Args:
+        told: `recipe`, `location` and `num_steps` of the run, `metrics` of its last step, and
+            `told_at`, when that ended (without one: when the run began), seconds since 1970.
+        now: Seconds since 1970.
+    """
+    metrics = told["metrics"]
+    done = int(metrics.get("step", 0))
+    return RunStatus(
+        name=name,
+        location=shown_location(told["location"]),
+        recipe=told["recipe"],
+        status="running",
+        done=done,
+        total=told["num_steps"],
+        scores=tuple(_scores([metrics])),
+        age_s=max(now - told["told_at"], 0.0),
+        step_s=metrics.get("time/step_s"),
+        go_on="",
+        notes=_notes("running", done, None),
+    )
+
+
 def status_of(files: RunFiles, ended: str | None, *, is_silent: bool) -> str:
     """running, dead, or how it ended.
 

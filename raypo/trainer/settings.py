@@ -137,7 +137,8 @@ def with_steps_of_epochs(config: AnyConfig) -> AnyConfig:
     """The config with the `num_steps` that its `num_epochs` makes; without them as it is.
 
     Raises:
-        ConfigError: both are set and say different things, or a file cannot be read.
+        ConfigError: both are set and say different things, the steps are all warm-up, or a file
+            cannot be read.
     """
     if not isinstance(config, ExamplesConfig) or config.num_epochs is None:
         return config
@@ -150,6 +151,10 @@ def with_steps_of_epochs(config: AnyConfig) -> AnyConfig:
             f"learner.batch_size {config.learner.batch_size} are {steps} steps. Remove one of "
             f"the two."
         )
+    try:
+        config.learner.require_steps(steps, "num_epochs")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return config.model_copy(update={"num_steps": steps})
 
 

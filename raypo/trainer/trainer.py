@@ -172,7 +172,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
         began = time.monotonic()
         started = began - earlier_s
-        monitor = start_monitor(self.config.name)
+        about = {"location": self._files.location}
+        about |= self.config.model_dump(include={"recipe", "num_steps"})
+        monitor = start_monitor(self.config.name, about=about)
         console = Console(config=self.config.model_dump())
         dedicated = Dedicated()
         status = "failed"

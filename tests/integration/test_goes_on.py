@@ -32,6 +32,10 @@ def test_a_run_that_was_stopped_and_lengthened_is_the_one_that_never_was(
     again, _ = run(task, "longer", num_steps=3, **rules)
     assert again == rows  # it is done by its rules
 
+    rows, ended = run(task, "longer", **{"stop.after_s": 0.1})
+    assert ended == {"status": "interrupted", "step": 1}  # no step is begun after its time
+    assert len(rows) == 1
+
     rows, ended = run(task, "longer")
     assert ended == {"status": "finished", "step": 4}
     assert numbers(rows) == numbers(first.metrics)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,19 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
         beginning(values, best)
     with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): no checkpoint is there"):
         beginning(values, checkpoint.parent.parent / "nowhere")
+
+
+def test_how_an_adapter_travels_is_no_part_of_a_checkpoint(values: dict, checkpoint: Path):
+    values["model"] |= {"lora": {"rank": 4}}
+    files = RunFiles(values["storage_path"], "earlier")
+    files.write_config(PPOConfig.parse(values | {"name": "earlier"}).model_dump(mode="json"))
+    for lora, told in (
+        ({"push": "adapter"}, None),
+        ({"rank": 8}, r"model.lora.rank \(8\): .* with 4"),
+    ):
+        model = values["model"] | {"lora": {"rank": 4} | lora}
+        with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+            beginning(values, checkpoint, model=model)
 
 
 @pytest.mark.parametrize(

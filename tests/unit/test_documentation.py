@@ -186,6 +186,13 @@ def source_texts() -> list[str]:
     return texts
 
 
+def test_papers_that_sources_and_pages_name_are_on_the_page_of_papers():
+    named = re.compile(r"arXiv:(\d{4}\.\d{5})")
+    texts = [path.read_text() for path in (*(REPOSITORY / "raypo").rglob("*.py"), *pages())]
+    listed = named.findall((REPOSITORY / "PAPERS.md").read_text())
+    assert {each for text in texts for each in named.findall(text)} - set(listed) == set()
+
+
 def test_sources_cite_no_page_that_is_not_here():
     """Pages in capitals that a docstring or an error names are part of the repository."""
     sources = [

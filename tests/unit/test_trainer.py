@@ -189,6 +189,11 @@ def test_epochs_become_the_steps_that_they_take(values: dict[str, Any], tmp_path
     assert SFTTrainer(SFTConfig.parse(recorded)).config.num_steps == 4
     with pytest.raises(ConfigError, match=r"num_steps \(7\).*are 4 steps"):
         SFTTrainer(SFTConfig.parse(sft | {"num_steps": 7}))
+    sft["learner"]["lr_warmup_steps"] = 3
+    SFTTrainer(SFTConfig.parse(sft))
+    sft["learner"]["lr_warmup_steps"] = 4
+    with pytest.raises(ConfigError, match=r"lr_warmup_steps \(4\): .* in 4 steps \(num_epochs\)"):
+        SFTTrainer(SFTConfig.parse(sft))
 
 
 def test_what_is_no_config_of_the_recipe_is_refused(values: dict[str, Any], tmp_path: Path):

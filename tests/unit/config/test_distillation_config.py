@@ -9,6 +9,7 @@ VALUES = {
     "model": {"policy": "student", "teacher": "teacher"},
     "data": {"prompts": "p.jsonl"},
 }
+TEXTS = {"data": {"prompts": "p.jsonl", "response_key": "text"}}
 
 
 def parsed(**changes: object) -> DistillationConfig:
@@ -30,6 +31,20 @@ def parsed(**changes: object) -> DistillationConfig:
             "Set that below 1, or remove it",
         ),
         (
+            TEXTS | {"distillation": {"on_policy_fraction": 0.01}},
+            "of 32 prompts .rollout.prompts_per_step. that is 0. Set it to 0, or",
+        ),
+        (
+            TEXTS | {"distillation": {"on_policy_fraction": 0.99}},
+            "of 32 prompts .rollout.prompts_per_step. that is 32. Set it to 1, or",
+        ),
+        (
+            TEXTS
+            | {"distillation": {"on_policy_fraction": 0}, "reward": {"function": "judge.py:score"}},
+            "reward.function .judge.py:score.: judges what the policy answers, and with "
+            "distillation.on_policy_fraction 0 it answers nothing. Remove it, or set eval.prompts",
+        ),
+        (
             {
                 "data": {"prompts": "p", "response_key": "text", "max_response_tokens": 9000},
                 "distillation": {"on_policy_fraction": 0.0},
@@ -45,6 +60,15 @@ def parsed(**changes: object) -> DistillationConfig:
 def test_what_cannot_act_is_refused(changes, told):
     with pytest.raises(ConfigError, match=told):
         parsed(**changes)
+
+
+def test_who_judges_held_out_answers_alone_is_no_mistake():
+    parsed(
+        **TEXTS,
+        distillation={"on_policy_fraction": 0},
+        reward={"function": "judge.py:score"},
+        eval={"prompts": "held_out.jsonl"},
+    )
 
 
 def test_the_teacher_is_deployed_as_a_reference():

@@ -257,6 +257,40 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "ppo.kl.importance_weights, or set ppo.kl.placement to loss.",
         ),
         (
+            {
+                **{"ppo__kl__placement": "loss", "ppo__kl__estimator": "k2"},
+                **{"ppo__kl__coef": 0.0, "ppo__kl__importance_weights": True},
+            },
+            "ppo.kl.importance_weights (True): has no effect, ppo.kl.coef is 0. Remove "
+            "ppo.kl.importance_weights, or set ppo.kl.coef above 0.",
+        ),
+        (
+            {"ppo__policy_loss": "kl_cov", "ppo__minibatch_size": 128},
+            "ppo.policy_loss (kl_cov): penalises how log-probs change from update to update of a "
+            "step, and a step has one (ppo.num_epochs 1, ppo.minibatch_size 128 of 128 responses), "
+            "before which nothing has changed. Set ppo.minibatch_size lower, ppo.num_epochs to 2 "
+            "or more, or ppo.policy_loss to clip_cov.",
+        ),
+        (
+            {"ppo__discount_by": "turn", "ppo__advantage": "grpo"},
+            "ppo.discount_by (turn): has no effect, ppo.gamma is 1. Remove ppo.discount_by, or "
+            "set ppo.gamma below 1.",
+        ),
+        (
+            {"ppo__discount_by": "turn", "ppo__gae_lambda": 1.0},
+            "ppo.discount_by (turn): has no effect, ppo.gamma is 1, and so are the lambdas. ",
+        ),
+        (
+            {"ppo__discount_by": "turn", "ppo__advantage": "own.py:mine", "ppo__gamma": 0.9},
+            "ppo.discount_by (turn): has no effect, ppo.advantage: own.py:mine discounts by itself",
+        ),
+        (
+            {"ppo__discount_by": "turn", "ppo__gae_lambda": "adaptive"},
+            "ppo.gae_lambda (adaptive): follows from the tokens of a response, and "
+            "ppo.discount_by: turn applies it to turns. Set ppo.gae_lambda to a number, or "
+            "ppo.discount_by to token.",
+        ),
+        (
             {"ppo__mask_truncated": True, "ppo__bootstrap_truncated": True},
             "ppo.bootstrap_truncated (True): has no effect, ppo.mask_truncated keeps",
         ),
@@ -289,6 +323,18 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
 )
 def test_what_makes_no_sense_is_refused_with_the_remedy(keys, words):
     assert refused(**keys).startswith(f"run.yaml: {words}")
+
+
+def test_a_penalty_on_change_is_taken_where_something_can_have_changed():
+    kl_cov = {"ppo__policy_loss": "kl_cov", "ppo__minibatch_size": 128}
+    for more in ({"ppo__num_epochs": 2}, {"ppo__old_log_probs": "engine"}):
+        PPOConfig.parse(with_keys(**kl_cov, **more))
+    PPOConfig.parse(with_keys(**kl_cov | {"ppo__policy_loss": "clip_cov"}))
+
+
+def test_a_turn_counts_where_a_lambda_of_the_critic_alone_is_below_one():
+    section = PPOSection(discount_by="turn", gae_lambda=1.0, critic_lambda=0.9)
+    assert section.discount_by == "turn"
 
 
 # Presets

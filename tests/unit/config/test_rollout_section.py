@@ -75,6 +75,17 @@ def test_what_is_credited_by_turns_is_not_shaped_as_a_whole():
     assert "ppo.discount_by (turn): a response is one turn" in refused(ppo__discount_by="turn")
 
 
+@pytest.mark.parametrize("player", ["environment", "agent"])
+def test_an_episode_is_not_overlong_by_what_the_policy_samples_alone(player):
+    keys = {f"rollout__{player}": "guess.py:Guess", "rollout__max_episode_tokens": 200}
+    told = refused(**keys, ppo__shaping__overlong_buffer_tokens=20)
+    assert (
+        "ppo.shaping.overlong_buffer_tokens (20): counts what the policy samples, and "
+        "rollout.max_episode_tokens (200) limits what others write too. Set "
+        "ppo.shaping.overlong_buffer_tokens to null"
+    ) in told
+
+
 def test_an_episode_must_fit_a_microbatch():
     keys = {"rollout__environment": "guess.py:Guess", "rollout__max_episode_tokens": 100_000}
     assert "data.max_prompt_tokens + rollout.max_episode_tokens" in refused(**keys)

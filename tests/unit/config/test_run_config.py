@@ -434,7 +434,22 @@ def test_failures_are_counted_as_ray_counts_them_and_may_change_when_a_run_goes_
         ({"learner__adam_betas": [0.9, 1.0]}, "learner.adam_betas"),
         ({"learner__adam_eps": 0.0}, "learner.adam_eps (0.0): must be greater than 0."),
         ({"learner__lr_warmup_steps": -1}, "learner.lr_warmup_steps (-1): must be"),
+        (
+            {"learner__lr_warmup_steps": 40},
+            "learner.lr_warmup_steps (40): the rates would never reach their highest in 40 steps "
+            "(num_steps). Set learner.lr_warmup_steps to at most 39, or num_steps higher.",
+        ),
+        (
+            {"learner__lr_warmup_steps": 10, "ppo__critic_warmup_steps": 30},
+            "would never reach their highest in 10 steps (num_steps - ppo.critic_warmup_steps).",
+        ),
     ],
 )
 def test_what_an_optimizer_cannot_have_is_refused(keys, words):
     assert words in refused(**keys)
+
+
+def test_a_warm_up_of_a_critic_that_is_trained_alone_is_measured_by_its_own_steps():
+    alone = {"num_steps": 9, "ppo__critic_warmup_steps": 9, "learner__save_critic": True}
+    PPOConfig.parse(with_keys(**alone, learner__lr_warmup_steps=8))
+    assert "in 9 steps (num_steps)" in refused(**alone, learner__lr_warmup_steps=9)

@@ -129,6 +129,27 @@ def test_the_loss_and_its_figures_by_hand():
 
 
 @torch.no_grad()
+def test_only_a_loss_without_a_reference_goes_without_one():
+    nobody = [replace(pair, ref_log_probs=None) for pair in pairs()]
+    task = task_of(loss="simpo", beta=2.0)
+    model = task.network.double()
+    _, sums = task.loss(task.module, nobody, "cpu")  # type: ignore[arg-type]
+    by_hand = [
+        2.0 * log_prob(model, p.prompt_ids, p.chosen_ids) / len(p.chosen_ids) for p in nobody
+    ]
+    assert sums["chosen_reward_mean"][0] == pytest.approx(sum(by_hand), rel=1e-5)
+    for loss in ("sigmoid", "kto"):
+        task = task_of(loss=loss)
+        items = (
+            [replace(each, ref_log_probs=None) for each in verdicts()] if loss == "kto" else nobody
+        )
+        with pytest.raises(AssertionError):
+            task.loss(task.module, items, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="asked of some"):
+        task_of().loss(task.module, [*nobody, *pairs()], "cpu")  # type: ignore[arg-type]
+
+
+@torch.no_grad()
 def test_kto_takes_its_reference_point_from_the_whole_batch():
     task, items = task_of(loss="kto"), verdicts()
     model = task.network.double()

@@ -38,8 +38,15 @@ def advantages(
     kl_coef: float,
     discount_by: str = "token",
     turn_rewards: Table | None = None,
+    lambda_alpha: float | None = None,
+    critic_lambda: float | None = None,
+    clip: float | None = None,
+    left_out: list[bool] | None = None,
 ) -> tuple[Table, Table]:
-    """Advantages and returns; a score that is NaN failed, and its row is in no statistic."""
+    """Advantages and returns; a score that is NaN failed, and its row is in no statistic.
+
+    Rows that are left out are compared in their group, and are in no mean and no variance.
+    """
     tokens = [sampled(row) if not math.isnan(scores[i]) else [] for i, row in enumerate(mask)]
     alive = [i for i in range(len(scores)) if tokens[i]]
     compared = dict(zip(range(len(scores)), scores, strict=True))
@@ -55,26 +62,41 @@ def advantages(
             rewards[i][t] -= kl_coef * kl[i][t] if kind in ("gae", "reinforce") else 0.0
         rewards[i][tokens[i][-1]] += compared[i]
         steps = times(tokens[i], discount_by)
+        own = gae_lambda
+        if lambda_alpha is not None:
+            own = 1.0 - 1.0 / max(lambda_alpha * len(tokens[i]), 1.0)
         for k, t in enumerate(tokens[i]):
             rest = [(sum(steps[k : k + n]), later) for n, later in enumerate(tokens[i][k:])]
             if kind == "gae":
-                found[i][t] = sum(
-                    (gamma * gae_lambda) ** age
-                    * delta(rewards[i], values[i], tokens[i], k + n, gamma ** steps[k + n])
+                deltas = [
+                    (age, delta(rewards[i], values[i], tokens[i], k + n, gamma ** steps[k + n]))
                     for n, (age, _) in enumerate(rest)
+                ]
+                of_critic = own if critic_lambda is None else critic_lambda
+                found[i][t], target = (
+                    sum((gamma * each) ** age * value for age, value in deltas)
+                    for each in (own, of_critic)
                 )
-                returns[i][t] = found[i][t] + values[i][t]
+                returns[i][t] = target + values[i][t]
             else:
                 returns[i][t] = sum(gamma**age * rewards[i][later] for age, later in rest)
                 found[i][t] = returns[i][t]
     if kind in ("gae", "reinforce", "reinforce_baseline"):
-        everything = [found[i][t] for i in alive for t in tokens[i]]
-        mean = sum(everything) / max(len(everything), 1)
-        variance = sum((x - mean) ** 2 for x in everything) / max(len(everything), 1)
-        for i in alive:
-            for t in tokens[i]:
-                found[i][t] = (found[i][t] - mean) / math.sqrt(max(variance, 1e-8))
+        counts = [i for i in alive if not (left_out and left_out[i])]
+        whiten(found, tokens, alive, counts)
+    if clip is not None:
+        found = [[max(-clip, min(clip, x)) for x in row] for row in found]
     return found, returns
+
+
+def whiten(table: Table, tokens: list[list[int]], alive: list[int], counts: list[int]) -> None:
+    """The rows that are alive, by mean and variance of those that count."""
+    everything = [table[i][t] for i in counts for t in tokens[i]]
+    mean = sum(everything) / max(len(everything), 1)
+    variance = sum((x - mean) ** 2 for x in everything) / max(len(everything), 1)
+    for i in alive:
+        for t in tokens[i]:
+            table[i][t] = (table[i][t] - mean) / math.sqrt(max(variance, 1e-8))
 
 
 def times(tokens: list[int], discount_by: str) -> list[int]:

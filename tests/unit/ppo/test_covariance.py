@@ -14,7 +14,7 @@ ROWS = 9
 
 def chosen(step, rows=None, workers=None, **knobs):
     rows = torch.arange(ROWS) if rows is None else rows
-    identity = torch.stack([rows // 3, rows % 3], 1)
+    identity = torch.stack([rows // 3, rows % 3, 0 * rows], 1)
     mine = step.of(rows)
     return covariant_tokens(
         mine.old_log_probs, mine.advantages, mine.mask, identity, workers=workers, **knobs
@@ -56,7 +56,7 @@ def test_who_holds_a_response_does_not_matter(kind, count):
 
 
 def test_a_step_without_tokens_or_of_one_is_no_error():
-    one = partial(covariant_tokens, identity=torch.zeros(1, 2, dtype=torch.int64), fraction=0.5)
+    one = partial(covariant_tokens, identity=torch.zeros(1, 3, dtype=torch.int64), fraction=0.5)
     x, yes = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
     assert one(x, x, yes, kind="kl_cov").all()
     assert not one(x, x, yes, kind="clip_cov").any()

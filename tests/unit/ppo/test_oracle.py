@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from raypo.ppo.advantages import adaptive_lambdas
 from raypo.ppo.corrections import CORRECTION_KINDS, MASK_RATIOS, importance_weights
 from raypo.ppo.covariance import covariant_tokens
 from raypo.ppo.estimators import ESTIMATORS, estimate_advantages
@@ -36,9 +37,20 @@ def assert_close(actual: Tensor, expected: Any) -> None:
 @pytest.mark.parametrize("kind", ESTIMATORS)
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 @pytest.mark.parametrize("discount_by", ["token", "turn"])
-@given(step=steps(), samples=st.integers(2, 4), failed=st.booleans(), turns=st.booleans())
+@given(
+    step=steps(),
+    samples=st.integers(2, 4),
+    failed=st.booleans(),
+    turns=st.booleans(),
+    alpha=st.sampled_from([None, 0.3]),
+    critic_lambda=st.sampled_from([None, 1.0]),
+    clip=st.sampled_from([None, 0.7]),
+    masks=st.booleans(),
+)
 @few
-def test_advantages_and_returns(kind, gamma, discount_by, step, samples, failed, turns):
+def test_advantages_and_returns(
+    kind, gamma, discount_by, step, samples, failed, turns, alpha, critic_lambda, clip, masks
+):
     rows = len(step.mask)
     scores = torch.randn(rows, generator=torch.Generator().manual_seed(rows)).double()
     scores[samples:][:samples] = 0.7  # a group of equal scores, if there is a second one
@@ -47,7 +59,8 @@ def test_advantages_and_returns(kind, gamma, discount_by, step, samples, failed,
     group = torch.arange(rows) // samples
     kl = torch.where(step.mask, step.log_probs - step.old_log_probs, NAN).detach()
     knobs: dict[str, Any] = {"kind": kind, "gamma": gamma, "gae_lambda": 0.8, "kl_coef": 0.3}
-    knobs["discount_by"] = discount_by
+    knobs |= {"discount_by": discount_by, "critic_lambda": critic_lambda, "clip": clip}
+    left_out = torch.arange(rows) % 3 == 1 if masks else None  # truncated, with `mask_truncated`
     earned = torch.where(step.mask, step.old_log_probs, NAN).detach() if turns else None
 
     advantages, returns = estimate_advantages(
@@ -57,7 +70,9 @@ def test_advantages_and_returns(kind, gamma, discount_by, step, samples, failed,
         values=step.old_values,
         group_index=group,
         extra_rewards=earned,
-        **knobs,
+        counted=None if left_out is None else step.mask & ~left_out.unsqueeze(1),
+        **knobs
+        | ({} if alpha is None else {"gae_lambda": adaptive_lambdas(step.mask, alpha=alpha)}),
     )
 
     expected = oracle.advantages(
@@ -67,6 +82,8 @@ def test_advantages_and_returns(kind, gamma, discount_by, step, samples, failed,
         step.old_values.tolist(),
         group.tolist(),
         turn_rewards=None if earned is None else earned.tolist(),
+        lambda_alpha=alpha,
+        left_out=None if left_out is None else left_out.tolist(),
         **knobs,
     )
     assert_close(advantages, expected[0])

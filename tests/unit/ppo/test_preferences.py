@@ -15,8 +15,8 @@ BETA = 0.5
 
 def responses(tokens: list[list[float]], references: list[float] | None) -> Responses:
     sums = torch.tensor([math.fsum(row) for row in tokens], dtype=torch.float64)
-    known = torch.zeros_like(sums) if references is None else torch.tensor(references).double()
-    return Responses(sums, known, torch.tensor([len(row) for row in tokens]).double())
+    known = None if references is None else torch.tensor(references).double()
+    return Responses(sums, torch.tensor([len(row) for row in tokens]).double(), known)
 
 
 def losses(kind, *, beta=BETA, **options):
@@ -133,7 +133,7 @@ def test_robust_is_right_in_the_mean_over_swapped_pairs():
 def test_one_token_answers_have_losses_and_gradients():
     ratios = torch.tensor([-0.4], requires_grad=True)
     one = torch.ones(1)
-    chosen, rejected = Responses(ratios, 0 * one, one), Responses(-2 * one, 0 * one, one)
+    chosen, rejected = Responses(ratios, one, 0 * one), Responses(-2 * one, one, 0 * one)
     for kind in ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo"):
         (grad,) = torch.autograd.grad(
             pair_losses(chosen, rejected, kind=kind, beta=0.1).sum(), ratios
@@ -149,7 +149,7 @@ def test_the_kl_of_kto_is_a_mean_and_never_negative():
 
 def test_kto_turns_against_what_is_undesirable():
     ratios = torch.zeros(2, requires_grad=True)
-    both = Responses(ratios, torch.zeros(2), torch.ones(2))
+    both = Responses(ratios, torch.ones(2), torch.zeros(2))
     made = kto_losses(both, torch.tensor([True, False]), beta=0.1, kl=0.0)
     (grad,) = torch.autograd.grad(made.sum(), ratios)
     assert made.tolist() == [0.5, 0.5]

@@ -98,6 +98,13 @@ def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
     assert len(set(map(tuple, orders))) == 3
 
 
+def test_where_nothing_was_sampled_there_is_no_score():
+    assert on_workers(2, lambda w: rollout_figures([], w)) == [{}, {}]
+    one = on_workers(2, lambda w: rollout_figures(scored(2) if w.rank else [], w))
+    assert one[0] == one[1]
+    assert one[0]["rollout/score_mean"] == 0.5
+
+
 def test_what_an_environment_wrote_is_attended_to_and_neither_trained_nor_counted():
     mask = np.array([True, False, True])
     turns = replace(rollout(0, 0, 3), response_mask=mask, prompt_index=7, weight_version=5)

@@ -9,6 +9,7 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.config import CorrectionSection, KLSection, PPOSection
+from raypo.learner.objective import StepCounts
 from raypo.ppo.shaping import RunningMoments
 from raypo.rollout.experience import (
     AdvantageState,
@@ -101,6 +102,25 @@ def test_the_penalty_is_the_learners_kl_at_the_controllers_coefficient():
     assert figures["kl/ref_response_mean"] == pytest.approx(1.75 / 2)  # responses
 
 
+def test_a_truncated_response_moves_no_other_ones_advantage():
+    truncated = torch.tensor([False, True, False])
+    two = two_turns_and_one()
+    three = two.select(torch.tensor([0, 1, 1])).with_(truncated=truncated)
+    three = three.with_(scores=torch.tensor([3.0, 50.0, 1.0]))
+    keys = {"advantage": "reinforce", "kl": {"coef": 0.0}}
+    found = []
+    for batch, more in ((two, {}), (three, {"mask_truncated": True})):
+        ppo = PPOSection.model_validate({**keys, **more})
+        batch, *_ = with_advantages(
+            batch, ppo, AdvantageState.of(ppo), Workers(), max_new_tokens=3, step=1
+        )
+        assert batch.advantages is not None
+        found.append(batch.advantages)
+        counts = StepCounts.of(batch, ppo, Workers())
+        assert (counts.tokens, counts.sequences, counts.responses) == (3, 2, 2)
+    torch.testing.assert_close(found[1][[0, 2]], found[0])
+
+
 def test_an_environments_tokens_do_not_make_a_response_overlong():
     keys = {"kl": {"coef": 0.0}, "shaping": {"overlong_buffer_tokens": 1}}
 
@@ -134,6 +154,16 @@ def test_the_gap_to_the_engine_is_not_told_where_the_engines_log_probs_are_the_o
     )
     assert figures["rollout/staleness_max"] == 0.0
     assert not any(name.startswith("mismatch/kl") for name in figures)
+
+
+def test_log_probs_that_the_engine_does_not_know_are_counted_above_all_where_they_are_trained_on():
+    batch = two_turns_and_one()
+    unknown = torch.tensor(
+        [[-1.0, torch.nan, torch.nan], [-1.0, 0.0, 0.0]]
+    )  # one of an environment
+    batch = batch.with_(rollout_log_probs=unknown, old_log_probs=unknown)
+    figures = distance_to_engine(batch, PPOSection(old_log_probs="engine"), Workers(), version=0)
+    assert figures["mismatch/unknown_tokens"] == 1.0
 
 
 def test_rewards_of_turns_leave_the_score_of_an_episode_what_it_is():

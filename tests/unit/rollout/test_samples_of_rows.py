@@ -1,0 +1,178 @@
+"""An agent's episode is one sample, however many rows it has and whoever holds them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from raypo.collectives import Workers
+from raypo.config import EvalSection, ModelSection, PPOConfig, PPOSection, RewardSection
+from raypo.rollout.dealing import to_experience
+from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.experience import (
+    AdvantageState,
+    distance_to_reference,
+    with_advantages,
+    with_covariant_tokens,
+)
+from raypo.rollout.judges import Judges
+from raypo.rollout.refill import Collected
+from raypo.run.rollout_metrics import rollout_figures
+from raypo.run.utilization import step_work
+from raypo.types import Episode, Experience, Prompt, Rollout, ScoredRollout
+from tests.stand_ins import Engine, Lossy
+from tests.unit.config.test_run_config import with_keys
+from tests.unit.learner.plain import on_workers
+from tests.unit.rollout.test_refill import rollout
+from tests.unit.test_known_bugs import SAMPLING
+
+TOKENS = [(0, 0, [4, 3, 5]), (0, 1, [2]), (1, 0, [3, 3]), (1, 1, [5, 1])]
+"""Group, sample, and the tokens of each row."""
+SCORES = {(0, 0): 3.0, (0, 1): 1.0, (1, 0): -1.0, (1, 1): 2.0}
+
+
+def rows() -> list[ScoredRollout]:
+    return [
+        ScoredRollout(
+            replace(
+                rollout(group, sample, tokens),
+                row_index=number,
+                prompt_ids=np.full(2 + number, 3, np.int32),
+                episode=Episode(SCORES[group, sample], len(lengths), 0.0),
+            ),
+            SCORES[group, sample],
+            {},
+        )
+        for group, sample, lengths in TOKENS
+        for number, tokens in enumerate(lengths)
+    ]
+
+
+def experience(share: list[ScoredRollout]) -> Experience:
+    """With log-probs that say which group, sample, row and token they are of."""
+    batch = to_experience(share)
+    assert batch.sample_index is not None
+    assert batch.row_index is not None
+    rank = batch.group_index * 11 + batch.sample_index * 5 + batch.row_index * 2
+    seeds = rank.unsqueeze(1) + torch.arange(batch.response_mask.shape[1])
+    old = torch.where(batch.response_mask, -1.0 - (seeds % 4), 0.0)
+    above = torch.where(batch.response_mask, 0.25, 0.0)
+    return batch.with_(
+        old_log_probs=old, ref_log_probs=old - above, advantages=torch.ones_like(old) * old.sign()
+    )
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_tokens_are_held_back_whoever_holds_the_rows_and_in_whatever_order(loss: str, count: int):
+    """Many products are equal here, and only what a row is called decides between them."""
+    ppo = PPOSection.model_validate(
+        {
+            "policy_loss": loss,
+            "covariance": {"fraction": 0.3}
+            | ({"low": -9.0, "high": 9.0} if loss == "clip_cov" else {}),
+        }
+    )
+
+    def held(deal: list[ScoredRollout], workers: Workers) -> set[tuple[int, ...]]:
+        batch = with_covariant_tokens(experience(deal), ppo, workers, seed=1, step=2)
+        assert batch.covariant is not None
+        names = [(r.group_index, r.sample_index, r.row_index) for r in (d.rollout for d in deal)]
+        return {(*names[row], place) for row, place in batch.covariant.nonzero().tolist()}
+
+    alone = held(rows(), Workers())
+    order = np.random.default_rng(count).permutation(len(rows()))
+    shares = [[rows()[place] for place in part] for part in np.array_split(order, count)]
+
+    assert len(alone) == int(0.3 * sum(sum(lengths) for *_, lengths in TOKENS))
+    assert set().union(*on_workers(count, lambda w: held(shares[w.rank], w))) == alone
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_kl_of_an_episode_is_that_of_all_its_rows_and_one_response(count: int):
+    kl = {"coef": 0.1, "controller": "adaptive", "target": 1.0, "horizon": 4.0}
+    ppo = PPOSection.model_validate({"kl": kl})
+
+    def steered(workers: Workers) -> tuple[dict[str, float], AdvantageState]:
+        batch = experience(rows()[workers.rank :: workers.count])
+        return distance_to_reference(batch, ppo, AdvantageState.of(ppo), workers, step=1)
+
+    for figures, state in on_workers(count, steered):
+        num_tokens = sum(sum(lengths) for *_, lengths in TOKENS)
+        assert figures["kl/ref_response_mean"] == pytest.approx(0.25 * num_tokens / 4)
+        assert state.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 4 / 4))
+
+
+def test_an_episode_counts_once_in_the_running_normalisation():
+    ppo = PPOSection.model_validate(
+        {"advantage": "reinforce", "kl": {"coef": 0.0}, "shaping": {"normalize": True}}
+    )
+    state = AdvantageState.of(ppo)
+    _, _, state = with_advantages(
+        experience(rows()), ppo, state, Workers(), max_new_tokens=9, step=1
+    )
+    scores = list(SCORES.values())
+    assert (state.scores.count, state.scores.mean) == (4, pytest.approx(sum(scores) / 4))
+    assert state.scores.variance == pytest.approx(np.var(scores))
+
+
+def test_lengths_are_of_samples():
+    figures = rollout_figures(rows(), Workers())
+    assert figures["rollout/response_tokens"] == 26.0
+    assert figures["rollout/response_tokens_mean"] == 26 / 4
+    assert figures["rollout/response_tokens_max"] == 12.0
+    assert figures["rollout/prompt_tokens_mean"] == pytest.approx((2 * 4 + 3 * 3 + 4) / 8)
+
+
+def test_work_is_counted_by_samples_and_no_row_is_taken_for_another_update():
+    config = PPOConfig.parse(with_keys(rollout__prompts_per_step=2, rollout__samples_per_prompt=2,
+                                       ppo__minibatch_size=4))  # fmt: skip
+    work = step_work(Collected(rows(), rows(), 0, {}), None, config, Workers(), step=1)
+    assert {name: each.samples for name, each in work.items()} == dict.fromkeys(work, 4.0)
+    assert work["generate"].tokens == 26.0
+
+
+class Twice:
+    """Plays each prompt as an agent would that begins a second conversation."""
+
+    def play(self, draws, engine, sampling, push_again) -> list[Rollout]:
+        return [
+            replace(
+                rollout(draw.group_index, 0, tokens),
+                row_index=number,
+                episode=Episode(1.0, 2, 0.0),
+            )
+            for draw in draws
+            for number, tokens in enumerate((3, 5))
+        ]
+
+    def waited_s(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        pass
+
+
+def test_held_out_episodes_tell_their_length_and_what_a_reward_function_names():
+    def judge(rollouts: list[Rollout]) -> list[dict[str, float]]:
+        return [{"score": 0.5, "format": float(each.row_index)} for each in rollouts]
+
+    prompts = [Prompt(index, "p", np.array([5], np.int32)) for index in range(2)]
+    figures = evaluate_policy(
+        prompts,
+        Engine(lambda requests: []),
+        Lossy(),
+        None,
+        section=EvalSection(),
+        sampling=replace(SAMPLING, samples_per_prompt=1, episodes=Twice()),
+        workers=Workers(),
+        judges=Judges.of(judge, (), reward=RewardSection(), model=ModelSection(policy="p")),
+    )
+    assert figures["eval/response_tokens_mean"] == 8.0
+    assert figures["eval/score_mean"] == 1.5
+    assert figures["eval/reward/format"] == 0.0
+    assert not any(math.isnan(value) for value in figures.values())
