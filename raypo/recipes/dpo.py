@@ -15,7 +15,7 @@ from raypo.learner.supervised import SupervisedLearner
 from raypo.metrics.clock import Clock
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from raypo.models.lora import add_adapter
-from raypo.run.examples_run import PolicyExamplesRun, tell_skipped
+from raypo.run.examples_run import PolicyExamplesRun, stream_of
 from raypo.run.reference import with_references
 from raypo.run.run import open_run
 from raypo.run.setup import Runtime
@@ -70,12 +70,11 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         load = load_verdicts if config.dpo.loss == "kto" else load_pairs
         section = config.data.model_copy(update={"label_key": None})  # for eval.function alone
         loaded = load(section, tokenizer, end)
-        tell_skipped(loaded, tell)
         held_out: list[Any] = []
         if config.eval.pairs:
             section = section.model_copy(update={"prompts": config.eval.pairs})
             held_out = list(load(section, tokenizer, end, key="eval.pairs").items)
-        stream = ShuffledStream(list(loaded.items), seed=config.seed)
+        stream: ShuffledStream[Any] = stream_of(loaded, config, tell)
         return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
 
     def make_task(self) -> PreferenceTask | VerdictTask:
@@ -91,11 +90,10 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
             return
         self.tell.phase("asking the reference")
         items = list(self.stream.items)
-        draws = len(items)
+        drawn = list(range(len(items)))
         if config.from_checkpoint is None:  # else its cursor may stand anywhere
-            draws = min(draws, config.num_steps * config.learner.batch_size)
-        order = ShuffledStream(range(len(items)), seed=config.seed)
-        drawn = [place for _, place in order.take(draws)]
+            draws = self.stream.of(drawn).take(config.num_steps * config.learner.batch_size)
+            drawn = list(dict.fromkeys(place for _, place in draws))
         named = config.model.reference
         asked = with_references(
             [*(items[place] for place in drawn), *self.held_out],
@@ -106,8 +104,8 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         )
         for place, item in zip(drawn, asked, strict=False):
             items[place] = item
-        self.stream = ShuffledStream(items, seed=config.seed)
-        self.held_out = asked[draws:]
+        self.stream = self.stream.of(items)
+        self.held_out = asked[len(drawn) :]
 
     def _load(self, path: str) -> Any:
         section = self.config.model

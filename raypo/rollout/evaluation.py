@@ -12,7 +12,7 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import EvalSection
 from raypo.data.stream import Draw
-from raypo.metrics.reduce import WeightedMeans
+from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.ppo.groups import pass_at_k
 from raypo.rewards.scoring import RewardFunction, parts_of, score
 from raypo.rollout.collect import Decoder, PushAgain, Sampler, Sampling, sample
@@ -39,7 +39,7 @@ def evaluate_policy(
     before_judging: Callable[[], None] = lambda: None,
     keep: Callable[[list[ScoredRollout]], None] | None = None,
 ) -> dict[str, float]:
-    """`eval/score_mean` and `eval/response_tokens_mean` of the engines' weights.
+    """`eval/score_mean`, also by source, and `eval/response_tokens_mean` of the engines' weights.
 
     The prompts are shared out over the workers; every evaluation of a run samples with the same
     seeds. A response that cannot be scored counts as nothing, and is counted.
@@ -52,7 +52,7 @@ def evaluate_policy(
         keep: Called with this worker's samples, their score that of `eval/score_mean`.
     """
     sampling = _of_evaluation(section, sampling)
-    mine = prompts[workers.rank :: workers.count]
+    mine = [prompts[place] for place in range(workers.rank, len(prompts), workers.count)]
     draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
     rollouts = sample(draws, engine, tokenizer, sampling, push_again)
     before_judging()
@@ -72,7 +72,15 @@ def evaluate_policy(
     if keep is not None:
         by_source = judged or [{}] * len(rollouts)
         keep([ScoredRollout(*each) for each in zip(rollouts, scores, by_source, strict=True)])
-    scores = [each for each, r in zip(scores, rollouts, strict=True) if r.row_index == 0]
+    samples = [
+        (each, rollout.data_source)
+        for each, rollout in zip(scores, rollouts, strict=True)
+        if rollout.row_index == 0
+    ]
+    for value, source in samples:
+        if source and math.isfinite(value):
+            means.add(f"eval/score_mean/{source}", value, 1)
+    scores = [value for value, _ in samples]
     scored = [value for value in scores if math.isfinite(value)]
     means.add("eval/score_mean", math.fsum(scored), len(scored))
     for value in scores:
@@ -86,7 +94,7 @@ def evaluate_policy(
     for k in section.pass_at:
         passed = pass_at_k(num_right, num_samples, k=k)
         means.add(f"eval/pass_at_{k}", float(passed.double().sum()), len(mine))
-    return means.reduce(workers)
+    return without_lone(means.reduce(workers), "eval/score_mean/")
 
 
 def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:
