@@ -268,9 +268,9 @@ def _require_functions(
     for source in sources:
         if source_name(source) not in having:
             raise ConfigError(
-                f"{common} (None): {key} has sources with functions of their own, and "
-                f"{source_name(source)} has none. Give it one, or set {common}, which judges all "
-                f"sources that have none."
+                f"{common} (None): sources have functions of their own, and {source_name(source)} "
+                f"of {key} has none. Give it one, or set {common}, which judges all sources that "
+                f"have none."
             )
 
 

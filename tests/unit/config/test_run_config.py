@@ -8,8 +8,8 @@ from raypo.config import (
     NUMBERS_DO_NOT_DEPEND_ON,
     CheckpointSection,
     ConfigError,
-    SourceEntry,
     PPOConfig,
+    SourceEntry,
     flatten,
     load_run_config,
 )
