@@ -74,7 +74,7 @@ def few_rows_notes(
         return [note] if note else []
     notes = []
     for source, size, weight in zip(section.prompts, mix.sizes, mix.weights, strict=True):
-        share = math.ceil(rows_per_step * weight / sum(mix.weights))
+        share = math.ceil(round(rows_per_step * weight / sum(mix.weights), 6))
         if size < share:
             notes.append(
                 f"{source_name(source)} has {size} rows and {share} of them come in a step (its "
