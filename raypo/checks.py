@@ -89,7 +89,8 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
         _peek_held_out(config)
     if config.eval.function is not None:
         check_function(config.eval.function, key="eval.function")
-    _check_own_functions(config, common=None)
+    is_online = isinstance(config, OnlineConfig)
+    _check_own_functions(config, common=config.reward.function if is_online else None)
 
 
 def _check_online(config: OnlineConfig, *, has_reward_fn: bool) -> list[str]:

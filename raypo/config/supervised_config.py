@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -117,7 +117,7 @@ class ExamplesConfig(RecipeConfig):
     @model_validator(mode="after")
     def _functions_judge_answers_alone(self) -> Self:
         evaluation = vars(self)["eval"]
-        sources = {"data.prompts": self.data.prompts}
+        sources: dict[str, Any] = {"data.prompts": self.data.prompts}
         sources["eval.pairs"] = getattr(evaluation, "pairs", None)
         if not isinstance(evaluation, EvalSection):
             sources["eval.prompts"] = evaluation.prompts

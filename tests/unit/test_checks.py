@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raypo.checks import check_inputs, check_run_folder, is_finished
+from raypo.checks import check_evaluation, check_inputs, check_run_folder, is_finished
 from raypo.config import ConfigError, PPOConfig, SFTConfig
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.run_files import RunFiles
@@ -299,6 +299,11 @@ def test_where_sources_have_functions_none_is_left_without(values: dict, tmp_pat
         "has none. Give it one, or set reward.function, which judges all sources that have none."
     )
     check_inputs(PPOConfig.parse(values), has_reward_fn=True)
+    values["reward"]["function"] = function
+    values["eval"] = {"prompts": path}
+    check_inputs(PPOConfig.parse(values))
+    check_evaluation(values["model"]["policy"], PPOConfig.parse(values))
+    del values["reward"]["function"]
     values["data"]["prompts"].pop()
     values["eval"] = {"prompts": [{"path": path, "name": "sums"}]}
     check_inputs(PPOConfig.parse(values))
