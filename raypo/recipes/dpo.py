@@ -8,8 +8,7 @@ from typing import Any, Self
 from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import DPOConfig
-from raypo.data.examples import load_pairs, load_verdicts
-from raypo.data.stream import ShuffledStream
+from raypo.data.examples import LoadedExamples, load_pairs, load_verdicts
 from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.metrics.clock import Clock
@@ -69,12 +68,12 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         end = stop_token_ids(config.model.policy, tokenizer)[0]
         load = load_verdicts if config.dpo.loss == "kto" else load_pairs
         section = config.data.model_copy(update={"label_key": None})  # for eval.function alone
-        loaded = load(section, tokenizer, end)
+        loaded: LoadedExamples[Any] = load(section, tokenizer, end)
         held_out: list[Any] = []
         if config.eval.pairs:
             section = section.model_copy(update={"prompts": config.eval.pairs})
             held_out = list(load(section, tokenizer, end, key="eval.pairs").items)
-        stream: ShuffledStream[Any] = stream_of(loaded, config, tell)
+        stream = stream_of(loaded, config, tell)
         return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
 
     def make_task(self) -> PreferenceTask | VerdictTask:
