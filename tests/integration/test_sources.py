@@ -51,7 +51,7 @@ def test_a_run_on_two_sources_with_judges_of_their_own(task: Path, tmp_path: Pat
     assert rows[-1]["eval/score_mean"] == pytest.approx((6 * 1.0 + 9 * 2.0) / 15)
     samples = pd.read_parquet(tmp_path / "whole" / "rollouts" / "step_00001.parquet")
     assert samples["data_source"].value_counts().to_dict() == {"sums": 24, "plain": 8}
-    by_source = {(row.data_source, row.score) for row in samples.itertuples()}
+    by_source = set(zip(samples["data_source"], samples["score"], strict=True))
     assert by_source == {("plain", 1.0), ("sums", 2.0)}
 
     # One step, and then the other one: the same draws, and the same numbers.
