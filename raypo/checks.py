@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,18 @@ from raypo.config import (
     OnlineConfig,
     PairsSection,
     PolicyExamplesConfig,
+    PromptSource,
     RecipeConfig,
     RewardModelConfig,
     SFTConfig,
     flatten,
+    functions_of,
     parse_run_config,
+    source_name,
 )
 from raypo.data.conversations import peek_conversations
-from raypo.data.prompts import peek, repetition_note
+from raypo.data.mixing import repetition_note
+from raypo.data.prompts import peek
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, worker_bundles
 from raypo.rewards.loader import check_class, check_function
@@ -64,8 +68,10 @@ def check_inputs(
         _check_data(config, _pair_columns(config.data))
     elif isinstance(config, DPOConfig):
         _check_dpo(config)
-    if isinstance(config, PolicyExamplesConfig) and config.eval.function is not None:
-        check_function(config.eval.function, key="eval.function")
+    if isinstance(config, PolicyExamplesConfig):
+        if config.eval.function is not None:
+            check_function(config.eval.function, key="eval.function")
+        _check_own_functions(config, common=None)
     if on_this_machine:
         _check_cpus(config)
     return notes
@@ -79,11 +85,12 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
     """
     check_model("MODEL", model)
     check_extra(config.rollout.engine)
-    data = config.data
     if config.eval.prompts:
-        peek(config.eval.prompts, data.prompt_key, data.label_key, key="eval.prompts")
+        _peek_held_out(config)
     if config.eval.function is not None:
         check_function(config.eval.function, key="eval.function")
+    is_online = isinstance(config, OnlineConfig)
+    _check_own_functions(config, common=config.reward.function if is_online else None)
 
 
 def _check_online(config: OnlineConfig, *, has_reward_fn: bool) -> list[str]:
@@ -98,7 +105,14 @@ def _check_online(config: OnlineConfig, *, has_reward_fn: bool) -> list[str]:
     num_prompts = _check_data(config)
     if column:  # of held-out prompts no response is read
         columns = {"data.response_key": column}
-        peek(config.data.prompts, config.data.prompt_key, response_keys=columns)
+        data = config.data
+        peek(
+            data.prompts,
+            data.prompt_key,
+            response_keys=columns,
+            system_prompt=data.system_prompt,
+        )
+    _check_own_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)
     functions = config.own_functions | {"eval.function": config.eval.function}
@@ -122,11 +136,12 @@ def _check_sft(config: SFTConfig) -> None:
     if data.messages_key is None:
         _check_data(config, {"data.response_key": data.response_key})
         return
-    peek_conversations(data.prompts, data.messages_key, key="data.prompts")
+    system = data.system_prompt
+    peek_conversations(data.prompts, data.messages_key, key="data.prompts", system_prompt=system)
     if held_out:
-        peek_conversations(held_out, data.messages_key, key="eval.prompts")
-        if config.eval.function is not None:  # the engine answers prompts, not conversations
-            peek(held_out, data.prompt_key, data.label_key, key="eval.prompts")
+        peek_conversations(held_out, data.messages_key, key="eval.prompts", system_prompt=system)
+        if config.needs_engine:  # it answers prompts, not conversations
+            _peek_held_out(config)
 
 
 def _check_judged(config: OnlineConfig) -> None:
@@ -134,7 +149,7 @@ def _check_judged(config: OnlineConfig) -> None:
     if config.reward.function is not None:
         check_function(config.reward.function)
     judges = config.reward.function or config.model.reward or config.reward.url
-    if judges or config.rollout.is_episodic:
+    if judges or functions_of(config.data.prompts) or config.rollout.is_episodic:
         return
     if not isinstance(config, DistillationConfig):
         raise ConfigError(
@@ -142,7 +157,7 @@ def _check_judged(config: OnlineConfig) -> None:
             "package.module:name, set model.reward or reward.url, or pass reward_fn to the "
             "trainer."
         )
-    if config.eval.prompts and not config.eval.function:
+    if config.eval.prompts and not (config.eval.function or functions_of(config.eval.prompts)):
         raise ConfigError(
             "eval.function (None): nobody judges the answers to eval.prompts. Set it to "
             "file.py:name or package.module:name, or remove eval.prompts."
@@ -156,11 +171,16 @@ def _check_dpo(config: DPOConfig) -> None:
     data = config.data
     columns = {"data.response_key": data.response_key} if data.desirable_key else None
     columns = columns or _pair_columns(data)
-    peek(data.prompts, data.prompt_key, response_keys=columns)
-    if config.eval.pairs:
-        peek(config.eval.pairs, data.prompt_key, key="eval.pairs", response_keys=columns)
+    for key, sources in (("data.prompts", data.prompts), ("eval.pairs", config.eval.pairs)):
+        peek(
+            sources or (),
+            data.prompt_key,
+            key=key,
+            response_keys=columns,
+            system_prompt=data.system_prompt,
+        )
     if config.eval.prompts:
-        peek(config.eval.prompts, data.prompt_key, data.label_key, key="eval.prompts")
+        _peek_held_out(config)
 
 
 def _pair_columns(data: PairsSection) -> dict[str, str]:
@@ -197,12 +217,62 @@ def _local_shape(path: str | None) -> ModelShape | None:
 
 def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> int | None:
     """The number of rows in `data.prompts`, where it is known."""
-    data = config.data
-    keys = data.prompt_key, data.label_key
-    num_rows = peek(data.prompts, *keys, response_keys=response_keys)
     if config.eval.prompts:
-        peek(config.eval.prompts, *keys, key="eval.prompts", response_keys=response_keys)
-    return num_rows
+        _peek_held_out(config, response_keys)
+    data = config.data
+    return peek(
+        data.prompts,
+        data.prompt_key,
+        data.label_key,
+        response_keys=response_keys,
+        system_prompt=data.system_prompt,
+    )
+
+
+def _peek_held_out(config: Any, response_keys: dict[str, str] | None = None) -> None:
+    data = config.data
+    peek(
+        config.eval.prompts,
+        data.prompt_key,
+        data.label_key,
+        key="eval.prompts",
+        response_keys=response_keys,
+        system_prompt=data.system_prompt,
+    )
+
+
+def _check_own_functions(
+    config: OnlineConfig | PolicyExamplesConfig, *, common: str | bool | None
+) -> None:
+    """Functions of single sources: each is there, and no source is left without one.
+
+    Args:
+        common: Whether there is a function for all sources that have none.
+    """
+    trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
+    for key, functions in (("data.prompts", trained), ("eval.prompts", held_out)):
+        for spec in functions.values():
+            check_function(spec, key=f"{key}.function")
+    if common:
+        return
+    if trained:
+        _require_functions("data.prompts", config.data.prompts, trained, "reward.function")
+    if (trained or held_out) and not config.eval.function:
+        having = trained | held_out
+        _require_functions("eval.prompts", config.eval.prompts or (), having, "eval.function")
+
+
+def _require_functions(
+    key: str, sources: Sequence[PromptSource], having: Mapping[str, str], common: str
+) -> None:
+    """Refuse a source that no function judges, where others have one of their own."""
+    for source in sources:
+        if source_name(source) not in having:
+            raise ConfigError(
+                f"{common} (None): sources have functions of their own, and {source_name(source)} "
+                f"of {key} has none. Give it one, or set {common}, which judges all sources that "
+                f"have none."
+            )
 
 
 def check_run_folder(config: RecipeConfig, files: RunFiles, *, start_over: str = "--fresh") -> None:

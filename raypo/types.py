@@ -26,6 +26,8 @@ class Prompt:
     label: Any = None
     messages: list[dict[str, Any]] | None = None
     """The chat messages, where the prompt was given so."""
+    data_source: str | None = None
+    """Name of its source in `data.prompts`."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Rollout:
     """Which draw of the run the prompt was, from 0: the samples of one draw are a group."""
     messages: list[dict[str, Any]] | None = None
     """The prompt's chat messages, where it was given so."""
+    data_source: str | None = None
+    """Name of the prompt's source in `data.prompts`."""
     episode: Episode | None = None
     """Where the response is of several turns: what the policy and an environment wrote."""
     row_index: int = 0

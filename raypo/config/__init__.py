@@ -38,7 +38,6 @@ from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
     DataSection,
-    DataSetEntry,
     EvalSection,
     LearnerSection,
     LoggingSection,
@@ -46,7 +45,6 @@ from raypo.config.sections import (
     MLflowSection,
     ModelSection,
     PolicyLoraSection,
-    PromptSource,
     RewardModelEntry,
     RewardSection,
     RewardWeights,
@@ -54,6 +52,7 @@ from raypo.config.sections import (
     WandbSection,
     WorkersSection,
 )
+from raypo.config.sources import PromptSource, SourceEntry, functions_of, source_name
 from raypo.config.supervised_config import (
     ExamplesConfig,
     ExamplesLearnerSection,
@@ -78,7 +77,6 @@ __all__ = [
     "DPOConfig",
     "DPOSection",
     "DataSection",
-    "DataSetEntry",
     "DeploymentSection",
     "DistillationConfig",
     "DistillationSection",
@@ -120,12 +118,15 @@ __all__ = [
     "SamplingSection",
     "SelectionSection",
     "ShapingSection",
+    "SourceEntry",
     "StopSection",
     "TrainedModelSection",
     "WandbSection",
     "WorkersSection",
     "flatten",
+    "functions_of",
     "is_import_path",
     "load_run_config",
     "parse_run_config",
+    "source_name",
 ]

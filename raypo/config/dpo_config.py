@@ -7,7 +7,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from raypo.config.base import Config
-from raypo.config.sections import EvalSection, PromptSources
+from raypo.config.sections import EvalSection
+from raypo.config.sources import HeldOutSources
 from raypo.config.supervised_config import (
     ExamplesLearnerSection,
     PairsSection,
@@ -112,8 +113,8 @@ class DPOLearnerSection(ExamplesLearnerSection):
 class DPOEvalSection(EvalSection):
     """Held-out prompts, judged as the run goes, and held-out pairs."""
 
-    pairs: PromptSources | None = None
-    """Files or data sets like data.prompts, with the same keys: loss, accuracy and rewards of
+    pairs: HeldOutSources | None = None
+    """Sources like data.prompts, with the same columns: loss, accuracy and rewards of
     held-out pairs or verdicts; null: none."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,7 +42,8 @@ def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]
         return
     if rest:
         for section in found if isinstance(found, list | tuple) else [found]:
-            _change(section, rest, change)
+            if isinstance(section, dict):  # a source may be its path alone
+                _change(section, rest, change)
     elif isinstance(found, list | tuple):
         values[first] = [_changed(entry, change) for entry in found]
     else:
@@ -57,7 +59,7 @@ def _absolute(path: str, base: Path) -> str:
     if is_uri(path):
         return path
     full = base / Path(path).expanduser()
-    return str(full) if full.exists() else path
+    return str(full) if full.exists() or glob(str(full), recursive=True) else path
 
 
 def _absolute_function(spec: str, base: Path) -> str:

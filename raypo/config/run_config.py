@@ -22,8 +22,8 @@ from raypo.config.sections import (
     RewardSection,
     StopSection,
     WorkersSection,
-    one_or_many,
 )
+from raypo.config.sources import one_or_many
 
 NUMBERS_DO_NOT_DEPEND_ON = (
     "checkpoint",
@@ -141,7 +141,9 @@ class OnlineConfig(RecipeConfig):
     )
     functions: ClassVar[tuple[str, ...]] = (
         "reward.function",
+        "data.prompts.function",
         "eval.function",
+        "eval.prompts.function",
         "rollout.environment",
         "rollout.agent",
     )

@@ -3,79 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
 from raypo.config.base import Config
-
-DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
-"""How the names of files that raypo reads rows from end."""
-
-
-def one_or_many(value: Any) -> Any:
-    """A list of one where a single value stands for it."""
-    return [value] if isinstance(value, str | Mapping | BaseModel) else value
-
+from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)]
-
-
-class DataSetEntry(Config):
-    """A Hugging Face data set with its configuration and split, as `datasets.load_dataset` takes
-    them: `{path: openai/gsm8k, config: main, split: train}`.
-    """
-
-    path: str
-    """A hub id, or a folder that `datasets` reads."""
-    config: str | None = None
-    """Configuration, which the hub calls a subset; null: the only one, or the default."""
-    split: str = "train"
-    """Split; also a slice or a sum, like train[:1000] or train+test."""
-
-    @field_validator("path")
-    @classmethod
-    def _is_no_file(cls, path: str) -> str:
-        if "://" in path or path.lower().endswith(DATA_FILES):
-            raise ValueError(
-                "configuration and split are a Hugging Face data set's, and this names a file. "
-                f"Write the file alone: prompts: {path}."
-            )
-        return path
-
-    def __str__(self) -> str:
-        """As messages name it: `openai/gsm8k, main, train`."""
-        return ", ".join(filter(None, (self.path, self.config, self.split)))
-
-
-PromptSource = str | DataSetEntry
-"""A file or its URI, a data set id, or a data set with its configuration and split."""
-
-
-def _kind_of_source(value: Any) -> str:
-    return "data set" if isinstance(value, Mapping | DataSetEntry) else "text"
-
-
-PromptSources = Annotated[
-    tuple[
-        Annotated[
-            Annotated[str, Tag("text")] | Annotated[DataSetEntry, Tag("data set")],
-            Discriminator(_kind_of_source),
-        ],
-        ...,
-    ],
-    BeforeValidator(one_or_many),
-]
 
 
 class RewardModelEntry(Config):
@@ -176,15 +112,20 @@ class ModelSection(Config):
 class DataSection(Config):
     """Where prompts come from."""
 
-    prompts: PromptSources = Field(min_length=1)
-    """Files (jsonl, json, parquet, csv) by path or URI (s3://, gs://, file://, what pyarrow opens),
-    Hugging Face data sets: an id, or {path, config, split}, and tasks of reasoning-gym:
-    reasoning_gym://chain_sum?size=2000&seed=0. One, or a list of them."""
+    prompts: TrainedSources = Field(min_length=1)
+    """Files (jsonl, json, parquet, csv) by path, pattern (data/*.jsonl, in the order of their
+    names) or URI (s3://, gs://, file://, what pyarrow opens), folders that the `save_to_disk` of
+    `datasets` wrote, Hugging Face data sets by their id, and tasks of reasoning-gym:
+    reasoning_gym://chain_sum?size=2000&seed=0. One, or a list of them; in place of each the keys
+    below, like {path, weight}."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages (then the chat template), which
     may stand there as JSON text, as it must in a csv file."""
     label_key: str | None = None
     """Column handed to reward functions as `rollout.label`."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """System message that is put before each row's chat messages, which must not bring one of their
+    own; prompts that are text alone have no place for it, and are refused."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Longest prompt in tokens."""
     too_long: Literal["skip", "error"] = "skip"
@@ -356,8 +297,8 @@ class LearnerSection(WorkersSection):
 class EvalSection(Config):
     """Held-out prompts, judged as the run goes."""
 
-    prompts: PromptSources | None = None
-    """Files or data sets like data.prompts, with the same keys; null: no evaluation."""
+    prompts: HeldOutSources | None = None
+    """Sources like data.prompts, with the same columns; null: no evaluation."""
     function: str | None = None
     """What `eval/score_mean` means; null: reward.function, else the reward models."""
     every: int = Field(default=10, ge=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,9 +15,9 @@ from raypo.config.sections import (
     Dtype,
     EvalSection,
     LoraSection,
-    PromptSources,
     WorkersSection,
 )
+from raypo.config.sources import HeldOutSources, functions_of
 
 
 class TrainedModelSection(Config):
@@ -77,8 +77,8 @@ class PairsSection(DataSection):
 class PairsEvalSection(Config):
     """Held-out pairs."""
 
-    prompts: PromptSources | None = None
-    """Files or data sets like data.prompts, with the same keys; null: no evaluation."""
+    prompts: HeldOutSources | None = None
+    """Sources like data.prompts, with the same columns; null: no evaluation."""
     every: Annotated[int, Field(ge=1)] = 50
     """Steps between evaluations; the first is before the first update, the last after the last."""
 
@@ -120,6 +120,21 @@ class ExamplesConfig(RecipeConfig):
         return self
 
     @model_validator(mode="after")
+    def _functions_judge_answers_alone(self) -> Self:
+        evaluation = vars(self)["eval"]
+        sources: dict[str, Any] = {"data.prompts": self.data.prompts}
+        sources["eval.pairs"] = getattr(evaluation, "pairs", None)
+        if not isinstance(evaluation, EvalSection):
+            sources["eval.prompts"] = evaluation.prompts
+        for key, given in sources.items():
+            if functions := functions_of(given):
+                raise ValueError(
+                    f"{key}.function ({next(iter(functions.values()))}): has no effect, nobody "
+                    f"answers these rows, the recipe {self.recipe} learns from them. Remove it."
+                )
+        return self
+
+    @model_validator(mode="after")
     def _longest_sequence_fits_a_microbatch(self) -> Self:
         longest = self.data.max_prompt_tokens + self.data.max_response_tokens
         self.learner.require_room_for(longest, "data.max_prompt_tokens + data.max_response_tokens")
@@ -129,15 +144,16 @@ class ExamplesConfig(RecipeConfig):
 class PolicyExamplesConfig(ExamplesConfig):
     """What the run files of the recipes have in common that learn a policy from examples."""
 
-    functions: ClassVar[tuple[str, ...]] = ("eval.function",)
+    functions: ClassVar[tuple[str, ...]] = ("eval.function", "eval.prompts.function")
 
     rollout: SamplingSection = SamplingSection()
     eval: EvalSection = EvalSection()
 
     @property
     def needs_engine(self) -> bool:
-        """Whether engines answer held-out prompts: somebody judges the answers."""
-        return bool(self.eval.prompts and self.eval.function)
+        """Whether engines answer held-out prompts: a function judges the answers."""
+        judges = self.eval.function or functions_of(self.eval.prompts)
+        return bool(self.eval.prompts and judges)
 
 
 class SFTConfig(PolicyExamplesConfig):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypo.config import ConfigError, PromptSource
-from raypo.data.prompts import is_chat, with_columns
+from raypo.data.prompts import is_chat, with_columns, with_system_prompt
 from raypo.data.rows import Row, check_data_set, is_data_set, read_rows
 from raypo.types import Example
 
@@ -21,8 +21,13 @@ _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The tag by which a chat template says what the assistant wrote."""
 
 
-def peek_conversations(sources: Sequence[PromptSource], column: str, *, key: str) -> None:
+def peek_conversations(
+    sources: Sequence[PromptSource], column: str, *, key: str, system_prompt: str | None = None
+) -> None:
     """Check files of conversations by their first row, without a tokenizer.
+
+    Args:
+        system_prompt: What `data.system_prompt` puts before the messages of each row.
 
     Raises:
         ConfigError: a file is missing, unreadable or empty, or its first row has no conversation.
@@ -32,7 +37,8 @@ def peek_conversations(sources: Sequence[PromptSource], column: str, *, key: str
             check_data_set(source, key=key)
             continue
         rows = with_columns(read_rows(source, key=key), source, {"data.messages_key": column})
-        _check(next(rows), column)
+        _check(row := next(rows), column)
+        with_system_prompt(row, "data.messages_key", column, system_prompt)
 
 
 def conversation(

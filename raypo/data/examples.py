@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from raypo.config import ConfigError, PairsSection, PreferencesSection, ResponsesSection
+from raypo.config import (
+    ConfigError,
+    PairsSection,
+    PreferencesSection,
+    ResponsesSection,
+)
 from raypo.data.conversations import conversation
 from raypo.data.prompts import (
     CHUNK,
     check_response,
-    checked_rows,
     is_allowed,
     is_chat,
     key_columns,
+    prepared_rows,
     prompt_text,
     tokenised_prompts,
     with_columns,
+    with_system_prompt,
 )
 from raypo.data.rows import Row, read_rows
 from raypo.types import Example, Pair, Verdict
@@ -33,9 +39,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class LoadedExamples(Generic[Item]):
-    """Tokenised examples in the order of the files."""
+    """Tokenised examples in the order of the sources."""
 
     items: list[Item]
+    sizes: tuple[int, ...]
+    """Examples of each source."""
     num_skipped: int
     """Rows left out because their prompt or a response is too long."""
     num_unusable: int = 0
@@ -82,10 +90,12 @@ def _load_conversations(
 ) -> LoadedExamples[Example]:
     longest = section.max_prompt_tokens + section.max_response_tokens
     items: list[Example] = []
+    sizes: list[int] = []
     num_skipped = 0
     for source in section.prompts:
         rows = with_columns(read_rows(source, key=key), source, {"data.messages_key": column})
-        for row in rows:
+        for each in rows:
+            row = with_system_prompt(each, "data.messages_key", column, section.system_prompt)
             item = conversation(row, column, tokenizer, end_token_id)
             if item.num_tokens <= longest:
                 items.append(item)
@@ -98,13 +108,14 @@ def _load_conversations(
                     f"{longest} are allowed. Set data.max_response_tokens to at least "
                     f"{item.num_tokens - section.max_prompt_tokens}, or data.too_long to skip."
                 )
+        sizes.append(len(items) - sum(sizes))
     if not items:
         raise ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): all {num_skipped} conversations have "
             f"more than {longest} tokens (data.max_prompt_tokens + data.max_response_tokens). "
             f"Raise them."
         )
-    return LoadedExamples(items, num_skipped)
+    return LoadedExamples(items, tuple(sizes), num_skipped)
 
 
 def load_pairs(
@@ -153,7 +164,8 @@ def load_verdicts(
             for pair in pairs.items
             for response in (pair.chosen_ids, pair.rejected_ids)
         ]
-        return replace(pairs, items=_with_others(told, key))  # type: ignore[return-value,arg-type]
+        sizes = tuple(2 * size for size in pairs.sizes)
+        return LoadedExamples(_with_others(told, key), sizes, pairs.num_skipped, pairs.num_unusable)
 
     def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> _Told | None:
         value = row.values[column]
@@ -167,7 +179,8 @@ def load_verdicts(
 
     columns = {"data.response_key": section.response_key}
     loaded = _load(section, tokenizer, end_token_id, columns, build, key)
-    return LoadedExamples(_with_others(loaded.items, key), loaded.num_skipped, loaded.num_unusable)
+    verdicts = _with_others(loaded.items, key)
+    return LoadedExamples(verdicts, loaded.sizes, loaded.num_skipped, loaded.num_unusable)
 
 
 _Told = tuple[np.ndarray, np.ndarray, bool]
@@ -200,6 +213,7 @@ def _load(
     key: str,
 ) -> LoadedExamples[Item]:
     items: list[Item] = []
+    sizes: list[int] = []
     num_skipped = num_unusable = 0
     columns = key_columns(section.prompt_key, section.label_key) | response_columns
     columns |= {
@@ -207,24 +221,26 @@ def _load(
         for name in ("margin_key", "desirable_key", "ref_chosen_key", "ref_rejected_key")
         if getattr(section, name, None)
     }
-    rows = checked_rows(section, key, columns)
-    while chunk := list(islice(rows, CHUNK)):
-        for row, (config_key, column) in product(chunk, response_columns.items()):
-            check_response(row, config_key, column)
-        texts = [prompt_text(row, section.prompt_key, tokenizer) for row in chunk]
-        prompts = tokenised_prompts(chunk, texts, section, tokenizer)
-        by_column = [
-            _responses(chunk, texts, column, section.prompt_key, tokenizer, end_token_id)
-            for column in response_columns.values()
-        ]
-        for row, prompt, *responses in zip(chunk, prompts, *by_column, strict=True):
-            fits = is_allowed(row, len(prompt), section)
-            if not (fits and all(_is_short(row, ids, section) for ids in responses)):
-                num_skipped += 1
-            elif (item := build(row, prompt, responses)) is None:
-                num_unusable += 1
-            else:
-                items.append(item)
+    for source in section.prompts:
+        rows = prepared_rows(read_rows(source, key=key), source, section, columns)
+        while chunk := list(islice(rows, CHUNK)):
+            for row, (config_key, column) in product(chunk, response_columns.items()):
+                check_response(row, config_key, column)
+            texts = [prompt_text(row, section.prompt_key, tokenizer) for row in chunk]
+            prompts = tokenised_prompts(chunk, texts, section, tokenizer)
+            by_column = [
+                _responses(chunk, texts, column, section.prompt_key, tokenizer, end_token_id)
+                for column in response_columns.values()
+            ]
+            for row, prompt, *responses in zip(chunk, prompts, *by_column, strict=True):
+                fits = is_allowed(row, len(prompt), section)
+                if not (fits and all(_is_short(row, ids, section) for ids in responses)):
+                    num_skipped += 1
+                elif (item := build(row, prompt, responses)) is None:
+                    num_unusable += 1
+                else:
+                    items.append(item)
+        sizes.append(len(items) - sum(sizes))
     if num_unusable and not items:
         raise ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} rows have equal or "
@@ -238,7 +254,7 @@ def _load(
             f"({section.max_prompt_tokens}) or data.max_response_tokens "
             f"({section.max_response_tokens})."
         )
-    return LoadedExamples(items, num_skipped, num_unusable)
+    return LoadedExamples(items, tuple(sizes), num_skipped, num_unusable)
 
 
 def _responses(

@@ -1,19 +1,21 @@
-"""From prompt files to tokenised prompts."""
+"""From sources of rows to tokenised prompts."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raypo.config import ConfigError, DataSection, PromptSource
-from raypo.data.rows import Row, check_data_set, is_data_set, read_rows
+from raypo.config import ConfigError, DataSection, PromptSource, source_name
+from raypo.data.rows import Row, RowsOnDisk, check_data_set, is_data_set, read_rows, rows_on_disk
 from raypo.types import Prompt
 
 if TYPE_CHECKING:
@@ -33,11 +35,14 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class LoadedPrompts:
-    """Tokenised prompts in the order of the files."""
+    """Tokenised prompts in the order of the sources."""
 
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
+    """Of sources that stay on disk each is read and tokenised whenever it is asked for."""
     num_skipped: int
     """Prompts left out because they are longer than data.max_prompt_tokens."""
+    sizes: tuple[int, ...]
+    """Prompts of each source."""
 
 
 def peek(
@@ -47,12 +52,14 @@ def peek(
     *,
     key: str = "data.prompts",
     response_keys: Mapping[str, str] | None = None,
+    system_prompt: str | None = None,
 ) -> int | None:
     """Check prompt files without a tokenizer or any heavy import, by their first rows.
 
     Args:
         key: The config key that the sources come from, for messages.
         response_keys: Config key -> column of the responses that each row must have.
+        system_prompt: What `data.system_prompt` puts before the messages of each row.
 
     Returns:
         The number of rows; None where there are more than it looks at, or a data set is among them.
@@ -72,22 +79,12 @@ def peek(
         seen = 0
         for row in with_columns(islice(rows, PEEK_ROWS), source, columns):
             check_prompt(row, prompt_key)
+            with_system_prompt(row, "data.prompt_key", prompt_key, system_prompt)
             for config_key, column in (response_keys or {}).items():
                 check_response(row, config_key, column)
             seen += 1
         num_rows, saw_all = num_rows + seen, saw_all and seen < PEEK_ROWS
     return num_rows if saw_all else None
-
-
-def repetition_note(num_prompts: int, prompts_per_step: int) -> str | None:
-    """What there is to say where the prompts of one step must repeat; else None."""
-    if num_prompts >= prompts_per_step:
-        return None
-    return (
-        f"a step takes {prompts_per_step} prompts (rollout.prompts_per_step) and data.prompts has "
-        f"{num_prompts}, so prompts repeat within a step; give more, or set "
-        f"rollout.prompts_per_step to at most {num_prompts}"
-    )
 
 
 def load_prompts(
@@ -97,7 +94,10 @@ def load_prompts(
 
     Text is tokenised with the special tokens that the tokenizer adds by default; chat messages go
     through its chat template, which writes the special tokens itself. `Prompt.index` is the row
-    over all files in their order, skipped rows counted.
+    over all sources in their order, skipped rows counted.
+
+    Every row is read once here, in whichever worker. Of data sets and folders of `save_to_disk`
+    8 bytes of each prompt stay in memory: which row it is. Of files the prompts themselves stay.
 
     Args:
         key: The config key that the paths come from, for messages; evaluation has its own.
@@ -106,30 +106,104 @@ def load_prompts(
         ConfigError: what `peek` refuses, a prompt without tokens, one that is too long where
             `data.too_long` is `error`, or nothing left.
     """
-    prompts: list[Prompt] = []
-    lengths_skipped: list[int] = []
-    index = 0
-    rows = checked_rows(section, key, key_columns(section.prompt_key, section.label_key))
-    while chunk := list(islice(rows, CHUNK)):
-        texts = [prompt_text(row, section.prompt_key, tokenizer) for row in chunk]
-        for row, text, ids in zip(
-            chunk, texts, tokenised_prompts(chunk, texts, section, tokenizer), strict=True
-        ):
-            if is_allowed(row, len(ids), section):
-                label = row.values[section.label_key] if section.label_key else None
-                given = row.values[section.prompt_key]
-                messages = given if is_chat(given) else None
-                prompts.append(Prompt(index, text, np.asarray(ids, np.int32), label, messages))
-            else:
-                lengths_skipped.append(len(ids))
-            index += 1
-    if not prompts:
+    parts: list[Sequence[Prompt]] = []
+    index = num_skipped = shortest = 0
+    for source in section.prompts:
+        reader = PromptReader(section, source, tokenizer, first_index=index)
+        on_disk = rows_on_disk(source, key=key)
+        rows = reader.prepared(read_rows(source, key=key) if on_disk is None else iter(on_disk))
+        kept: list[Prompt] = []
+        places = array("q")
+        while chunk := list(islice(rows, CHUNK)):
+            place = index - reader.first_index
+            for number, prompt in enumerate(reader.tokenised(chunk, place)):
+                length = len(prompt.token_ids)
+                if not is_allowed(chunk[number], length, section):
+                    num_skipped += 1
+                    shortest = min(shortest or length, length)
+                elif on_disk is None:
+                    kept.append(prompt)
+                else:
+                    places.append(place + number)
+            index += len(chunk)
+        parts.append(kept if on_disk is None else PromptsOnDisk(on_disk, places, reader))
+    sizes = tuple(len(part) for part in parts)
+    if not sum(sizes):
         raise ConfigError(
-            f"data.max_prompt_tokens ({section.max_prompt_tokens}): all {len(lengths_skipped)} "
-            f"prompts of {key} are longer. Set data.max_prompt_tokens to at least "
-            f"{min(lengths_skipped)}, the length of the shortest."
+            f"data.max_prompt_tokens ({section.max_prompt_tokens}): all {num_skipped} prompts of "
+            f"{key} are longer. Set data.max_prompt_tokens to at least {shortest}, the length of "
+            f"the shortest."
         )
-    return LoadedPrompts(prompts, len(lengths_skipped))
+    return LoadedPrompts(parts[0] if len(parts) == 1 else Joined(parts), num_skipped, sizes)
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """How the rows of one source become prompts."""
+
+    section: DataSection
+    source: PromptSource
+    tokenizer: PreTrainedTokenizerBase
+    first_index: int
+    """Of its first row, over all sources."""
+
+    def prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """The rows, each checked, with its messages as a list and with the system prompt."""
+        columns = key_columns(self.section.prompt_key, self.section.label_key)
+        return prepared_rows(rows, self.source, self.section, columns)
+
+    def tokenised(self, rows: Sequence[Row], place: int) -> list[Prompt]:
+        """Prompts of prepared rows that follow each other, from the source's row `place` on."""
+        section, tokenizer = self.section, self.tokenizer
+        texts = [prompt_text(row, section.prompt_key, tokenizer) for row in rows]
+        all_ids = tokenised_prompts(rows, texts, section, tokenizer)
+        prompts = []
+        for number, (row, text, ids) in enumerate(zip(rows, texts, all_ids, strict=True)):
+            given = row.values[section.prompt_key]
+            prompts.append(
+                Prompt(
+                    index=self.first_index + place + number,
+                    text=text,
+                    token_ids=np.asarray(ids, np.int32),
+                    label=row.values[section.label_key] if section.label_key else None,
+                    messages=given if is_chat(given) else None,
+                    data_source=source_name(self.source),
+                )
+            )
+        return prompts
+
+
+class PromptsOnDisk(Sequence[Prompt]):
+    """Prompts that are read and tokenised whenever they are asked for."""
+
+    def __init__(self, rows: RowsOnDisk, places: array[int], reader: PromptReader) -> None:
+        """Only note them; `places` are those of the rows that are prompts."""
+        self._rows, self._places, self._reader = rows, places, reader
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: int) -> Prompt:  # type: ignore[override]
+        place = self._places[number]
+        row = next(self._reader.prepared(iter([self._rows[place]])))
+        return self._reader.tokenised([row], place)[0]
+
+
+class Joined(Sequence[Prompt]):
+    """Several sequences of prompts as one."""
+
+    def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Prompt:  # type: ignore[override]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        part = bisect_right(self._ends, number)
+        return self._parts[part][number - self._ends[part] + len(self._parts[part])]
 
 
 def key_columns(prompt_key: str, label_key: str | None) -> dict[str, str]:
@@ -137,12 +211,13 @@ def key_columns(prompt_key: str, label_key: str | None) -> dict[str, str]:
     return {"data.prompt_key": prompt_key} | ({"data.label_key": label_key} if label_key else {})
 
 
-def checked_rows(section: DataSection, key: str, columns: Mapping[str, str]) -> Iterator[Row]:
-    """The rows of all files in their order, each with a prompt and the wanted columns."""
-    for source in section.prompts:
-        for row in with_columns(read_rows(source, key=key), source, columns):
-            check_prompt(row, section.prompt_key)
-            yield row
+def prepared_rows(
+    rows: Iterator[Row], source: PromptSource, section: DataSection, columns: Mapping[str, str]
+) -> Iterator[Row]:
+    """The rows of a source, each with a prompt and the wanted columns, and the system prompt."""
+    for row in with_columns(rows, source, columns):
+        check_prompt(row, section.prompt_key)
+        yield with_system_prompt(row, "data.prompt_key", section.prompt_key, section.system_prompt)
 
 
 def with_columns(
@@ -203,6 +278,36 @@ def check_prompt(row: Row, prompt_key: str) -> None:
         f"data.prompt_key ({prompt_key}): {row.where} has {_short(value)} there. A prompt is a "
         "text, or a list of chat messages with role and content. Correct the row or remove it."
     )
+
+
+def with_system_prompt(row: Row, config_key: str, column: str, system_prompt: str | None) -> Row:
+    """The row with a system message before its chat messages.
+
+    Args:
+        row: Its column has been checked.
+        config_key: The config key that names the column, for messages.
+        column: Of the chat messages.
+        system_prompt: The message's text; None: the row stays as it is.
+
+    Raises:
+        ConfigError: the row has a text there, or messages with one of the system.
+    """
+    if system_prompt is None:
+        return row
+    messages = row.values[column]
+    told = f"data.system_prompt ({_short(system_prompt)}): {row.where} has "
+    if not is_chat(messages):
+        raise ConfigError(
+            f"{told}a text in {config_key} ({column}), which no chat template reads. Write it as "
+            f'[{{"role": "user", "content": TEXT}}], or remove data.system_prompt.'
+        )
+    if any(message["role"] in ("system", "developer") for message in messages):
+        raise ConfigError(
+            f"{told}a system message of its own in {config_key} ({column}). Remove it there, or "
+            f"remove data.system_prompt."
+        )
+    system = {"role": "system", "content": system_prompt}
+    return row._replace(values=row.values | {column: [system, *messages]})
 
 
 def check_response(row: Row, config_key: str, column: str) -> None:

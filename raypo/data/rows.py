@@ -7,15 +7,19 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
+from glob import glob, has_magic
 from importlib.util import find_spec
 from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from urllib.parse import parse_qsl
 
-from raypo.config import ConfigError, DataSetEntry, PromptSource
+from raypo.config import ConfigError, PromptSource, SourceEntry
 from raypo.config.paths import is_uri
-from raypo.config.sections import DATA_FILES
+from raypo.config.sources import DATA_FILES, path_of
+from raypo.data.saved import SavedTable, is_saved, splits_of
 from raypo.storage.folder import open_storage
 
 _DATA_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -33,39 +37,99 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
+class RowsOnDisk:
+    """Rows that are read when they are asked for: none of them stays in memory."""
+
+    def __init__(self, source: PromptSource, rows: Any) -> None:
+        """Only note them; `rows` has a length, is iterated, and gives a mapping at a place."""
+        self._source, self._rows = source, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        for number, values in enumerate(self._rows, start=1):
+            yield Row(f"{self._source}, row {number}", dict(values))
+
+    def __getitem__(self, place: int) -> Row:
+        return Row(f"{self._source}, row {place + 1}", dict(self._rows[place]))
+
+
 def is_data_set(source: PromptSource) -> bool:
-    """Whether a source is a Hugging Face data set: an entry, or an id like `openai/gsm8k`."""
-    return isinstance(source, DataSetEntry) or (
-        not Path(source).exists()
-        and _DATA_SET_ID.fullmatch(source) is not None
-        and _LOOKS_LIKE_A_FILE.fullmatch(source) is None
-    )
+    """Whether the package `datasets` must load a source: an id like `openai/gsm8k`, say.
+
+    An entry may also name a folder that it reads; whatever has a configuration or split is its.
+    """
+    path = path_of(source)
+    if is_uri(path) or is_saved(path) or _is_pattern(path):
+        return False
+    is_entry = isinstance(source, SourceEntry)
+    if Path(path).exists():
+        return is_entry and Path(path).is_dir()
+    if is_entry and str(source) != path:
+        return True
+    is_id = _DATA_SET_ID.fullmatch(path) is not None
+    return is_id and _LOOKS_LIKE_A_FILE.fullmatch(path) is None
 
 
 def read_rows(source: PromptSource, *, key: str) -> Iterator[Row]:
-    """The rows of a file or data set, read as they are asked for.
+    """The rows of a source, read as they are asked for.
 
     In a csv file everything is text, so that a label 007 stays what it is.
 
     Args:
-        source: A file (jsonl, json with a list, parquet, csv) by its path or URI, a Hugging Face
-            data set, or a task of reasoning-gym.
+        source: Files (jsonl, json with a list, parquet, csv) by path, pattern or URI, a folder of
+            `save_to_disk`, a Hugging Face data set, or a task of reasoning-gym.
         key: The config key that `source` comes from, for messages.
 
     Raises:
-        ConfigError: the file is missing, has no rows, is of an unknown kind or cannot be read.
+        ConfigError: a file is missing, has no rows, is of an unknown kind or cannot be read.
     """
-    if isinstance(source, DataSetEntry) or is_data_set(source):
-        rows = _data_set(source, key)
-    elif source.startswith(GYM):
-        rows = _reasoning_gym(source, key)
+    path = path_of(source)
+    if (on_disk := rows_on_disk(source, key=key)) is not None:
+        rows = iter(on_disk)
+    elif path.startswith(GYM):
+        rows = _reasoning_gym(path, key)
     else:
-        rows = _READERS[check_file(source, key=key)](source, key)
+        kinds = {file: check_file(file, key=key) for file in files_of(path, key=key)}
+        rows = chain.from_iterable(_READERS[kind](file, key) for file, kind in kinds.items())
     number = 0
     for number, row in enumerate(rows, start=1):  # noqa: B007 (asked for after the loop)
         yield row
     if not number:
-        raise ConfigError(f"{key} ({source}): the file has no rows. Write prompts into it.")
+        raise _no_rows(source, key)
+
+
+def rows_on_disk(source: PromptSource, *, key: str) -> RowsOnDisk | None:
+    """The rows of a source of which one is read without those before it; None: of another one.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if is_data_set(source):
+        rows = RowsOnDisk(source, _data_set(source, key))
+    elif is_saved(path_of(source)):
+        rows = RowsOnDisk(source, _saved(source, key))
+    else:
+        return None
+    if not len(rows):
+        raise _no_rows(source, key)
+    return rows
+
+
+def files_of(path: str, *, key: str) -> list[str]:
+    """The files that a path names: itself, or what matches it as a pattern, by name.
+
+    Raises:
+        ConfigError: nothing matches.
+    """
+    if not _is_pattern(path):
+        return [path]
+    found = _matching_uris(path, key) if is_uri(path) else glob(path, recursive=True)
+    if files := sorted(file for file in found if not Path(file).is_dir()):
+        return files
+    where = "" if is_uri(path) else f" in {Path.cwd()}"
+    raise ConfigError(f"{key} ({path}): no file matches this pattern{where}. Correct it.")
 
 
 def check_file(source: str, *, key: str) -> str:
@@ -83,7 +147,10 @@ def check_file(source: str, *, key: str) -> str:
         suffix = path.suffix
     known = ", ".join(extension[1:] for extension in DATA_FILES)
     if is_folder:
-        raise ConfigError(f"{key} ({source}): this is a folder. Name the files in it ({known}).")
+        raise ConfigError(
+            f"{key} ({source}): this is a folder. Name the files in it ({known}), all of a kind by "
+            f"a pattern like {source}/*.jsonl."
+        )
     if suffix.lower() not in DATA_FILES:
         raise ConfigError(
             f"{key} ({source}): {suffix or 'no extension'} is not a kind of file that "
@@ -98,7 +165,7 @@ def check_data_set(source: PromptSource, *, key: str) -> None:
     """Refuse a data set where the library that loads it is missing."""
     if find_spec("datasets") is not None:
         return
-    if isinstance(source, DataSetEntry):
+    if isinstance(source, SourceEntry):
         raise ConfigError(
             f"{key} ({source}): a Hugging Face data set needs the package datasets. "
             "pip install datasets on every node."
@@ -165,15 +232,35 @@ def _parquet(source: str, key: str) -> Iterator[Row]:
         raise _unreadable(source, str(error), key) from None
 
 
-def _data_set(source: PromptSource, key: str) -> Iterator[Row]:
+def _saved(source: PromptSource, key: str) -> SavedTable:
+    entry = source if isinstance(source, SourceEntry) else SourceEntry(path=source)
+    folder = Path(entry.path)
+    splits = splits_of(folder)
+    if entry.config or (not splits and str(entry) != entry.path):
+        raise ConfigError(
+            f"{key} ({source}): a folder of save_to_disk has no configurations, and this one "
+            f"{f'has the splits {splits}' if splits else 'no splits'}. Remove what it has not."
+        )
+    if splits and entry.split not in splits:
+        raise ConfigError(
+            f"{key} ({source}): the folder has no split {entry.split}, it has "
+            f"{', '.join(splits)}. Set {key}={{path: {entry.path}, split: {splits[0]}}}."
+        )
+    try:
+        return SavedTable(folder / entry.split if splits else folder)
+    except (OSError, ValueError, KeyError) as error:  # Arrow's own are of the first two
+        raise _unreadable(str(source), str(error), key, remedy="Save it again.") from error
+
+
+def _data_set(source: PromptSource, key: str) -> Any:
     check_data_set(source, key=key)
     from datasets import load_dataset  # pyright: ignore[reportMissingImports]
 
-    entry = source if isinstance(source, DataSetEntry) else DataSetEntry(path=source)
+    entry = source if isinstance(source, SourceEntry) else SourceEntry(path=source)
     try:
-        rows = load_dataset(entry.path, entry.config, split=entry.split)
+        return load_dataset(entry.path, entry.config, split=entry.split)
     except Exception as error:
-        if isinstance(source, DataSetEntry):
+        if isinstance(source, SourceEntry):
             raise ConfigError(
                 f"{key} ({source}): this Hugging Face data set cannot be loaded: {error}. Correct "
                 "its path, config or split."
@@ -184,8 +271,6 @@ def _data_set(source: PromptSource, key: str) -> Iterator[Row]:
             f"split or a configuration is named by {key}={{path: {source}, config: NAME, split: "
             "NAME}."
         ) from error
-    for number, values in enumerate(rows, start=1):
-        yield Row(f"{source}, row {number}", dict(values))
 
 
 def _reasoning_gym(source: str, key: str) -> Iterator[Row]:
@@ -228,6 +313,33 @@ def _looked_up(uri: str, key: str) -> tuple[bool, bool, str]:
     return kind == FileType.Directory, kind == FileType.File, uri.rpartition("/")[0]
 
 
+def _is_pattern(path: str) -> bool:
+    """Whether a path stands for the files that match it; `?` begins the options of a URI."""
+    if is_uri(path):
+        return "*" in path.partition("?")[0] and not path.startswith(GYM)
+    return has_magic(path) and not Path(path).exists()
+
+
+def _matching_uris(pattern: str, key: str) -> list[str]:
+    """The files at a URI whose names match; folders are named in full."""
+    from pyarrow.fs import FileSelector, FileType
+
+    place, mark, options = pattern.partition("?")
+    folder, _, name = place.rpartition("/")
+    files, path = open_storage(folder + mark + options, key=key)
+    try:
+        found = files.get_file_info(FileSelector(path, allow_not_found=True))
+    except OSError as error:
+        raise _unreadable(
+            pattern, str(error), key, remedy="Correct the URI, or allow access."
+        ) from error
+    return [
+        f"{folder}/{each.base_name}{mark}{options}"
+        for each in found
+        if each.type == FileType.File and fnmatch(each.base_name, name)
+    ]
+
+
 def _opened(source: str, key: str, newline: str | None = None) -> TextIO:
     if is_uri(source):
         files, path = open_storage(source, key=key)
@@ -257,6 +369,10 @@ def _object(value: Any, where: str, key: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     raise _unreadable(where, f"a row must be an object, this is {type(value).__name__}", key)
+
+
+def _no_rows(source: PromptSource, key: str) -> ConfigError:
+    return ConfigError(f"{key} ({source}): the file has no rows. Write prompts into it.")
 
 
 def _unreadable(

@@ -57,6 +57,12 @@ class WeightedMeans:
         self._shares[name] = share if mine is None else _joined(name, [mine, share])
 
 
+def without_lone(figures: dict[str, float], prefix: str) -> dict[str, float]:
+    """The metrics, but for one that is the only part of a whole: its name alone begins so."""
+    parts = [name for name in figures if name.startswith(prefix)]
+    return {name: value for name, value in figures.items() if [name] != parts}
+
+
 def _joined(name: str, shares: list[_Share]) -> _Share:
     kinds = {share.kind for share in shares}
     assert len(kinds) == 1, f"{name} is booked as {' and as '.join(sorted(kinds))}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from raypo.config import ConfigError, DistillationConfig, ResponsesSection
 from raypo.data.examples import load_examples
+from raypo.data.mixing import mix_of
 from raypo.data.stream import ShuffledStream
 from raypo.learner.distillation_task import DistillationTask
 from raypo.models.loading import load_causal_lm, same_vocabulary, stop_token_ids
@@ -60,7 +61,8 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
             end = stop_token_ids(policy, self.tokenizer)[0]
             loaded = load_examples(section, self.tokenizer, end)
             tell_skipped(loaded, self.tell)
-            self.texts = ShuffledStream(loaded.items, seed=config.seed)
+            mix = mix_of(data, loaded.sizes, config.rollout.prompts_per_step)
+            self.texts = ShuffledStream(loaded.items, seed=config.seed, mix=mix)
 
     def make_task(self) -> DistillationTask:
         """The student."""

@@ -8,14 +8,13 @@ from typing import Any, Self
 from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import DPOConfig
-from raypo.data.examples import load_pairs, load_verdicts
-from raypo.data.stream import ShuffledStream
+from raypo.data.examples import LoadedExamples, load_pairs, load_verdicts
 from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.metrics.clock import Clock
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from raypo.models.lora import add_adapter
-from raypo.run.examples_run import PolicyExamplesRun, tell_skipped
+from raypo.run.examples_run import PolicyExamplesRun, stream_of
 from raypo.run.reference import with_references
 from raypo.run.run import open_run
 from raypo.run.setup import Runtime
@@ -69,13 +68,12 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         end = stop_token_ids(config.model.policy, tokenizer)[0]
         load = load_verdicts if config.dpo.loss == "kto" else load_pairs
         section = config.data.model_copy(update={"label_key": None})  # for eval.function alone
-        loaded = load(section, tokenizer, end)
-        tell_skipped(loaded, tell)
+        loaded: LoadedExamples[Any] = load(section, tokenizer, end)
         held_out: list[Any] = []
         if config.eval.pairs:
             section = section.model_copy(update={"prompts": config.eval.pairs})
             held_out = list(load(section, tokenizer, end, key="eval.pairs").items)
-        stream = ShuffledStream(list(loaded.items), seed=config.seed)
+        stream = stream_of(loaded, config, tell)
         return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
 
     def make_task(self) -> PreferenceTask | VerdictTask:
@@ -91,11 +89,10 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
             return
         self.tell.phase("asking the reference")
         items = list(self.stream.items)
-        draws = len(items)
+        drawn = list(range(len(items)))
         if config.from_checkpoint is None:  # else its cursor may stand anywhere
-            draws = min(draws, config.num_steps * config.learner.batch_size)
-        order = ShuffledStream(range(len(items)), seed=config.seed)
-        drawn = [place for _, place in order.take(draws)]
+            draws = self.stream.of(drawn).take(config.num_steps * config.learner.batch_size)
+            drawn = list(dict.fromkeys(place for _, place in draws))
         named = config.model.reference
         asked = with_references(
             [*(items[place] for place in drawn), *self.held_out],
@@ -106,8 +103,8 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         )
         for place, item in zip(drawn, asked, strict=False):
             items[place] = item
-        self.stream = ShuffledStream(items, seed=config.seed)
-        self.held_out = asked[draws:]
+        self.stream = self.stream.of(items)
+        self.held_out = asked[len(drawn) :]
 
     def _load(self, path: str) -> Any:
         section = self.config.model

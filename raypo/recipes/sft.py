@@ -9,12 +9,11 @@ from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import SFTConfig
 from raypo.data.examples import load_examples
-from raypo.data.stream import ShuffledStream
 from raypo.learner.tasks import ResponseTask
 from raypo.metrics.clock import Clock
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from raypo.models.lora import add_adapter
-from raypo.run.examples_run import PolicyExamplesRun, tell_skipped
+from raypo.run.examples_run import PolicyExamplesRun, stream_of
 from raypo.run.run import open_run
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
@@ -67,12 +66,11 @@ class SFTRun(PolicyExamplesRun[SFTConfig, Example]):
         tokenizer = load_tokenizer(config.model.policy)
         end = stop_token_ids(config.model.policy, tokenizer)[0]
         loaded = load_examples(config.data, tokenizer, end)
-        tell_skipped(loaded, tell)
         held_out: list[Example] = []
         if config.eval.prompts:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             held_out = load_examples(section, tokenizer, end, key="eval.prompts").items
-        stream = ShuffledStream(loaded.items, seed=config.seed)
+        stream = stream_of(loaded, config, tell)
         return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
 
     def make_task(self) -> ResponseTask:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from raypo.config import RewardSection
+from raypo.config import EvalSection, RewardSection, functions_of
+from raypo.rewards.by_source import RewardBySource
 from raypo.rewards.loader import load_function
 from raypo.rewards.pool import PooledReward
 from raypo.rewards.remote import RemoteReward
@@ -12,25 +14,51 @@ from raypo.rewards.scoring import RewardFunction
 
 
 def open_function(
-    section: RewardSection, given: RewardFunction | None, *, log: Path | None = None
+    section: RewardSection,
+    given: RewardFunction | None,
+    by_source: Mapping[str, str],
+    *,
+    log: Path | None = None,
 ) -> RewardFunction | None:
     """The reward function, in processes of its own where `reward.processes` says so.
 
     Args:
         section: Names the function.
         given: The one that was passed in Python; it wins.
+        by_source: Names of sources with functions of their own, which win over both.
         log: Where what it prints in processes of its own is appended; None: with what they inherit.
     """
-    if section.processes and (given or section.function):
+    function = given or section.function
+    if by_source:
+        function = RewardBySource(by_source, function)
+        if not section.processes:
+            function.load()
+    if section.processes and function:
         return PooledReward(
-            given or section.function or "",
+            function,
             processes=section.processes,
             timeout_s=section.timeout_s,
             log=log,
         )
-    if given is None and section.function:
-        return load_function(section.function)
-    return given
+    return load_function(function) if isinstance(function, str) else function
+
+
+def evaluation_function(
+    section: EvalSection, otherwise: RewardFunction | None
+) -> RewardFunction | None:
+    """What judges answers to held-out prompts; None: nobody, or the other judges.
+
+    Args:
+        section: Names the function, and those of its sources.
+        otherwise: What judges where `eval.function` is null.
+    """
+    common = load_function(section.function, key="eval.function") if section.function else otherwise
+    by_source = functions_of(section.prompts)
+    if not by_source:
+        return common
+    function = RewardBySource(by_source, common, key="eval.prompts.function")
+    function.load()
+    return function
 
 
 def open_remote(section: RewardSection) -> RemoteReward | None:

@@ -34,6 +34,7 @@ SAMPLE_FIELDS = (
     "prompt_index",
     "sample_index",
     "messages",
+    "data_source",
 )
 
 
@@ -125,4 +126,5 @@ def _rollout(sample: Any, place: int) -> Rollout:
         finish_reason=str(sample.get("finish_reason") or "stop"),
         weight_version=0,
         messages=messages,
+        data_source=str(sample["data_source"]) if sample.get("data_source") else None,
     )

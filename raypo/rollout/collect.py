@@ -229,6 +229,7 @@ def _rollout(draw: Draw, sample_index: int, completion: Completion, text: str) -
         later_versions=completion.later_versions,
         group_index=draw.group_index,
         messages=draw.prompt.messages,
+        data_source=draw.prompt.data_source,
     )
 
 

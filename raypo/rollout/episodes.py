@@ -258,6 +258,7 @@ class _Seat:
             ),
             group_index=self.draw.group_index,
             messages=prompt.messages,
+            data_source=prompt.data_source,
             episode=episode,
             row_index=number,
             turn_rewards=None if is_agents else row.rewards,

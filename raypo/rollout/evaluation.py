@@ -12,7 +12,7 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import EvalSection
 from raypo.data.stream import Draw
-from raypo.metrics.reduce import WeightedMeans
+from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.ppo.groups import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
 from raypo.rollout.collect import Decoder, PushAgain, Sampler, Sampling, sample, samples_of
@@ -39,7 +39,7 @@ def evaluate_policy(
     before_judging: Callable[[], None] = lambda: None,
     keep: Callable[[list[ScoredRollout]], None] | None = None,
 ) -> dict[str, float]:
-    """`eval/score_mean` and `eval/response_tokens_mean` of the engines' weights.
+    """`eval/score_mean`, also by source, and `eval/response_tokens_mean` of the engines' weights.
 
     The prompts are shared out over the workers; every evaluation of a run samples with the same
     seeds. A response that cannot be scored counts as nothing, and is counted.
@@ -52,7 +52,7 @@ def evaluate_policy(
         keep: Called with this worker's samples, their score that of `eval/score_mean`.
     """
     sampling = _of_evaluation(section, sampling)
-    mine = prompts[workers.rank :: workers.count]
+    mine = [prompts[place] for place in range(workers.rank, len(prompts), workers.count)]
     draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
     rollouts = sample(draws, engine, tokenizer, sampling, push_again)
     before_judging()
@@ -75,6 +75,9 @@ def evaluate_policy(
         keep(rows)
     samples = samples_of(rows)
     scores = [each.score for each in samples]
+    for each in samples:
+        if each.rollout.data_source and math.isfinite(each.score):
+            means.add(f"eval/score_mean/{each.rollout.data_source}", each.score, 1)
     scored = [value for value in scores if math.isfinite(value)]
     means.add("eval/score_mean", math.fsum(scored), len(scored))
     for each in samples:
@@ -88,7 +91,7 @@ def evaluate_policy(
     for k in section.pass_at:
         passed = pass_at_k(num_right, num_samples, k=k)
         means.add(f"eval/pass_at_{k}", float(passed.double().sum()), len(mine))
-    return means.reduce(workers)
+    return without_lone(means.reduce(workers), "eval/score_mean/")
 
 
 def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:

@@ -10,10 +10,10 @@ import torch
 
 from raypo.calls import Here
 from raypo.collectives import Workers
-from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig
+from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig, functions_of
 from raypo.data.prompts import load_prompts
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
-from raypo.rewards.loader import load_function
+from raypo.rewards.sources import evaluation_function, open_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
@@ -44,16 +44,17 @@ def evaluate_model(
         raise ConfigError(
             "eval.prompts (None): there is nothing to evaluate on. Set it to files or a data set."
         )
-    spec, key = config.eval.function, "eval.function"
     plays = isinstance(config, OnlineConfig) and config.rollout.is_episodic
-    if spec is None and isinstance(config, OnlineConfig) and not plays:
-        spec, key = config.reward.function, "reward.function"
-    if spec is None and not plays:
+    of_training = None
+    if isinstance(config, OnlineConfig) and not plays:
+        section = config.reward.model_copy(update={"processes": 0})
+        of_training = open_function(section, None, functions_of(config.data.prompts))
+    function = evaluation_function(config.eval, of_training)  # None: the episodes' own scores
+    if function is None and not plays:
         raise ConfigError(
             "eval.function (None): nobody judges the answers. Set it to file.py:name or "
             "package.module:name."
         )
-    function = load_function(spec, key=key) if spec else None  # None: the episodes' own scores
     tokenizer = load_tokenizer(model)
     prompts = {
         str(path): load_prompts(

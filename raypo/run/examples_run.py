@@ -5,21 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
-from raypo.config import DPOConfig, RewardModelConfig, SFTConfig
+from raypo.config import DPOConfig, ExamplesConfig, RewardModelConfig, SFTConfig
 from raypo.data.examples import LoadedExamples
+from raypo.data.mixing import few_rows_notes, mix_of
 from raypo.data.prompts import load_prompts
 from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.models.loading import stop_token_ids
-from raypo.rewards.loader import load_function
-from raypo.rewards.scoring import RewardFunction
+from raypo.rewards.sources import evaluation_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.dealing import balanced_shares
 from raypo.rollout.evaluation import evaluate_policy
@@ -103,14 +104,12 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
     def __post_init__(self) -> None:
         super().__post_init__()
         config = self.config
-        self.held_out_prompts: list[Prompt] = []
-        self.eval_function: RewardFunction | None = None
+        self.held_out_prompts: Sequence[Prompt] = []
         if config.needs_engine:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             prompts = load_prompts(section, self.tokenizer, key="eval.prompts").prompts
             self.held_out_prompts = prompts
-        if config.eval.function:
-            self.eval_function = load_function(config.eval.function, key="eval.function")
+        self.eval_function = evaluation_function(config.eval, None)
         self.sampling = Sampling.of(
             config.rollout,
             stop_token_ids=stop_token_ids(config.model.policy, self.tokenizer),
@@ -152,7 +151,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             return figures
         config = self.config
         probe = Probe(
-            prompts=[prompt.token_ids for prompt in self.held_out_prompts[:NUM_PROBES]],
+            prompts=[prompt.token_ids for prompt in islice(self.held_out_prompts, NUM_PROBES)],
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=1.0,
             dtype=config.model.dtype,
@@ -175,6 +174,18 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             sampling=self.sampling,
             workers=self.workers,
         )
+
+
+def stream_of(
+    loaded: LoadedExamples[Item], config: ExamplesConfig, tell: MonitorClient
+) -> ShuffledStream[Item]:
+    """The draws from what was loaded, after a word on what was not and on what repeats."""
+    tell_skipped(loaded, tell)
+    batch_size = config.learner.batch_size
+    for note in few_rows_notes(config.data, loaded.sizes, batch_size, key="learner.batch_size"):
+        tell.message(note)
+    mix = mix_of(config.data, loaded.sizes, batch_size)
+    return ShuffledStream(loaded.items, seed=config.seed, mix=mix)
 
 
 def own_share(batch: Sequence[Item], workers: Workers) -> list[Item]:

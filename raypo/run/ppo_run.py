@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -14,8 +15,9 @@ import torch
 from raypo.cluster.actors import survivors
 from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers, as_tensor
-from raypo.config import OnlineConfig, PPOConfig
-from raypo.data.prompts import load_prompts, repetition_note
+from raypo.config import OnlineConfig, PPOConfig, functions_of
+from raypo.data.mixing import few_rows_notes, mix_of
+from raypo.data.prompts import load_prompts
 from raypo.data.stream import PromptStream
 from raypo.learner.learner import Learner
 from raypo.learner.peak import peak_flops
@@ -27,7 +29,12 @@ from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.plan.estimate import Models
 from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction
-from raypo.rewards.sources import close_function, open_function, open_remote
+from raypo.rewards.sources import (
+    close_function,
+    evaluation_function,
+    open_function,
+    open_remote,
+)
 from raypo.rollout.ahead import Collect, RolloutsAhead, RolloutsInTurn, Sample
 from raypo.rollout.collect import PushAgain, Sampler, Sampling
 from raypo.rollout.episodes import open_episodes
@@ -64,9 +71,9 @@ class OnlineRun(Run[AnyOnline]):
     """One worker's view of a run that trains on what engines sample; all call every method."""
 
     tokenizer: Any
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     stream: PromptStream
-    held_out: list[Prompt]
+    held_out: Sequence[Prompt]
     reward_function: RewardFunction | None
     reward_servers: RewardFunction | None
     eval_function: RewardFunction | None
@@ -107,19 +114,23 @@ class OnlineRun(Run[AnyOnline]):
                 f"{loaded.num_skipped} of {loaded.num_skipped + len(loaded.prompts)} prompts are "
                 f"longer than data.max_prompt_tokens ({config.data.max_prompt_tokens}) and skipped"
             )
-        if note := repetition_note(len(loaded.prompts), config.rollout.prompts_per_step):
+        per_step = config.rollout.prompts_per_step
+        for note in few_rows_notes(config.data, loaded.sizes, per_step):
             tell.message(note)
-        held_out: list[Prompt] = []
+        held_out: Sequence[Prompt] = []
         if config.eval.prompts:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
         stop = stop_token_ids(config.model.policy, tokenizer)
         episodes = open_episodes(config, tokenizer, stop)
         log = log_path(files, workers)
-        reward_function = open_function(config.reward, runtime.reward_fn, log=log)
+        reward_function = open_function(
+            config.reward, runtime.reward_fn, functions_of(config.data.prompts), log=log
+        )
         if reward_function is not None and config.reward.processes:
             tell.message(f"what the reward function prints in its processes: {log}")
-        stream = PromptStream(loaded.prompts, seed=config.seed)
+        mix = mix_of(config.data, loaded.sizes, per_step)
+        stream = PromptStream(loaded.prompts, seed=config.seed, mix=mix)
         return cls(
             config,
             runtime,
@@ -145,11 +156,7 @@ class OnlineRun(Run[AnyOnline]):
             held_out=held_out,
             reward_function=reward_function,
             reward_servers=open_remote(config.reward),
-            eval_function=load_function(config.eval.function, key="eval.function")
-            if config.eval.function
-            else None
-            if episodes
-            else reward_function,
+            eval_function=evaluation_function(config.eval, None if episodes else reward_function),
             sampling=Sampling.of(
                 config.rollout,
                 stop_token_ids=stop,
@@ -242,7 +249,7 @@ class OnlineRun(Run[AnyOnline]):
             self._recalling = None
         config = self.config
         probe = Probe(
-            prompts=[prompt.token_ids for prompt in self.prompts[:NUM_PROBES]],
+            prompts=[prompt.token_ids for prompt in islice(self.prompts, NUM_PROBES)],
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=config.trained_temperature,
             dtype=config.model.dtype,

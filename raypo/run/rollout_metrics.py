@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raypo.collectives import Workers
-from raypo.metrics.reduce import WeightedMeans
+from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.rollout.judges import reward_parts
 from raypo.types import Experience, ScoredRollout
 
@@ -38,6 +38,8 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
             means.add(f"reward/{name}", part, 1)
         if not failed:
             by_group.setdefault(rollout.group_index, []).append(each.score)
+            if rollout.data_source:
+                means.add(f"rollout/score_mean/{rollout.data_source}", each.score, 1)
             means.add("rollout/score_mean", each.score, 1)
             means.add("rollout/score_square_mean", each.score**2, 1)
     for tokens in by_sample.values():
@@ -47,7 +49,7 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
     for scores in by_group.values():
         if len(scores) > 1:
             means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
-    figures = means.reduce(workers)
+    figures = without_lone(means.reduce(workers), "rollout/score_mean/")
     if not figures:
         return figures
     square = figures.pop("rollout/score_square_mean", math.nan)
@@ -106,6 +108,7 @@ def sample_row(scored: ScoredRollout) -> dict[str, Any]:
         "prompt": rollout.prompt,
         "response": rollout.response,
         "label": rollout.label,
+        "data_source": rollout.data_source,
         "prompt_ids": rollout.prompt_ids,
         "response_ids": rollout.response_ids,
         "log_probs": rollout.log_probs,

@@ -26,6 +26,7 @@ def rollout_schema() -> pa.Schema:
             needed("prompt", pa.string()),
             needed("response", pa.string()),
             pa.field("label", pa.string()),  # JSON where the label is not text
+            pa.field("data_source", pa.string()),
             needed("prompt_ids", pa.list_(pa.int32())),
             needed("response_ids", pa.list_(pa.int32())),
             needed("log_probs", pa.list_(pa.float32())),

@@ -25,7 +25,11 @@ _ADAPTER = "adapter"
 BEST = "best"
 """The models of the best step, by `checkpoint.best_by`, and which one that is."""
 _STAGE = f"{TEMPORARY}checkpoint-"
-_BEFORE_CONFIG = re.compile(rf"{_LOGS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*")
+GIVEN_ROWS = "given_rows"
+"""Rows that Python has handed to the trainer."""
+_BEFORE_CONFIG = re.compile(
+    rf"{_LOGS}|{GIVEN_ROWS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*"
+)
 """What a run that died before its config may have left; the marker is Ray Train's."""
 _ROLLOUT_NAME = re.compile(r"(step|held_out)_(\d+)\.parquet")
 
@@ -39,7 +43,7 @@ class RunFiles:
     """
 
     def __init__(self, storage_path: str, name: str) -> None:
-        self.name = name
+        self.storage_path, self.name = storage_path, name
         self._folder = open_folder(storage_path, name)
         self._has_whole_lines = False
 

@@ -26,6 +26,9 @@ AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 CONTROLLER_FAILURE_LIMIT = 2
 """Ray's own default retries a start that can never succeed for ever."""
 
+GIVEN = "rows of datasets="
+"""Stands in a config for rows until they are written."""
+
 RAY_RUN_NAME = "ray_train_run-"
 """How the names begin that RunConfig makes up."""
 
@@ -33,8 +36,6 @@ _REFUSED = {
     "train_loop_per_worker": "the recipe is the loop. For a loop of your own use Ray's "
     "TorchTrainer; raypo.train_loop_per_worker runs under it.",
     "train_loop_config": "the first argument is the config of the loop. Change that one.",
-    "datasets": "no loop of raypo reads Ray Data. Prompts and examples come from data.prompts, "
-    "held-out ones from eval.prompts.",
     "dataset_config": "no loop of raypo reads Ray Data. How prompts are drawn stands under data "
     "and rollout.",
     "validation_config": "no loop of raypo asks Ray Train for a validation. Held-out prompts are "
@@ -46,14 +47,19 @@ _REFUSED = {
 """Arguments of TorchTrainer that would do nothing."""
 
 
-def read_config(config: object, kind: type[AnyConfig]) -> AnyConfig:
+def read_config(
+    config: object, kind: type[AnyConfig], rows: Mapping[str, Any] | None = None
+) -> AnyConfig:
     """The config that a trainer was given, or that of the run file whose path it was given.
+
+    Args:
+        rows: What Python hands over in the place of config keys, which a file may lack then.
 
     Raises:
         ConfigError: it is neither, or the config of another recipe.
     """
     if isinstance(config, str | Path):
-        return kind.load(config)
+        return kind.load(config, dict.fromkeys(rows or (), GIVEN))
     if not isinstance(config, kind):
         raise ConfigError(
             f"config ({type(config).__name__}): must be a {kind.__name__} or the path of a run "

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -39,6 +39,7 @@ from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
+from raypo.trainer.given import Rows, check_rows, with_rows
 from raypo.trainer.settings import (
     check_arguments,
     read_config,
@@ -78,6 +79,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         reward_fn: RewardFunction | None = None,
+        datasets: Mapping[str, Rows] | None = None,
         fresh: bool = False,
         **torch_trainer_arguments: Any,
     ) -> None:
@@ -94,6 +96,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 equals Ray's default says nothing.
             reward_fn: Of PPO: (list[Rollout]) -> list[float], a function or an object with
                 `__call__`; wins over `reward.function`.
+            datasets: Rows in the place of config keys, a `datasets.Dataset` or a list of dicts:
+                `{"data.prompts": rows, "eval.prompts": held_out}`. They are written into the run's
+                folder, and the resolved config names the files.
             fresh: Whether `fit` starts over; it removes the run that is there.
             torch_trainer_arguments: `torch_config`. TorchTrainer's others could not act and are
                 refused.
@@ -103,12 +108,15 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """
         kind: Any = type(self).config_class
         check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
-        resolved = resolve(read_config(config, kind), scaling_config, run_config, reward_fn)
+        check_rows(kind, datasets or {})
+        read = read_config(config, kind, datasets)
+        resolved = resolve(read, scaling_config, run_config, reward_fn)
+        resolved = with_rows(resolved, datasets or {})
         check_inputs(resolved, has_reward_fn=reward_fn is not None)
         self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(storage_path(self.config), self.config.name)
         self._reward_fn = reward_fn
-        self._fresh = fresh
+        self._datasets, self._fresh = dict(datasets or {}), fresh
         scaling = scaling_of(self.config, scaling_config)
         self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
         super().__init__(
@@ -135,6 +143,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         with self._files.lock():
             if self._fresh:
                 self._files.remove()
+                with_rows(self.config, self._datasets)  # they were removed as well
             self._check_folder()
             if is_finished(self._files, self.config):
                 Console().message(

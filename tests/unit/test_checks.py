@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raypo.checks import check_inputs, check_run_folder, is_finished
+from raypo.checks import check_evaluation, check_inputs, check_run_folder, is_finished
 from raypo.config import ConfigError, PPOConfig, SFTConfig
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.run_files import RunFiles
@@ -300,3 +300,40 @@ def test_prompts_that_repeat_within_a_step_are_a_note_with_both_numbers(
 def test_an_engine_argument_that_vllm_does_not_have_is_refused_before_anything_starts(values: dict):
     values["rollout"] = {"engine": {"extra": {"top_kk": 20}}}
     assert "rollout.engine.extra.top_kk (20): the installed vLLM has no such" in refusal(values)
+
+
+def test_where_sources_have_functions_none_is_left_without(values: dict, tmp_path: Path):
+    function = values["reward"].pop("function")
+    path = values["data"]["prompts"]
+    values["data"]["prompts"] = [{"path": path, "name": "sums", "function": function}]
+    check_inputs(PPOConfig.parse(values))
+    values["data"]["prompts"].append({"path": path, "name": "chats"})
+    assert refusal(values) == (
+        "reward.function (None): sources have functions of their own, and chats of data.prompts "
+        "has none. Give it one, or set reward.function, which judges all sources that have none."
+    )
+    check_inputs(PPOConfig.parse(values), has_reward_fn=True)
+    values["reward"]["function"] = function
+    values["eval"] = {"prompts": path}
+    check_inputs(PPOConfig.parse(values))
+    check_evaluation(values["model"]["policy"], PPOConfig.parse(values))
+    del values["reward"]["function"]
+    values["data"]["prompts"].pop()
+    values["eval"] = {"prompts": [{"path": path, "name": "sums"}]}
+    check_inputs(PPOConfig.parse(values))
+    values["eval"] = {"prompts": path}
+    assert refusal(values) == (
+        "eval.function (None): sources have functions of their own, and prompts of eval.prompts "
+        "has none. Give it one, or set eval.function, which judges all sources that have none."
+    )
+
+
+def test_a_function_of_a_source_that_is_not_there_is_named(values: dict, tmp_path: Path):
+    path = values["data"]["prompts"]
+    values["data"]["prompts"] = {"path": path, "function": f"{tmp_path}/reward.py:exakt"}
+    assert refusal(values).startswith("data.prompts.function (")
+
+
+def test_a_system_prompt_needs_chat_messages(values: dict):
+    values["data"]["system_prompt"] = "Be brief."
+    assert refusal(values).startswith("data.system_prompt ('Be brief.'): ")

@@ -213,7 +213,6 @@ def test_what_is_no_config_of_the_recipe_is_refused(values: dict[str, Any], tmp_
 @pytest.mark.parametrize(
     ("argument", "value", "remedy"),
     [
-        ("datasets", {"train": [1]}, "data.prompts"),
         ("dataset_config", DataConfig(), "data"),
         ("validation_config", ValidationConfig(fn=lambda checkpoint, **kwargs: {}), "eval.prompts"),
         ("metadata", {"a": 1}, "run folder"),

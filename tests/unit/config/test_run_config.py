@@ -8,8 +8,8 @@ from raypo.config import (
     NUMBERS_DO_NOT_DEPEND_ON,
     CheckpointSection,
     ConfigError,
-    DataSetEntry,
     PPOConfig,
+    SourceEntry,
     flatten,
     load_run_config,
 )
@@ -135,7 +135,7 @@ def test_a_required_key():
 )
 def test_a_data_set_takes_a_configuration_and_a_split_and_survives_the_round_trip(file, override):
     config = PPOConfig.load(file, [override])
-    entry = DataSetEntry(path="openai/gsm8k", config="main", split="test")
+    entry = SourceEntry(path="openai/gsm8k", config="main", split="test")
     assert config.data.prompts == (entry,)
     assert PPOConfig.parse(config.model_dump(mode="json")) == config
     assert config.with_absolute_paths() == config
@@ -146,7 +146,7 @@ def test_a_local_data_set_is_a_path_like_any_other(tmp_path):
     config = PPOConfig.parse(with_keys(data__prompts=["b.jsonl", {"path": "set"}]))
     assert config.with_absolute_paths(tmp_path).data.prompts == (
         "b.jsonl",
-        DataSetEntry(path=str(tmp_path / "set")),
+        SourceEntry(path=str(tmp_path / "set")),
     )
 
 
@@ -159,9 +159,9 @@ def test_a_local_data_set_is_a_path_like_any_other(tmp_path):
             "path: this key is required. Set it in the file or as data.prompts.0.path=VALUE.",
         ),
         (
-            {"path": "s3://b/a.csv"},
-            "path ('s3://b/a.csv'): configuration and split are a Hugging Face data set's, and "
-            "this names a file. Write the file alone: prompts: s3://b/a.csv.",
+            {"path": "s3://b/a.csv", "split": "test"},
+            "split ('test'): configuration and split are a Hugging Face data set's, and "
+            "s3://b/a.csv is a file. Remove it.",
         ),
         (
             {"path": "a/b", "split": 3},
@@ -179,7 +179,7 @@ def test_an_override_replaces_a_value_of_another_kind(file):
         file,
         ["data.prompts=[a.jsonl]", "data.prompts={path: a/b}", "model.lora={}", "model.lora=null"],
     )
-    assert config.data.prompts == (DataSetEntry(path="a/b"),)
+    assert config.data.prompts == (SourceEntry(path="a/b"),)
     assert config.model.lora is None
     lora = PPOConfig.load(file, ["model.lora=null", "model.lora.rank=3"]).model.lora
     assert lora is not None

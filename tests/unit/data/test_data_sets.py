@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from raypo.config import DataSetEntry
+from raypo.config import SourceEntry
 from raypo.data.prompts import load_prompts
 from tests.unit.data.prompt_files import refused, section
 
@@ -47,7 +47,7 @@ def data_set(tmp_path, monkeypatch):
 def test_configuration_and_split_are_those_of_load_dataset(
     data_set, tokenizer, config, split, texts
 ):
-    entry = DataSetEntry(path=data_set, config=config, split=split)
+    entry = SourceEntry(path=data_set, config=config, split=split)
     loaded = load_prompts(section(entry), tokenizer)
     assert [prompt.text for prompt in loaded.prompts] == texts
 
@@ -56,7 +56,7 @@ def test_configuration_and_split_are_those_of_load_dataset(
     ("config", "split", "known"), [("mian", "train", "socratic"), ("main", "valid", "test")]
 )
 def test_what_a_data_set_lacks_is_told_with_what_it_has(data_set, tokenizer, config, split, known):
-    entry = DataSetEntry(path=data_set, config=config, split=split)
+    entry = SourceEntry(path=data_set, config=config, split=split)
     told = refused(load_prompts, section(entry), tokenizer, key="eval.prompts")
     assert told.startswith(
         f"eval.prompts ({data_set}, {config}, {split}): this Hugging Face data set cannot be loaded"

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raypo.config import DataSetEntry
+from raypo.config import SourceEntry
 from raypo.data.prompts import load_prompts, peek
 from tests.unit.data.prompt_files import ROWS, refused, section, write
 
@@ -39,7 +39,7 @@ def test_a_missing_file(tmp_path, check):
 def test_a_folder(tmp_path, check):
     assert refused(check, str(tmp_path)) == (
         f"data.prompts ({tmp_path}): this is a folder. Name the files in it "
-        "(jsonl, json, parquet, csv)."
+        f"(jsonl, json, parquet, csv), all of a kind by a pattern like {tmp_path}/*.jsonl."
     )
 
 
@@ -239,7 +239,7 @@ def test_a_data_set_that_is_not_there(data_sets, tokenizer):
 
 def test_a_data_set_entry_needs_the_package(check, monkeypatch):
     monkeypatch.setattr("raypo.data.rows.find_spec", lambda _: None)
-    assert refused(check, DataSetEntry(path="openai/gsm8k", config="main")) == (
+    assert refused(check, SourceEntry(path="openai/gsm8k", config="main")) == (
         "data.prompts (openai/gsm8k, main, train): a Hugging Face data set needs the package "
         "datasets. pip install datasets on every node."
     )

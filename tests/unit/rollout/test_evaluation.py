@@ -1,6 +1,7 @@
 """Held-out scores by hand: means, failures, pass@k."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,6 +36,22 @@ def test_means_failures_and_pass_at_k_by_hand():
         "eval/response_tokens_mean": 3.0,
         "eval/score_mean": (1.0 + 0.0 + 2.0 + 0.5 + 0.9) / 5,
     }
+
+
+def test_scores_by_source_where_there_are_several():
+    def by_source(*sources: str) -> dict[str, float]:
+        prompts = [replace(p, data_source=s) for p, s in zip(PROMPTS, sources, strict=True)]
+        figures = evaluate_policy(
+            prompts, ALIKE, Lossy(), known_scores, section=EvalSection(samples_per_prompt=2),
+            sampling=SAMPLING, workers=Workers(),
+        )  # fmt: skip
+        return {k: v for k, v in figures.items() if k.startswith("eval/score_mean/")}
+
+    assert by_source("a", "b", "a") == {
+        "eval/score_mean/a": (1.0 + 0.0 + 0.5 + 0.9) / 4,
+        "eval/score_mean/b": 2.0,
+    }
+    assert by_source("a", "a", "a") == {}, "it would be eval/score_mean once more"
 
 
 def test_an_evaluation_samples_once():

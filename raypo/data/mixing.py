@@ -1,0 +1,84 @@
+"""Several sources of rows: their shares, and whether they have enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from raypo.config import ConfigError, DataSection, SourceEntry, source_name
+from raypo.data.stream import Mix
+
+
+def repetition_note(
+    num_rows: int, rows_per_step: int, *, key: str = "rollout.prompts_per_step"
+) -> str | None:
+    """What there is to say where the rows of one step must repeat; else None.
+
+    Args:
+        num_rows: What is drawn from.
+        rows_per_step: What a step draws.
+        key: The config key that says so.
+    """
+    if num_rows >= rows_per_step:
+        return None
+    what = "prompts" if key == "rollout.prompts_per_step" else "examples"
+    return (
+        f"a step takes {rows_per_step} {what} ({key}) and data.prompts has {num_rows}, so {what} "
+        f"repeat within a step; give more, or set {key} to at most {num_rows}"
+    )
+
+
+def mix_of(section: DataSection, sizes: Sequence[int], block: int) -> Mix | None:
+    """How the sources of `data.prompts` are mixed; None: as one, each row once an epoch.
+
+    Args:
+        section: Names the sources and their weights.
+        sizes: What is left of each source.
+        block: Rows of a step.
+
+    Raises:
+        ConfigError: a source with a weight has nothing that could be drawn.
+    """
+    weights: list[float] = []
+    for source, size in zip(section.prompts, sizes, strict=True):
+        weight = source.weight if isinstance(source, SourceEntry) else None
+        if weight is None:
+            return None
+        if not size:
+            raise ConfigError(
+                f"data.prompts ({source}): none of its rows can be used, and it has the weight "
+                f"{weight:g}. Raise data.max_prompt_tokens, or remove it."
+            )
+        weights.append(weight)
+    return Mix(tuple(sizes), tuple(weights), block)
+
+
+def few_rows_notes(
+    section: DataSection,
+    sizes: Sequence[int],
+    rows_per_step: int,
+    *,
+    key: str = "rollout.prompts_per_step",
+) -> list[str]:
+    """What there is to say where the rows of a source must repeat within a step.
+
+    Args:
+        section: Names the sources and their weights.
+        sizes: What is left of each source.
+        rows_per_step: What a step draws.
+        key: The config key that says so.
+    """
+    mix = mix_of(section, sizes, rows_per_step)
+    if mix is None:
+        note = repetition_note(sum(sizes), rows_per_step, key=key)
+        return [note] if note else []
+    notes = []
+    for source, size, weight in zip(section.prompts, mix.sizes, mix.weights, strict=True):
+        share = math.ceil(round(rows_per_step * weight / sum(mix.weights), 6))
+        if size < share:
+            notes.append(
+                f"{source_name(source)} has {size} rows and {share} of them come in a step (its "
+                f"weight is {weight:g}, {key} {rows_per_step}), so they repeat within a step; give "
+                f"more, or a lower weight"
+            )
+    return notes

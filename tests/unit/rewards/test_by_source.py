@@ -1,0 +1,99 @@
+"""Each source's responses judged by its own function; in order, with the names of who failed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from raypo.config import ConfigError, EvalSection, RewardSection
+from raypo.rewards.by_source import RewardBySource
+from raypo.rewards.scoring import RewardError, score
+from raypo.rewards.sources import evaluation_function, open_function
+from tests.unit.rewards.test_scoring import rollout
+
+SOURCE = """
+calls = []
+
+def ones(rollouts):
+    calls.append([each.sample_index for each in rollouts])
+    return [1.0] * len(rollouts)
+
+async def twos(rollouts):
+    return [{"score": 2.0, "part": 0.5}] * len(rollouts)
+
+def breaks(rollouts):
+    raise KeyError("answer")
+
+def too_few(rollouts):
+    return []
+"""
+
+
+@pytest.fixture
+def judges(tmp_path: Path) -> str:
+    path = tmp_path / "judges.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+def rollouts(*sources: str | None):
+    return [replace(rollout(), data_source=s, sample_index=n) for n, s in enumerate(sources)]
+
+
+MIXED = rollouts("a", "b", "a", "c", "b", None)
+
+
+def threes(given):
+    return [3.0] * len(given)
+
+
+def test_every_rollout_is_judged_by_the_function_of_its_source(judges: str):
+    function = RewardBySource({"a": f"{judges}:ones", "b": f"{judges}:twos"}, threes)
+    assert score(function, MIXED, max_failed_fraction=0.0) == [1.0, 2.0, 1.0, 3.0, 2.0, 3.0]
+
+
+def test_a_function_is_called_once_with_all_of_its_rollouts(judges: str):
+    function = RewardBySource({"a": f"{judges}:ones"}, threes)
+    function(MIXED)
+    loaded = function._function("a")
+    assert loaded is not None
+    assert loaded.__globals__["calls"] == [[0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("breaks", "the reward function judges.py:breaks raised KeyError: 'answer' (for 2 "),
+        ("too_few", "the reward function judges.py:too_few returned 0 scores for 2 rollouts"),
+    ],
+)
+def test_the_function_that_fails_is_named(judges: str, name: str, told: str):
+    function = RewardBySource({"a": f"{judges}:{name}"}, threes)
+    with pytest.raises(RewardError) as error:
+        score(function, MIXED, max_failed_fraction=1.0)
+    assert str(error.value).startswith(told)
+
+
+def test_it_goes_to_other_processes(judges: str):
+    function = RewardBySource({"a": f"{judges}:ones"}, f"{judges}:ones")
+    assert cloudpickle.loads(cloudpickle.dumps(function))(MIXED) == [1.0] * 6
+
+
+def test_what_is_wrong_with_one_of_them_is_told_when_it_is_opened(judges: str):
+    with pytest.raises(ConfigError, match=r"data\.prompts\.function \(.*judges.py:one\)"):
+        open_function(RewardSection(), None, {"a": f"{judges}:one"})
+
+
+def test_held_out_sources_fall_back_on_the_functions_of_training(judges: str):
+    training = open_function(
+        RewardSection(function=f"{judges}:ones"), None, {"b": f"{judges}:twos"}
+    )
+    own = EvalSection.model_validate({"prompts": {"path": "c.csv", "function": f"{judges}:twos"}})
+    function = evaluation_function(own, training)
+    assert function is not None
+    assert score(function, MIXED, max_failed_fraction=0.0) == [1.0, 2.0, 1.0, 2.0, 2.0, 1.0]
+    common = own.model_copy(update={"function": f"{judges}:ones"})
+    function = evaluation_function(common, training)
+    assert function is not None
+    assert score(function, MIXED, max_failed_fraction=0.0) == [1.0, 1.0, 1.0, 2.0, 1.0, 1.0]

@@ -1,0 +1,90 @@
+"""What runs make of several sources with weights, before anything starts."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypo.collectives import Workers
+from raypo.config import PPOConfig, SFTConfig
+from raypo.recipes.sft import SFTRun
+from raypo.rollout.collect import judge
+from raypo.run.ppo_run import PPORun
+from raypo.run.rollout_metrics import rollout_figures, sample_row
+from raypo.run.services import Services
+from raypo.run.setup import Runtime
+from raypo.storage.run_files import RunFiles
+from raypo.types import Rollout
+from tests.tiny import tiny_policy
+from tests.unit.data.prompt_files import save_to_disk, write
+from tests.unit.run.test_few_prompts import Said
+
+NO_SERVICES = Services(None, None)  # type: ignore[arg-type]
+ROWS = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(9)]
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    """A file with weight 3 that is smaller than its share of a step, and a folder with weight 1."""
+    (tmp_path / "judges.py").write_text("def fives(rollouts):\n    return [5.0] * len(rollouts)\n")
+    few = write(tmp_path / "few.jsonl", ROWS[:5])
+    many = save_to_disk(tmp_path / "many", ROWS)
+    return {
+        "name": "run",
+        "storage_path": str(tmp_path),
+        "model": {"policy": str(tiny_policy(tmp_path / "policy"))},
+        "data": {"prompts": [{"path": few, "weight": 3}, {"path": many, "weight": 1}]},
+    }
+
+
+def prepared(kind: Any, config: Any) -> tuple[Any, list[str]]:
+    said, place = Said(), config.storage_path
+    files = RunFiles(place, "run")
+    runtime = Runtime(name="run", storage_path=place, working_dir=place)
+    return kind.prepare(config, runtime, Workers(), files, said), said.messages
+
+
+def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: dict[str, Any]):
+    second = values["data"]["prompts"][1]
+    second["function"] = f"{values['storage_path']}/judges.py:fives"
+    values |= {
+        "reward": {"function": "raypo.rewards.verifiers:thinking_format"},
+        "rollout": {"prompts_per_step": 8, "samples_per_prompt": 1},
+        "ppo": {"minibatch_size": 8},
+    }
+    run, messages = prepared(PPORun, PPOConfig.parse(values))
+    draws = run.stream.take(8)
+    assert Counter(draw.prompt.data_source for draw in draws) == {"few": 6, "many": 2}
+    assert messages == [
+        "few has 5 rows and 6 of them come in a step (its weight is 3, rollout.prompts_per_step "
+        "8), so they repeat within a step; give more, or a lower weight"
+    ]
+
+    ids = np.ones(2, np.int32)
+    rollouts = [
+        Rollout(
+            "p", "r", ids, ids, ids.astype(np.float32), ids.astype(bool), None, draw.prompt.index,
+            0, "stop", 0, draw.group_index, data_source=draw.prompt.data_source,
+        )
+        for draw in draws
+    ]  # fmt: skip
+    scored = judge(rollouts, run.judges(NO_SERVICES), None)
+    figures = rollout_figures(scored, Workers())
+    assert figures["rollout/score_mean/few"] == 0.0
+    assert figures["rollout/score_mean/many"] == 5.0
+    assert figures["rollout/score_mean"] == 10.0 / 8
+    assert sample_row(scored[0])["data_source"] == scored[0].rollout.data_source
+    alone = [each for each in scored if each.rollout.data_source == "few"]
+    assert "rollout/score_mean/few" not in rollout_figures(alone, Workers())
+
+
+def test_examples_come_by_their_weights(values: dict[str, Any]):
+    values["learner"] = {"batch_size": 8}
+    run, messages = prepared(SFTRun, SFTConfig.parse({**values, "recipe": "sft"}))
+    places = [place for _, place in run.stream.of(range(14)).take(8)]
+    assert sum(place < 5 for place in places) == 6
+    assert [message.split(" (")[0] for message in messages] == [
+        "few has 5 rows and 6 of them come in a step"
+    ]

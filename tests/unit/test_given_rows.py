@@ -1,0 +1,125 @@
+"""Rows that Python hands to a trainer become files of the run, which its config names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from raypo.config import ConfigError, PPOConfig
+from raypo.storage.run_files import RunFiles
+from raypo.trainer import PPOTrainer
+from raypo.trainer.given import with_rows
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": "1+1="}], "answer": 2},
+    {"prompt": "2+2=", "answer": "four"},
+]
+"""Of mixed kinds, as no table could hold them."""
+
+
+def judge(rollouts: list[Any]) -> list[float]:
+    return [0.0] * len(rollouts)
+
+
+@pytest.fixture
+def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    return {
+        "name": "run",
+        "storage_path": str(tmp_path / "runs"),
+        "model": {"policy": str(tmp_path / "policy")},
+        "data": {"label_key": "answer"},
+    }
+
+
+def trainer(values: dict[str, Any], tmp_path: Path, **arguments: Any) -> PPOTrainer:
+    path = tmp_path / "ppo.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return PPOTrainer(path, reward_fn=judge, **arguments)
+
+
+def refusal(values: dict[str, Any], tmp_path: Path, datasets: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        trainer(values, tmp_path, datasets=datasets)
+    return str(error.value)
+
+
+def test_rows_stand_in_the_run_folder_and_the_config_names_them(
+    values: dict[str, Any], tmp_path: Path
+):
+    made = trainer(values, tmp_path, datasets={"data.prompts": ROWS, "eval.prompts": ROWS[1:]})
+    for sources, rows in ((made.config.data.prompts, ROWS), (made.config.eval.prompts, ROWS[1:])):
+        (path,) = map(str, sources or ())
+        assert Path(path).parent == tmp_path / "runs" / "run" / "given_rows"
+        assert [json.loads(line) for line in Path(path).read_text().splitlines()] == rows
+    assert made.train_loop_config["data"]["prompts"] == made.config.data.prompts  # type: ignore[index]
+
+
+def test_the_same_rows_have_the_same_name_and_others_another(
+    values: dict[str, Any], tmp_path: Path
+):
+    first, again, other = (
+        trainer(values, tmp_path, datasets={"data.prompts": rows}).config.data.prompts
+        for rows in (ROWS, [dict(row) for row in ROWS], ROWS[:1])
+    )
+    assert first == again != other, "a run that goes on with other rows is refused"
+
+
+def test_rows_come_back_after_the_folder_is_removed(values: dict[str, Any], tmp_path: Path):
+    made = trainer(values, tmp_path, datasets={"data.prompts": ROWS})
+    RunFiles(values["storage_path"], "run").remove()  # as fresh=True does, before any config
+    with_rows(made.config, {"data.prompts": ROWS})
+    assert Path(str(made.config.data.prompts[0])).is_file()
+
+
+def test_rows_of_a_run_at_a_uri_lie_there_too(values: dict[str, Any], tmp_path: Path):
+    storage = tmp_path / "bucket"
+    values["data"]["prompts"] = "given"
+    config = PPOConfig.parse({**values, "storage_path": f"file://{storage}"})
+    (uri,) = with_rows(config, {"data.prompts": ROWS}).data.prompts
+    assert str(uri).startswith(f"file://{storage}/run/given_rows/data.prompts-")
+    assert len(Path(str(uri).removeprefix("file://")).read_text().splitlines()) == 2
+
+
+def test_what_numpy_holds_is_written_as_numbers_and_lists(values: dict[str, Any], tmp_path: Path):
+    rows = [{"prompt": "p", "answer": np.int64(3), "ids": np.arange(2)}]
+    made = trainer(values, tmp_path, datasets={"data.prompts": rows})
+    text = Path(str(made.config.data.prompts[0])).read_text()
+    assert json.loads(text) == {"prompt": "p", "answer": 3, "ids": [0, 1]}
+
+
+def test_a_data_set_of_the_real_package_is_taken(values: dict[str, Any], tmp_path: Path):
+    datasets = pytest.importorskip("datasets", reason="the package datasets is optional")
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(3)]
+    made = trainer(values, tmp_path, datasets={"data.prompts": datasets.Dataset.from_list(rows)})
+    lines = Path(str(made.config.data.prompts[0])).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"train": ROWS}, "datasets (train): its keys are those of the config whose place rows "
+         "take: data.prompts, eval.prompts."),
+        ({"data.prompts": iter(ROWS)}, "datasets (data.prompts: list_iterator): rows are a "
+         "datasets.Dataset or a list of dicts. What streams is written to files first "
+         "(save_to_disk, write_parquet), and data.prompts names them."),
+        ({"data.prompts": [ROWS[1], {"prompt": b"x"}]}, "datasets (data.prompts): row 2 cannot be "
+         "written as JSON: a bytes is in it. Rows are mappings of texts, numbers, lists and "
+         "mappings; leave other columns out."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rows_is_refused(
+    values: dict[str, Any], tmp_path: Path, given: Any, told: str
+):
+    assert refusal(values, tmp_path, given) == told
+
+
+def test_wrong_rows_are_told_like_those_of_a_file(values: dict[str, Any], tmp_path: Path):
+    told = refusal(values, tmp_path, {"data.prompts": [{"promt": "p", "answer": 1}]})
+    assert told.startswith("data.prompt_key (prompt): ")
