@@ -21,6 +21,7 @@ from raypo.rollout.agent import Agents
 from raypo.rollout.collect import PushAgain, Sampler, Sampling, ask, request_of, request_seed
 from raypo.rollout.environment import Environments
 from raypo.rollout.policy import Policy, Recorded
+from raypo.rollout.sessions import Sessions
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Episode, Prompt, Rollout
 
@@ -98,7 +99,9 @@ def open_episodes(
         return None
     tokens = TurnTokens(tokenizer, stop_token_ids)
     return Episodes(
-        Environments(section, tokens) if section.environment else Agents(section),
+        Environments(section, tokens)
+        if section.environment
+        else Agents(section, Sessions(tokenizer, stop_token_ids, section)),
         tokenizer,
         tokens,
         section,
@@ -224,12 +227,15 @@ class _Seat:
         rows = told or [*policy.rows, Recorded(self.draw.prompt.token_ids)][:1]
         return [self._rollout(policy, episode, *each) for each in enumerate(rows)]
 
-    async def _ask(self, ids: np.ndarray, number: int, max_new_tokens: int) -> Completion:
+    async def _ask(
+        self, ids: np.ndarray, number: int, max_new_tokens: int, stop: Sequence[str]
+    ) -> Completion:
         order = self.draw.group_index, self.sample_index, number
         request = replace(
             request_of(self.draw, self.sample_index, self.sampling),
             prompt_ids=ids,
             max_new_tokens=max_new_tokens,
+            stop=(*self.sampling.stop, *stop),
             seed=request_seed(self.sampling, *order),
         )
         return await self.table.ask(_Call(order, request, self))
