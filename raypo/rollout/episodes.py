@@ -51,7 +51,7 @@ class Episodes:
     _waited_s: float = 0.0
 
     def waited_s(self) -> float:
-        """Seconds that the engines waited for environments, since this was last asked."""
+        """Seconds that training's turns waited for environments, since this was last asked."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
@@ -86,7 +86,8 @@ class Episodes:
                 lost = lost and runner.run(table.until_over())
             if lost:
                 raise lost
-            self._waited_s += table.waited_s
+            if sampling.stream == 0:  # not of an evaluation
+                self._waited_s += table.waited_s
             return [rollout for task in tasks for rollout in task.result()]
 
 

@@ -183,7 +183,10 @@ class Policy:
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
+            ValueError: there are no ids.
         """
+        if not len(ids):
+            raise ValueError("the prompt has no tokens")
         row = next((row for row in self.rows if row.goes_on_as(ids)), None)
         taken = len(ids) - len(row.prompt_ids) if row else 0
         room = min(self.max_episode_tokens - taken, self.max_tokens - len(ids))

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.requests import Request
 
 from raypo.config import RolloutSection
-from raypo.data.turns import Tools
+from raypo.data.turns import Tools, is_ids
 from raypo.endpoint.app import Endpoint, Wanted, app_of
 from raypo.endpoint.protocol import ChatRequest, RequestError, template_messages
 from raypo.endpoint.text import ResponseText
@@ -96,8 +96,8 @@ class _Session:
     section: RolloutSection
     name: str = "policy"
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _said: dict[str, tuple[Said | None, Tools, list[str]]] = field(default_factory=dict)
-    """By request: what it asks in words, with which tools, and what ends it."""
+    _answers: dict[str, asyncio.Future[Completion]] = field(default_factory=dict)
+    """By request, those that were begun and that nobody waits for yet."""
     _under_way: set[Future[Any]] = field(default_factory=set)
     _is_over: bool = False
 
@@ -112,36 +112,13 @@ class _Session:
         return self
 
     async def asked(self, wanted: Wanted) -> tuple[list[list[int]], list[SamplingRequest]]:
-        """What a request asks for, whatever model it names: there is one.
+        """What a request asks for, whatever model it names: there is one. It is begun at once.
 
         Raises:
             RequestError: it wants what the run fixes otherwise, or the template refuses it.
         """
         self._refuse_what_is_fixed(wanted)
-        tools, most = None, wanted.max_tokens
-        if isinstance(wanted, ChatRequest):
-            prompts: list[Any] = [template_messages(wanted.messages)]
-            tools, most = wanted.told_tools, wanted.max_completion_tokens or most
-        else:
-            prompts = wanted.prompts
-        all_ids: list[list[int]] = []
-        requests: list[SamplingRequest] = []
-        for prompt in prompts:
-            is_words = isinstance(prompt, str) or isinstance(wanted, ChatRequest)
-            ids = await self._there(self._ids_of(prompt, tools)) if is_words else np.array(prompt)
-            all_ids.append(ids.tolist())
-            for _ in range(wanted.n):
-                request = SamplingRequest(
-                    ids.astype(np.int32),
-                    most or self.policy.max_new_tokens,
-                    self.section.temperature,
-                    stop=tuple(wanted.stops),
-                    stop_token_ids=self.stop_token_ids,
-                    id=secrets.token_hex(12),
-                )
-                self._said[request.id] = prompt if is_words else None, tools, wanted.stops
-                requests.append(request)
-        return all_ids, requests
+        return await self._there(self._begun(wanted))
 
     async def sample(self, request: SamplingRequest, heard: Heard) -> Completion:
         """One response, recorded; told as a whole.
@@ -149,12 +126,12 @@ class _Session:
         Raises:
             RequestError: the episode may have no further turn, or is over.
         """
-        return await self._there(self._sampled(request))
+        return await self._there(self._answer(request.id))
 
     def close(self) -> None:
         """The episode is over: what it still asks is not answered."""
         self._is_over = True
-        for each in list(self._under_way):
+        for each in (*self._answers.values(), *list(self._under_way)):
             each.cancel()
 
     def _refuse_what_is_fixed(self, wanted: Wanted) -> None:
@@ -171,14 +148,45 @@ class _Session:
                 "run's. Leave it out."
             )
 
-    async def _ids_of(self, said: Said, tools: Tools) -> np.ndarray:
+    async def _begun(self, wanted: Wanted) -> tuple[list[list[int]], list[SamplingRequest]]:
+        """In the episode's event loop: so all responses to a request are sampled at a time."""
+        tools, most = None, wanted.max_tokens
+        if isinstance(wanted, ChatRequest):
+            prompts: list[Any] = [template_messages(wanted.messages)]
+            tools, most = wanted.told_tools, wanted.max_completion_tokens or most
+        else:
+            prompts = wanted.prompts
+        all_said = [None if is_ids(each) else each for each in prompts]
         try:
-            return self.policy.ids_of(said, tools)
+            all_ids = [
+                np.asarray(each, np.int32) if said is None else self.policy.ids_of(said, tools)
+                for each, said in zip(prompts, all_said, strict=True)
+            ]
         except Exception as error:  # templates raise what they like
             raise RequestError(f"the prompt cannot be told to the policy: {error}") from error
+        requests: list[SamplingRequest] = []
+        for ids, said in zip(all_ids, all_said, strict=True):
+            for _ in range(wanted.n):
+                request = SamplingRequest(
+                    ids,
+                    most or self.policy.max_new_tokens,
+                    self.section.temperature,
+                    stop=tuple(wanted.stops),
+                    stop_token_ids=self.stop_token_ids,
+                    id=secrets.token_hex(12),
+                )
+                work = self._sampled(request, said, tools)
+                self._answers[request.id] = asyncio.ensure_future(work)
+                requests.append(request)
+        return [ids.tolist() for ids in all_ids], requests
 
-    async def _sampled(self, request: SamplingRequest) -> Completion:
-        said, tools, stops = self._said.pop(request.id)
+    async def _answer(self, request_id: str) -> Completion:
+        return await self._answers.pop(request_id)
+
+    async def _sampled(
+        self, request: SamplingRequest, said: Said | None, tools: Tools
+    ) -> Completion:
+        stops = request.stop
         try:
             row, completion = await self.policy.sample(
                 request.prompt_ids, max_new_tokens=request.max_new_tokens, stop=stops
