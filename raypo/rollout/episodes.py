@@ -18,7 +18,7 @@ from raypo.config import OnlineConfig, RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.rollout.agent import Agents
-from raypo.rollout.collect import PushAgain, Sampler, Sampling, ask, request_of, request_seed
+from raypo.rollout.collect import PushAgain, Sampler, Sampling, ask, request_of
 from raypo.rollout.environment import Environments
 from raypo.rollout.policy import Policy, Recorded
 from raypo.rollout.sessions import Sessions
@@ -231,14 +231,13 @@ class _Seat:
     async def _ask(
         self, ids: np.ndarray, number: int, max_new_tokens: int, stop: Sequence[str]
     ) -> Completion:
-        order = self.draw.group_index, self.sample_index, number
         request = replace(
-            request_of(self.draw, self.sample_index, self.sampling),
+            request_of(self.draw, self.sample_index, self.sampling, number),
             prompt_ids=ids,
             max_new_tokens=max_new_tokens,
             stop=(*self.sampling.stop, *stop),
-            seed=request_seed(self.sampling, *order),
         )
+        order = self.draw.group_index, self.sample_index, number
         return await self.table.ask(_Call(order, request, self))
 
     def _decode(self, ids: np.ndarray) -> str:
