@@ -5,7 +5,7 @@ What the policy sampled is never tokenised again: an observation becomes ids onc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from raypo.data.prompts import is_chat
 
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
 """A text, one or several chat messages, or token ids."""
+Tools = Sequence[Callable[..., Any] | dict[str, Any]] | None
+"""That the policy may call, as chat templates take them: functions, or their JSON schemas."""
 _REPLY = "raypo-reply"
 """Stands for what the policy wrote, where a chat template is asked what follows it."""
 
@@ -36,11 +38,15 @@ class TurnTokens:
         self._tokenizer = tokenizer
         self._stop = frozenset(stop_token_ids)
 
-    def first(self, observation: Observation, *, chat: bool) -> tuple[str, np.ndarray]:
+    def first(
+        self, observation: Observation, *, chat: bool, tools: Tools = None
+    ) -> tuple[str, np.ndarray]:
         """What an episode begins with: its text and ids, int32 [P].
 
         Args:
+            observation: What the policy reads first.
             chat: Whether a text is a chat message.
+            tools: What the template tells the policy of.
 
         Raises:
             ValueError: it has no tokens, or the template refuses it.
@@ -51,10 +57,17 @@ class TurnTokens:
         if not chat and isinstance(observation, str):
             ids = self._tokenizer(observation, verbose=False)["input_ids"]
             return observation, _checked(ids, observation)
-        text = self._rendered(messages_of(observation))
+        text = self._rendered(messages_of(observation), tools)
         return text, _checked(self._ids(text), observation)
 
-    def between(self, reply_ids: np.ndarray, observation: Observation, *, chat: bool) -> np.ndarray:
+    def between(
+        self,
+        reply_ids: np.ndarray,
+        observation: Observation,
+        *,
+        chat: bool,
+        tools: Tools = None,
+    ) -> np.ndarray:
         """What follows a turn of the policy: the observation, and what a template puts around it.
 
         The end of turn that the template writes is left out where the policy has sampled it.
@@ -63,6 +76,7 @@ class TurnTokens:
             reply_ids: The turn, int [T].
             observation: What the policy reads next.
             chat: Whether a text is a chat message.
+            tools: As in `first`.
 
         Returns:
             ids: int32, empty for an empty text outside of a chat.
@@ -74,23 +88,30 @@ class TurnTokens:
             return np.asarray(observation, np.int32)
         if not chat and isinstance(observation, str):
             return self._ids(observation)
-        ids = self._after_reply(messages_of(observation))
+        ids = self._after_reply(messages_of(observation), tools)
         end = int(reply_ids[-1]) if len(reply_ids) else None
-        if end in self._stop and end in self._after_reply([], goes_on=False):
+        if end in self._stop and end in self._after_reply([], tools, goes_on=False):
             return ids[ids.tolist().index(end) + 1 :]
         return ids
 
-    def _after_reply(self, messages: list[dict[str, Any]], *, goes_on: bool = True) -> np.ndarray:
+    def _after_reply(
+        self, messages: list[dict[str, Any]], tools: Tools, *, goes_on: bool = True
+    ) -> np.ndarray:
         """Ids that the template writes after an assistant's text, from the end of its turn on."""
         said = [{"role": "user", "content": "."}, {"role": "assistant", "content": _REPLY}]
-        text = self._rendered([*said, *messages], goes_on=goes_on)
+        text = self._rendered([*said, *messages], tools, goes_on=goes_on)
         return self._ids(text[text.rindex(_REPLY) + len(_REPLY) :])
 
-    def _rendered(self, messages: list[dict[str, Any]], *, goes_on: bool = True) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: Tools, *, goes_on: bool = True
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError("these are chat messages, and the tokenizer has no chat template")
         return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=goes_on, tokenize=False
+            messages,
+            tools=None if tools is None else list(tools),
+            add_generation_prompt=goes_on,
+            tokenize=False,
         )
 
     def _ids(self, text: str) -> np.ndarray:

@@ -53,6 +53,38 @@ class Sampler(Protocol):
         ...
 
 
+class Serves(Protocol):
+    """A policy behind the endpoint."""
+
+    @property
+    def name(self) -> str:
+        """That it is told by."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """A fast one of transformers."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and response together."""
+        ...
+
+    @property
+    def sampler(self) -> Sampler:
+        """Who samples."""
+        ...
+
+    async def asked(self, wanted: Wanted) -> tuple[list[list[int]], list[SamplingRequest]]:
+        """What a request asks for: its prompts' ids, and `n` responses to each, in order.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Served:
     """A model behind the endpoint."""
@@ -63,6 +95,24 @@ class Served:
     max_model_len: int
     """Tokens of prompt and response together."""
     sampler: Sampler
+
+    async def asked(self, wanted: Wanted) -> tuple[list[list[int]], list[SamplingRequest]]:
+        """The prompts' ids of a request, and what is sampled for it.
+
+        Raises:
+            RequestError: another model is meant, or a prompt is empty, too long, or refused.
+        """
+        if wanted.model not in (None, self.name):
+            raise RequestError(
+                f"there is no model {wanted.model}; served is {self.name}.",
+                status=404,
+                code="model_not_found",
+            )
+        if isinstance(wanted, ChatRequest):
+            prompts_ids = [self.chat_ids(wanted)]
+        else:
+            prompts_ids = [self.text_ids(each) for each in wanted.prompts]
+        return prompts_ids, self.requests(wanted, prompts_ids)
 
     def chat_ids(self, request: ChatRequest) -> list[int]:
         """The prompt of a chat: its messages, through the chat template.
@@ -130,22 +180,30 @@ def make_app(served: Served, *, token: str | None, max_requests: int = 1024) -> 
         token: Clients must bring it as their API key; None: everybody may ask.
         max_requests: Most responses that are under way; who asks for more is told to come again.
     """
-    endpoint = _Endpoint(served, max_requests)
+    endpoint = Endpoint(served, max_requests)
+    return app_of(lambda request: None if token and not has_token(request, token) else endpoint)
 
-    def guarded(handle: Callable[[Request], Awaitable[Response]]) -> Any:
+
+def app_of(endpoint_of: Callable[[Request], Endpoint | None]) -> Starlette:
+    """The application, whose API keys say which endpoint is asked; None: the key is wrong."""
+
+    def guarded(handle: Callable[[Endpoint, Request], Awaitable[Response]]) -> Any:
         async def checked(request: Request) -> Response:
-            if token and not has_token(request, token):
+            if (endpoint := endpoint_of(request)) is None:
                 return error_answer(RequestError("the API key is missing or wrong", status=401))
-            return await handle(request)
+            return await handle(endpoint, request)
 
         return checked
 
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", guarded(endpoint.chat), methods=["POST"]),
-            Route("/v1/completions", guarded(endpoint.complete), methods=["POST"]),
-            Route("/v1/models", guarded(endpoint.models)),
-            Route("/health", endpoint.health),
+            Route("/v1/chat/completions", guarded(Endpoint.chat), methods=["POST"]),
+            Route("/v1/completions", guarded(Endpoint.complete), methods=["POST"]),
+            Route("/v1/models", guarded(Endpoint.models)),
+            Route("/health", health),
         ],
         exception_handlers={
             RequestError: _told,
@@ -174,42 +232,30 @@ def _error(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
-class _Endpoint:
-    def __init__(self, served: Served, max_requests: int) -> None:
+class Endpoint:
+    """Answers requests for one policy."""
+
+    def __init__(self, served: Serves, max_requests: int) -> None:
+        """Only note them."""
         self._served, self._max_requests = served, max_requests
         self._under_way = 0
 
     async def chat(self, request: Request) -> Response:
-        wanted: ChatRequest = read(ChatRequest, await json_of(request))
-        self._check_model(wanted.model)
-        return await self._answer(request, wanted, [self._served.chat_ids(wanted)])
+        """POST /v1/chat/completions."""
+        return await self._answer(request, read(ChatRequest, await json_of(request)))
 
     async def complete(self, request: Request) -> Response:
-        wanted: CompletionRequest = read(CompletionRequest, await json_of(request))
-        self._check_model(wanted.model)
-        ids = [self._served.text_ids(each) for each in wanted.prompts]
-        return await self._answer(request, wanted, ids)
+        """POST /v1/completions."""
+        return await self._answer(request, read(CompletionRequest, await json_of(request)))
 
     async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
         card = {"id": self._served.name, "object": "model", "created": 0, "owned_by": "raypo"}
         card["max_model_len"] = self._served.max_model_len
         return JSONResponse({"object": "list", "data": [card]})
 
-    async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "name": self._served.name})
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._served.name):
-            raise RequestError(
-                f"there is no model {name}; served is {self._served.name}.",
-                status=404,
-                code="model_not_found",
-            )
-
-    async def _answer(
-        self, request: Request, wanted: Wanted, prompts_ids: list[list[int]]
-    ) -> Response:
-        asked = self._served.requests(wanted, prompts_ids)
+    async def _answer(self, request: Request, wanted: Wanted) -> Response:
+        prompts_ids, asked = await self._served.asked(wanted)
         if self._under_way + len(asked) > self._max_requests:
             raise RequestError(f"{self._under_way} responses are under way", status=503)
         answer = Answer(self._served.name, wanted, prompts_ids)

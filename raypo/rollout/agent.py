@@ -7,33 +7,31 @@ import inspect
 from numbers import Real
 from typing import Any
 
-from raypo.config import ConfigError, RolloutSection
+from raypo.config import RolloutSection
 from raypo.rewards.loader import load_class
-from raypo.rollout.environment import WrongAnswer
+from raypo.rollout.environment import WrongAnswer, in_thread
 from raypo.rollout.environment_pool import too_slow
 from raypo.rollout.interface import AGENT
 from raypo.rollout.policy import Policy
+from raypo.rollout.sessions import Sessions
 from raypo.types import Prompt
 
 
 class Agents:
     """Plays episodes: an agent (`raypo.rollout.interface`) asks the policy as it likes."""
 
-    def __init__(self, section: RolloutSection) -> None:
+    def __init__(self, section: RolloutSection, sessions: Sessions) -> None:
         """Load the class.
+
+        Args:
+            section: What names it.
+            sessions: Where it can ask the policy by HTTP.
 
         Raises:
             ConfigError: it is missing or not what an agent must be.
         """
-        spec, key = section.agent or "", "rollout.agent"
-        self._make = load_class(spec, AGENT, section.agent_args, key=key)
-        cls: Any = self._make.func
-        if not inspect.iscoroutinefunction(cls.run):
-            raise ConfigError(
-                f"{key} ({spec}): its run is no coroutine, so it cannot wait for the policy. Write "
-                "async def run(self, prompt, label, policy)."
-            )
-        self._timeout_s = section.step_timeout_s
+        self._make = load_class(section.agent or "", AGENT, section.agent_args, key="rollout.agent")
+        self._timeout_s, self._sessions = section.step_timeout_s, sessions
 
     async def run(self, prompt: Prompt, policy: Policy, quota: asyncio.Semaphore) -> float:
         """One episode; the score that the agent gives it.
@@ -45,7 +43,8 @@ class Agents:
         policy.limit_s, policy.limit = self._timeout_s, asyncio.timeout(self._timeout_s)
         try:
             async with policy.limit:
-                score = await self._make().run(given, prompt.label, policy)
+                with self._sessions.open(policy):
+                    score = await self._run(given, prompt.label, policy)
         except TimeoutError:
             if not policy.limit.expired():
                 raise  # one of its own
@@ -54,5 +53,12 @@ class Agents:
             raise WrongAnswer(f"run returned {score!r:.100}, not a finite number")
         return float(score)
 
+    async def _run(self, *arguments: Any) -> Any:
+        agent: Any = self._make()
+        if inspect.iscoroutinefunction(agent.run):
+            return await agent.run(*arguments)
+        return await in_thread(lambda: agent.run(*arguments))
+
     def close(self) -> None:
-        """There is nothing to end."""
+        """End the server, if there is one."""
+        self._sessions.close()

@@ -189,8 +189,8 @@ def ask(requests: list[SamplingRequest], engine: Sampler) -> list[Completion]:
     return [completion for response in pending for completion in response.result()]
 
 
-def request_of(draw: Draw, sample_index: int, sampling: Sampling) -> SamplingRequest:
-    """What an engine is asked for one sample of a draw; of an episode, for its first turn."""
+def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0) -> SamplingRequest:
+    """What an engine is asked for one sample of a draw; of an episode, for a turn of it."""
     return SamplingRequest(
         prompt_ids=draw.prompt.token_ids,
         max_new_tokens=sampling.max_new_tokens,
@@ -199,7 +199,7 @@ def request_of(draw: Draw, sample_index: int, sampling: Sampling) -> SamplingReq
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop=sampling.stop,
-        seed=request_seed(sampling, draw.group_index, sample_index),
+        seed=request_seed(sampling, draw.group_index, sample_index, turn),
         stop_token_ids=sampling.stop_token_ids,
         adapter=sampling.adapter,
         priority=sampling.priority,

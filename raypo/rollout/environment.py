@@ -48,6 +48,7 @@ class Environments:
         )
         self._make = load()
         self._reads_ids = bool(getattr(self._make.func, "reads_token_ids", False))
+        self._tools = getattr(self._make.func, "tools", None)
         self._tokens, self._timeout_s = tokens, section.step_timeout_s
         self._pool: EnvironmentPool | None = None
         if section.environment_processes:
@@ -65,9 +66,11 @@ class Environments:
         chat, ids = prompt.messages is not None, prompt.token_ids
         given = prompt.messages if chat else prompt.text
         first = await environment.call("reset", given, prompt.label)
+        if first is None and chat and self._tools:
+            first = prompt.messages  # tokenised without the tools
         if first is not None:
             chat = chat or not (isinstance(first, str) or is_ids(first))
-            policy.prompt, ids = self._tokens.first(first, chat=chat)
+            policy.prompt, ids = self._tokens.first(first, chat=chat, tools=self._tools)
         total = 0.0
         while True:
             try:
@@ -81,7 +84,9 @@ class Environments:
             total += reward
             if done:
                 return total
-            between = self._tokens.between(reply.token_ids, observation, chat=chat)
+            between = self._tokens.between(
+                reply.token_ids, observation, chat=chat, tools=self._tools
+            )
             ids = np.concatenate([reply.conversation, between])
 
     def close(self) -> None:
@@ -130,11 +135,11 @@ class _Environment:
             return getattr(self._here, method)(*arguments)
 
         is_coroutine = inspect.iscoroutinefunction(getattr(self._make.func, method))
-        answer = call() if is_coroutine else await _in_thread(call)
+        answer = call() if is_coroutine else await in_thread(call)
         return await answer if inspect.isawaitable(answer) else answer
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
+async def in_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a thread that nobody waits for at the end: it may hang."""
     answer: Future[Any] = Future()
     answer.set_running_or_notify_cancel()

@@ -18,9 +18,10 @@ from raypo.config import OnlineConfig, RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.rollout.agent import Agents
-from raypo.rollout.collect import PushAgain, Sampler, Sampling, ask, request_of, request_seed
+from raypo.rollout.collect import PushAgain, Sampler, Sampling, ask, request_of
 from raypo.rollout.environment import Environments
 from raypo.rollout.policy import Policy, Recorded
+from raypo.rollout.sessions import Sessions
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Episode, Prompt, Rollout
 
@@ -50,7 +51,7 @@ class Episodes:
     _waited_s: float = 0.0
 
     def waited_s(self) -> float:
-        """Seconds that the engines waited for environments, since this was last asked."""
+        """Seconds that training's turns waited for environments, since this was last asked."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
@@ -85,7 +86,8 @@ class Episodes:
                 lost = lost and runner.run(table.until_over())
             if lost:
                 raise lost
-            self._waited_s += table.waited_s
+            if sampling.stream == 0:  # not of an evaluation
+                self._waited_s += table.waited_s
             return [rollout for task in tasks for rollout in task.result()]
 
 
@@ -98,7 +100,9 @@ def open_episodes(
         return None
     tokens = TurnTokens(tokenizer, stop_token_ids)
     return Episodes(
-        Environments(section, tokens) if section.environment else Agents(section),
+        Environments(section, tokens)
+        if section.environment
+        else Agents(section, Sessions(tokenizer, stop_token_ids, section)),
         tokenizer,
         tokens,
         section,
@@ -224,14 +228,16 @@ class _Seat:
         rows = told or [*policy.rows, Recorded(self.draw.prompt.token_ids)][:1]
         return [self._rollout(policy, episode, *each) for each in enumerate(rows)]
 
-    async def _ask(self, ids: np.ndarray, number: int, max_new_tokens: int) -> Completion:
-        order = self.draw.group_index, self.sample_index, number
+    async def _ask(
+        self, ids: np.ndarray, number: int, max_new_tokens: int, stop: Sequence[str]
+    ) -> Completion:
         request = replace(
-            request_of(self.draw, self.sample_index, self.sampling),
+            request_of(self.draw, self.sample_index, self.sampling, number),
             prompt_ids=ids,
             max_new_tokens=max_new_tokens,
-            seed=request_seed(self.sampling, *order),
+            stop=(*self.sampling.stop, *stop),
         )
+        order = self.draw.group_index, self.sample_index, number
         return await self.table.ask(_Call(order, request, self))
 
     def _decode(self, ids: np.ndarray) -> str:

@@ -16,7 +16,8 @@ class Environment(Protocol):
     """One episode's environment: made with `rollout.environment_args`, reset once, then stepped.
 
     The methods may be plain or coroutines. With `reads_token_ids = True` in the class, actions are
-    lists of token ids, and not texts.
+    lists of token ids, and not texts. Its `tools` are what a chat template tells the policy of:
+    functions, or their JSON schemas.
     """
 
     async def reset(self, prompt: str | list[dict[str, Any]], label: Any) -> Observation | None:
@@ -50,6 +51,8 @@ class Agent(Protocol):
 
     async def run(self, prompt: str | list[dict[str, Any]], label: Any, policy: Policy) -> float:
         """Do what it takes; the policy may be asked as often as it is needed, also in parallel.
+
+        A plain method runs in a thread, and asks the policy at `policy.base_url`.
 
         Args:
             prompt: The row's prompt: its text, or its chat messages.

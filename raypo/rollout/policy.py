@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from raypo.data.turns import Observation, TurnTokens, is_ids, messages_of
+from raypo.data.turns import Observation, Tools, TurnTokens, is_ids, messages_of
 from raypo.serving.requests import Completion
 
 
@@ -54,8 +54,9 @@ class Recorded:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """The first token of each turn, and of each change meanwhile, and the version of the weights
     that sampled it."""
-    turns: list[tuple[Said, int]] = field(default_factory=list)
-    """After each turn that was asked for in words: all that was said, and how many tokens it is."""
+    turns: list[tuple[Said, Tools, int]] = field(default_factory=list)
+    """After each turn that was asked for in words: all that was said, with which tools, and how
+    many tokens it is."""
     is_busy: bool = False
 
     @property
@@ -67,6 +68,10 @@ class Recorded:
         """Whether `ids` begin with it, and it can be extended."""
         mine = self.ids
         return not self.is_busy and len(mine) <= len(ids) and np.array_equal(mine, ids[: len(mine)])
+
+    def remember(self, said: Said, tools: Tools = None) -> None:
+        """What it is in words, its last turn among them."""
+        self.turns.append((_comparable(said), tools, len(self.ids)))
 
     def append(self, ids: np.ndarray, completion: Completion | None) -> None:
         """What was sampled, or (None) what an environment wrote."""
@@ -93,8 +98,8 @@ class Policy:
     several that go on from the same turn.
     """
 
-    ask: Callable[[np.ndarray, int, int], Awaitable[Completion]]
-    """Of ids, the number of the call, and most new tokens."""
+    ask: Callable[[np.ndarray, int, int, Sequence[str]], Awaitable[Completion]]
+    """Of ids, the number of the call, most new tokens, and further texts that end the turn."""
     decode: Callable[[np.ndarray], str]
     tokens: TurnTokens
     max_turns: int
@@ -113,19 +118,34 @@ class Policy:
     limit: asyncio.Timeout | None = None
     """Of the time without one."""
     limit_s: float | None = None
+    endpoint: Callable[[], str] | None = None
+    """Starts the server that `base_url` names, where there is none."""
+    api_key: str = ""
+    """By which that knows this episode."""
     prompt: str | None = None
     """What it began with, where that is not the prompt of the data."""
     is_cut_off: bool = False
     """Whether a limit ended it."""
     _since: float = 0.0
 
-    async def generate(self, prompt: Observation) -> Reply:
+    @property
+    def base_url(self) -> str:
+        """Where it is served by OpenAI's protocol, on this machine, until the episode is over.
+
+        For `openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key)`: what it is asked
+        there is recorded as with `generate`.
+        """
+        assert self.endpoint is not None, "only an agent is given a policy"
+        return self.endpoint()
+
+    async def generate(self, prompt: Observation, *, tools: Tools = None) -> Reply:
         """Sample one turn.
 
         Args:
             prompt: The whole conversation so far: a text, chat messages, or token ids. What was
                 sampled is found again in it, and not tokenised once more: append `reply.message`
                 to messages, `reply.text` to a text, or go on from the ids in `reply.conversation`.
+            tools: What the chat template tells the policy of, where the prompt is messages.
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
@@ -134,22 +154,8 @@ class Policy:
             said, ids = None, np.asarray(prompt, np.int32)
         else:
             said = prompt if isinstance(prompt, str) else messages_of(prompt)
-            ids = self._ids(said)
-        row = next((row for row in self.rows if row.goes_on_as(ids)), None)
-        taken = len(ids) - len(row.prompt_ids) if row else 0
-        room = min(self.max_episode_tokens - taken, self.max_tokens - len(ids))
-        if self.num_calls >= self.max_turns or room < 1:
-            raise EpisodeLimit
-        if row is None:
-            row = Recorded(ids)
-            self.rows.append(row)
-        number, self.num_calls = self.num_calls, self.num_calls + 1
-        row.is_busy = True
-        with self._waiting():
-            completion = await self.ask(ids, number, min(room, self.max_new_tokens))
-        row.is_busy = False
-        row.append(ids[len(row.ids) :], None)
-        row.append(completion.token_ids, completion)
+            ids = self.ids_of(said, tools)
+        row, completion = await self.sample(ids)
         reply = Reply(
             self.decode(completion.token_ids),
             completion.token_ids,
@@ -157,27 +163,77 @@ class Policy:
             completion.finish_reason,
         )
         if said is not None:
-            now = said + reply.text if isinstance(said, str) else [*said, reply.message]
-            row.turns.append((now, len(reply.conversation)))
+            words = said + reply.text if isinstance(said, str) else [*said, reply.message]
+            row.remember(words, tools)
         return reply
 
-    def _ids(self, said: Said) -> np.ndarray:
-        """What was sampled before by its ids, and what is new tokenised."""
+    async def sample(
+        self, ids: np.ndarray, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> tuple[Recorded, Completion]:
+        """Sample one turn after ids, and record it.
+
+        Args:
+            ids: int32, the whole conversation so far.
+            max_new_tokens: Fewer than the run's, if that is wanted.
+            stop: Texts that end the turn, beside the run's.
+
+        Returns:
+            row: The conversation; the turn is its end.
+            completion: The turn.
+
+        Raises:
+            EpisodeLimit: the episode has had all its turns, or there is no room for a token.
+            ValueError: there are no ids.
+        """
+        if not len(ids):
+            raise ValueError("the prompt has no tokens")
+        row = next((row for row in self.rows if row.goes_on_as(ids)), None)
+        taken = len(ids) - len(row.prompt_ids) if row else 0
+        room = min(self.max_episode_tokens - taken, self.max_tokens - len(ids))
+        if self.num_calls >= self.max_turns:
+            raise EpisodeLimit(f"the episode has had {self.num_calls} turns (rollout.max_turns)")
+        if room < 1:
+            raise EpisodeLimit(
+                f"after {len(ids)} tokens there is no room (rollout.max_episode_tokens, "
+                "data.max_prompt_tokens)"
+            )
+        if row is None:
+            row = Recorded(ids)
+            self.rows.append(row)
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        row.is_busy = True
+        most = min(room, self.max_new_tokens, max_new_tokens or room)
+        try:
+            with self._waiting():
+                completion = await self.ask(ids, number, most, stop)
+        finally:
+            row.is_busy = False
+        row.append(ids[len(row.ids) :], None)
+        row.append(completion.token_ids, completion)
+        return row, completion
+
+    def ids_of(self, said: Said, tools: Tools = None) -> np.ndarray:
+        """int32: what was sampled before by its ids, and what is new tokenised.
+
+        Raises:
+            ValueError: it is empty, or the chat template refuses it.
+        """
+        asked = _comparable(said)
         known = [
             (words, row.ids[:length])
             for row in self.rows
-            for words, length in row.turns
-            if type(words) is type(said) and said[: len(words)] == words
+            for words, told, length in row.turns
+            if type(words) is type(asked) and asked[: len(words)] == words and told == tools
         ]
         if not known:
-            text, ids = self.tokens.first(said, chat=not isinstance(said, str))
+            text, ids = self.tokens.first(said, chat=not isinstance(said, str), tools=tools)
             self.prompt = self.prompt or text
             return ids
         words, before = max(known, key=lambda each: len(each[0]))
         rest = said[len(words) :]
         if not rest:
             return before
-        return np.concatenate([before, self.tokens.between(before, rest, chat=False)])
+        return np.concatenate([before, self.tokens.between(before, rest, chat=False, tools=tools)])
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -198,3 +254,15 @@ class Policy:
         if self.limit is not None and not self.limit.expired():
             now = asyncio.get_running_loop().time()
             self.limit.reschedule(None if after_s is None else now + after_s)
+
+
+def _comparable(said: Said) -> Said:
+    """Without the ids of tool calls: an endpoint makes them up."""
+    if isinstance(said, str):
+        return said
+    return [
+        message | {"tool_calls": [{k: v for k, v in call.items() if k != "id"} for call in calls]}
+        if (calls := message.get("tool_calls"))
+        else message
+        for message in said
+    ]

@@ -460,7 +460,8 @@ class PPORun(OnlineRun[PPOConfig]):
         figures = rollout_figures(collected.scored, self.workers) | collected.figures
         self._sampled = collected.scored
         if self.sampling.episodes:
-            figures["perf/wait_for_environments_s"] = self.sampling.episodes.waited_s()
+            waited = self.workers.max(as_tensor(self.sampling.episodes.waited_s()))
+            figures["perf/wait_for_environments_s"] = float(waited)
         if self.ahead:
             figures |= self._accounts(step, collected)
         self._work = step_work(

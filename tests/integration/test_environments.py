@@ -1,5 +1,7 @@
 """Whole runs whose responses are episodes: an environment answers each turn of the policy."""
 
+import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,33 @@ class Drafts:
         second = await policy.generate(prompt + first.text + "; ")
         other = await policy.generate("1+1=")
         return sum(map(str.isdigit, first.text + second.text + other.text)) / 24
+"""
+
+OPENAI_AGENT = """
+import json
+
+import openai
+
+class Chats:
+    '''Two turns; what it is told of both goes into a file.'''
+
+    def __init__(self, log):
+        self.log = log
+
+    def run(self, prompt, label, policy):
+        with openai.OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            ids, log_probs, text = [], [], prompt
+            for _ in range(2):
+                answer = client.completions.create(
+                    model="any", prompt=text, logprobs=0, extra_body={"return_token_ids": True}
+                )
+                (choice,) = answer.choices
+                ids += choice.token_ids
+                log_probs += choice.logprobs.token_logprobs
+                text += choice.text + "; "
+        with open(self.log, "a") as file:
+            file.write(json.dumps([ids, log_probs]) + "\\n")
+        return sum(map(str.isdigit, text)) / 24
 """
 
 
@@ -114,3 +143,39 @@ def test_a_run_with_an_agent_and_a_critic(task: Path):
     for each in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
         assert len({(row["sample_index"], row["score"]) for row in each}) == 1
         assert each[2]["prompt"] == "1+1="
+
+
+def test_a_run_with_an_agent_of_the_openai_package(task: Path):
+    """It needs nothing of raypo, and id by id, what it was told is what is trained."""
+    agent = task.parent / "chats.py"
+    agent.write_text(OPENAI_AGENT)
+    overrides = {
+        "name": "openai",
+        "num_steps": 2,
+        "reward.function": None,
+        "rollout.agent": f"{agent}:Chats",
+        "rollout.agent_args": {"log": str(task.parent / "told.jsonl")},
+        "rollout.max_episode_tokens": 60,
+        "eval.prompts": None,
+    }
+    result = PPOTrainer(PPOConfig.load(task, overrides=overrides)).fit()
+    assert result.return_value == {"status": "finished", "step": 2}
+    folder = task.parent / "runs" / "openai"
+    for row in read_metrics(folder):
+        assert (row["rollout/turns_mean"], row["rollout/episodes_failed"]) == (2.0, 0.0)
+        assert row["mismatch/log_prob_gap_max"] < 1e-3
+    rows = [
+        row
+        for path in sorted((folder / "rollouts").glob("step_*.parquet"))
+        for row in pq.read_table(path).to_pylist()
+    ]
+    told = map(json.loads, (task.parent / "told.jsonl").read_text().splitlines())
+    trained = [
+        (
+            [int(i) for i in np.array(row["response_ids"])[row["response_mask"]]],
+            [pytest.approx(p) for p in np.array(row["log_probs"])[row["response_mask"]]],
+        )
+        for row in rows
+    ]
+    by_ids = operator.itemgetter(0)
+    assert sorted(trained, key=by_ids) == sorted(map(tuple, told), key=by_ids)

@@ -59,6 +59,31 @@ def run(config: PPOConfig, name: str, disturb: Callable[[Path], None] | None = N
     return numbers(read_metrics(folder))
 
 
+ENVIRONMENT = """
+import os, signal
+from contextlib import suppress
+from pathlib import Path
+
+class Digits:
+    '''Stops the engine between two turns, once, where a file says which.'''
+
+    def __init__(self, stop):
+        self.stop, self.left = Path(stop), 3
+
+    def reset(self, prompt, label):
+        return None
+
+    def step(self, action):
+        self.left -= 1
+        if self.left == 1:
+            with suppress(FileNotFoundError):
+                pid = int(self.stop.read_text())
+                self.stop.unlink()
+                os.kill(pid, signal.SIGSTOP)
+        return " more? ", sum(map(str.isdigit, action)), self.left == 0
+"""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(config: PPOConfig, local_ray: None) -> list[Any]:
     return run(config, "undisturbed")
@@ -81,6 +106,20 @@ def kill_in_a_call(pid: int, folder: Path) -> None:
     time.sleep(STANDS_STILL_S)
     assert len(read_metrics(folder)) <= before + 1 < NUM_STEPS
     os.kill(pid, signal.SIGKILL)
+
+
+def episodic(config: PPOConfig, folder: Path) -> tuple[PPOConfig, Path]:
+    """A run with episodes, and the file that has its environment stop an engine."""
+    environment = folder / "digits.py"
+    environment.write_text(ENVIRONMENT)
+    told = config.model_dump(mode="json")
+    told["model"]["reward"], told["reward"]["function"] = None, None
+    told["rollout"] |= {
+        "environment": f"{environment}:Digits",
+        "environment_args": {"stop": str(folder / "stop")},
+        "max_episode_tokens": 60,
+    }
+    return PPOConfig.model_validate(told), folder / "stop"
 
 
 def kill_store() -> None:
@@ -115,3 +154,24 @@ def test_the_learner_worker_with_all_that_lives_beside_it(
         kill_train_workers()
 
     assert run(config, "worker", disturb) == undisturbed
+
+
+def test_no_episode_is_lost_with_the_engine_or_the_worker(config: PPOConfig, tmp_path: Path):
+    """The engine dies while it is asked for the third turn of 32 episodes, the worker later."""
+    episodes, stop = episodic(config, tmp_path)
+
+    def disturb(folder: Path) -> None:
+        wait_for_steps(folder, 1)
+        pid = pid_of("raypo:episodes:engine:0")
+        (tmp_path / "pid").write_text(str(pid))
+        (tmp_path / "pid").rename(stop)
+        while stop.exists():
+            time.sleep(0.1)
+        time.sleep(1.0)  # the turn is asked for
+        os.kill(pid, signal.SIGKILL)
+        wait_for_steps(folder, 3)
+        kill_train_workers()
+
+    calm = run(episodes, "calm")
+    assert all(row["rollout/episodes_failed"] == 0 for row in calm)
+    assert run(episodes, "episodes", disturb) == calm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.collectives import Workers
-from raypo.config import ConfigError, RolloutSection
+from raypo.config import RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.rollout.agent import Agents
@@ -20,6 +21,7 @@ from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.judges import Judges
 from raypo.rollout.policy import EpisodeLimit, Policy
+from raypo.rollout.sessions import Sessions
 from raypo.types import Prompt, Rollout
 from tests.chat_templates import CHAT_TEMPLATES
 from tests.tiny import tiny_tokenizer
@@ -99,11 +101,6 @@ class Careful:
             return turns
 
 
-class Plain:
-    def run(self, prompt: Any, label: Any, policy: Policy) -> float:
-        return 0.0
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
@@ -117,18 +114,21 @@ def played(
     labels: tuple[Any, ...] = (None,),
     chat: bool = False,
     samples: int = 2,
+    temperature: float = 1.0,
     **keys: Any,
 ) -> list[Rollout]:
     section = RolloutSection.model_validate(
         {"agent": f"{__name__}:{name}", "max_episode_tokens": 300, "max_new_tokens": 8} | keys
     )
+    agents = Agents(section, Sessions(tokenizer, [END], section))
     tokens = TurnTokens(tokenizer, [END])
     messages = [{"role": "user", "content": "1+1"}] if chat else None
     text, ids = tokens.first(messages or "1+1=", chat=chat)
     draws = [Draw(n, Prompt(n, text, ids, label, messages)) for n, label in enumerate(labels)]
-    table = Episodes(Agents(section), tokenizer, tokens, section, max_tokens=400)
-    sampling = Sampling(samples, 8, 1.0, 1.0, (END,), seed=7, episodes=table)
-    return sample(draws, engine or Talking(), tokenizer, sampling)
+    table = Episodes(agents, tokenizer, tokens, section, max_tokens=400)
+    sampling = Sampling(samples, 8, temperature, 1.0, (END,), seed=7, episodes=table)
+    with closing(table):
+        return sample(draws, engine or Talking(), tokenizer, sampling)
 
 
 @pytest.mark.parametrize("template", CHAT_TEMPLATES)
@@ -206,11 +206,6 @@ def test_an_agent_that_fails_fails_alone(tokenizer, label, reason):
 def test_an_agent_may_go_on_until_its_limit(tokenizer):
     rollouts = played(tokenizer, "Careful", samples=1, max_turns=5)
     assert {each.episode.score for each in rollouts if each.episode} == {5.0}
-
-
-def test_a_run_that_cannot_wait_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"its run is no coroutine.*Write async def run"):
-        played(tokenizer, "Plain")
 
 
 def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):

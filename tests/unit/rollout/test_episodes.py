@@ -21,6 +21,7 @@ from raypo.rollout.environment import Environments
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.judges import Judges
 from raypo.serving.requests import Completion, SamplingRequest
+from raypo.tools.calculator import calculator
 from raypo.types import Prompt, Rollout
 from tests.chat_templates import CHAT_TEMPLATES
 from tests.stand_ins import Engine
@@ -88,6 +89,10 @@ class Ids(Counting):
     async def step(self, action: Any) -> Any:
         assert isinstance(action, list)
         return action[::-1], 1.0, True
+
+
+class Telling(Counting):
+    tools = (calculator,)
 
 
 MAIN = threading.get_ident()
@@ -292,3 +297,14 @@ def test_an_engine_that_fails_otherwise_ends_the_run(tokenizer):
 
     with pytest.raises(RuntimeError, match="broken"):
         played(tokenizer, Engine(broken))
+
+
+def test_the_chat_template_is_told_of_an_environments_tools(tokenizer, monkeypatch):
+    template = "{% if tools %}{{ tools[0].function.name }};{% endif %}" + CHAT_TEMPLATES["plain"]
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    engine = Talking()
+    played(tokenizer, engine, chat=True, samples=1, name="Telling")
+    for (request,) in engine.rounds:
+        read = tokenizer.decode(request.prompt_ids)
+        assert read.startswith("calculator;user: 1+1")
+        assert read.count("calculator") == 1

@@ -1,0 +1,179 @@
+"""What episodes cost beside the sampling of their turns, with 256 of them at a time.
+
+    pytest -m benchmark tests/benchmarks/test_environment_overhead.py -s
+
+The environment and the agents answer at once, so all that is measured is raypo's and the client's.
+The same requests, round by round, straight to the engine are what it is compared with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from raypo.config import EngineSection, RolloutSection
+from raypo.data.stream import Draw
+from raypo.data.turns import TurnTokens
+from raypo.rollout.agent import Agents
+from raypo.rollout.collect import Sampling, request_of, sample
+from raypo.rollout.environment import Environments
+from raypo.rollout.episodes import Episodes
+from raypo.rollout.policy import Policy
+from raypo.rollout.sessions import Sessions
+from raypo.serving.engine import Engine
+from raypo.serving.requests import SamplingRequest
+from raypo.types import Prompt
+from raypo.weights.buckets import pack
+from raypo.weights.transport import LocalTransport
+from tests import stand_ins
+from tests.tiny import tiny_policy
+
+EPISODES, TURNS, NEW_TOKENS = 256, 3, 24
+ROUNDS = 3
+MOST = 0.05
+"""Of the time that the engine alone takes. By HTTP there is no bound: most is the client's."""
+OBSERVATION = " and then? "
+PROMPT = Prompt(0, "12+34=", np.arange(4, 24, dtype=np.int32), None, None)
+
+
+class Again:
+    def __init__(self) -> None:
+        self.left = TURNS
+
+    async def reset(self, prompt: Any, label: Any) -> None:
+        return None
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        self.left -= 1
+        return OBSERVATION, 1.0, self.left == 0
+
+
+class InThreads(Again):
+    def reset(self, prompt: Any, label: Any) -> None:  # pyright: ignore
+        return None
+
+    def step(self, action: str) -> tuple[str, float, bool]:  # pyright: ignore
+        self.left -= 1
+        return OBSERVATION, 1.0, self.left == 0
+
+
+class Generates:
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        ids = PROMPT.token_ids
+        for _ in range(TURNS):
+            ids = (await policy.generate(ids)).conversation
+        return 1.0
+
+
+class AsksByHttp:
+    """As most are written: a client of its own for each episode."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            await chat(client)
+        return 1.0
+
+
+class SharesAClient:
+    """One client of the openai package for all episodes of a step."""
+
+    client: openai.AsyncOpenAI | None = None
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        whole = SharesAClient.client or openai.AsyncOpenAI(base_url=policy.base_url, api_key="none")
+        SharesAClient.client = whole
+        await chat(whole.with_options(api_key=policy.api_key))
+        return 1.0
+
+
+async def chat(client: openai.AsyncOpenAI) -> None:
+    text = PROMPT.text
+    for _ in range(TURNS):
+        answer = await client.completions.create(model="any", prompt=text)
+        text += answer.choices[0].text + OBSERVATION
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_policy(tmp_path_factory.mktemp("m"), hidden=512, layers=8, head_dim=64))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str) -> Iterator[Engine]:
+    section = EngineSection(kv_cache_gb=1.0)
+    started = Engine(folder, section=section, dtype="float32", max_model_len=256)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    named = ((name, p.detach()) for name, p in model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        started.load_weights(LocalTransport().send(pack(named, bucket_bytes=10**8), version=1))
+    yield started
+    started.shutdown()
+
+
+def episodes(folder: str, name: str) -> Episodes:
+    """No token ends a turn, so all have the same length."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    kind = "environment" if issubclass(globals()[name], Again) else "agent"
+    section = RolloutSection.model_validate(
+        {kind: f"{__name__}:{name}", "max_episode_tokens": 200, "max_new_tokens": NEW_TOKENS}
+    )
+    tokens = TurnTokens(tokenizer, [])
+    player = (
+        Environments(section, tokens)
+        if kind == "environment"
+        else Agents(section, Sessions(tokenizer, [], section))
+    )
+    return Episodes(player, tokenizer, tokens, section, max_tokens=256)
+
+
+@pytest.mark.parametrize("name", ["Again", "InThreads", "Generates", "AsksByHttp", "SharesAClient"])
+def test_the_cost_of_episodes(engine: Engine, folder: str, name: str):
+    played = episodes(folder, name)
+    rounds: list[list[SamplingRequest]] = []
+    seeds = itertools.count()
+
+    def recording(requests: list[SamplingRequest]) -> Any:
+        rounds.append(requests)
+        return engine.generate(requests)
+
+    def as_episodes() -> None:
+        rounds.clear()
+        SharesAClient.client = None
+        sampling = Sampling(EPISODES, NEW_TOKENS, 1.0, 1.0, (), next(seeds), episodes=played)
+        rollouts = sample([Draw(0, PROMPT)], stand_ins.Engine(recording), None, sampling)  # pyright: ignore
+        assert len(rounds) == TURNS
+        assert sum(each.num_sampled for each in rollouts) == EPISODES * TURNS * NEW_TOKENS
+
+    def by_the_engine_alone() -> None:
+        for requests in rounds:
+            engine.generate(requests)
+
+    def in_one_turn() -> None:
+        sampling = Sampling(EPISODES, TURNS * NEW_TOKENS, 1.0, 1.0, (), next(seeds))
+        engine.generate([request_of(Draw(0, PROMPT), n, sampling) for n in range(EPISODES)])
+
+    ways: dict[str, Callable[[], None]] = {
+        "episodes": as_episodes,
+        "the same requests": by_the_engine_alone,
+        "one turn": in_one_turn,
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(ROUNDS + 1):  # in turns, as the machine's load changes; the first warms up
+        for way, work in ways.items():
+            begin = time.perf_counter()
+            work()
+            seconds[way].append(time.perf_counter() - begin)
+    played.close()
+    took = {way: min(each[1:]) for way, each in seconds.items()}
+    more = took["episodes"] / took["the same requests"] - 1.0
+    whole, one_turn = took["the same requests"], took["one turn"]
+    print(f"\n{name}: {more:+.1%} of {whole:.2f} s; {one_turn:.2f} s in one turn")
+    assert more <= MOST or name in ("AsksByHttp", "SharesAClient")

@@ -1,0 +1,280 @@
+"""Agents written with the `openai` package: what they ask is what is trained."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from raypo.rollout.policy import Policy
+from raypo.serving.requests import Completion, SamplingRequest
+from raypo.types import Rollout
+from tests.tiny import tiny_tokenizer
+from tests.unit.rollout import test_agents
+from tests.unit.rollout.test_episodes import END, Talking
+
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALLED{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+told: list[Any] = []
+"""What agents leave behind for a test."""
+
+
+class OfTheLoop:
+    """Two turns of a chat, by a client of the event loop."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            messages = [*prompt]
+            for _ in range(2):
+                answer = await client.chat.completions.create(model="any", messages=messages)
+                messages += [answer.choices[0].message, {"role": "user", "content": "and then?"}]
+        return 2.0
+
+
+class Blocking:
+    """The same in a thread, as a stream, and messages that are plain dicts."""
+
+    def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        assert threading.current_thread() is not threading.main_thread()
+        with openai.OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            messages: Any = [*prompt]
+            for _ in range(2):
+                stream = client.chat.completions.create(model="any", messages=messages, stream=True)
+                text = "".join(each.choices[0].delta.content or "" for each in stream)
+                messages += [
+                    {"role": "assistant", "content": text},
+                    {"role": "user", "content": "and then?"},
+                ]
+        return 2.0
+
+
+class CallsTools:
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            chat = client.chat.completions
+            messages = [*prompt]
+            answer = await chat.create(model="any", messages=messages, tools=TOOLS)
+            message = answer.choices[0].message
+            assert message.tool_calls
+            assert message.content is None
+            result = {"role": "tool", "content": "2", "tool_call_id": message.tool_calls[0].id}
+            messages += [message.model_dump(), result]
+            await chat.create(model="any", messages=messages, tools=TOOLS)
+            await chat.create(model="any", messages=messages)
+        return 1.0
+
+
+class TellsTools:
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        reply = await policy.generate(prompt, tools=TOOLS)
+        await policy.generate([*prompt, reply.message, *prompt], tools=TOOLS)
+        return 1.0
+
+
+class Completes:
+    """Two texts at a time, one of which is gone on with; and ids."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            ask = client.completions.create
+            drafts = await ask(model="any", prompt=prompt, n=2, max_tokens=3, stop="~", logprobs=0)
+            told.extend(each.logprobs.token_logprobs for each in drafts.choices if each.logprobs)
+            await ask(model="any", prompt=prompt + drafts.choices[0].text + "; ", temperature=1.0)
+            await ask(model="any", prompt=[5, 6, 7])
+        return 1.0
+
+
+class Wants:
+    """What the label says; the answer's status and code."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        async with httpx.AsyncClient(base_url=policy.base_url) as client:
+            key = {"Authorization": f"Bearer {policy.api_key}"}
+            wanted = {"prompt": prompt, **label}
+            answer = await client.post("/completions", json=wanted, headers=key)
+            told.append((answer.status_code, answer.json().get("error", {}).get("message")))
+            wrong = {"Authorization": f"Bearer {policy.api_key[:-1]}"}
+            told.append((await client.post("/completions", json=wanted, headers=wrong)).status_code)
+        return 0.0
+
+
+class Fails:
+    """In the middle of a chat; and once with an exception of the client's."""
+
+    def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        with openai.OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            client.completions.create(model="any", prompt=prompt)
+            if label == "raise":
+                raise KeyError("no such tool")
+            while label == "talk":
+                client.completions.create(model="any", prompt=prompt)
+        return 1.0
+
+
+class Lingers:
+    """Leaves a thread behind, which asks when the episode is over."""
+
+    over = threading.Event()
+    thread: threading.Thread
+
+    def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        base_url, api_key = policy.base_url, policy.api_key
+
+        def ask() -> None:
+            Lingers.over.wait(10)
+            with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+                try:
+                    client.completions.create(model="any", prompt=prompt)
+                except openai.AuthenticationError as error:
+                    told.append(error.status_code)
+
+        if label == "first":
+            Lingers.thread = threading.Thread(target=ask)
+            Lingers.thread.start()
+        else:  # a round later, so that the server is still there
+            with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+                client.completions.create(model="any", prompt=prompt)
+                Lingers.over.set()
+                Lingers.thread.join(10)
+        return 1.0
+
+
+class Calling(Talking):
+    """Calls a tool where it is told of one, and says yes afterwards."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        asked = self.tokenizer.decode(request.prompt_ids)
+        ids = self.tokenizer.encode("yes" if "tool: " in asked else CALL)
+        ids = self.said[request.seed] = np.array([*ids, END], np.int32)
+        return Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    told.clear()
+
+
+def played(tokenizer, name: str, engine: Talking | None = None, **keys: Any) -> list[Rollout]:
+    agent = f"{__name__}:{name}"
+    return test_agents.played(tokenizer, "", engine, **{"agent": agent, "samples": 1} | keys)
+
+
+def sampled(each: Rollout) -> list[int]:
+    return each.response_ids[each.response_mask].tolist()
+
+
+def errors(rollouts: list[Rollout]) -> list[str | None]:
+    return [each.episode.error for each in rollouts if each.episode]
+
+
+@pytest.mark.parametrize("name", ["OfTheLoop", "Blocking"])
+def test_a_chat_is_one_row_of_what_was_sampled(tokenizer, name):
+    engine = Talking()
+    rollouts = played(tokenizer, name, engine, labels=(1, 2), chat=True, samples=2)
+    assert errors(rollouts) == [None] * 4
+    for number, each in enumerate(rollouts):
+        requests = [round_[number] for round_ in engine.rounds]
+        said = np.concatenate([engine.said[request.seed] for request in requests])
+        assert sampled(each) == said.tolist()
+        assert each.weight_versions.tolist() == [3] * len(each.response_ids)
+        assert "and then?" in tokenizer.decode(each.response_ids[~each.response_mask])
+    same = test_agents.played(tokenizer, "Chats", labels=(1, 2), chat=True)
+    for ours, theirs in zip(rollouts, same, strict=True):  # by policy.generate
+        assert ours.response_ids.tolist() == theirs.response_ids.tolist()
+        assert ours.log_probs.tolist() == theirs.log_probs.tolist()
+
+
+def test_a_chat_with_tools_is_one_row_and_one_without_is_another(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    engine = Calling(tokenizer)
+    first, second = played(tokenizer, "CallsTools", engine, chat=True, max_new_tokens=90)
+    assert errors([first]) == [None]
+    assert tokenizer.decode(first.prompt_ids).startswith("tools: ")
+    assert tokenizer.decode(first.response_ids[~first.response_mask]) == "tool: 2assistant: "
+    assert sampled(first) == [i for ids in list(engine.said.values())[:2] for i in ids]
+    assert not second.prompt.startswith("tools: ")
+    assert "CALLED" in second.prompt
+
+
+def test_generate_tells_the_template_of_tools(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    (each,) = played(tokenizer, "TellsTools", chat=True)
+    assert each.prompt.startswith("tools: ")
+
+
+def test_completions_are_rows_and_their_log_probs_the_engines(tokenizer):
+    engine = Talking()
+    first, second, third = played(tokenizer, "Completes", engine)
+    assert errors([first]) == [None]
+    drafts, (more,), (ids,) = engine.rounds
+    assert [(each.max_new_tokens, each.stop) for each in drafts] == [(3, ("~",))] * 2
+    assert (more.max_new_tokens, more.stop) == (8, ())
+    said = [engine.said[each.seed].tolist() for each in (*drafts, more, ids)]
+    assert sampled(first) == said[0] + said[2]
+    assert sampled(second) == said[1]
+    assert (third.prompt_ids.tolist(), sampled(third)) == ([5, 6, 7], said[3])
+    np.testing.assert_allclose(told[0], first.log_probs[: len(said[0])])
+    np.testing.assert_allclose(told[1], second.log_probs)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"temperature": 0.5}, "temperature (0.5): a run samples what it trains with rollout.temp"),
+        ({"top_p": 0.5}, "top_p (0.5): a run samples what it trains with rollout.top_p (1.0)"),
+        ({"seed": 3}, "seed (3): each turn of an episode has one of its own"),
+        ({"top_k": 3}, "top_k: Extra inputs are not permitted"),
+    ],
+)
+def test_what_the_run_fixes_and_a_wrong_key_are_refused(tokenizer, wanted, message):
+    engine = Talking()
+    played(tokenizer, "Wants", engine, labels=(wanted,))
+    (status, said), of_wrong_key = told
+    assert (status, of_wrong_key) == (400, 401)
+    assert said.startswith(message)
+    assert not engine.rounds
+
+
+def test_evaluation_samples_as_it_is_told_to(tokenizer):
+    engine = Talking()
+    played(tokenizer, "Wants", engine, labels=({"temperature": 1.0},), temperature=0.0)
+    assert told[0][0] == 200
+    assert [each.temperature for each in engine.rounds[0]] == [0.0]
+
+
+def test_an_agent_that_fails_fails_alone(tokenizer):
+    labels = ("good", "raise", "talk")
+    rollouts = played(tokenizer, "Fails", labels=labels, max_turns=3)
+    good, raised, talked = (errors([each])[0] for each in rollouts if each.row_index == 0)
+    assert good is None
+    assert raised == "KeyError: 'no such tool'"
+    assert talked is not None
+    assert talked.startswith("BadRequestError: Error code: 400")
+    assert "rollout.max_turns" in talked
+
+
+def test_an_episode_that_is_over_answers_no_more(tokenizer):
+    rollouts = played(tokenizer, "Lingers", labels=("first", "second"))
+    assert told == [401]
+    assert errors(rollouts) == [None, None]
+    assert [each.num_sampled > 0 for each in rollouts] == [False, True]
