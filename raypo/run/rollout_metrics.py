@@ -46,9 +46,8 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
         means.total("rollout/response_tokens", tokens)
         means.add("rollout/response_tokens_mean", tokens, 1)
         means.maximum("rollout/response_tokens_max", tokens)
-    for scores in by_group.values():
-        if len(scores) > 1:
-            means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
+    for scores in (each for each in by_group.values() if len(each) > 1):
+        means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     figures = without_lone(means.reduce(workers), "rollout/score_mean/")
     if not figures:
         return figures
