@@ -102,7 +102,8 @@ def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
     Those of all namespaces; one that does not answer says nothing.
     """
     asked: list[tuple[str, Any]] = []
-    for actor in ray.util.list_named_actors(all_namespaces=True):
+    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)  # typed as texts alone
+    for actor in named:
         name = str(actor["name"])
         if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
             with suppress(ValueError):  # it ended meanwhile

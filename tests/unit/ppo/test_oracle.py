@@ -61,6 +61,9 @@ def test_advantages_and_returns(
     knobs: dict[str, Any] = {"kind": kind, "gamma": gamma, "gae_lambda": 0.8, "kl_coef": 0.3}
     knobs |= {"discount_by": discount_by, "critic_lambda": critic_lambda, "clip": clip}
     left_out = torch.arange(rows) % 3 == 1 if masks else None  # truncated, with `mask_truncated`
+    adaptive: dict[str, Any] = {}
+    if alpha is not None:
+        adaptive["gae_lambda"] = adaptive_lambdas(step.mask, alpha=alpha)
     earned = torch.where(step.mask, step.old_log_probs, NAN).detach() if turns else None
 
     advantages, returns = estimate_advantages(
@@ -71,8 +74,7 @@ def test_advantages_and_returns(
         group_index=group,
         extra_rewards=earned,
         counted=None if left_out is None else step.mask & ~left_out.unsqueeze(1),
-        **knobs
-        | ({} if alpha is None else {"gae_lambda": adaptive_lambdas(step.mask, alpha=alpha)}),
+        **knobs | adaptive,
     )
 
     expected = oracle.advantages(
