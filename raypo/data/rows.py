@@ -254,7 +254,7 @@ def _saved(source: PromptSource, key: str) -> SavedTable:
 
 def _data_set(source: PromptSource, key: str) -> Any:
     check_data_set(source, key=key)
-    from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    from datasets import load_dataset
 
     entry = source if isinstance(source, SourceEntry) else SourceEntry(path=source)
     try:
@@ -276,7 +276,7 @@ def _data_set(source: PromptSource, key: str) -> Any:
 def _reasoning_gym(source: str, key: str) -> Iterator[Row]:
     """Rows `prompt`, `answer` and `entry`, which is what the task's verifier asks for."""
     try:
-        import reasoning_gym  # pyright: ignore[reportMissingImports]
+        import reasoning_gym
     except ImportError as error:
         raise ConfigError(
             f"{key} ({source}): needs the package reasoning-gym ({error}). "

@@ -7,13 +7,14 @@ entry (`data.label_key: entry`). Needs `pip install raypo[math]`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from raypo.config import ConfigError
 from raypo.rewards.verifiers import final_answer
 from raypo.types import Rollout
 
 try:
-    import reasoning_gym  # pyright: ignore[reportMissingImports]
+    import reasoning_gym
 except ImportError as error:
     raise ConfigError(
         f"raypo.rewards.gym_verifiers: needs the package reasoning-gym ({error}). "
@@ -37,5 +38,6 @@ def _score(rollout: Rollout) -> float:
             "data.prompts to reasoning_gym://TASK and data.label_key to entry."
         )
     answer = final_answer(rollout.response) or rollout.response.strip()
-    score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
+    # Its annotation names a function without arguments.
+    score: Any = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
     return float(score(answer, entry))

@@ -16,7 +16,7 @@ from raypo.rewards.verifiers import FORM_CREDIT, final_answer, has_answer, label
 from raypo.types import Rollout
 
 try:
-    import math_verify  # pyright: ignore[reportMissingImports]
+    import math_verify
 except ImportError as error:
     raise ConfigError(
         f"raypo.rewards.math_verifiers: needs the package math-verify ({error}). "
@@ -55,4 +55,4 @@ def _boxed(answer: str) -> str:
 
 @lru_cache(maxsize=4096)  # the samples of a prompt share their label
 def _parsed(text: str) -> list[Any]:
-    return math_verify.parse(text, parsing_timeout=None)
+    return math_verify.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
