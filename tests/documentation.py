@@ -18,7 +18,11 @@ SERVERS = ("raypo serve", "raypo monitor")
 DEMO = ("make demo",)
 """The slow tier runs them on the examples as they are."""
 SLOW = (
+    "python -m examples.arithmetic",
+    "python -m examples.calculator",
+    "python -m examples.guessing_game",
     "python examples/",
+    "raypo eval runs/calculator",
     "raypo report runs/kl_coef",
     "raypo sweep",
     "raypo train examples/",
