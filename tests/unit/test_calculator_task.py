@@ -54,7 +54,9 @@ def test_a_silent_calculator_costs_as_much():
 
 @pytest.mark.parametrize("wrong", [OPEN, f"{OPEN}57*{CLOSE}", f"{OPEN}1{CLOSE}{OPEN}"])
 def test_a_wrong_call_is_told_so_and_costs(wrong):
-    ((message,), reward, done) = episode(wrong)[0]
+    messages, reward, done = episode(wrong)[0]
+    assert messages is not None
+    (message,) = messages
     assert message["role"] == "tool"
     assert message["content"].startswith("error: ")
     assert (reward, done) == (-0.25, False)
@@ -63,7 +65,8 @@ def test_a_wrong_call_is_told_so_and_costs(wrong):
 @pytest.mark.parametrize("calls", [False, True])
 def test_what_is_learned_is_token_for_token_what_episodes_look_like(calls):
     tokenizer = make_tokenizer()
-    end = tokenizer.eos_token_id
+    end = tokenizer.convert_tokens_to_ids("<eos>")
+    assert isinstance(end, int)
     turns = TurnTokens(tokenizer, [end])
     messages = conversation("57*83", calls=calls)
 
