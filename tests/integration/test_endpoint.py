@@ -15,6 +15,7 @@ import openai
 import pytest
 import uvicorn
 
+from raypo import Rollout
 from raypo.config import EngineSection
 from raypo.endpoint.app import Served, make_app
 from raypo.endpoint.local import EngineSampler, served_model
@@ -176,6 +177,27 @@ def test_many_clients_are_answered_at_the_same_time(asked: Asked):
     texts = asyncio.run(answers())
     assert texts == texts[:8] * 8
     assert len(set(texts)) > 4
+
+
+def test_the_examples_judge_asks_it_for_grades(asked: Asked, monkeypatch: pytest.MonkeyPatch):
+    from examples.smollm2_judge import reward
+
+    monkeypatch.setattr(reward, "URL", asked.base_url)
+    monkeypatch.setattr(reward, "MODEL", "tiny")
+    monkeypatch.setenv("RAYPO_API_KEY", KEY)
+    blank = np.zeros(1, np.int32)
+    rollouts = [
+        Rollout("Greet.", text, blank, blank, blank, blank, None, 0, 0, "stop", 0)
+        for text in ("Hello!", "Go away.")
+    ]
+    before = asked.until_idle()
+    grades = asyncio.run(reward.grade(rollouts))
+    assert asked.until_idle() > before
+    assert all(each is None or each in (0.0, 0.25, 0.5, 0.75, 1.0) for each in grades)
+
+    monkeypatch.setattr(reward, "MODEL", "another")
+    refused = asyncio.run(reward.grade(rollouts))
+    assert all(isinstance(each, openai.NotFoundError) for each in refused)
 
 
 def test_the_clients_exceptions_are_those_of_openai(asked: Asked):

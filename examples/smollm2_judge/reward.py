@@ -1,0 +1,58 @@
+"""A language model as judge: it is told by a prompt what a good response is, and gives a grade.
+
+The judge is whatever speaks OpenAI's protocol: here `raypo serve`, with the name of its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+
+from openai import APIError, AsyncOpenAI
+
+from raypo import Rollout
+
+URL = os.environ.get("JUDGE_URL", "http://127.0.0.1:8000/v1")
+MODEL = os.environ.get("JUDGE_MODEL", "model")
+GRADES = range(1, 6)
+PROMPT = """\
+A writer was asked: {request}
+The writer answered: {response}
+
+How friendly is the answer? Give one grade from 1 (rude) to 5 (very friendly), and nothing else.
+Grade:"""
+
+
+async def grade(rollouts: list[Rollout]) -> list[float | APIError | None]:
+    """The judge's grade of each response, 0 to 1.
+
+    None where it names no grade, and the error where it could not be asked: such samples are left
+    out of training, up to `reward.max_failed_fraction` of a step.
+    """
+    key = os.environ.get("RAYPO_API_KEY", "none")
+    async with AsyncOpenAI(base_url=URL, api_key=key, timeout=60, max_retries=3) as judge:
+
+        async def ask(rollout: Rollout) -> float | APIError | None:
+            request = rollout.messages[-1]["content"] if rollout.messages else rollout.prompt
+            prompt = PROMPT.format(request=request, response=rollout.response)
+            try:
+                answer = await judge.chat.completions.create(
+                    model=MODEL,
+                    messages=[{"role": "user", "content": prompt}],
+                    temperature=0,
+                    max_tokens=8,
+                )
+            except APIError as error:
+                return error
+            return parse(answer.choices[0].message.content or "")
+
+        return await asyncio.gather(*map(ask, rollouts))
+
+
+def parse(text: str) -> float | None:
+    """The first whole number, if it is a grade: 1 is 0.0, 5 is 1.0."""
+    found = re.search(r"\d+", text)
+    if found is None or int(found[0]) not in GRADES:
+        return None
+    return (int(found[0]) - GRADES[0]) / (GRADES[-1] - GRADES[0])
