@@ -253,12 +253,14 @@ def _check_own_functions(
     for key, functions in (("data.prompts", trained), ("eval.prompts", held_out)):
         for spec in functions.values():
             check_function(spec, key=f"{key}.function")
-    if common:
-        return
-    if trained:
+    if trained and not common:
         _require_functions("data.prompts", config.data.prompts, trained, "reward.function")
-    if (trained or held_out) and not config.eval.function:
-        having = trained | held_out
+    if config.eval.function:
+        return
+    # Held-out episodes have their own scores, or are judged by what eval names.
+    plays = isinstance(config, OnlineConfig) and config.rollout.is_episodic
+    having = held_out if plays else trained | held_out
+    if having and (plays or not common):
         _require_functions("eval.prompts", config.eval.prompts or (), having, "eval.function")
 
 

@@ -104,9 +104,10 @@ def _print(results: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    names = [name for name in next(iter(results.values())) if name != "eval/prompts"]
+    names = dict.fromkeys(name for figures in results.values() for name in figures)
+    del names["eval/prompts"]
     table = Table("source", "prompts", *(name.removeprefix("eval/") for name in names))
     for source, figures in results.items():
-        cells = [f"{figures[name]:.4g}" for name in names]
+        cells = [f"{figures[name]:.4g}" if name in figures else "" for name in names]
         table.add_row(source, f"{figures['eval/prompts']:.0f}", *cells)
     Console().print(table)

@@ -106,7 +106,7 @@ def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
     for actor in named:
         name = str(actor["name"])
         if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
-            with suppress(ValueError):  # it ended meanwhile
+            with suppress(ValueError, AttributeError):  # ended meanwhile; an older version
                 monitor = ray.get_actor(name, actor["namespace"])
                 run = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
                 asked.append((run, monitor.standing.remote()))

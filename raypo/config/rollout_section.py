@@ -117,6 +117,11 @@ class SamplingSection(Config):
     engine: EngineSection = EngineSection()
 
     @property
+    def reads_text(self) -> bool:
+        """Whether an engine must know the texts of tokens, to end a response at strings."""
+        return bool(self.stop)
+
+    @property
     def max_response_tokens(self) -> int:
         """Longest response in tokens, all turns of an episode together."""
         return self.max_new_tokens
@@ -174,6 +179,11 @@ class RolloutSection(SamplingSection):
     before the episode counts as failed; null: any."""
     max_concurrent_steps: int = Field(default=256, ge=1)
     """Most calls of environments that are under way at a time, of each learner worker."""
+
+    @property
+    def reads_text(self) -> bool:
+        """Also for agents: their own requests may have such strings."""
+        return bool(self.stop) or self.agent is not None
 
     @property
     def is_episodic(self) -> bool:

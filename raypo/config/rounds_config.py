@@ -10,6 +10,7 @@ from raypo.config.base import Config
 from raypo.config.dpo_config import DPOSection
 from raypo.config.run_config import OnlineConfig
 from raypo.config.sections import DataSection, ModelSection
+from raypo.config.sources import functions_of
 from raypo.config.supervised_config import ExamplesLearnerSection
 
 
@@ -159,6 +160,7 @@ class DistillationConfig(RoundsConfig):
             "reward.function": self.reward.function,
             "reward.url": self.reward.url,
             "model.reward": self.model.reward,
+            "data.prompts.function": next(iter(functions_of(self.data.prompts).values()), None),
         }
         for key, value in judges.items():
             if value is not None and not self.prompts_answered and not self.eval.prompts:

@@ -23,7 +23,7 @@ from raypo.config.sections import (
     StopSection,
     WorkersSection,
 )
-from raypo.config.sources import one_or_many
+from raypo.config.sources import functions_of, one_or_many
 
 NUMBERS_DO_NOT_DEPEND_ON = (
     "checkpoint",
@@ -436,6 +436,7 @@ class PPOConfig(OnlineConfig):
             "reward.function": self.reward.function,
             "reward.url": self.reward.url,
             "model.reward": self.model.reward,
+            "data.prompts.function": next(iter(functions_of(self.data.prompts).values()), None),
         }
         for key, value in judges.items() if self.rollout.agent else ():
             if value is not None:

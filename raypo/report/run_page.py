@@ -32,6 +32,7 @@ from raypo.report.verdict import (
     headline,
     judge_of_held_out,
     outside_steps,
+    own_functions,
     phase_words,
     short,
 )
@@ -211,17 +212,11 @@ def _comparison(runs: Mapping[str, RunData]) -> str:
 def _judges(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides a held-out score."""
     evaluation = config.get("eval") or {}
-    function, held_out = evaluation.get("function"), _own_functions(evaluation)
+    function, held_out = evaluation.get("function"), own_functions(evaluation)
     if function:
         return function, held_out
     models = (config.get("model") or {}).get("reward")
-    return config.get("reward"), models, held_out, _own_functions(config.get("data") or {})
-
-
-def _own_functions(section: Mapping[str, Any]) -> list[str]:
-    """The functions that judge answers to single sources of prompts."""
-    entries = [each for each in section.get("prompts") or () if isinstance(each, Mapping)]
-    return [each["function"] for each in entries if each.get("function")]
+    return config.get("reward"), models, held_out, own_functions(config.get("data") or {})
 
 
 def _tiles(rows: Rows) -> list[tuple[str, str, str]]:

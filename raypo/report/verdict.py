@@ -50,9 +50,18 @@ _STATUS = {
 def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
     """The function behind `eval/score_mean`; None where it is what the run trains on."""
     reward, evaluation = config.get("reward") or {}, config.get("eval") or {}
-    function = evaluation.get("function") or reward.get("function")
+    trained, held_out = own_functions(config.get("data") or {}), own_functions(evaluation)
     has_more = bool((config.get("model") or {}).get("reward") or reward.get("url"))
+    if held_out and held_out != trained and not evaluation.get("function"):
+        return ", ".join(held_out)
+    function = evaluation.get("function") or reward.get("function")
     return function if function != reward.get("function") or has_more else None
+
+
+def own_functions(section: Mapping[str, Any]) -> list[str]:
+    """The functions that judge answers to single sources of prompts."""
+    entries = [each for each in section.get("prompts") or () if isinstance(each, Mapping)]
+    return [each["function"] for each in entries if each.get("function")]
 
 
 def _judges(config: Mapping[str, Any]) -> str:
@@ -60,7 +69,8 @@ def _judges(config: Mapping[str, Any]) -> str:
     held_out = judge_of_held_out(config)
     reward = config.get("reward") or {}
     models = [short(each["path"]) for each in (config.get("model") or {}).get("reward") or ()]
-    trained = [short(each) for each in (reward.get("function"), *models) if each]
+    functions = [reward.get("function"), *own_functions(config.get("data") or {})]
+    trained = [short(each) for each in (*functions, *models) if each]
     trained += [str(each) for each in reward.get("url") or ()]
     if held_out is None or not trained:
         return ""

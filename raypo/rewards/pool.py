@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
+from raypo.rewards.by_source import RewardBySource
 from raypo.rewards.loader import load_function
 from raypo.rewards.scoring import RewardFunction, call, function_name
 from raypo.types import Rollout
@@ -120,6 +121,8 @@ def _open(spec: str | bytes, log: Path | None) -> None:
     if log is not None:
         sys.stdout = log.open("a", buffering=1, encoding="utf-8")  # line by line
     _function = load_function(spec) if isinstance(spec, str) else cloudpickle.loads(spec)
+    if isinstance(_function, RewardBySource):
+        _function.load()  # the time of a call is not that of imports
 
 
 def _score(rollouts: list[Rollout]) -> list[Any]:

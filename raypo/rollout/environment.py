@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from raypo.config import RolloutSection
+from raypo.config import ConfigError, RolloutSection
 from raypo.data.turns import TurnTokens, is_ids
 from raypo.rewards.loader import load_class
 from raypo.rollout.environment_pool import EnvironmentPool, too_slow
@@ -49,6 +49,12 @@ class Environments:
         self._make = load()
         self._reads_ids = bool(getattr(self._make.func, "reads_token_ids", False))
         self._tools = getattr(self._make.func, "tools", None)
+        if self._tools is not None and not isinstance(self._tools, list | tuple):
+            raise ConfigError(
+                f"rollout.environment ({section.environment}): its attribute tools is a "
+                f"{type(self._tools).__name__}, and chat templates are told a list of functions "
+                f"or of schemas. Make it one, or give it another name."
+            )
         self._tokens, self._timeout_s = tokens, section.step_timeout_s
         self._pool: EnvironmentPool | None = None
         if section.environment_processes:

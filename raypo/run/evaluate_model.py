@@ -10,7 +10,13 @@ import torch
 
 from raypo.calls import Here
 from raypo.collectives import Workers
-from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig, functions_of
+from raypo.config import (
+    ConfigError,
+    OnlineConfig,
+    PolicyExamplesConfig,
+    functions_of,
+    source_name,
+)
 from raypo.data.prompts import load_prompts
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from raypo.rewards.sources import evaluation_function, open_function
@@ -46,7 +52,7 @@ def evaluate_model(
         )
     plays = isinstance(config, OnlineConfig) and config.rollout.is_episodic
     of_training = None
-    if isinstance(config, OnlineConfig) and not plays:
+    if config.eval.function is None and isinstance(config, OnlineConfig) and not plays:
         section = config.reward.model_copy(update={"processes": 0})
         of_training = open_function(section, None, functions_of(config.data.prompts))
     function = evaluation_function(config.eval, of_training)  # None: the episodes' own scores
@@ -56,8 +62,9 @@ def evaluate_model(
             "package.module:name."
         )
     tokenizer = load_tokenizer(model)
+    all_sources = [str(path) for path in paths]
     prompts = {
-        str(path): load_prompts(
+        str(path) if all_sources.count(str(path)) == 1 else source_name(path): load_prompts(
             config.data.model_copy(update={"prompts": (path,)}), tokenizer, key="eval.prompts"
         ).prompts
         for path in paths
@@ -115,7 +122,7 @@ def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Itera
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         seed=config.seed,
-        reads_text=bool(config.rollout.stop),
+        reads_text=config.rollout.reads_text,
     )
     try:
         weights = load_causal_lm(model, dtype=config.model.dtype)

@@ -76,7 +76,7 @@ def engine_of(config: OnlineConfig | PolicyExamplesConfig, *, num_threads: int) 
         "max_model_len": max_model_len(config),
         "seed": config.seed,
         "lora": lora if holds_adapter else None,
-        "reads_text": bool(config.rollout.stop),
+        "reads_text": config.rollout.reads_text,
     }
     return Role(
         "engine",

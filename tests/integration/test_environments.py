@@ -61,7 +61,11 @@ class Chats:
             ids, log_probs, text = [], [], prompt
             for _ in range(2):
                 answer = client.completions.create(
-                    model="any", prompt=text, logprobs=0, extra_body={"return_token_ids": True}
+                    model="any",
+                    prompt=text,
+                    stop=["77"],
+                    logprobs=0,
+                    extra_body={"return_token_ids": True},
                 )
                 (choice,) = answer.choices
                 ids += choice.token_ids

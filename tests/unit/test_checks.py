@@ -328,6 +328,23 @@ def test_where_sources_have_functions_none_is_left_without(values: dict, tmp_pat
     )
 
 
+def test_held_out_episodes_are_not_judged_by_what_trains(values: dict, tmp_path: Path):
+    player = tmp_path / "player.py"
+    player.write_text(
+        "class Game:\n"
+        "    async def reset(self, prompt, label):\n        return None\n"
+        "    async def step(self, action):\n        return None, 1.0, True\n"
+    )
+    values["rollout"] = {"environment": f"{player}:Game", "max_episode_tokens": 64}
+    function, path = values["reward"]["function"], values["data"]["prompts"]
+    values["eval"] = {"prompts": [{"path": path, "name": "a", "function": function}]}
+    check_inputs(PPOConfig.parse(values))
+    values["eval"]["prompts"].append({"path": path, "name": "b"})
+    assert refusal(values).startswith("eval.function (None): sources have functions of their own")
+    del values["eval"]["prompts"][0]
+    check_inputs(PPOConfig.parse(values))
+
+
 def test_a_function_of_a_source_that_is_not_there_is_named(values: dict, tmp_path: Path):
     path = values["data"]["prompts"]
     values["data"]["prompts"] = {"path": path, "function": f"{tmp_path}/reward.py:exakt"}

@@ -61,9 +61,20 @@ def test_an_agent_has_no_environment_and_gives_the_score_itself():
     assert "reward.function (judge.py:score): judges single responses" in (
         refused(**agent, reward__function="judge.py:score")
     )
+    of_a_source = {"data__prompts": [{"path": "a.jsonl", "function": "judge.py:score"}]}
+    assert "data.prompts.function (judge.py:score): judges single responses" in (
+        refused(**agent, **of_a_source)
+    )
     grpo = {"ppo__preset": "grpo", "ppo__shaping__truncated_score": -1.0}
     told = refused(**agent, **grpo)
     assert "ppo.shaping.truncated_score (-1.0): changes the score of a single response" in told
+
+
+def test_an_agents_own_requests_may_end_at_texts():
+    agent = {"rollout__agent": "solve.py:Solve", "rollout__max_episode_tokens": 200}
+    assert PPOConfig.parse(with_keys(**agent)).rollout.reads_text
+    assert not PPOConfig.parse(with_keys()).rollout.reads_text
+    assert PPOConfig.parse(with_keys(rollout__stop=["Q:"])).rollout.reads_text
 
 
 def test_what_is_credited_by_turns_is_not_shaped_as_a_whole():
