@@ -13,10 +13,9 @@ from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.loading import load_causal_lm
 from raypo.models.lora import add_adapter
-from raypo.recipes.rejection_sampling import place, prompt_cell
 from raypo.recipes.rounds import rounds_loop
 from raypo.rollout.collect import is_trainable
-from raypo.run.rounds_run import Place, RoundsRun
+from raypo.run.rounds_run import Place, RoundsRun, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Pair, ScoredRollout
 

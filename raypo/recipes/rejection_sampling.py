@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,7 +14,7 @@ from raypo.models.loading import load_causal_lm
 from raypo.models.lora import add_adapter
 from raypo.recipes.rounds import rounds_loop
 from raypo.rollout.collect import is_trainable
-from raypo.run.rounds_run import Place, RoundsRun
+from raypo.run.rounds_run import Place, RoundsRun, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Example, ScoredRollout
 
@@ -85,11 +84,6 @@ def best_of(scored: Sequence[ScoredRollout], section: SelectionSection) -> list[
     return kept
 
 
-def place(scored: ScoredRollout) -> Place:
-    """Where a sample stands among all of a run."""
-    return scored.rollout.group_index, scored.rollout.sample_index
-
-
 def row(scored: ScoredRollout) -> dict[str, Any]:
     """A response as `data.prompts` of the recipe sft takes it."""
     rollout = scored.rollout
@@ -101,9 +95,3 @@ def row(scored: ScoredRollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "prompt_index": rollout.prompt_index,
     }
-
-
-def prompt_cell(scored: ScoredRollout) -> str:
-    """The prompt as it was given: a text, or chat messages as JSON text."""
-    rollout = scored.rollout
-    return json.dumps(rollout.messages) if rollout.messages else rollout.prompt

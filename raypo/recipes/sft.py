@@ -10,11 +10,10 @@ from raypo.collectives import Workers
 from raypo.config import SFTConfig
 from raypo.data.examples import load_examples
 from raypo.learner.tasks import ResponseTask
-from raypo.metrics.clock import Clock
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from raypo.models.lora import add_adapter
+from raypo.recipes.from_examples import examples_loop
 from raypo.run.examples_run import PolicyExamplesRun, stream_of
-from raypo.run.run import open_run
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.types import Example
@@ -29,24 +28,7 @@ def sft_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
     Returns:
         `{"status": "finished" | "interrupted", "step": the last step that is done}`.
     """
-    with open_run(setup, SFTRun) as run:
-        engine = run.start_engine()  # where `eval.function` judges sampled answers
-        learner = run.start_learner()
-        run.evaluate_before_first_update(learner, engine)
-
-        for step in run.steps():
-            clock = Clock()
-            metrics = learner.update(run.draw_batch(), step=step)
-            clock.lap("time/update_s")
-            is_evaluated = run.is_evaluation_due(step)
-            if is_evaluated:
-                metrics |= run.evaluate(learner, engine, version=step)
-            clock.lap("time/held_out_s")
-            checkpoint = run.checkpoint_when_due(step, learner, metrics)
-            clock.lap("time/checkpoint_s")
-            run.report(step, metrics, clock, checkpoint, to_ray=is_evaluated)
-
-        return run.finish()
+    return examples_loop(setup, SFTRun)
 
 
 @dataclass

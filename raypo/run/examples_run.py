@@ -77,6 +77,31 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
             return {}
         return learner.evaluate(self.held_out[self.workers.rank :: self.workers.count])
 
+    def start_engine(self) -> EngineHandle | None:
+        """The engines that answer held-out prompts; None where nobody judges the answers."""
+        return None
+
+    def evaluate_before_first_update(
+        self, learner: SupervisedLearner[Item], engine: EngineHandle | None
+    ) -> None:
+        """What the run starts from; it stands in the first step's metrics."""
+        if engine is not None:
+            self.tell.phase("waiting for the engine")
+            engine.wait(self.config.placement.timeout_s)
+        if self.last_step == 0:
+            self.note_initial(self.evaluate(learner, engine, version=0))
+
+    def evaluate(
+        self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
+    ) -> dict[str, float]:
+        """What is measured on held-out data.
+
+        Args:
+            engine: What answers held-out prompts, if anything.
+            version: Of the weights that it is to answer with.
+        """
+        return self.evaluate_held_out(learner)
+
     def is_evaluation_due(self, step: int) -> bool:
         """Whether an evaluation is due after a step; 0 is before the first update."""
         return step % self.config.eval.every == 0 or step == self.config.num_steps
@@ -128,22 +153,8 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             self.config, self.name, self.workers, logs_dir=str(self.files.logs_dir)
         )
 
-    def evaluate_before_first_update(
-        self, learner: SupervisedLearner[Item], engine: EngineHandle | None
-    ) -> None:
-        """What the run starts from; it stands in the first step's metrics."""
-        if engine is not None:
-            self.tell.phase("waiting for the engine")
-            engine.wait(self.config.placement.timeout_s)
-        if self.last_step == 0:
-            self.note_initial(self.evaluate(learner, engine, version=0))
-
     def evaluate(
-        self,
-        learner: SupervisedLearner[Item],
-        engine: EngineHandle | None,
-        *,
-        version: int,
+        self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
     ) -> dict[str, float]:
         """Loss on the held-out examples and, with an engine, the score of sampled answers."""
         figures = self.evaluate_held_out(learner)

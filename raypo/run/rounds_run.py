@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -149,3 +150,14 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
     def save_models(self, learner: SupervisedLearner[Item]) -> None:
         """The policy into the run's `policy/`, its adapter into `adapter/`."""
         save_trained(self, learner, self.tokenizer)
+
+
+def place(scored: ScoredRollout) -> Place:
+    """Where a sample stands among all of a run."""
+    return scored.rollout.group_index, scored.rollout.sample_index
+
+
+def prompt_cell(scored: ScoredRollout) -> str:
+    """The prompt as it was given: a text, or chat messages as JSON text."""
+    rollout = scored.rollout
+    return json.dumps(rollout.messages) if rollout.messages else rollout.prompt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 from raypo.config import (
@@ -30,98 +32,60 @@ __all__ = [
 ]
 
 
-# The loops are imported where they run: a driver that loads no models starts in two thirds of the
-# time.
+def _loop(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A recipe's loop, imported where it runs.
 
-
-def _ppo(setup: dict[str, Any]) -> dict[str, Any]:
-    from raypo.recipes.ppo import train_loop_per_worker
-
-    return train_loop_per_worker(setup)
-
-
-def _sft(setup: dict[str, Any]) -> dict[str, Any]:
-    from raypo.recipes.sft import sft_loop_per_worker
-
-    return sft_loop_per_worker(setup)
-
-
-def _reward_model(setup: dict[str, Any]) -> dict[str, Any]:
-    from raypo.recipes.reward_model import reward_model_loop_per_worker
-
-    return reward_model_loop_per_worker(setup)
-
-
-def _dpo(setup: dict[str, Any]) -> dict[str, Any]:
-    from raypo.recipes.dpo import dpo_loop_per_worker
-
-    return dpo_loop_per_worker(setup)
-
-
-def _rejection_sampling(setup: dict[str, Any]) -> dict[str, Any]:
-    from raypo.recipes.rejection_sampling import rejection_sampling_loop_per_worker
-
-    return rejection_sampling_loop_per_worker(setup)
-
-
-def _distillation(setup: dict[str, Any]) -> dict[str, Any]:
-    from raypo.recipes.distillation import distillation_loop_per_worker
-
-    return distillation_loop_per_worker(setup)
-
-
-def _iterative_dpo(setup: dict[str, Any]) -> dict[str, Any]:
-    from raypo.recipes.iterative_dpo import iterative_dpo_loop_per_worker
-
-    return iterative_dpo_loop_per_worker(setup)
+    A driver that loads no models starts in two thirds of the time.
+    """
+    return lambda setup: resolve_name(name)(setup)
 
 
 class PPOTrainer(RecipeTrainer[PPOConfig]):
     """PPO on a language model: `PPOTrainer("ppo.yaml").fit()`."""
 
-    loop = _ppo
+    loop = _loop("raypo.recipes.ppo:train_loop_per_worker")
     config_class = PPOConfig
 
 
 class SFTTrainer(RecipeTrainer[SFTConfig]):
     """Supervised fine-tuning: `SFTTrainer("sft.yaml").fit()`."""
 
-    loop = _sft
+    loop = _loop("raypo.recipes.sft:sft_loop_per_worker")
     config_class = SFTConfig
 
 
 class RewardModelTrainer(RecipeTrainer[RewardModelConfig]):
     """A reward model from pairs: `RewardModelTrainer("reward_model.yaml").fit()`."""
 
-    loop = _reward_model
+    loop = _loop("raypo.recipes.reward_model:reward_model_loop_per_worker")
     config_class = RewardModelConfig
 
 
 class DPOTrainer(RecipeTrainer[DPOConfig]):
     """A policy from preferences: `DPOTrainer("dpo.yaml").fit()`."""
 
-    loop = _dpo
+    loop = _loop("raypo.recipes.dpo:dpo_loop_per_worker")
     config_class = DPOConfig
 
 
 class RejectionSamplingTrainer(RecipeTrainer[RejectionSamplingConfig]):
     """The best of several samples, learned: `RejectionSamplingTrainer("run.yaml").fit()`."""
 
-    loop = _rejection_sampling
+    loop = _loop("raypo.recipes.rejection_sampling:rejection_sampling_loop_per_worker")
     config_class = RejectionSamplingConfig
 
 
 class DistillationTrainer(RecipeTrainer[DistillationConfig]):
     """A policy from a teacher's distributions: `DistillationTrainer("run.yaml").fit()`."""
 
-    loop = _distillation
+    loop = _loop("raypo.recipes.distillation:distillation_loop_per_worker")
     config_class = DistillationConfig
 
 
 class IterativeDPOTrainer(RecipeTrainer[IterativeDPOConfig]):
     """DPO on pairs of its own samples: `IterativeDPOTrainer("run.yaml").fit()`."""
 
-    loop = _iterative_dpo
+    loop = _loop("raypo.recipes.iterative_dpo:iterative_dpo_loop_per_worker")
     config_class = IterativeDPOConfig
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from raypo.config import ConfigError, IterativeDPOConfig
 from raypo.recipes.iterative_dpo import best_and_worst, pair_of, row
-from raypo.recipes.rejection_sampling import place
+from raypo.run.rounds_run import place
 from tests.unit.run.test_rejection_sampling import VALUES, scored
 
 SAMPLES = [

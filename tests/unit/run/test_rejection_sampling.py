@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from raypo.config import ConfigError, RejectionSamplingConfig, SelectionSection
-from raypo.recipes.rejection_sampling import best_of, place, row
+from raypo.recipes.rejection_sampling import best_of, row
+from raypo.run.rounds_run import place
 from raypo.types import Rollout, ScoredRollout
 
 VALUES = {
