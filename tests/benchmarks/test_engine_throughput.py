@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from raypo.weights.transport import LocalTransport
 from tests.tiny import tiny_policy
 
 CLIENTS, EACH = 8, 8
-ROUNDS = 5
+ROUNDS = 9
 LEAST = 0.95
 
 
@@ -82,9 +83,12 @@ def test_nothing_is_lost_against_vllm_itself(engine: Engine):
             way(engine)
             seconds[name].append(time.perf_counter() - begin)
     tokens = sum(request.max_new_tokens for request in requests())
-    rates = {name: tokens / min(each[1:]) for name, each in seconds.items()}
     print()
-    for name, rate in rates.items():
-        share = rate / rates["LLM.generate"]
-        print(f"{name}: {rate:.0f} tokens/s, {share:.3f} of LLM.generate")
-    assert all(rate >= LEAST * rates["LLM.generate"] for rate in rates.values())
+    shares = {}
+    for name, each in seconds.items():
+        own = np.array(seconds["LLM.generate"][1:])
+        shares[name] = median(own / np.array(each[1:]))  # of neighbours in time
+        print(
+            f"{name}: {tokens / median(each[1:]):.0f} tokens/s, {shares[name]:.3f} of LLM.generate"
+        )
+    assert all(share >= LEAST for share in shares.values())

@@ -29,12 +29,15 @@ FIRST = 3
 """Steps that warm up."""
 
 
-def test_sampling_beside_the_update_against_one_after_the_other(task: Path):
+@pytest.mark.parametrize("advantage", ["gae", "grpo"])
+def test_sampling_beside_the_update_against_one_after_the_other(task: Path, advantage: str):
+    """With a critic the update is the longer path; without one both take alike."""
     tiny_policy(task.parent / "larger", hidden=256, layers=8, head_dim=64)
     common = {
         "model.policy": str(task.parent / "larger"),
         "placement.mode": "dedicated",
         "rollout.max_new_tokens": 48,
+        "ppo.advantage": advantage,
         "ppo.num_epochs": 1,
         "learner.policy_lr": 1e-5,
         "learner.critic_lr": 1e-5,
@@ -60,7 +63,7 @@ def test_sampling_beside_the_update_against_one_after_the_other(task: Path):
     longer = max(sampling, step - sampling)
     updating = seconds("sync", "time/update_s")
     print(
-        f"\nsync: {step:.2f} s a step: {sampling:.2f} s sampling and scoring, "
+        f"\n{advantage}, sync: {step:.2f} s a step: {sampling:.2f} s sampling and scoring, "
         f"{updating:.2f} s updating"
     )
     for mode in ("one_step_off", "async"):
