@@ -164,8 +164,9 @@ class RewardSection(Config):
     processes: int = Field(default=0, ge=0)
     """Processes that a slow function runs in, a few prompts a call, on each learner worker; 0: it
     runs in the worker itself and sees all of its rollouts at once."""
-    timeout_s: float | None = Field(default=None, gt=0.0)
-    """Seconds that one call in such a process may take before its samples count as failed."""
+    timeout_s: float | None = Field(default=1800.0, gt=0.0)
+    """Seconds that one call may take; null: any. One in a process of its own is ended, and its
+    samples count as failed; one in the worker itself cannot be, so the run stops."""
     url: Paths | None = None
     """Reward server, or several that share the work: addresses that `samples` are posted to."""
     request: RewardRequestSection = RewardRequestSection()
@@ -176,11 +177,6 @@ class RewardSection(Config):
 
     @model_validator(mode="after")
     def _what_is_set_can_act(self) -> Self:
-        if self.timeout_s is not None and not self.processes:
-            raise ValueError(
-                f"reward.timeout_s ({self.timeout_s:g}): a call in the learner worker itself "
-                "cannot be ended. Set reward.processes to 1 or more, or reward.timeout_s to null."
-            )
         if self.request != RewardRequestSection() and self.url is None:
             raise ValueError(
                 "reward.request: has no effect, reward.url is null. Set reward.url, or remove it."

@@ -86,7 +86,7 @@ def score(
     """
     if not rollouts:
         return []
-    name = _name(function)
+    name = f"the reward function {function_name(function)}"
     try:
         answers = call(function, list(rollouts))
     except RewardError:
@@ -119,7 +119,7 @@ def call(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
     """
     answer = function(rollouts)
     answer = _awaited(answer) if inspect.isawaitable(answer) else answer
-    return _as_list(answer, len(rollouts), _name(function))
+    return _as_list(answer, len(rollouts), f"the reward function {function_name(function)}")
 
 
 def too_many_failures(
@@ -151,23 +151,20 @@ def too_many_failures(
 def function_name(function: RewardFunction) -> str:
     """How messages call a reward function: package.module.name, or file.py:name as in configs.
 
-    A partial has the name of what it calls, an object with `__call__` that of its class.
+    A partial has the name of what it calls, an object with `__call__` its own text, or else the
+    name of its class.
     """
     while isinstance(function, partial):
         function = function.func
+    if type(function).__str__ is not object.__str__ and not inspect.isroutine(function):
+        with suppress(Exception):  # an object's own text may fail
+            return str(function)
     named = function if isinstance(getattr(function, "__qualname__", None), str) else type(function)
     name, module = named.__qualname__, getattr(named, "__module__", None)
     if not module or not module.startswith(MODULE_OF_FILE):
         return f"{module}.{name}" if module else name
     file = getattr(sys.modules.get(module), "__file__", None)
     return f"{Path(file).name}:{name}" if file else name
-
-
-def _name(function: RewardFunction) -> str:
-    says_itself = type(function).__str__ is not object.__str__ and not inspect.isroutine(function)
-    with suppress(Exception):  # an object's own text may fail
-        return f"the reward function {function if says_itself else function_name(function)}"
-    return f"the reward function {function_name(function)}"
 
 
 def _text(error: Exception) -> str:

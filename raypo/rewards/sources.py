@@ -11,6 +11,7 @@ from raypo.rewards.loader import load_function
 from raypo.rewards.pool import PooledReward
 from raypo.rewards.remote import RemoteReward
 from raypo.rewards.scoring import RewardFunction
+from raypo.rewards.timed import TimedReward
 
 
 def open_function(
@@ -20,7 +21,7 @@ def open_function(
     *,
     log: Path | None = None,
 ) -> RewardFunction | None:
-    """The reward function, in processes of its own where `reward.processes` says so.
+    """The reward function with a limit on its calls, in processes of its own where that is set.
 
     Args:
         section: Names the function.
@@ -40,7 +41,10 @@ def open_function(
             timeout_s=section.timeout_s,
             log=log,
         )
-    return load_function(function) if isinstance(function, str) else function
+    function = load_function(function) if isinstance(function, str) else function
+    if function is None or section.timeout_s is None:
+        return function
+    return TimedReward(function, timeout_s=section.timeout_s)
 
 
 def evaluation_function(

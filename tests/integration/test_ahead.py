@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray.train import FailureConfig, RunConfig
 
-from raypo import PPOConfig, PPOTrainer
+from raypo import PPOConfig, PPOTrainer, Rollout
 from tests.integration.task import kill_train_workers, numbers, read_metrics
 from tests.integration.test_ppo_run import wait_for_steps
 
@@ -75,6 +75,28 @@ def test_one_step_off_trains_the_same_prompts_one_version_later_also_after_a_los
     run(task, "one_step_off_lost", failures=1, mode="one_step_off")
     killer.join(timeout=10)
     assert trained(read_metrics(folder)) == trained(metrics)
+
+
+def stuck(rollouts: list[Rollout]) -> list[float]:
+    if rollouts[0].weight_version:
+        threading.Event().wait()
+    return [float(len(each.response_ids)) for each in rollouts]
+
+
+def test_a_scorer_that_hangs_ends_the_run_by_name(task: Path):
+    """The learner waits for a batch whose scores never come."""
+    config = PPOConfig.load(
+        task,
+        overrides={
+            "placement.mode": "dedicated",
+            "rollout.mode": "async",
+            "reward.timeout_s": 3.0,
+            "name": "stuck",
+        },
+    )
+    with pytest.raises(Exception, match=r"reward\.timeout_s \(3\): .*stuck gave no answer in time"):
+        PPOTrainer(config, reward_fn=stuck).fit()
+    assert 1 <= len(read_metrics(task.parent / "runs" / "stuck")) < 4
 
 
 def test_responses_meet_new_weights_and_every_token_keeps_the_bound(

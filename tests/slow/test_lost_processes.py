@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import ray
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer
+from raypo.deployment.spec import Request
 from tests.integration.task import kill_train_workers, numbers, read_metrics
 from tests.integration.test_ppo_run import wait_for_steps
 from tests.integration.test_vllm_frozen import tiny_reward_model
@@ -154,6 +156,32 @@ def test_the_learner_worker_with_all_that_lives_beside_it(
         kill_train_workers()
 
     assert run(config, "worker", disturb) == undisturbed
+
+
+def test_an_engine_that_is_killed_between_pause_and_resume(config: PPOConfig, tmp_path: Path):
+    """What it was sampling is sampled by its next life, which nobody paused."""
+    told = config.model_dump(mode="json")
+    told["model"]["reward"] = None
+    told["placement"]["mode"] = "dedicated"
+    told["rollout"] |= {"mode": "async", "max_staleness": 2, "max_new_tokens": 100}
+
+    def disturb(folder: Path) -> None:
+        wait_for_steps(folder, 2)
+        pid, actor = (
+            pid_of("raypo:paused:engine:0"),
+            ray.get_actor("raypo:paused:engine:0", "raypo"),
+        )
+        ray.get(actor.call.remote(Request("pause", ("recompute",))))
+        os.kill(pid, signal.SIGKILL)
+
+    figures = run(PPOConfig.model_validate(told), "paused", disturb)
+    for row in figures:
+        assert row["rollout/samples_sampled"] == row["rollout/samples_trained"] == 32
+        assert row["rollout/staleness_max"] <= 2
+    assert figures[-1]["rollout/samples_carried"] == 0
+    files = sorted((Path(config.storage_path) / "paused" / "rollouts").glob("step_*.parquet"))
+    trained = [group for file in files for group in pq.read_table(file)["group_index"].to_pylist()]
+    assert trained == [group for group in range(8 * NUM_STEPS) for _ in range(4)]
 
 
 def test_no_episode_is_lost_with_the_engine_or_the_worker(config: PPOConfig, tmp_path: Path):

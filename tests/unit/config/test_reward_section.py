@@ -17,7 +17,6 @@ def test_one_address_or_several():
     [
         ({"url": "localhost:8000"}, "reward.url (localhost:8000): must begin with http://"),
         ({"url": ["http://a/", "http:///score"]}, "reward.url (http:///score): must begin"),
-        ({"timeout_s": 3}, "reward.timeout_s (3): a call in the learner worker itself cannot"),
         ({"request": {"batch_size": 2}}, "reward.request: has no effect, reward.url is null"),
     ],
 )

@@ -1,0 +1,54 @@
+"""A reward function in the worker itself, with a limit on every call."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, wait
+from typing import Any
+
+from raypo.rewards.scoring import RewardError, RewardFunction, call, function_name
+from raypo.types import Rollout
+
+
+class TimedReward:
+    """A reward function whose calls run in a thread that nobody waits for longer than a while.
+
+    A thread cannot be ended, so a call that hangs stops the run.
+    """
+
+    def __init__(self, function: RewardFunction, *, timeout_s: float) -> None:
+        """Only note them.
+
+        Args:
+            function: Judges rollouts.
+            timeout_s: Seconds that one call may take.
+        """
+        self._function, self._timeout_s = function, timeout_s
+
+    def __str__(self) -> str:
+        return function_name(self._function)
+
+    def __call__(self, rollouts: list[Rollout]) -> list[Any]:
+        """What the function answers.
+
+        Raises:
+            RewardError: there was no answer in time.
+            Exception: whatever the function raises.
+        """
+        answer: Future[list[Any]] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(call(self._function, rollouts))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="raypo-reward", daemon=True).start()
+        if not wait([answer], self._timeout_s).done:
+            raise RewardError(
+                f"reward.timeout_s ({self._timeout_s:g}): {self} gave no answer in time for "
+                f"{len(rollouts)} rollouts. Find what it waits for, give it more time, or set "
+                "reward.processes to 1 or more: then a call is ended and its samples count as "
+                "failed."
+            )
+        return answer.result()
