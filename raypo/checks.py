@@ -94,7 +94,9 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
 
 
 def _check_online(config: OnlineConfig, *, has_reward_fn: bool) -> list[str]:
-    named = config.model.model_dump(include={"policy", "critic", "reference", "teacher"})
+    named = config.model.model_dump(include={"policy", "critic", "reference"})
+    if isinstance(config, DistillationConfig):
+        named |= {f"teacher.{name}": path for name, path in config.teacher_of.items()}
     for key, path in named.items():
         if path is not None:
             check_model(f"model.{key}", path)
@@ -193,7 +195,7 @@ def _check_shards(config: OnlineConfig) -> None:
     model = config.model
     paths = {
         "engine": [("model.policy", model.policy)],
-        "reference": [("model.reference", config.reference)],
+        "reference": [("model.reference", path) for path in config.references.values()],
         "reward": [("model.reward", entry.path) for entry in model.reward or ()],
     }
     for key, (role, size) in config.devices_of_replicas().items():

@@ -51,8 +51,13 @@ def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]
 
 
 def _changed(entry: str | dict[str, Any], change: Callable[[str], str]) -> str | dict[str, Any]:
-    """A path, or an entry like that of a data set with the path in it."""
-    return change(entry) if isinstance(entry, str) else {**entry, "path": change(entry["path"])}
+    """A path, an entry like that of a data set with the path in it, or paths by name."""
+    if isinstance(entry, str):
+        return change(entry)
+    return {
+        key: change(value) if key == "path" or "path" not in entry else value
+        for key, value in entry.items()
+    }
 
 
 def _absolute(path: str, base: Path) -> str:

@@ -10,7 +10,7 @@ from raypo.config.base import Config
 from raypo.config.dpo_config import DPOSection
 from raypo.config.run_config import OnlineConfig
 from raypo.config.sections import DataSection, ModelSection
-from raypo.config.sources import functions_of
+from raypo.config.sources import functions_of, source_name
 from raypo.config.supervised_config import ExamplesLearnerSection
 
 
@@ -54,10 +54,9 @@ class RoundsConfig(OnlineConfig):
             raise ValueError(
                 f"model.critic ({self.model.critic}): {recipe} has no critic. Remove it."
             )
-        if self.model.reference is not None and self.reference != self.model.reference:
-            raise ValueError(
-                f"model.reference ({self.model.reference}): {recipe} compares with none. Remove it."
-            )
+        named = self.model.reference
+        if named is not None and named not in self.references.values():
+            raise ValueError(f"model.reference ({named}): {recipe} compares with none. Remove it.")
         if lora is not None and lora.push == "adapter":
             raise ValueError(
                 f"model.lora.push (adapter): {recipe} pushes whole weights. Set it to merged."
@@ -79,9 +78,10 @@ class RoundsConfig(OnlineConfig):
 class TeacherModelSection(ModelSection):
     """Which models a distillation is made of."""
 
-    teacher: str
-    """The model to learn from, with the policy's vocabulary. It is deployed as a reference is: its
-    keys are placement.frozen.reference, placement.gpus.reference and placement.mode.reference."""
+    teacher: str | dict[str, str]
+    """The model to learn from, with the policy's vocabulary, or one for each source of data.prompts
+    by its name: {sums: PATH, products: PATH}. Each is deployed as a reference is: their keys are
+    placement.frozen.reference, placement.gpus.reference and placement.mode.reference."""
 
 
 class DistilledDataSection(DataSection):
@@ -134,9 +134,36 @@ class DistillationConfig(RoundsConfig):
     distillation: DistillationSection = DistillationSection()
 
     @property
-    def reference(self) -> str | None:
-        """The teacher, which is deployed as a reference is."""
-        return self.model.teacher
+    def teacher_of(self) -> dict[str, str]:
+        """Name of each source -> the path of its teacher."""
+        teacher = self.model.teacher
+        names = [source_name(source) for source in self.data.prompts]
+        return dict.fromkeys(names, teacher) if isinstance(teacher, str) else teacher
+
+    @property
+    def references(self) -> dict[str, str]:
+        """The teachers, which are deployed as references are; a model that teaches twice once."""
+        models = list(dict.fromkeys(self.teacher_of.values()))
+        if len(models) == 1:
+            return {"reference": models[0]}
+        return {f"reference_{number}": model for number, model in enumerate(models)}
+
+    @model_validator(mode="after")
+    def _each_source_has_a_teacher(self) -> Self:
+        names = [source_name(source) for source in self.data.prompts]
+        for name in self.teacher_of:
+            if name not in names:
+                raise ValueError(
+                    f"model.teacher ({name}): no source of data.prompts is called so; they are "
+                    f"called {', '.join(names)}. Correct the name, or remove it."
+                )
+        for name in names:
+            if name not in self.teacher_of:
+                raise ValueError(
+                    f"model.teacher ({', '.join(self.teacher_of)}): the source {name} of "
+                    f"data.prompts has none. Add one, or give one path for all."
+                )
+        return self
 
     @property
     def prompts_answered(self) -> int:

@@ -171,6 +171,11 @@ class OnlineConfig(RecipeConfig):
         return None
 
     @property
+    def references(self) -> dict[str, str]:
+        """Role of each reference deployment -> the path of the model that it holds."""
+        return {"reference": self.reference} if self.reference else {}
+
+    @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
         return False
@@ -280,7 +285,7 @@ class OnlineConfig(RecipeConfig):
     def _vllm_knows_prompts_at_temperature_1_alone(self) -> Self:
         backend = self.placement.frozen.reference.backend
         temperature = self.trained_temperature
-        if backend == "vllm" and temperature != 1.0 and self.reference:
+        if backend == "vllm" and temperature != 1.0 and self.references:
             raise ValueError(
                 f"placement.frozen.reference.backend (vllm): gives log-probs of prompts at "
                 f"temperature 1 alone, and rollout.temperature is {temperature:g}. Set it to torch."

@@ -49,7 +49,8 @@ class Models:
 
     policy: ModelShape
     critic: ModelShape | None
-    reference: ModelShape | None
+    references: dict[str, ModelShape]
+    """By role."""
     rewards: tuple[ModelShape, ...] = ()
 
     @classmethod
@@ -58,7 +59,7 @@ class Models:
         if isinstance(config, ExamplesConfig):
             policy = ModelShape.read(config.model.policy)
             named = config.model.reference if isinstance(config, DPOConfig) else None
-            asked = None if named is None else ModelShape.read(named, key="model.reference")
+            asked = {"reference": ModelShape.read(named, key="model.reference")} if named else {}
             return cls(policy, None, asked)
         read: dict[str, ModelShape] = {}
 
@@ -74,11 +75,10 @@ class Models:
         critic = rewards[0] if shares_words else policy
         if model.critic:
             critic = shape("model.critic", model.critic)
-        reference = config.reference
         return cls(
             policy,
             critic if config.needs_critic else None,
-            shape("model.reference", reference) if reference else None,
+            {role: shape("model.reference", path) for role, path in config.references.items()},
             rewards,
         )
 
@@ -109,10 +109,9 @@ def roles_of(
         Role("engine", engine(config, models.policy, device, gpu_bytes)),
     ]
     frozen = config.placement.frozen
-    if models.reference:
-        section = frozen.reference
-        held = _frozen(config, models.reference, device, gpu_bytes, section=section)
-        roles.append(Role("reference", held))
+    for name, shape in models.references.items():
+        held = _frozen(config, shape, device, gpu_bytes, section=frozen.reference)
+        roles.append(Role(name, held))
     for number, shape in enumerate(models.rewards):
         held = _frozen(config, shape, device, gpu_bytes, section=frozen.reward, head=False)
         roles.append(Role(f"reward_{number}", held))
@@ -201,8 +200,8 @@ def _examples_learner(
     scratch = memory.layer_scratch(shape, batch, itemsize=itemsize)
     scratch += memory.logits(shape, batch, itemsize=itemsize, copies=1) if has_words else 0
     evaluate = _named(gathered, {"activations": scratch})
-    if models.reference:
-        evaluate["reference"] = models.reference.parameters * itemsize
+    for name, reference in models.references.items():
+        evaluate[name] = reference.parameters * itemsize
     result.phases = {
         "evaluate": evaluate,
         "update": _update(device, gathered, saved, made, sum(update.values())),

@@ -134,10 +134,10 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
     if isinstance(config, PolicyExamplesConfig):
         return roles
     frozen, shares = placement.frozen, placement.gpus
-    names = ["reference"] if config.reference else []
+    names = [*config.references]
     names += [f"reward_{number}" for number in range(len(config.model.reward or ()))]
     for name in names:
-        kind = "reference" if name == "reference" else "reward"
+        kind = "reference" if name in config.references else "reward"
         section = frozen.reference if kind == "reference" else frozen.reward
         roles.append(
             ServedRole(

@@ -231,8 +231,7 @@ class _Work:
         """Frozen models read every sample once; one after the other where they share devices."""
         models = self._plan.models
         named = [(f"reward_{number}", shape, False) for number, shape in enumerate(models.rewards)]
-        if models.reference:
-            named.append(("reference", models.reference, True))
+        named += [(role, shape, True) for role, shape in models.references.items()]
         seconds = sum(
             self._pass(shape, with_logits=with_logits)
             / (self._replicas[name] * self._devices[name] * self._rates.flops)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypo.config import ConfigError, DistillationConfig, ResponsesSection
+from raypo.config import ConfigError, DistillationConfig, ResponsesSection, source_name
 from raypo.data.examples import load_examples
 from raypo.data.mixing import mix_of
 from raypo.data.stream import ShuffledStream
@@ -16,8 +16,9 @@ from raypo.models.lora import add_adapter
 from raypo.recipes.rounds import rounds_loop
 from raypo.rollout.collect import is_trainable
 from raypo.run.examples_run import tell_skipped
-from raypo.run.rounds_run import Place, RoundsRun
+from raypo.run.rounds_run import Place, RoundsRun, place
 from raypo.run.services import Services
+from raypo.serving.frozen import Ids
 from raypo.types import Example, ScoredRollout, Taught
 
 
@@ -37,8 +38,8 @@ def distillation_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
 class DistillationRun(RoundsRun[DistillationConfig, Taught]):
     """One worker's view of a distillation run."""
 
-    texts: ShuffledStream[Example] | None = field(default=None, init=False)
-    """What is learned off-policy."""
+    texts: ShuffledStream[tuple[str, Example]] | None = field(default=None, init=False)
+    """What is learned off-policy, each with the name of its source."""
 
     def __post_init__(self) -> None:
         """Compare the vocabularies, and read the texts.
@@ -48,13 +49,14 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         """
         super().__post_init__()
         config, data = self.config, self.config.data
-        teacher, policy = config.model.teacher, config.model.policy
-        if not same_vocabulary(teacher, policy):
-            raise ConfigError(
-                f"model.teacher ({teacher}): its tokens are not those of model.policy ({policy}), "
-                f"so their probabilities cannot be compared. Give a teacher with the same "
-                f"tokenizer, or learn its texts by the recipe sft."
-            )
+        policy = config.model.policy
+        for teacher in config.references.values():
+            if not same_vocabulary(teacher, policy):
+                raise ConfigError(
+                    f"model.teacher ({teacher}): its tokens are not those of model.policy "
+                    f"({policy}), so their probabilities cannot be compared. Give a teacher with "
+                    f"the same tokenizer, or learn its texts by the recipe sft."
+                )
         self._vocabulary = len(self.tokenizer)
         if data.response_key is not None:
             section = ResponsesSection.model_validate(data.model_dump())
@@ -62,7 +64,13 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
             loaded = load_examples(section, self.tokenizer, end)
             tell_skipped(loaded, self.tell)
             mix = mix_of(data, loaded.sizes, config.rollout.prompts_per_step)
-            self.texts = ShuffledStream(loaded.items, seed=config.seed, mix=mix)
+            names = [
+                source_name(source)
+                for source, size in zip(data.prompts, loaded.sizes, strict=True)
+                for _ in range(size)
+            ]
+            named = list(zip(names, loaded.items, strict=True))
+            self.texts = ShuffledStream(named, seed=config.seed, mix=mix)
 
     def make_task(self) -> DistillationTask:
         """The student."""
@@ -84,29 +92,31 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Taught], dict[str, float]]:
         """All of this worker's responses and its share of the texts, with the teacher's opinion."""
-        found = {
-            (each.rollout.group_index, each.rollout.sample_index): (
-                each.rollout.prompt_ids,
-                each.rollout.response_ids,
-            )
-            for each in scored
-            if is_trainable(each)
-        }
+        teacher_of = self.config.teacher_of
+        pupils: dict[str, dict[Place, Ids]] = {path: {} for path in teacher_of.values()}
+        for each in scored:
+            if is_trainable(each):
+                rollout = each.rollout
+                found = pupils[teacher_of[str(rollout.data_source)]]
+                found[place(each)] = rollout.prompt_ids, rollout.response_ids
         if self.texts is not None:
             rollout = self.config.rollout
             count = rollout.prompts_per_step - self.config.prompts_answered
             drawn = self.texts.take(count * rollout.samples_per_prompt)
-            for position, text in drawn[self.workers.rank :: self.workers.count]:
-                found[-1, position] = (text.prompt_ids, text.response_ids)
-        assert services.reference is not None, "the teacher is deployed as one"
+            for position, (source, text) in drawn[self.workers.rank :: self.workers.count]:
+                pupils[teacher_of[source]][-1, position] = text.prompt_ids, text.response_ids
         wanted = self.config.distillation.top_k
         count = min(wanted or self._vocabulary, self._vocabulary)
-        told = services.reference.top_log_probs.remote(
-            list(found.values()), count, self._vocabulary
-        ).result()
+        asked = []
+        for role, path in self.config.references.items():
+            if found := pupils[path]:
+                teacher, sequences = services.references[role], list(found.values())
+                told = teacher.top_log_probs.remote(sequences, count, self._vocabulary)
+                asked.append((found, told))
         return {
-            place: Taught(*sequence, *opinion)
-            for (place, sequence), opinion in zip(found.items(), told, strict=True)
+            where: Taught(*sequence, *opinion)
+            for found, told in asked
+            for (where, sequence), opinion in zip(found.items(), told.result(), strict=True)
         }, {}
 
     def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:

@@ -159,7 +159,8 @@ def function_name(function: RewardFunction) -> str:
     if type(function).__str__ is not object.__str__ and not inspect.isroutine(function):
         with suppress(Exception):  # an object's own text may fail
             return str(function)
-    named = function if isinstance(getattr(function, "__qualname__", None), str) else type(function)
+    has_name = isinstance(getattr(function, "__qualname__", None), str)
+    named: Any = function if has_name else type(function)
     name, module = named.__qualname__, getattr(named, "__module__", None)
     if not module or not module.startswith(MODULE_OF_FILE):
         return f"{module}.{name}" if module else name

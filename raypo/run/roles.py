@@ -41,7 +41,8 @@ class Role:
 def roles_of(config: OnlineConfig, engine_threads: int, frozen_threads: int) -> list[Role]:
     """All that a run needs besides its learner."""
     roles = [engine_of(config, num_threads=engine_threads)]
-    roles += [_reference(config, frozen_threads)] if config.reference else []
+    for name, model in config.references.items():
+        roles.append(_reference(config, name, model, frozen_threads))
     num_models = len(config.model.reward or ())
     return roles + [_reward_model(config, number, frozen_threads) for number in range(num_models)]
 
@@ -88,18 +89,18 @@ def engine_of(config: OnlineConfig | PolicyExamplesConfig, *, num_threads: int) 
     )
 
 
-def _reference(config: OnlineConfig, num_threads: int) -> Role:
+def _reference(config: OnlineConfig, name: str, model: str, num_threads: int) -> Role:
     section = config.placement.frozen.reference
-    kwargs = {"model": config.reference, "dtype": config.model.dtype}
+    kwargs = {"model": model, "dtype": config.model.dtype}
     if section.backend == "vllm":
         kwargs |= {"section": section, "max_model_len": max_model_len(config)}
-        return Role("reference", VllmReference, kwargs, num_threads, section.tensor_parallel)
+        return Role(name, VllmReference, kwargs, num_threads, section.tensor_parallel)
     kwargs |= {
         "temperature": config.trained_temperature,
         "max_batch_tokens": config.learner.max_tokens_per_microbatch,
         "attention": config.model.attention,
     }
-    return Role("reference", ReferenceModel, kwargs, num_threads, section.tensor_parallel)
+    return Role(name, ReferenceModel, kwargs, num_threads, section.tensor_parallel)
 
 
 def _reward_model(config: OnlineConfig, number: int, num_threads: int) -> Role:

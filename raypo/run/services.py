@@ -46,7 +46,8 @@ class Services:
     """Handles to what samples and judges."""
 
     engine: EngineHandle
-    reference: ReferenceHandle | None
+    references: dict[str, ReferenceHandle]
+    """By role: of PPO at most one, of a distillation a teacher each."""
     reward_models: tuple[RewardModelHandle, ...] = ()
     """One deployment a model, in the order of `model.reward`."""
     elsewhere: frozenset[str] = frozenset()
@@ -57,9 +58,13 @@ class Services:
     @property
     def frozen(self) -> list[tuple[str, FrozenHandle]]:
         """Reference and reward models that there are, by role."""
-        named: list[tuple[str, FrozenHandle | None]] = [("reference", self.reference)]
-        named += [(f"reward_{number}", each) for number, each in enumerate(self.reward_models)]
-        return [(role, handle) for role, handle in named if handle is not None]
+        rewards = [(f"reward_{number}", each) for number, each in enumerate(self.reward_models)]
+        return [*self.references.items(), *rewards]
+
+    @property
+    def reference(self) -> ReferenceHandle | None:
+        """What the policy is compared with, if a deployment holds it."""
+        return self.references.get("reference")
 
     def peak_memory(self) -> dict[str, list[dict[str, float]]]:
         """By role, what `raypo.metrics.process_memory` says in each replica that answers."""
@@ -129,7 +134,7 @@ def start_deployments(
     rewards = [role.name for role in roles if role.name.startswith("reward_")]
     return Services(
         engine=EngineHandle(handles["engine"]),
-        reference=ReferenceHandle(handles["reference"]) if "reference" in handles else None,
+        references={name: ReferenceHandle(handles[name]) for name in config.references},
         reward_models=tuple(RewardModelHandle(handles[name]) for name in rewards),
         elsewhere=frozenset(elsewhere),
         in_pool=shared is not None and shared.pool and "engine" in elsewhere,

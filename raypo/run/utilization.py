@@ -90,8 +90,9 @@ def step_work(
         for number, shape in enumerate(models.rewards)
         if f"reward_{number}" not in elsewhere
     ]
-    if models.reference and "reference" not in elsewhere:
-        judges.append(passed(models.reference, scoring))
+    judges += [
+        passed(shape, scoring) for role, shape in models.references.items() if role not in elsewhere
+    ]
     of_reference = policy if config.ppo.needs_reference and config.model.is_own_reference else 0.0
     flops = {
         "generate": 0.0 if "engine" in elsewhere else passed(models.policy, scoring),

@@ -31,8 +31,11 @@ MADE_FROM = {
     "reference": (
         "model.policy",
         "model.reference",
+        "model.teacher",
         "model.dtype",
+        "model.attention",
         "model.lora",
+        "iterative_dpo.reference",
         "rollout.temperature",
         "learner.max_tokens_per_microbatch",
     ),
@@ -40,6 +43,7 @@ MADE_FROM = {
         "model.reward",
         "model.policy",
         "model.dtype",
+        "model.attention",
         "learner.max_tokens_per_microbatch",
     ),
 }
@@ -68,7 +72,7 @@ class Sharing:
             return cls()
         roles = get_args(SharedRole) if sweep.share == "auto" else sweep.share
         wanted = {role for role in roles if not _is_searched(role, sweep)}
-        models = ["reference"] if "reference" in wanted and base.reference else []
+        models = [*base.references] if "reference" in wanted else []
         if "reward" in wanted:
             models += [f"reward_{number}" for number in range(len(base.model.reward or ()))]
         lora = base.model.lora

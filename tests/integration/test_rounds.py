@@ -145,6 +145,28 @@ def test_distillation_comes_closer_to_its_teacher_on_its_own_samples_and_on_text
         assert row["mismatch/probe_gap_max"] < 1e-3
 
 
+def test_each_source_has_a_teacher_of_its_own(folder: Path, local_ray: None):
+    """Two deployments of the same weights teach what one does."""
+    teachers = [str(tiny_policy(folder / name, seed=1)) for name in ("once", "again")]
+    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("few", rows[:16]), ("many", rows[16:])):
+        (folder / f"{name}.jsonl").write_text("".join(part))
+    losses = []
+    each: dict[str, Any] = {
+        "one": teachers[0],
+        "two": {"few": teachers[0], "many": teachers[1]},
+    }
+    for name, teacher in each.items():
+        values: dict[str, Any] = rounds_values(folder, "distillation")
+        values |= {"name": f"teacher_{name}", "num_steps": 1}
+        values["model"] |= {"teacher": teacher}
+        values["data"]["prompts"] = [f"{folder}/few.jsonl", f"{folder}/many.jsonl"]
+        DistillationTrainer(DistillationConfig.parse(values)).fit()
+        (figures,) = metrics_of(folder / "runs" / values["name"])
+        losses.append(figures["train/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_a_teacher_with_other_tokens_is_refused_before_a_model_is_loaded(
     folder: Path, local_ray: None
 ):

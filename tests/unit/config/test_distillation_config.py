@@ -1,8 +1,11 @@
 """What a distillation's run file may say."""
 
+from pathlib import Path
+
 import pytest
 
 from raypo.config import ConfigError, DistillationConfig
+from raypo.config.paths import absolute_paths
 
 VALUES = {
     "name": "d",
@@ -63,17 +66,53 @@ def test_what_cannot_act_is_refused(changes, told):
 
 
 def test_who_judges_held_out_answers_alone_is_no_mistake():
-    parsed(
+    config = parsed(
         **TEXTS,
         distillation={"on_policy_fraction": 0},
         reward={"function": "judge.py:score"},
         eval={"prompts": "held_out.jsonl"},
     )
+    assert (config.prompts_answered, config.reward.function) == (0, "judge.py:score")
 
 
 def test_the_teacher_is_deployed_as_a_reference():
-    assert parsed().reference == "teacher"
-    assert parsed(model=VALUES["model"] | {"lora": {}}).reference == "teacher"
+    assert parsed().references == {"reference": "teacher"}
+    with_adapter = parsed(model=VALUES["model"] | {"lora": {}})
+    assert with_adapter.references == {"reference": "teacher"}
+
+
+def taught(teacher: dict[str, str]) -> DistillationConfig:
+    sources = ["sums.jsonl", {"path": "x.jsonl", "name": "products"}, "words.jsonl"]
+    return parsed(model={"policy": "student", "teacher": teacher}, data={"prompts": sources})
+
+
+def test_a_teacher_of_two_sources_is_deployed_once():
+    config = taught({"sums": "one", "words": "other", "products": "one"})
+    assert config.references == {"reference_0": "one", "reference_1": "other"}
+    assert taught(dict.fromkeys(config.teacher_of, "one")).references == {"reference": "one"}
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["sums", "x", "words"], "model.teacher .x.: no source .* called sums, products, words"),
+        (["sums", "words"], "model.teacher .sums, words.: the source products .* has none"),
+    ],
+)
+def test_each_source_has_a_teacher(names, told):
+    with pytest.raises(ConfigError, match=told):
+        taught(dict.fromkeys(names, "t"))
+
+
+def test_the_path_of_each_teacher_is_made_absolute(tmp_path: Path):
+    (tmp_path / "here").mkdir()
+    relative = taught({"sums": "here", "words": "hub/id", "products": "here"})
+    config = absolute_paths(relative, tmp_path)
+    assert config.model.teacher == {
+        "sums": f"{tmp_path}/here",
+        "words": "hub/id",
+        "products": f"{tmp_path}/here",
+    }
 
 
 def test_the_teacher_tells_log_probs_at_temperature_1_however_it_is_sampled():
