@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from raypo.config import (
     NUMBERS_DO_NOT_DEPEND_ON,
     ConfigError,
     DistillationConfig,
     DPOConfig,
+    ExamplesConfig,
     OnlineConfig,
     PairsSection,
     PolicyExamplesConfig,
@@ -28,6 +30,7 @@ from raypo.config import (
 from raypo.data.conversations import peek_conversations
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
+from raypo.data.rows import read_rows
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, worker_bundles
 from raypo.rewards.loader import check_class, check_function
@@ -36,6 +39,8 @@ from raypo.serving.vllm_arguments import check_extra
 from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.sinks import check_installed
+
+AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 
 def check_inputs(
@@ -277,6 +282,33 @@ def _require_functions(
                 f"of {key} has none. Give it one, or set {common}, which judges all sources that "
                 f"have none."
             )
+
+
+def with_steps_of_epochs(config: AnyConfig) -> AnyConfig:
+    """The config with the `num_steps` that its `num_epochs` makes; without them as it is.
+
+    Raises:
+        ConfigError: both are set and say different things, the steps are all warm-up, or a file
+            cannot be read.
+    """
+    if not isinstance(config, ExamplesConfig) or config.num_epochs is None:
+        return config
+    rows = sum(1 for source in config.data.prompts for _ in read_rows(source, key="data.prompts"))
+    if isinstance(config, DPOConfig) and config.dpo.loss == "kto" and not config.data.desirable_key:
+        rows *= 2  # a pair is two verdicts
+    steps = math.ceil(config.num_epochs * rows / config.learner.batch_size)
+    usual = type(config).model_fields["num_steps"].default
+    if config.num_steps not in (steps, usual):
+        raise ConfigError(
+            f"num_steps ({config.num_steps}): num_epochs ({config.num_epochs:g}) of {rows} rows at "
+            f"learner.batch_size {config.learner.batch_size} are {steps} steps. Remove one of "
+            f"the two."
+        )
+    try:
+        config.learner.require_steps(steps, "num_epochs")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config.model_copy(update={"num_steps": steps})
 
 
 def check_run_folder(config: RecipeConfig, files: RunFiles, *, start_over: str = "--fresh") -> None:

@@ -297,6 +297,8 @@ class EvalSection(Config):
     """Sources like data.prompts, with the same columns; null: no evaluation."""
     function: str | None = None
     """What `eval/score_mean` means; null: reward.function, else the reward models."""
+    timeout_s: float | None = Field(default=1800.0, gt=0.0)
+    """Seconds that one call of such a function may take before the run stops; null: any."""
     every: int = Field(default=10, ge=1)
     """Steps between evaluations; the first is before the first update, the last after the last."""
     samples_per_prompt: int = Field(default=1, ge=1)

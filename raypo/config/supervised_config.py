@@ -136,8 +136,11 @@ class ExamplesConfig(RecipeConfig):
 
     @model_validator(mode="after")
     def _longest_sequence_fits_a_microbatch(self) -> Self:
-        longest = self.data.max_prompt_tokens + self.data.max_response_tokens
-        self.learner.require_room_for(longest, "data.max_prompt_tokens + data.max_response_tokens")
+        is_pair = isinstance(self.data, PairsSection)  # its responses share the prompt
+        count, times = (2, "2 x ") if is_pair else (1, "")
+        longest = self.data.max_prompt_tokens + count * self.data.max_response_tokens
+        keys = f"data.max_prompt_tokens + {times}data.max_response_tokens"
+        self.learner.require_room_for(longest, keys)
         return self
 
 

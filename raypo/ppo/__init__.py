@@ -1,6 +1,8 @@
 """The mathematics of PPO and its family: torch in, torch out, every formula in one place.
 
-In the order of a step: `sampling` (which groups teach something), `shaping` (from raw to trained
+In the order of a step: `groups` (which ones teach something), `shaping` (from raw to trained
 scores), `kl`, `advantages` and the `estimators` made of them, `corrections` (engine against
-learner), `surrogates` and `losses`. `masked` is what they all sum with.
+learner), `covariance` and `entropy`, `surrogates` and `losses`; `own` is what a user's functions
+are given in their place. `preferences` and `divergences` are the losses of other recipes. `masked`
+is what they all sum with.
 """

@@ -54,8 +54,8 @@ def importance_weights(
             a smaller w. None: no veto.
 
     Returns:
-        weights: [B, T], 0 where masked, 0 where a log-prob is NaN (and throughout its response, if
-            that is weighed or judged as a whole).
+        weights: [B, T], 0 where masked; for all kinds but none 0 where a log-prob is NaN (and
+            throughout its response, if that is weighed or judged as a whole).
 
     Raises:
         ValueError: `kind` or `mask_ratio` is unknown, the shapes differ, or a bound is out of

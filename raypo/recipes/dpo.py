@@ -72,7 +72,8 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         self.tell.phase("asking the reference")
         items = list(self.stream.items)
         drawn = list(range(len(items)))
-        if config.from_checkpoint is None:  # else its cursor may stand anywhere
+        goes_on = config.from_checkpoint or self.runtime.resume_from
+        if goes_on is None:  # else its cursor may stand anywhere
             draws = self.stream.of(drawn).take(config.num_steps * config.learner.batch_size)
             drawn = list(dict.fromkeys(place for _, place in draws))
         named = config.model.reference
@@ -80,6 +81,7 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
             [*(items[place] for place in drawn), *self.held_out],
             learner,
             other=None if named is None else self._load(named),
+            name=f"{named or config.model.policy} {config.model.dtype}",
             files=self.files,
             workers=self.workers,
         )

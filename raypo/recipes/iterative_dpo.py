@@ -55,11 +55,11 @@ class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
         gap = sum(best.score - worst.score for best, worst in compared)
         counts = self.workers.sum(as_tensor(len(compared), len(groups), gap)).tolist()
         pairs, prompts, total = counts
-        figures = {"selection/pairs": pairs, "selection/ties": prompts - pairs}
+        figures = {"selection/pairs": pairs, "selection/prompts_without": prompts - pairs}
         if pairs:
             figures["selection/score_gap_mean"] = total / pairs
         else:
-            self.tell.message(f"round {step}: all prompts are ties, so nothing is learned")
+            self.tell.message(f"round {step}: no prompt has a pair, so nothing is learned")
         return {place(best): pair_of(best, worst) for best, worst in compared}, figures
 
     def prepare_items(

@@ -62,16 +62,17 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 workers=workers,
             )
             run.enter(Phase.LEARN)
-            experience, metrics, run.advantage_state = ppo_step(  # 5. advantages, PPO epochs, below
-                learner,
-                to_experience(dealt),
-                config.ppo,
-                run.advantage_state,
-                workers,
-                max_new_tokens=config.rollout.max_response_tokens,
-                step=step,
-                clock=clock,
-            )
+            with run.keeping(step, dealt):  # 5. advantages, PPO epochs: `ppo_step`, below
+                experience, metrics, run.advantage_state = ppo_step(
+                    learner,
+                    to_experience(dealt),
+                    config.ppo,
+                    run.advantage_state,
+                    workers,
+                    max_new_tokens=config.rollout.max_response_tokens,
+                    step=step,
+                    clock=clock,
+                )
             metrics |= run.describe(step, collected)
             run.save_rollouts(step, dealt, experience)
             clock.lap("time/save_rollouts_s")

@@ -357,8 +357,7 @@ def _updates(section: Section, rows: RowsByRun) -> None:
     selected = {
         "selection/responses": "responses",
         "selection/pairs": "pairs",
-        "selection/ties": "ties",
-        "selection/prompts_without": "prompts without a response",
+        "selection/prompts_without": "prompts without",
     }
     section.add(
         line_chart("Selected in a round", rows, selected, y_title="of all workers"),

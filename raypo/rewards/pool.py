@@ -127,4 +127,7 @@ def _open(spec: str | bytes, log: Path | None) -> None:
 
 def _score(rollouts: list[Rollout]) -> list[Any]:
     assert _function is not None
-    return call(_function, rollouts)
+    try:
+        return call(_function, rollouts)
+    except TimeoutError as error:  # the pool's own means that there was no answer
+        raise RuntimeError(f"TimeoutError: {error}") from error

@@ -56,13 +56,14 @@ def evaluation_function(
         section: Names the function, and those of its sources.
         otherwise: What judges where `eval.function` is null.
     """
-    common = load_function(section.function, key="eval.function") if section.function else otherwise
+    own = load_function(section.function, key="eval.function") if section.function else None
     by_source = functions_of(section.prompts)
-    if not by_source:
-        return common
-    function = RewardBySource(by_source, common, key="eval.prompts.function")
-    function.load()
-    return function
+    if by_source:
+        own = RewardBySource(by_source, own or otherwise, key="eval.prompts.function")
+        own.load()
+    if own is None or section.timeout_s is None:
+        return own or otherwise
+    return TimedReward(own, timeout_s=section.timeout_s, key="eval.timeout_s")
 
 
 def open_remote(section: RewardSection) -> RemoteReward | None:

@@ -16,14 +16,17 @@ class TimedReward:
     A thread cannot be ended, so a call that hangs stops the run.
     """
 
-    def __init__(self, function: RewardFunction, *, timeout_s: float) -> None:
+    def __init__(
+        self, function: RewardFunction, *, timeout_s: float, key: str = "reward.timeout_s"
+    ) -> None:
         """Only note them.
 
         Args:
             function: Judges rollouts.
             timeout_s: Seconds that one call may take.
+            key: The config key that says so, for messages.
         """
-        self._function, self._timeout_s = function, timeout_s
+        self._function, self._timeout_s, self._key = function, timeout_s, key
 
     def __str__(self) -> str:
         return function_name(self._function)
@@ -46,9 +49,8 @@ class TimedReward:
         threading.Thread(target=ask, name="raypo-reward", daemon=True).start()
         if not wait([answer], self._timeout_s).done:
             raise RewardError(
-                f"reward.timeout_s ({self._timeout_s:g}): {self} gave no answer in time for "
-                f"{len(rollouts)} rollouts. Find what it waits for, give it more time, or set "
-                "reward.processes to 1 or more: then a call is ended and its samples count as "
-                "failed."
+                f"{self._key} ({self._timeout_s:g}): {self} gave no answer in time for "
+                f"{len(rollouts)} rollouts. Find what it waits for, or give it more time. In "
+                "training, with reward.processes, a call is ended and its samples count as failed."
             )
         return answer.result()

@@ -312,9 +312,9 @@ def _score_figures(
 ) -> dict[str, float]:
     assert experience.returns is not None
     assert experience.advantages is not None
-    mask = experience.response_mask
+    mask = experience.counted
     means = WeightedMeans()
-    valid = ~scores.isnan() & mask.any(1)
+    valid = ~scores.isnan() & experience.response_mask.any(1)
     means.add("ppo/shaped_score_mean", masked.masked_sum(scores, valid), valid.sum())
     means.add("ppo/return_mean", masked.masked_sum(experience.returns, mask), mask.sum())
     if clip is not None:

@@ -103,7 +103,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         return self.evaluate_held_out(learner)
 
     def is_evaluation_due(self, step: int) -> bool:
-        """Whether an evaluation is due after a step; 0 is before the first update."""
+        """Whether an evaluation is due after a step."""
         return step % self.config.eval.every == 0 or step == self.config.num_steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +141,8 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             seed=config.seed,
         )
         self.transport: Transport = open_transport(
-            config.rollout.engine, colocated=config.placement.mode == "colocated"
+            config.rollout.engine,
+            colocated=config.placement.group_of("engine") == "colocated",
         )
 
     def start_engine(self) -> EngineHandle | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -21,6 +21,7 @@ from raypo.data.prompts import load_prompts
 from raypo.data.stream import PromptStream
 from raypo.learner.learner import Learner
 from raypo.learner.peak import peak_flops
+from raypo.learner.state import NonFiniteUpdateError
 from raypo.metrics.clock import Span
 from raypo.metrics.process_memory import peak_memory
 from raypo.metrics.reduce import WeightedMeans
@@ -382,6 +383,9 @@ class OnlineRun(Run[AnyOnline]):
         def keep(scored: list[ScoredRollout]) -> None:
             self._write_rollouts(step, [sample_row(each) for each in scored], held_out=True)
 
+        judges = self.judges(services)
+        if self.eval_function is not None:  # only the reward models are asked besides
+            judges = replace(judges, function=None, servers=None)
         self.enter(Phase.GENERATE)
         return evaluate_policy(
             self.held_out,
@@ -391,7 +395,7 @@ class OnlineRun(Run[AnyOnline]):
             section=self.config.eval,
             sampling=self.sampling,
             workers=self.workers,
-            judges=self.judges(services),
+            judges=judges,
             push_again=self.push_again,
             before_judging=lambda: self.enter(Phase.SCORE),
             keep=keep,
@@ -510,8 +514,17 @@ class PPORun(OnlineRun[PPOConfig]):
     def save_rollouts(
         self, step: int, dealt: Sequence[ScoredRollout], experience: Experience
     ) -> None:
-        """All workers' dealt rollouts into `rollouts/`, before the update that might go wrong."""
+        """All workers' dealt rollouts into `rollouts/`."""
         self._write_rollouts(step, rollout_rows(dealt, experience))
+
+    @contextmanager
+    def keeping(self, step: int, dealt: Sequence[ScoredRollout]) -> Iterator[None]:
+        """Also write what an update goes wrong with: the samples with their scores."""
+        try:
+            yield
+        except NonFiniteUpdateError:
+            self._write_rollouts(step, [sample_row(each) for each in dealt])
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Data cursor, KL coefficient and score normaliser."""

@@ -28,6 +28,7 @@ def with_references(
     learner: SupervisedLearner[Preference],
     *,
     other: Any = None,
+    name: str,
     files: RunFiles,
     workers: Workers,
 ) -> list[Preference]:
@@ -37,8 +38,9 @@ def with_references(
 
     Args:
         other: A causal language model that is the reference; None: the learner's, its adapter off.
+        name: What tells the reference from others; what another one said is not used.
     """
-    digest = _digest(items)
+    digest = _digest(items, name)
     known = workers.broadcast(_read(files, digest) if workers.rank == 0 else None)
     if known is None:
         known = _asked(items, learner, other, workers)
@@ -69,9 +71,9 @@ def _asked(
     return known
 
 
-def _digest(items: Sequence[Pair | Verdict]) -> str:
-    """Tells these preferences in this order from all others."""
-    digest = hashlib.sha256()
+def _digest(items: Sequence[Pair | Verdict], name: str) -> str:
+    """Tells these preferences in this order, and who is asked, from all others."""
+    digest = hashlib.sha256(name.encode())
     for item in items:
         for value in vars(item).values():
             if isinstance(value, np.ndarray):

@@ -58,12 +58,12 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
 
 
 RATES = {
-    "rollout/samples_sampled": "perf/samples_per_s",
-    "rollout/response_tokens": "perf/response_tokens_per_s",
     "train/examples": "perf/samples_per_s",
     "train/tokens": "perf/tokens_per_s",
+    "rollout/samples_sampled": "perf/samples_per_s",
+    "rollout/response_tokens": "perf/response_tokens_per_s",
 }
-"""Count of a step -> the name of its rate."""
+"""Count of a step -> the name of its rate; where two have one name, the later is meant."""
 
 
 def speed_figures(metrics: dict[str, float], step_s: float) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +12,8 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from raypo.cluster.connect import cluster_address, connect
 from raypo.cluster.devices import check_accelerators, check_driver
-from raypo.config import ConfigError, ExamplesConfig, OnlineConfig, RecipeConfig
+from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.config.paths import storage_path
-from raypo.data.rows import read_rows
 from raypo.plan.hardware import this_machine
 from raypo.plan.placement import worker_resources
 from raypo.rewards.loader import check_callable
@@ -137,31 +135,6 @@ def resolve(
     if reward_fn is not None:
         values["reward"]["function"] = _function_name(reward_fn)
     return type(config).parse(values, origin="trainer")
-
-
-def with_steps_of_epochs(config: AnyConfig) -> AnyConfig:
-    """The config with the `num_steps` that its `num_epochs` makes; without them as it is.
-
-    Raises:
-        ConfigError: both are set and say different things, the steps are all warm-up, or a file
-            cannot be read.
-    """
-    if not isinstance(config, ExamplesConfig) or config.num_epochs is None:
-        return config
-    rows = sum(1 for source in config.data.prompts for _ in read_rows(source, key="data.prompts"))
-    steps = math.ceil(config.num_epochs * rows / config.learner.batch_size)
-    usual = type(config).model_fields["num_steps"].default
-    if config.num_steps not in (steps, usual):
-        raise ConfigError(
-            f"num_steps ({config.num_steps}): num_epochs ({config.num_epochs:g}) of {rows} rows at "
-            f"learner.batch_size {config.learner.batch_size} are {steps} steps. Remove one of "
-            f"the two."
-        )
-    try:
-        config.learner.require_steps(steps, "num_epochs")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return config.model_copy(update={"num_steps": steps})
 
 
 def _function_name(function: RewardFunction) -> str:

@@ -20,7 +20,7 @@ from ray.train import ControllerError, FailureConfig, Result, RunConfig, Scaling
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import remove_placement_group
 
-from raypo.checks import check_inputs, check_run_folder, is_finished
+from raypo.checks import check_inputs, check_run_folder, is_finished, with_steps_of_epochs
 from raypo.cluster.connect import (
     cluster_address,
     connect,
@@ -46,7 +46,6 @@ from raypo.trainer.settings import (
     resolve,
     run_config_of,
     scaling_of,
-    with_steps_of_epochs,
 )
 from raypo.trainer.watch import (
     advice,
@@ -360,7 +359,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return bool(self.scaling_config.use_gpu)
 
     def _run_path(self) -> str:
-        return f"{storage_path(self.config).rstrip('/')}/{self.config.name}"
+        place, mark, options = storage_path(self.config).partition("?")  # of a URI
+        return f"{place.rstrip('/')}/{self.config.name}{mark}{options}"
 
     def _with_every_step(self, result: Result) -> Result:
         rows = self._files.metrics()

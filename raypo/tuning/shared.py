@@ -31,11 +31,9 @@ MADE_FROM = {
     "reference": (
         "model.policy",
         "model.reference",
-        "model.teacher",
         "model.dtype",
         "model.attention",
         "model.lora",
-        "iterative_dpo.reference",
         "rollout.temperature",
         "learner.max_tokens_per_microbatch",
     ),

@@ -38,6 +38,9 @@ def broken(rollouts):
 
 def short(rollouts):
     return [1.0]
+
+def refused(rollouts):
+    raise TimeoutError("the socket timed out")
 """
 
 
@@ -103,6 +106,15 @@ def test_calls_that_hang_or_die_cost_their_own_samples_alone(file: str):
             score(reward, ROLLOUTS, max_failed_fraction=0.0)
         assert "4 of 12 rollouts" in str(caught.value)
         assert "reward.py:mixed: no answer in 1 s for 2 rollouts" in str(caught.value)
+
+
+def test_a_time_out_of_the_function_itself_is_an_error_of_its_own(file: str):
+    told = "RuntimeError: TimeoutError: the socket timed out"
+    with (
+        pool(f"{file}:refused", processes=1, timeout_s=60.0) as reward,
+        pytest.raises(RewardError, match=told),
+    ):
+        score(reward, ROLLOUTS, max_failed_fraction=1.0)
 
 
 def test_what_the_function_raises_is_told_whole(file: str):

@@ -115,7 +115,7 @@ def test_iterative_dpo_learns_from_pairs_of_its_own_samples(folder: Path, local_
     rows = metrics_of(folder / "runs/iterative_dpo")
     assert rows[-1]["eval/score_mean"] > rows[0]["eval/initial_score_mean"] + 0.1
     for row in rows:
-        assert row["selection/pairs"] + row["selection/ties"] == 16
+        assert row["selection/pairs"] + row["selection/prompts_without"] == 16
         assert row["train/examples"] == 2 * row["selection/pairs"]
         assert row["train/sft_loss"] > 0.0
         assert row["mismatch/probe_gap_max"] < 1e-3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import raypo.cli
-from raypo.config import RECIPES, PPOConfig
+from raypo.config import RECIPES, PPOConfig, SFTConfig
 from raypo.storage.run_files import RunFiles
 from tests.recorded_run import write_run
 
@@ -102,6 +102,30 @@ def test_the_folder_of_a_finished_run_is_taken_for_the_run(
     files.write_summary({"status": "finished", "steps": 2})
     assert exit_status(monkeypatch, "train", tmp_path / "runs" / "mine") == 0
     assert f"mine is finished, files in {files.location}" in capsys.readouterr().out
+
+
+def test_a_finished_run_of_epochs_is_known_by_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "examples.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 5)
+    (tmp_path / "config.json").write_text("{}")
+    values = {
+        "recipe": "sft",
+        "name": "mine",
+        "num_epochs": 2,
+        "storage_path": str(tmp_path / "runs"),
+        "model": {"policy": str(tmp_path)},
+        "data": {"prompts": str(tmp_path / "examples.jsonl")},
+        "learner": {"batch_size": 2},
+    }
+    file = tmp_path / "sft.yaml"
+    file.write_text(json.dumps(values))
+    files = RunFiles(str(tmp_path / "runs"), "mine")
+    files.write_config(SFTConfig.parse(values | {"num_steps": 5}).model_dump(mode="json"))
+    files.append_metrics(5, {"train/loss": 0.1})
+    files.write_summary({"status": "finished", "steps": 5})
+    assert exit_status(monkeypatch, "train", file) == 0
+    assert "mine is finished" in capsys.readouterr().out
 
 
 def test_an_unknown_command_is_status_2(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ import json
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.fs
@@ -19,7 +20,8 @@ from ray.train import (
     ValidationConfig,
 )
 
-from raypo.config import ConfigError, PPOConfig, SFTConfig
+from raypo.checks import with_steps_of_epochs
+from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import PPOTrainer, SFTTrainer
 from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of
@@ -43,6 +45,13 @@ def test_the_dtype_is_decided_where_the_devices_are_known(use_gpu: bool, dtype: 
     assert config().with_dtype(use_gpu=use_gpu).model.dtype == dtype
     own = config().model_copy(update={"model": config().model.model_copy(update={"dtype": "x"})})
     assert own.with_dtype(use_gpu=use_gpu) == own, "what the file says stays"
+
+
+def test_the_options_of_a_storage_uri_stay_behind_the_name_of_the_run():
+    place = "s3://bucket/runs?endpoint_override=localhost:9000"
+    run: Any = SimpleNamespace(config=config().model_copy(update={"storage_path": place}))
+    path = PPOTrainer._run_path(run)
+    assert path == "s3://bucket/runs/from-file?endpoint_override=localhost:9000"
 
 
 def test_what_ray_makes_up_leaves_the_file_alone():
@@ -185,6 +194,10 @@ def test_epochs_become_the_steps_that_they_take(values: dict[str, Any], tmp_path
         "num_epochs": 1.5,
     }
     assert SFTTrainer(SFTConfig.parse(sft)).config.num_steps == 4
+    with_pairs = path.with_name("pairs.jsonl")
+    with_pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 10)
+    kto = sft | {"recipe": "dpo", "data": {"prompts": str(with_pairs)}, "dpo": {"loss": "kto"}}
+    assert with_steps_of_epochs(DPOConfig.parse(kto)).num_steps == 8  # a pair is two verdicts
     recorded = SFTTrainer(SFTConfig.parse(sft)).config.model_dump()
     assert SFTTrainer(SFTConfig.parse(recorded)).config.num_steps == 4
     with pytest.raises(ConfigError, match=r"num_steps \(7\).*are 4 steps"):

@@ -34,6 +34,10 @@ def test_the_quickstart_file_is_a_dpo_run_on_the_pairs_of_the_reward_model():
             "model.reference.*data.ref_chosen_key has what it says",
         ),
         ({"data.desirable_key": "ok"}, "data.desirable_key.*dpo.loss is sigmoid"),
+        (
+            {"data.max_response_tokens": 2000, "learner.max_tokens_per_microbatch": 2300},
+            r"data.max_prompt_tokens \+ 2 x data.max_response_tokens",
+        ),
         ({"dpo.loss": "ipo", "data.margin_key": "m"}, "data.margin_key.*dpo.loss is ipo"),
     ],
 )

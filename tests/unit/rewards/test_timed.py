@@ -3,9 +3,9 @@ import time
 
 import pytest
 
-from raypo.config import RewardSection
+from raypo.config import EvalSection, RewardSection
 from raypo.rewards.scoring import RewardError, score
-from raypo.rewards.sources import open_function
+from raypo.rewards.sources import evaluation_function, open_function
 from raypo.rewards.timed import TimedReward
 from tests.unit.rewards.test_by_source import rollout
 
@@ -46,3 +46,8 @@ def test_answers_and_errors_are_those_of_the_function_itself():
 def test_a_function_in_the_worker_has_a_limit_unless_it_is_taken_away():
     assert isinstance(open_function(RewardSection(), later, {}), TimedReward)
     assert open_function(RewardSection(timeout_s=None), later, {}) is later
+    held_out = EvalSection(function=f"{__name__}:hangs", timeout_s=0.2)
+    function = evaluation_function(held_out, None)
+    assert function is not None
+    with pytest.raises(RewardError, match=r"eval\.timeout_s \(0\.2\): .*hangs gave no answer"):
+        score(function, TWO, max_failed_fraction=0.0)

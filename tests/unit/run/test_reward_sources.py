@@ -91,7 +91,7 @@ def judged(values: dict[str, Any]) -> tuple[PPOConfig, list[ScoredRollout]]:
     run = PPORun.prepare(config, runtime, Workers(), files, MonitorClient(None))
     try:
         nobody: Any = None
-        return config, judge(ROLLOUTS, run.judges(Services(nobody, None)), None)
+        return config, judge(ROLLOUTS, run.judges(Services(nobody, {})), None)
     finally:
         run.close()
         server.shutdown()

@@ -17,6 +17,7 @@ BASE: dict[str, Any] = {
 }
 ROLES = {"engine", "reference", "reward_0"}
 OTHER_VALUES: dict[str, Any] = {
+    "model.attention": "eager",
     "model.policy": "q",
     "model.reference": "q",
     "model.reward": "s",
