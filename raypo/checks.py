@@ -18,6 +18,7 @@ from raypo.config import (
     OnlineConfig,
     PairsSection,
     PolicyExamplesConfig,
+    PPOConfig,
     PromptSource,
     RecipeConfig,
     RewardModelConfig,
@@ -128,7 +129,25 @@ def _check_online(config: OnlineConfig, *, has_reward_fn: bool) -> list[str]:
             check_function(spec, key=key)
     _check_player(config)
     note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
-    return [note] if note else []
+    return [*([note] if note else []), *_idle_models(config)]
+
+
+def _idle_models(config: OnlineConfig) -> list[str]:
+    """Models that are named and never asked; a sweep may turn on what asks them."""
+    if not isinstance(config, PPOConfig):
+        return []
+    model, ppo = config.model, config.ppo
+    notes: list[str] = []
+    if model.critic is not None and not config.needs_critic:
+        notes.append(
+            f"model.critic ({model.critic}): has no effect, ppo.advantage {ppo.advantage} has no "
+            f"critic"
+        )
+    if model.reference is not None and not ppo.needs_reference:
+        notes.append(
+            f"model.reference ({model.reference}): has no effect, ppo.kl.coef is {ppo.kl.coef:g}"
+        )
+    return notes
 
 
 def _check_player(config: OnlineConfig) -> None:

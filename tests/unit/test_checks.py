@@ -354,3 +354,15 @@ def test_a_function_of_a_source_that_is_not_there_is_named(values: dict, tmp_pat
 def test_a_system_prompt_needs_chat_messages(values: dict):
     values["data"]["system_prompt"] = "Be brief."
     assert refusal(values).startswith("data.system_prompt ('Be brief.'): ")
+
+
+def test_models_that_nobody_asks_are_told_of(values: dict):
+    policy = values["model"]["policy"]
+    values["model"] |= {"critic": policy, "reference": policy}
+    assert not any("has no effect" in each for each in check_inputs(PPOConfig.parse(values)))
+    values["ppo"] = {"advantage": "grpo", "kl": {"coef": 0.0}}
+    told = [each for each in check_inputs(PPOConfig.parse(values)) if "has no effect" in each]
+    assert told == [
+        f"model.critic ({policy}): has no effect, ppo.advantage grpo has no critic",
+        f"model.reference ({policy}): has no effect, ppo.kl.coef is 0",
+    ]
