@@ -33,8 +33,7 @@ from raypo.learner.statistics import UpdateStatistics
 from raypo.learner.trained_model import TrainedModel, in_shares
 from raypo.models import lora
 from raypo.models.critic import Critic, CriticStart
-from raypo.models.loading import load_causal_lm
-from raypo.models.lora import adapter_off, add_adapter
+from raypo.models.lora import adapter_off, load_policy
 from raypo.models.networks import Policy
 from raypo.ppo.own import own_surrogate
 from raypo.rewards.loader import load_function
@@ -75,9 +74,8 @@ class Learner:
         shared: dict[str, Any] = {"dtype": model.dtype, "section": section, "workers": workers}
         self._model = model
         self._is_reference = ppo.needs_reference and model.is_own_reference
-        loaded: dict[str, Any] = {"dtype": model.dtype, "attention": model.attention}
         with in_shares(section, dtype=model.dtype, workers=workers):
-            network = add_adapter(load_causal_lm(model.policy, **loaded), model.lora)
+            network = load_policy(model)
         policy = Policy(network, temperature=temperature)
         self._policy = TrainedModel(policy, **shared)
         self._own_surrogate = None
@@ -90,7 +88,9 @@ class Learner:
         if ppo.needs_critic:
             start = critic_start or CriticStart(model.critic or model.policy)
             with in_shares(section, dtype=model.dtype, workers=workers):
-                critic, self.critic_start = Critic.load(start, lora=model.lora, **loaded)
+                critic, self.critic_start = Critic.load(
+                    start, lora=model.lora, dtype=model.dtype, attention=model.attention
+                )
             self._critic = TrainedModel(critic, **shared)
 
     def with_log_probs_and_values(self, experience: Experience) -> Experience:

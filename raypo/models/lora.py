@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from raypo.config import ConfigError, LoraSection
+from raypo.config import ConfigError, LoraSection, ModelSection, TrainedModelSection
 from raypo.models.heads import HEADS
+from raypo.models.loading import load_causal_lm
 
 NAME = "default"
 """peft's name of the only adapter of a model."""
@@ -46,6 +47,12 @@ class Weight:
         a, b = (part.to(torch.float32) for part in adapter)
         delta = self.scale * (b @ a)
         return (weight.float() + (delta.T if self.transposed else delta)).to(weight.dtype)
+
+
+def load_policy(section: ModelSection | TrainedModelSection) -> Any:
+    """The causal language model that a config trains, with its adapter where it has one."""
+    model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
+    return add_adapter(model, section.lora)
 
 
 def add_adapter(model: Any, section: LoraSection | None) -> Any:

@@ -11,8 +11,8 @@ from raypo.data.examples import load_examples
 from raypo.data.mixing import mix_of
 from raypo.data.stream import ShuffledStream
 from raypo.learner.distillation_task import DistillationTask
-from raypo.models.loading import load_causal_lm, same_vocabulary, stop_token_ids
-from raypo.models.lora import add_adapter
+from raypo.models.loading import same_vocabulary, stop_token_ids
+from raypo.models.lora import load_policy
 from raypo.recipes.rounds import rounds_loop
 from raypo.rollout.collect import is_trainable
 from raypo.run.examples_run import tell_skipped
@@ -74,10 +74,9 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
 
     def make_task(self) -> DistillationTask:
         """The student."""
-        config, section = self.config, self.config.model
-        model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
+        config = self.config
         return DistillationTask(
-            add_adapter(model, section.lora), config.distillation, vocabulary=self._vocabulary
+            load_policy(config.model), config.distillation, vocabulary=self._vocabulary
         )
 
     @property

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar
 
-from raypo.cluster.messenger import MonitorClient
-from raypo.collectives import Workers
 from raypo.config import DPOConfig
 from raypo.data.examples import LoadedExamples, load_pairs, load_verdicts
 from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
-from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
-from raypo.models.lora import add_adapter
+from raypo.models.loading import load_causal_lm
+from raypo.models.lora import load_policy
 from raypo.recipes.from_examples import examples_loop
-from raypo.run.examples_run import PolicyExamplesRun, stream_of
+from raypo.run.examples_run import PolicyExamplesRun, Reader
 from raypo.run.reference import with_references
-from raypo.run.setup import Runtime
-from raypo.storage.run_files import RunFiles
 
 
 def dpo_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
@@ -36,31 +32,21 @@ def dpo_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
 class DPORun(PolicyExamplesRun[DPOConfig, Any]):
     """One worker's view of a run on preferences: pairs, or verdicts where the loss is kto."""
 
+    held_out_key: ClassVar[str] = "pairs"
+
     @classmethod
-    def prepare(
-        cls,
-        config: DPOConfig,
-        runtime: Runtime,
-        workers: Workers,
-        files: RunFiles,
-        tell: MonitorClient,
-    ) -> Self:
-        """The run with its preferences read and its function loaded."""
-        tokenizer = load_tokenizer(config.model.policy)
-        end = stop_token_ids(config.model.policy, tokenizer)[0]
-        load = load_verdicts if config.dpo.loss == "kto" else load_pairs
-        section = config.data.model_copy(update={"label_key": None})  # for eval.function alone
-        loaded: LoadedExamples[Any] = load(section, tokenizer, end)
-        held_out: list[Any] = []
-        if config.eval.pairs:
-            section = section.model_copy(update={"prompts": config.eval.pairs})
-            held_out = list(load(section, tokenizer, end, key="eval.pairs").items)
-        stream = stream_of(loaded, config, tell)
-        return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
+    def reader(cls, config: DPOConfig) -> Reader[Any]:
+        """Of pairs or verdicts; labels are for `eval.function` alone."""
+        load: Reader[Any] = load_verdicts if config.dpo.loss == "kto" else load_pairs
+
+        def read(section: Any, *others: Any, **named: Any) -> LoadedExamples[Any]:
+            return load(section.model_copy(update={"label_key": None}), *others, **named)
+
+        return read
 
     def make_task(self) -> PreferenceTask | VerdictTask:
         """The causal language model."""
-        model = add_adapter(self._load(self.config.model.policy), self.config.model.lora)
+        model = load_policy(self.config.model)
         kind = VerdictTask if self.config.dpo.loss == "kto" else PreferenceTask
         return kind(model, self.config.dpo)
 
@@ -80,7 +66,7 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         asked = with_references(
             [*(items[place] for place in drawn), *self.held_out],
             learner,
-            other=None if named is None else self._load(named),
+            other=None if named is None else self._load_reference(named),
             name=f"{named or config.model.policy} {config.model.dtype}",
             files=self.files,
             workers=self.workers,
@@ -90,6 +76,6 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         self.stream = self.stream.of(items)
         self.held_out = asked[len(drawn) :]
 
-    def _load(self, path: str) -> Any:
+    def _load_reference(self, path: str) -> Any:
         section = self.config.model
         return load_causal_lm(path, dtype=section.dtype, attention=section.attention)

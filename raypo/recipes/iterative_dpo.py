@@ -11,8 +11,7 @@ from raypo.collectives import as_tensor
 from raypo.config import IterativeDPOConfig
 from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
-from raypo.models.loading import load_causal_lm
-from raypo.models.lora import add_adapter
+from raypo.models.lora import load_policy
 from raypo.recipes.rounds import rounds_loop
 from raypo.rollout.collect import is_trainable
 from raypo.run.rounds_run import Place, RoundsRun, place, prompt_cell
@@ -41,9 +40,7 @@ class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
 
     def make_task(self) -> PreferenceTask:
         """The policy, which learns pairs as the recipe dpo does."""
-        section = self.config.model
-        model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
-        return PreferenceTask(add_adapter(model, section.lora), self.config.dpo)
+        return PreferenceTask(load_policy(self.config.model), self.config.dpo)
 
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int

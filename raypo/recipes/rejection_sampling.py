@@ -10,8 +10,7 @@ from typing import Any
 from raypo.collectives import as_tensor
 from raypo.config import RejectionSamplingConfig, SelectionSection
 from raypo.learner.tasks import ResponseTask
-from raypo.models.loading import load_causal_lm
-from raypo.models.lora import add_adapter
+from raypo.models.lora import load_policy
 from raypo.recipes.rounds import rounds_loop
 from raypo.rollout.collect import is_trainable
 from raypo.run.rounds_run import Place, RoundsRun, place, prompt_cell
@@ -37,9 +36,7 @@ class RejectionSamplingRun(RoundsRun[RejectionSamplingConfig, Example]):
 
     def make_task(self) -> ResponseTask:
         """The policy, which learns responses as supervised fine-tuning does."""
-        section = self.config.model
-        model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
-        return ResponseTask(add_adapter(model, section.lora))
+        return ResponseTask(load_policy(self.config.model))
 
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int

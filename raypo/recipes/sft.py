@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from raypo.cluster.messenger import MonitorClient
-from raypo.collectives import Workers
 from raypo.config import SFTConfig
 from raypo.data.examples import load_examples
 from raypo.learner.tasks import ResponseTask
-from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
-from raypo.models.lora import add_adapter
+from raypo.models.lora import load_policy
 from raypo.recipes.from_examples import examples_loop
-from raypo.run.examples_run import PolicyExamplesRun, stream_of
-from raypo.run.setup import Runtime
-from raypo.storage.run_files import RunFiles
+from raypo.run.examples_run import PolicyExamplesRun, Reader
 from raypo.types import Example
 
 
@@ -36,27 +31,10 @@ class SFTRun(PolicyExamplesRun[SFTConfig, Example]):
     """One worker's view of a supervised fine-tuning run."""
 
     @classmethod
-    def prepare(
-        cls,
-        config: SFTConfig,
-        runtime: Runtime,
-        workers: Workers,
-        files: RunFiles,
-        tell: MonitorClient,
-    ) -> Self:
-        """The run with its examples read and its function loaded."""
-        tokenizer = load_tokenizer(config.model.policy)
-        end = stop_token_ids(config.model.policy, tokenizer)[0]
-        loaded = load_examples(config.data, tokenizer, end)
-        held_out: list[Example] = []
-        if config.eval.prompts:
-            section = config.data.model_copy(update={"prompts": config.eval.prompts})
-            held_out = load_examples(section, tokenizer, end, key="eval.prompts").items
-        stream = stream_of(loaded, config, tell)
-        return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
+    def reader(cls, config: SFTConfig) -> Reader[Example]:
+        """Of prompts with the responses to learn."""
+        return load_examples
 
     def make_task(self) -> ResponseTask:
         """The causal language model."""
-        section = self.config.model
-        model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
-        return ResponseTask(add_adapter(model, section.lora))
+        return ResponseTask(load_policy(self.config.model))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from raypo.data.prompts import load_prompts
 from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
-from raypo.models.loading import stop_token_ids
+from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.rewards.sources import evaluation_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.dealing import balanced_shares
@@ -27,6 +27,8 @@ from raypo.rollout.evaluation import evaluate_policy
 from raypo.run.handles import EngineHandle
 from raypo.run.run import Run
 from raypo.run.services import start_engines
+from raypo.run.setup import Runtime
+from raypo.storage.run_files import RunFiles
 from raypo.types import Prompt
 from raypo.weight_sync.push import Probe, open_transport, push_weights
 from raypo.weights.transport import Transport
@@ -34,6 +36,8 @@ from raypo.weights.transport import Transport
 NUM_PROBES = 2
 AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
 PolicyConfig = TypeVar("PolicyConfig", SFTConfig, DPOConfig)
+Reader = Callable[..., LoadedExamples[Item]]
+"""`load_examples` or one like it: (section, tokenizer, id of the end, key=)."""
 
 
 @dataclass
@@ -43,6 +47,34 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     tokenizer: Any
     stream: ShuffledStream[Item]
     held_out: Sequence[Item]
+
+    held_out_key: ClassVar[str] = "prompts"
+    """Of `eval`: where the held-out examples come from."""
+
+    @classmethod
+    @abstractmethod
+    def reader(cls, config: AnyConfig) -> Reader[Item]:
+        """What reads the examples of the recipe."""
+
+    @classmethod
+    def prepare(
+        cls,
+        config: AnyConfig,
+        runtime: Runtime,
+        workers: Workers,
+        files: RunFiles,
+        tell: MonitorClient,
+    ) -> Self:
+        """The run with its examples read."""
+        tokenizer = load_tokenizer(config.model.policy)
+        end, read = stop_token_ids(config.model.policy, tokenizer)[0], cls.reader(config)
+        loaded = read(config.data, tokenizer, end)
+        held_out: Sequence[Item] = []
+        if sources := getattr(config.eval, cls.held_out_key):
+            section = config.data.model_copy(update={"prompts": sources})
+            held_out = read(section, tokenizer, end, key=f"eval.{cls.held_out_key}").items
+        stream = stream_of(loaded, config, tell)
+        return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
 
     @abstractmethod
     def make_task(self) -> Task[Item]:

@@ -23,6 +23,7 @@ from raypo.learner import learner as learner_module
 from raypo.learner.learner import Learner
 from raypo.metrics.clock import Clock
 from raypo.models import critic as critic_module
+from raypo.models import lora as lora_module
 from raypo.models.networks import Policy
 from raypo.recipes.ppo import ppo_step
 from raypo.rollout.dealing import deal, to_experience
@@ -105,7 +106,7 @@ def plain_models() -> Iterator[None]:
     torch.set_num_threads(1)
     with (
         patch.object(learner_module, "TrainedModel", PlainModel),
-        patch.object(learner_module, "load_causal_lm", lambda *_, **__: copy.deepcopy(llama)),
+        patch.object(lora_module, "load_causal_lm", lambda *_, **__: copy.deepcopy(llama)),
         patch.object(critic_module, "load_backbone", lambda *_, **__: copy.deepcopy(llama.model)),
     ):
         try:
