@@ -129,15 +129,20 @@ def _check_online(config: OnlineConfig, *, has_reward_fn: bool) -> list[str]:
             check_function(spec, key=key)
     _check_player(config)
     note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
-    return [*([note] if note else []), *_idle_models(config)]
+    notes = [note] if note else []
+    return notes + _seldom_meant(config) if isinstance(config, PPOConfig) else notes
 
 
-def _idle_models(config: OnlineConfig) -> list[str]:
-    """Models that are named and never asked; a sweep may turn on what asks them."""
-    if not isinstance(config, PPOConfig):
-        return []
+def _seldom_meant(config: PPOConfig) -> list[str]:
+    """Models that are named and never asked, which a sweep may turn on; old samples as if new."""
     model, ppo = config.model, config.ppo
     notes: list[str] = []
+    if config.rollout.staleness > 1 and not ppo.allows_for_staleness:
+        notes.append(
+            f"rollout.max_staleness ({config.rollout.staleness}): old samples are learned from as "
+            f"if they were new; ppo.correction.kind tis weighs them (docs/asynchronous.md says "
+            f"what either was measured to cost)"
+        )
     if model.critic is not None and not config.needs_critic:
         notes.append(
             f"model.critic ({model.critic}): has no effect, ppo.advantage {ppo.advantage} has no "

@@ -519,6 +519,11 @@ class PPOSection(Config):
         return self.kl.coef > 0.0
 
     @property
+    def allows_for_staleness(self) -> bool:
+        """Whether the loss knows that a token was sampled by older weights."""
+        return self.old_log_probs == "engine" or self.correction.kind != "none"
+
+    @property
     def has_kl_in_reward(self) -> bool:
         """Whether the token rewards have a KL penalty in them."""
         return self.needs_reference and self.kl.placement == "reward"

@@ -356,6 +356,20 @@ def test_a_system_prompt_needs_chat_messages(values: dict):
     assert refusal(values).startswith("data.system_prompt ('Be brief.'): ")
 
 
+def test_old_samples_without_a_correction_are_told_of(values: dict):
+    values |= {
+        "placement": {"mode": {"engine": "dedicated"}},
+        "rollout": {"mode": "async", "max_staleness": 2},
+    }
+    (told,) = [note for note in check_inputs(PPOConfig.parse(values)) if "old samples" in note]
+    assert told.startswith("rollout.max_staleness (2): ")
+    for ppo in ({"correction": {"kind": "tis"}}, {"old_log_probs": "engine"}):
+        notes = check_inputs(PPOConfig.parse(values | {"ppo": ppo}))
+        assert not any("old samples" in note for note in notes)
+    values["rollout"]["max_staleness"] = 1
+    assert not any("old samples" in note for note in check_inputs(PPOConfig.parse(values)))
+
+
 def test_models_that_nobody_asks_are_told_of(values: dict):
     policy = values["model"]["policy"]
     values["model"] |= {"critic": policy, "reference": policy}
