@@ -180,8 +180,8 @@ def test_lora_takes_the_optimizer_and_the_reference_out_of_the_plan(tmp_path: Pa
     model = {"policy": folder, "dtype": "float32"}
     whole = PPOConfig.parse(values | {"model": model})
     lora = PPOConfig.parse(values | {"model": {**model, "lora": {"rank": 2}}})
-    assert Models.read(whole).references
-    assert not Models.read(lora).references
+    assert Models.read(whole).reference is not None
+    assert Models.read(lora).reference is None
 
     def learner(run: PPOConfig) -> dict[str, int]:
         return roles_of(run, Models.read(run), Sharding(2), "cpu", None)[0].memory.held
