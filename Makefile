@@ -42,5 +42,5 @@ fix: setup ## Format, and repair what ruff can repair
 
 clean: ## Remove runs and what tools leave; .venv stays
 	rm -rf runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -rf examples/quickstart/data examples/smollm2_positive/data examples/smollm2_positive/model
+	rm -rf examples/*/data examples/smollm2_positive/model
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -32,6 +32,7 @@ from raypo.data.conversations import peek_conversations
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
 from raypo.data.rows import read_rows
+from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, worker_bundles
 from raypo.rewards.loader import check_class, check_function
@@ -459,7 +460,7 @@ def _check_cpus(config: Any) -> None:
     """Too few cores for a local Ray; a cluster is asked once it is connected."""
     if config.cluster.address or os.environ.get("RAY_ADDRESS") or _ray_is_running():
         return
-    learner, cores = config.learner, os.cpu_count() or 1
+    learner, cores = config.learner, cpu_count()
     workers = worker_bundles(config, use_gpu=False)
     if len(place(workers, [{"CPU": cores}], "PACK")) < len(workers):
         asked = learner.num_workers * learner.cpus_per_worker

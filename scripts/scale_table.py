@@ -49,7 +49,7 @@ NODE = "8xH100,2000G"
 
 
 def plan(folder: Path, size: str, gpus: int) -> Plan:
-    """GRPO with a KL penalty: 1,024 responses of up to 2,048 tokens a step, two updates."""
+    """GRPO with a KL penalty: 4,096 responses of up to 2,048 tokens a step, two updates."""
     path = folder / size
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({**QWEN, **SIZES[size]}))

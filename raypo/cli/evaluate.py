@@ -44,6 +44,8 @@ def evaluate(
     from raypo.checks import check_evaluation
 
     check_evaluation(policy, settings)
+    if to is not None:
+        to.parent.mkdir(parents=True, exist_ok=True)
     for variable, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("VLLM_LOGGING_LEVEL", "ERROR")):
         os.environ.setdefault(variable, value)
     from raypo.run.evaluate_model import evaluate_model, joined

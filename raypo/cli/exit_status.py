@@ -13,8 +13,12 @@ FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
 
 @contextmanager
-def exit_status() -> Iterator[None]:
-    """What a command raises becomes a text for people and an exit status."""
+def exit_status(*, resumes: bool = False) -> Iterator[None]:
+    """What a command raises becomes a text for people and an exit status.
+
+    Args:
+        resumes: The same command goes on where it was stopped.
+    """
     from raypo.config import ConfigError
 
     try:
@@ -25,7 +29,8 @@ def exit_status() -> Iterator[None]:
     except typer.Exit:
         raise
     except KeyboardInterrupt:
-        tell("stopped at once; the same command resumes from the last checkpoint.")
+        more = "; the same command resumes from the last checkpoint" if resumes else ""
+        tell(f"stopped at once{more}.")
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # Ray's threads must not hold the process back
     except Exception as error:

@@ -32,7 +32,8 @@ def serve(
         typer.Option(min=2, help="Tokens of prompt and response; default: the model's, to 8192."),
     ] = None,
     kv_cache_gb: Annotated[
-        float | None, typer.Option(help="KV cache; default: a fitting size on CPU, all on GPU.")
+        float | None,
+        typer.Option(min=0.01, help="KV cache; default: a fitting size on CPU, all on GPU."),
     ] = None,
     gpu_memory_fraction: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory.")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from raypo.config.sweep_config import SweepConfig
 
 
-@exit_status()
+@exit_status(resumes=True)
 def sweep(
     file: Annotated[Path, typer.Argument(help="A sweep file (YAML), or the folder of a sweep.")],
     overrides: Annotated[

@@ -30,5 +30,6 @@ def timeline(
             "<storage_path>/<name>, after its first step."
         )
     path = out or (Path() if "://" in run else files.folder) / "timeline.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(trace(files)))
     typer.echo(f"raypo: {path}; open it at https://ui.perfetto.dev or in chrome://tracing.")

@@ -10,7 +10,7 @@ import typer
 from raypo.cli.exit_status import INTERRUPTED, exit_status
 
 
-@exit_status()
+@exit_status(resumes=True)
 def train(
     config: Annotated[Path, typer.Argument(help="A run config (YAML), or the folder of a run.")],
     overrides: Annotated[

@@ -65,10 +65,10 @@ def check_driver(*, gpus: int) -> None:
         torch.cuda.init()
         reason = "it finds no device"
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(".")
     raise ConfigError(
         f"learner.use_gpu (auto): this machine has {gpus} NVIDIA GPUs, and torch "
-        f"{torch.__version__} (CUDA {torch.version.cuda}) cannot use them: {reason} Update the "
+        f"{torch.__version__} (CUDA {torch.version.cuda}) cannot use them: {reason}. Update the "
         f"driver, install a torch for the driver's CUDA, or set learner.use_gpu to false to run on "
         f"CPUs."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
@@ -113,7 +114,7 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
         if not isinstance(tree, DictConfig):
             raise ConfigError(f"{path}: a run config is a mapping of keys, this is a list or text.")
         if folder:
-            tree.storage_path = str(folder.absolute().parent)
+            tree.storage_path = os.path.dirname(os.path.abspath(folder))  # also of ".."
             tree.pop(RECORDED_BASE, None)
         for key, value in _given(overrides):
             into = OmegaConf.select(tree, key, throw_on_resolution_failure=False)

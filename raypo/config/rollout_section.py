@@ -127,6 +127,11 @@ class SamplingSection(Config):
         return self.max_new_tokens
 
     @property
+    def length_key(self) -> str:
+        """The key that `max_response_tokens` is from."""
+        return "rollout.max_new_tokens"
+
+    @property
     def truncation(self) -> tuple[str, float] | None:
         """The first key that cuts the distribution off, with its value; None: nothing does."""
         usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
@@ -194,6 +199,11 @@ class RolloutSection(SamplingSection):
     def max_response_tokens(self) -> int:
         """Longest response in tokens, all turns of an episode together."""
         return self.max_episode_tokens or self.max_new_tokens
+
+    @property
+    def length_key(self) -> str:
+        """The key that `max_response_tokens` is from."""
+        return f"rollout.{'max_episode_tokens' if self.max_episode_tokens else 'max_new_tokens'}"
 
     @property
     def staleness(self) -> int:

@@ -313,8 +313,8 @@ class OnlineConfig(RecipeConfig):
     @model_validator(mode="after")
     def _longest_sequence_fits_a_microbatch(self) -> Self:
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        limit = "max_episode_tokens" if self.rollout.is_episodic else "max_new_tokens"
-        self.learner.require_room_for(longest, f"data.max_prompt_tokens + rollout.{limit}")
+        keys = f"data.max_prompt_tokens + {self.rollout.length_key}"
+        self.learner.require_room_for(longest, keys)
         return self
 
 

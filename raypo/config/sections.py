@@ -11,7 +11,6 @@ from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
-Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)]
 
 
 class RewardModelEntry(Config):

@@ -57,8 +57,9 @@ def load_reward_model(path: str, *, dtype: str, attention: str = "auto") -> Any:
     Raises:
         ConfigError: the folder is a classifier with more than one label.
     """
-    labels = getattr(AutoConfig.from_pretrained(path), "num_labels", 1)
-    architectures = getattr(AutoConfig.from_pretrained(path), "architectures", None) or []
+    config = AutoConfig.from_pretrained(path)
+    labels = getattr(config, "num_labels", 1)
+    architectures = getattr(config, "architectures", None) or []
     if labels != 1 and any("SequenceClassification" in name for name in architectures):
         raise ConfigError(
             f"model.reward ({path}): it is a classifier with {labels} labels. A reward model has "

@@ -42,10 +42,6 @@ class Layout:
     groups: tuple[Group, ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    def to(self, device: torch.device) -> Layout:
-        """The same layout, its tensors on a device."""
-        return Layout(self.groups, device)
-
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
         """The way to a batch of whole rows, a row for each response after its prompt, and back.

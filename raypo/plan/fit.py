@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def holds(self) -> bool:
-        """As `fits`, without the search for what would help."""
+        """Whether every device holds its part, told without the search for what would help."""
         return not any(_impossible(self)) and all(load.fits for load in self.loads)
 
     @cached_property
@@ -161,22 +161,21 @@ class Plan:
     @property
     def choices(self) -> list[Choice]:
         """The ways to shard the learner's models."""
-        choices = []
-        for stage, optimizer, param in CHOICES:
-            if self.device == "cpu" and (optimizer or param):
+        own, choices = self.sharding, []
+        kinds = [*CHOICES, (own.stage, own.offload_optimizer, own.offload_param)]
+        for stage, optimizer, param in dict.fromkeys(kinds):
+            sharding = replace(own, stage=stage, offload_optimizer=optimizer, offload_param=param)
+            if self.device == "cpu" and (optimizer or param) and sharding != own:
                 continue  # they are in RAM already
             if stage == 0 and self.config.model.dtype == "bfloat16":
                 continue  # it runs as 1
-            sharding = replace(
-                self.sharding, stage=stage, offload_optimizer=optimizer, offload_param=param
-            )
             fullest = sorted(
                 self._loads(sharding),
                 key=lambda load: -load.needed / (load.available or load.needed * 2),
             )
             rams = [load for load in fullest if load.name.endswith("RAM")]
             gpus = [load for load in fullest if load not in rams] or fullest
-            choices.append(Choice(sharding, sharding == self.sharding, gpus[0], rams[0]))
+            choices.append(Choice(sharding, sharding == own, gpus[0], rams[0]))
         return choices
 
     @property
@@ -349,9 +348,9 @@ def _impossible(plan: Plan) -> Iterator[str]:
     if section.kv_cache_gb is not None:
         yield (
             f"rollout.engine.kv_cache_gb ({section.kv_cache_gb:g}): one sequence of {length} "
-            f"tokens (data.max_prompt_tokens + rollout.max_new_tokens) takes {one / 1e9:.3g} GB of "
-            f"keys and values. Set rollout.engine.kv_cache_gb to at least {_up(one / 1e9)}, or the "
-            f"lengths lower."
+            f"tokens (data.max_prompt_tokens + {config.rollout.length_key}) takes "
+            f"{one / 1e9:.3g} GB of keys and values. Set rollout.engine.kv_cache_gb to at least "
+            f"{_up(one / 1e9)}, or the lengths lower."
         )
         return
     assert gpu_bytes is not None
@@ -394,7 +393,7 @@ def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
     fraction = sampled.rollout.engine.gpu_memory_fraction if sampled else 0.0
     halves = [learner.max_tokens_per_microbatch // 2**n for n in range(1, 32)]
     longest = config.data.max_prompt_tokens + (
-        config.rollout.max_new_tokens
+        config.rollout.max_response_tokens
         if isinstance(config, OnlineConfig)
         else config.data.max_response_tokens
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -47,5 +48,12 @@ smaller. V100 and T4 have no bfloat16: it is computed as float32."""
 
 def gpu_of(name: str) -> Gpu | None:
     """The kind by how a cluster, Ray or torch names it, like NVIDIA H100 80GB HBM3."""
-    asked = name.upper()
-    return next((g for g in GPUS if all(w in asked for w in g.name.upper().split("-"))), None)
+    asked = re.split(r"[^A-Z0-9]+", name.upper())
+    return next(
+        (
+            gpu
+            for gpu in GPUS
+            if all(word in asked or f"{word}B" in asked for word in gpu.name.upper().split("-"))
+        ),
+        None,
+    )

@@ -30,6 +30,9 @@ EXAMPLES = "8xH100,2 (two nodes, each with 8 GPUs; 8xGPU80G says their memory al
 NVIDIA_SMI = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
 NVIDIA_SMI_TIMEOUT_S = 2.0
 
+CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux tells a container its limits, in files of its second version or its first."""
+
 _GPUS = re.compile(r"(\d+)xGPU(\d+(?:\.\d+)?)G", re.IGNORECASE)
 _CPUS = re.compile(r"(\d+)xCPU", re.IGNORECASE)
 _KIND = re.compile(r"(\d+)x(\w[\w-]*)", re.IGNORECASE)
@@ -71,7 +74,7 @@ def parse_cluster(text: str) -> list[Node]:
     """The nodes of a text like `8xGPU80G,2`; the grammar stands at the head of this module.
 
     Raises:
-        ConfigError: an item is none of the four, comes twice, or is zero.
+        ConfigError: an item is none of these, comes twice, or is zero.
     """
     nodes: list[Node] = []
     for group in text.split("+"):
@@ -89,10 +92,24 @@ def this_machine() -> list[Node]:
             gpus=len(gpus),
             gpu_bytes=min(size for size, _ in gpus) if gpus else None,
             gpu=gpu_of(gpus[0][1]) if gpus else None,
-            cpus=os.cpu_count(),
+            cpus=cpu_count(),
             ram_bytes=_memory(),
         )
     ]
+
+
+def cpu_count() -> int:
+    """Cores, or the container's limit where that is smaller, as Ray counts them."""
+    cores = os.cpu_count() or 1
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            text = " ".join((CGROUP / name).read_text() for name in names)
+            quota, period = map(int, text.split())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        if quota > 0:
+            cores = min(cores, max(1, quota // period))
+    return cores
 
 
 def _group(group: str, text: str) -> tuple[Node, int]:
@@ -161,9 +178,9 @@ def _own_gpus() -> list[tuple[int, str]]:
 def _memory() -> int:
     """Bytes of memory, or the container's limit where that is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
-            total = min(total, int(Path(limit).read_text()))
+            total = min(total, int((CGROUP / name).read_text()))
         except (OSError, ValueError):  # not there, or "max"
             continue
     return total

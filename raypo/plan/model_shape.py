@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,7 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
     heads = int(_size(values, "num_attention_heads"))
     vocabulary = int(values["vocab_size"])
     gated = values.get("model_type") not in PLAIN_MLP
-    plain_width = values["intermediate_size"] if gated else 4 * hidden
-    width = int(_size(values, "intermediate_size", plain_width) or 4 * hidden)
+    width = int(_size(values, "intermediate_size", None if gated else 4 * hidden))
     experts = int(values.get("num_local_experts") or values.get("num_experts") or 1)
     active = int(values.get("num_experts_per_tok") or 1) if experts > 1 else 1
     width = int(values.get("moe_intermediate_size") or width) if experts > 1 else width
@@ -147,11 +146,9 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
         gated=gated,
         is_exact=counted is not None,
     )
-    parameters, largest = counted or (
-        _computed(shape, values, width * experts),
-        vocabulary * hidden,
-    )
-    return ModelShape(**{**vars(shape), "parameters": parameters, "largest_tensor": largest})
+    if counted is None:
+        return replace(shape, parameters=_computed(shape, values, width * experts))
+    return replace(shape, parameters=counted[0], largest_tensor=counted[1])
 
 
 def _computed(shape: ModelShape, values: dict[str, Any], width: int) -> int:

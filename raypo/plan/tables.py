@@ -91,17 +91,18 @@ def _choices(plan: Plan) -> Table:
     table.add_column("")
     for choice in plan.choices:
         mark = " <- this run" if choice.is_chosen else ""
-        verdict = "fits" if choice.fits else "too much"
+        verdict = _verdict(choice.device, choice.host)
         table.add_row(
             str(choice.sharding), gb(choice.device.needed), gb(choice.host.needed), verdict + mark
         )
     return table
 
 
-def _verdict(load: DeviceLoad) -> str:
-    if load.available is None:
-        return "not checked"
-    return "fits" if load.fits else "too much"
+def _verdict(*loads: DeviceLoad) -> str:
+    """Of all of them together."""
+    if not all(load.fits for load in loads):
+        return "too much"
+    return "not checked" if any(load.available is None for load in loads) else "fits"
 
 
 def _table(title: str, *columns: str, right: str | None = None) -> Table:

@@ -142,14 +142,14 @@ def faster(plan: Plan) -> list[tuple[str, float]]:
     if rates is None or not isinstance(plan.config, PPOConfig):
         return []
     now, found = step_time(plan, rates).seconds, []
-    for key, value in _changes(plan.config):
+    for key, value in _changes(plan.config, plan.models.policy):
         try:
             config = plan.config.parse(with_values(plan.config.model_dump(), {key: value}))
             changed = make_plan(config, plan.nodes)
         except ConfigError:
             continue
         changed_rates = Rates.of(changed)
-        if changed_rates is None or not changed.holds:
+        if changed_rates is None or not (changed.holds and changed.fits):
             continue
         seconds = step_time(changed, changed_rates).seconds
         if seconds < (1 - WORTH) * now:
@@ -160,7 +160,7 @@ def faster(plan: Plan) -> list[tuple[str, float]]:
     return list(best.values())[:MAX_CHANGES]
 
 
-def _changes(config: PPOConfig) -> Iterator[tuple[str, Any]]:
+def _changes(config: PPOConfig, policy: ModelShape) -> Iterator[tuple[str, Any]]:
     learner, engine = config.learner, config.rollout.engine
     yield "rollout.engine.sleep", False
     yield from (("learner.zero_stage", stage) for stage in range(1, learner.zero_stage))
@@ -173,7 +173,11 @@ def _changes(config: PPOConfig) -> Iterator[tuple[str, Any]]:
         for f in (0.6, 0.7, 0.8, 0.9)
         if f > engine.gpu_memory_fraction
     )
-    yield from (("rollout.engine.tensor_parallel", size) for size in (1, 2, 4, 8))
+    yield from (
+        ("rollout.engine.tensor_parallel", size)
+        for size in (1, 2, 4, 8)
+        if policy.does_not_divide(size) is None
+    )
     if learner.activation_checkpointing:
         yield "learner.activation_checkpointing", False
     if "offload_optimizer" in learner.deepspeed.get("zero_optimization", {}):
@@ -207,7 +211,7 @@ class _Work:
         """Each step of an engine reads all weights, and the keys and values of all it samples."""
         config, rates, shape = self.config, self._rates, self._plan.models.policy
         size, engines = self._devices["engine"], self._replicas["engine"]
-        prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+        prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
         share = -(-config.responses_per_step // engines)
         a_token = kv_bytes_per_token(shape, itemsize=self._itemsize, tensor_parallel=size)
         cache = self._memory["engine"].held.get("KV cache", 0)
@@ -327,7 +331,7 @@ class _Work:
         config = self.config
         steps = max(1, config.responses_per_step // config.ppo.minibatch_size)
         rows = config.responses_per_step / steps / self._workers
-        tokens = rows * config.rollout.max_new_tokens
+        tokens = rows * config.rollout.max_response_tokens
         tokens += rows / config.rollout.samples_per_prompt * config.data.max_prompt_tokens
         return steps * max(1, -(-int(tokens) // config.learner.max_tokens_per_microbatch))
 
@@ -340,7 +344,7 @@ class _Work:
     def _pass(self, shape: ModelShape, *, with_logits: bool = True) -> float:
         """FLOPs of a forward pass over the step's samples; a prompt is read once for its group."""
         config = self.config
-        prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+        prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
         count, groups = config.responses_per_step, config.rollout.prompts_per_step
         long, again = prompt + response, count - groups
         every = Lengths(count, count * long, count * response, count * long**2)

@@ -43,11 +43,6 @@ def is_per_token(kind: str) -> bool:
     return kind in ("sigmoid_norm", "ipo", "simpo")
 
 
-def needs_reference(kind: str) -> bool:
-    """Whether a loss compares the policy with a reference."""
-    return kind != "simpo"
-
-
 def pair_losses(
     chosen: Responses,
     rejected: Responses,

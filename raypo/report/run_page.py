@@ -107,7 +107,7 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
         run.name if names.count(run.name) == 1 else run.files.location: run for run in runs
     }
     rows = {name: run.rows for name, run in named.items()}
-    curves = {name: _with_the_start(each) for name, each in rows.items()}
+    curves = {name: with_the_start(each) for name, each in rows.items()}
     written = time.strftime("%Y-%m-%d %H:%M")
     page = Page(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
@@ -145,7 +145,7 @@ _SAMPLES_NOTE = (
 )
 
 
-def _with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows after a row of step 0 for what was measured before the first update."""
     start = {
         name.replace("/initial_", "/"): value

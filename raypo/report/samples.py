@@ -212,10 +212,10 @@ def _sample(row: Row, step: int, run: str, tokenizer: Tokenizer | None) -> dict[
     if not all(mask):
         sample["others"] = [place for place in range(len(ids)) if not mask[place]]
     rewards = row.get("turn_rewards") or []
-    sample["rewards"] = {t: _rounded(each) for t, each in enumerate(rewards[: len(ids)]) if each}
+    told = {t: _rounded(each) for t, each in enumerate(rewards[: len(ids)]) if each}
+    sample["rewards"] = told or None
     sample["error"] = (row.get("episode") or {}).get("error")
     sample["turns"] = (row.get("episode") or {}).get("num_turns")
-    sample["rewards"] = sample["rewards"] or None
     return {key: value for key, value in sample.items() if value is not None}
 
 

@@ -16,12 +16,11 @@ _SNAPSHOT = "checkpoint_manager_snapshot.json"
 """Ray Train's list of a run's checkpoints; what it does not list is not whole."""
 
 
-def find_checkpoint(place: str, *, key: str = "from_checkpoint") -> str:
+def find_checkpoint(place: str) -> str:
     """The path or URI of the checkpoint that a person names.
 
     Args:
         place: Of a run (its newest checkpoint is meant), of its `best/`, or of a checkpoint itself.
-        key: The config key that names it, for messages.
 
     Raises:
         ConfigError: there is none.
@@ -40,8 +39,8 @@ def find_checkpoint(place: str, *, key: str = "from_checkpoint") -> str:
     if not wanted or wanted[-1] is None:
         what = f"the checkpoint of step {step} is gone" if step else "no checkpoint is there"
         raise ConfigError(
-            f"{key} ({place}): {what}. Give the folder of a run that has reached one, its {BEST}/, "
-            "or a checkpoint_* folder."
+            f"from_checkpoint ({place}): {what}. Give the folder of a run that has reached one, "
+            f"its {BEST}/, or a checkpoint_* folder."
         )
     return f"{run.location}/{wanted[-1]['checkpoint_dir_name']}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -50,11 +51,11 @@ class RunFiles:
     @classmethod
     def at(cls, location: str) -> RunFiles:
         """The files of a run by its folder or URI, as a person names it."""
-        storage_path, _, name = location.rstrip("/").rpartition("/")
         if "://" in location:
-            return cls(storage_path, name)
-        path = Path(location).expanduser().absolute()
-        return cls(str(path.parent), path.name)
+            storage_path, _, name = location.rstrip("/").rpartition("/")
+        else:  # a folder's last name may be "." or ".."
+            storage_path, name = os.path.split(os.path.abspath(Path(location).expanduser()))
+        return cls(storage_path, name)
 
     @property
     def location(self) -> str:

@@ -47,6 +47,7 @@ class LiveView:
         )
         # Steps of minutes are the rule: the time left must not forget the last one.
         self._bar.speed_estimate_period = 3600.0
+        self._num_steps = num_steps
         self._task = self._bar.add_task("", total=num_steps, phase="starting")
         self._metrics: dict[str, float] = {}
         self._curve: list[float] = []
@@ -73,7 +74,8 @@ class LiveView:
         curve = metrics.get("rollout/score_mean", metrics.get("train/loss", math.nan))
         self._curve = [*self._curve, curve][-_CURVE_STEPS:]
         self._phases = phase_seconds(metrics)
-        self._bar.update(self._task, completed=step, phase="generating")
+        phase = f"step {step + 1}" if step < self._num_steps else "ending"
+        self._bar.update(self._task, completed=step, phase=phase)
 
     def close(self) -> None:
         """Take the lines away."""

@@ -118,10 +118,10 @@ Words = tuple[str, str] | None
 def _kl_drift(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     token, response = (_drift(rows, name) for name in ("kl/ref_mean", "kl/ref_response_mean"))
     is_adaptive = (_get(config, "ppo", "kl") or {}).get("controller") == "adaptive"
-    how = "Lower ppo.kl.target" if is_adaptive else "Raise ppo.kl.coef or use ppo.kl.controller: "
+    other = "Raise ppo.kl.coef or use ppo.kl.controller: adaptive"
     remedy = (
-        f"{how if is_adaptive else how + 'adaptive'}, and read the samples: a score that rises at "
-        "this distance is often a reward that is gamed."
+        f"{'Lower ppo.kl.target' if is_adaptive else other}, and read the samples: a score that "
+        "rises at this distance is often a reward that is gamed."
     )
     if token and min(token) > MAX_KL_PER_TOKEN:
         return f"the policy has drifted {token[-1]:.2f} nats per token from the reference.", remedy

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import ray
 
 from raypo.cluster.connect import cluster_address, connect
 from raypo.cluster.resources import alive_nodes
 from raypo.config import AnyConfig
+from raypo.plan.hardware import this_machine
 from raypo.plan.placement import Resources
 
 
@@ -21,14 +20,7 @@ def find_nodes(base: AnyConfig) -> tuple[list[Resources], bool]:
         connect(base.cluster)
         nodes = alive_nodes()
     else:
-        nodes = [_this_machine()]
+        nodes = [node.resources for node in this_machine()]
     has_gpus = any(node.get("GPU", 0.0) for node in nodes)
     use_gpu = base.learner.use_gpu
     return nodes, has_gpus if use_gpu == "auto" else use_gpu
-
-
-def _this_machine() -> Resources:
-    import torch
-
-    gpus = float(torch.cuda.device_count())
-    return {"CPU": float(os.cpu_count() or 1)} | ({"GPU": gpus} if gpus else {})

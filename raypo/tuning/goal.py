@@ -114,14 +114,15 @@ class Goal:
         while left:
             latest = max(scored_step(trials[row]) for row in left)
             peers = [row for row in left if scored_step(trials[row]) == latest]
-            front = [row for row in peers if not self._is_dominated(trials, row, peers)]
+            front = [
+                row
+                for row in peers
+                if not any(self.dominates(trials[other], trials[row]) for other in peers)
+            ]
             fronts |= dict.fromkeys(front, number)
             left = [row for row in left if row not in fronts]
             number += 1
         return fronts
-
-    def _is_dominated(self, trials: Sequence[Metrics], row: int, others: Iterable[int]) -> bool:
-        return any(self.dominates(trials[other], trials[row]) for other in others)
 
 
 def scored_step(known: Metrics) -> int:

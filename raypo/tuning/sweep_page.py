@@ -26,6 +26,7 @@ from raypo.report import (
 from raypo.report.change import held_out_scores
 from raypo.report.charts import chart_of, new_figure
 from raypo.report.page import COLOURS, number
+from raypo.report.run_page import with_the_start
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal
 from raypo.tuning.held_out import (
@@ -84,10 +85,10 @@ def load_sweep(files: RunFiles) -> SweepData:
     goal, found = Goal.of(config), read_trials(files)
     trials = ranked(found, goal)
     storage = f"{files.location}/{TRIALS_FOLDER}"
-    rows = {trial.name: RunFiles(storage, trial.name).metrics() for trial in trials}
+    runs = {trial.name: RunFiles(storage, trial.name) for trial in trials}
+    rows = {name: run.metrics() for name, run in runs.items()}
     status = (files.summary() or {}).get("status", "unfinished")
     status = "running" if files.is_running() else status
-    runs = {trial.name: RunFiles(storage, trial.name) for trial in trials}
     held_out = {
         trial.name: held_out_scores(runs[trial.name], trial.scored_step) for trial in trials
     }
@@ -111,7 +112,7 @@ def sweep_page(sweep: SweepData) -> Page:
     _front(page.section("Score against KL", _FRONT_NOTE), sweep)
     curves, labels = page.section("Learning curves"), _labels(sweep)
     for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
-        named = {labels[name]: _with_start(rows) for name, rows in sweep.rows.items() if rows}
+        named = {labels[name]: with_the_start(rows) for name, rows in sweep.rows.items() if rows}
         curves.add(line_chart(WORDS.get(metric, metric), named, metric))
     _cost(page.section("Cost"), sweep)
     best = sweep.files.read("best.yaml")
@@ -143,7 +144,7 @@ def _result(section: Section, sweep: SweepData) -> None:
     else:
         metric = sweep.goal.metrics[0]
         start = next(
-            (r[0] for r in map(_with_start, sweep.rows.values()) if r and metric in r[0]), {}
+            (r[0] for r in map(with_the_start, sweep.rows.values()) if r and metric in r[0]), {}
         )
         was = f" It was {number(start[metric])} before the first update." if start else ""
         words = who_is_best(sweep.trials, sweep.goal, lambda trial: sweep.held_out[trial.name])
@@ -296,15 +297,3 @@ def _labels(sweep: SweepData) -> dict[str, str]:
     if is_short and len(set(texts.values())) == len(texts):
         return texts
     return {name: name for name in texts}
-
-
-def _with_start(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows after one of step 0 with what was measured before the first update."""
-    if not rows:
-        return []
-    start = {
-        name.replace("/initial_", "/"): value
-        for name, value in rows[0].items()
-        if "/initial_" in name
-    }
-    return [*([{"step": 0, **start}] if start else []), *map(dict, rows)]

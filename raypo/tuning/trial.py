@@ -110,7 +110,7 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         config: AnyConfig,
         setup: TrialSetup,
         reports: TrialReports,
-        segment: Segment | None = None,
+        segment: Segment | None,
     ) -> None:
         self._setup, self._reports, self._segment = setup, reports, segment
         super().__init__(config, run_config=RunConfig(callbacks=[reports]))

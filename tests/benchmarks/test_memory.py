@@ -106,6 +106,7 @@ def compare(what: str, role: str, config: PPOConfig, worst: str) -> None:
         peak = peaks[phase]
         ratio = needed[phase] / peak
         print(f"\n{what}, {phase}: {needed[phase] / 1e6:.0f} / {peak / 1e6:.0f} MB = {ratio:.2f}")
+        assert ratio >= 1 - TOLERANCE
     assert needed[worst] == pytest.approx(max(peaks.values()), rel=TOLERANCE)
 
 

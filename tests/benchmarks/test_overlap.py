@@ -53,6 +53,8 @@ def test_sampling_beside_the_update_against_one_after_the_other(task: Path, adva
         folder = task.parent / "runs" / config.name
         rows[mode] = read_metrics(folder)[FIRST:-1]  # the last step saves the policy
         trained.append(prompts(folder))
+    assert trained[0]
+    assert all(trained[0])
     assert trained[0] == trained[1] == trained[2]
 
     def seconds(mode: str, *names: str) -> float:

@@ -39,3 +39,4 @@ def test_what_a_driver_imports(torch_s: float):
     with_models = processor_seconds("import raypo.trainer, raypo.recipes.ppo")
     print(f"\nimport raypo.trainer: {driver / torch_s:.1f} import torch")
     print(f"  with the loop and its models: {with_models / torch_s:.1f}")
+    assert driver <= 0.8 * with_models

@@ -197,6 +197,7 @@ def test_the_examples_judge_asks_it_for_grades(asked: Asked, monkeypatch: pytest
 
     monkeypatch.setattr(reward, "MODEL", "another")
     refused = asyncio.run(reward.grade(rollouts))
+    assert len(grades) == len(refused) == 2
     assert all(isinstance(each, openai.NotFoundError) for each in refused)
 
 

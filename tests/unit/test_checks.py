@@ -1,7 +1,6 @@
 """Wrong input, and the sentence that a user gets for it."""
 
 import json
-import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from raypo.checks import check_evaluation, check_inputs, check_run_folder, is_finished
 from raypo.config import ConfigError, PPOConfig, SFTConfig
+from raypo.plan.hardware import cpu_count
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.run_files import RunFiles
 
@@ -131,7 +131,7 @@ def test_a_reward_function_that_is_not_there_is_named(values: dict, tmp_path: Pa
 
 
 def test_more_workers_than_cores_are_refused_with_the_sum(values: dict):
-    cores = os.cpu_count() or 1
+    cores = cpu_count()
     values["learner"] = {"num_workers": 2, "cpus_per_worker": cores}
     text = refusal(values)
     assert f"2 learner workers ask for {2 * cores} CPU cores, this machine has {cores}" in text

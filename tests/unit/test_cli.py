@@ -57,6 +57,7 @@ def test_a_missing_model_is_status_2(
         (["none/such/folder"], "MODEL (none/such/folder): there is no such folder"),
         ([".", "--host", "0.0.0.0"], "Set the environment variable RAYPO_API_KEY"),
         ([".", "--dtype", "int8"], "--dtype (int8): must be float32 or bfloat16"),
+        ([".", "--kv-cache-gb", "0"], "Invalid value for '--kv-cache-gb'"),
         (["."], "the folder has no config.json"),
     ],
 )
@@ -244,3 +245,35 @@ def test_export_copies_the_merged_model_or_the_adapter(
     (run / "adapter").rmdir()
     assert exit_status(monkeypatch, "export", run, "--to", tmp_path / "x", "--adapter") == 2
     assert "Give the folder of a run with model.lora" in capsys.readouterr().err
+
+
+def test_eval_makes_the_folder_of_its_figures_before_it_samples(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    to = tmp_path / "not" / "there" / "eval.json"
+
+    def sampled(*_: object) -> dict[str, dict[str, float]]:
+        assert to.parent.is_dir()
+        return {"held_out": {"eval/prompts": 1.0, "eval/score_mean": 0.5}}
+
+    monkeypatch.setattr("raypo.checks.check_evaluation", lambda *_: None)
+    monkeypatch.setattr("raypo.tracking.logs.log_to_file", lambda _: None)
+    monkeypatch.setattr("raypo.run.evaluate_model.evaluate_model", sampled)
+    assert exit_status(monkeypatch, "eval", "model", "--config", config, "--to", to) == 0
+    assert json.loads(to.read_text())["results"]["held_out"]["eval/score_mean"] == 0.5
+
+
+def test_ctrl_c_says_that_a_command_resumes_only_where_it_does(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raypo.config.load_run_config", interrupted)
+    monkeypatch.setattr("os._exit", sys.exit)
+    for arguments, told in (
+        (["train", config], "stopped at once; the same command resumes from the last checkpoint."),
+        (["eval", "model", "--config", config], "stopped at once."),
+    ):
+        assert exit_status(monkeypatch, *arguments) == 130
+        assert capsys.readouterr().err == f"raypo: {told}\n"

@@ -146,6 +146,10 @@ def test_links_and_files_that_a_page_names_exist(path: Path):
         assert not anchor or anchor in anchors(linked), f"{path.name}: {target}"
     for name in re.findall(rf"`({PATHS})`", text):
         assert name.startswith(MADE) or (REPOSITORY / name).exists(), f"{path.name}: {name}"
+    if path.name == "architecture.md":  # it names modules as they lie in raypo/
+        for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", text):
+            lies_in = (REPOSITORY / "raypo" / name, REPOSITORY / name)
+            assert any(each.exists() for each in lies_in), f"{path.name}: {name}"
 
 
 def anchors(page: Path) -> set[str]:

@@ -72,6 +72,11 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpus(monkeypatch: 
     assert "is too old (found version 12020). Update the driver" in text
     assert "set learner.use_gpu to false" in text
     check_driver(gpus=0)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    with pytest.raises(
+        ConfigError, match=r"cannot use them: it finds no device\. Update the driver"
+    ):
+        check_driver(gpus=8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_driver(gpus=8)
 

@@ -328,8 +328,9 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(keys, words):
 def test_a_penalty_on_change_is_taken_where_something_can_have_changed():
     kl_cov = {"ppo__policy_loss": "kl_cov", "ppo__minibatch_size": 128}
     for more in ({"ppo__num_epochs": 2}, {"ppo__old_log_probs": "engine"}):
-        PPOConfig.parse(with_keys(**kl_cov, **more))
-    PPOConfig.parse(with_keys(**kl_cov | {"ppo__policy_loss": "clip_cov"}))
+        assert PPOConfig.parse(with_keys(**kl_cov, **more)).ppo.policy_loss == "kl_cov"
+    clip_cov = kl_cov | {"ppo__policy_loss": "clip_cov"}
+    assert PPOConfig.parse(with_keys(**clip_cov)).ppo.policy_loss == "clip_cov"
 
 
 def test_a_turn_counts_where_a_lambda_of_the_critic_alone_is_below_one():

@@ -89,12 +89,17 @@ def test_what_a_key_begins_with_makes_no_other_key_of_its_section_near():
     )
 
 
-def test_the_folder_of_a_run_stands_for_its_config_wherever_the_folder_lies_now(tmp_path):
+def test_the_folder_of_a_run_stands_for_its_config_wherever_the_folder_lies_now(
+    tmp_path, monkeypatch
+):
     run = tmp_path / "moved" / "quick"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(TEXT + "storage_path: elsewhere\n")
     config = load_run_config(run, ["num_steps=7"])
     assert (config.storage_path, config.num_steps) == (str(tmp_path / "moved"), 7)
+    (run / "policy").mkdir()
+    monkeypatch.chdir(run / "policy")
+    assert load_run_config("..").storage_path == str(tmp_path / "moved")
 
 
 def test_a_folder_that_is_no_runs_is_refused(tmp_path):

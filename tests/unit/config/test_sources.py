@@ -75,7 +75,8 @@ def test_a_weight_is_more_than_nothing():
 
 
 def test_files_of_one_name_are_taken_together_where_nobody_tells_them_apart():
-    PPOConfig.parse(with_keys(data__prompts=["x/a.jsonl", "y/a.jsonl"]))
+    config = PPOConfig.parse(with_keys(data__prompts=["x/a.jsonl", "y/a.jsonl"]))
+    assert config.data.prompts == ("x/a.jsonl", "y/a.jsonl")
 
 
 def test_a_function_of_rows_that_nobody_answers_is_refused():

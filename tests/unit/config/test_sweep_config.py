@@ -109,8 +109,10 @@ def test_combinations_that_the_run_config_refuses_are_refused_at_once(base: Path
 
 
 def test_two_keys_that_only_fit_together_are_allowed(base: Path):
+    too_large = {"ppo.minibatch_size": {"choice": [64]}}  # for the base's 32 responses
+    assert "must divide" in refused(base, space=too_large)
     space = {
-        "ppo.minibatch_size": {"choice": [64]},  # too large for the base's 32 responses
+        **too_large,
         "rollout.prompts_per_step": {"choice": [16, 32]},
     }
     sweep_of(base, space=space).base_config()

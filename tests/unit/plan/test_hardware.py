@@ -1,10 +1,13 @@
+import os
 import re
+from pathlib import Path
 
 import pytest
 
 from raypo.config import ConfigError
+from raypo.plan import hardware
 from raypo.plan.gpus import gpu_of
-from raypo.plan.hardware import GB, Node, parse_cluster, this_machine
+from raypo.plan.hardware import GB, Node, cpu_count, parse_cluster, this_machine
 
 
 def test_two_nodes_of_eight_gpus():
@@ -51,15 +54,34 @@ def test_a_kind_says_what_its_data_sheet_does():
         "NVIDIA L40S": "L40S",
         "NVIDIA L4": "L4",
         "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100-PCIe",
+        "A100-80G": "A100-80G",  # as Ray names it
     }
     for told, name in names.items():
         gpu = gpu_of(told)
         assert gpu is not None
         assert gpu.name == name
-    assert gpu_of("NVIDIA GeForce RTX 4090") is None
+    for told in ("NVIDIA GeForce RTX 4090", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA T400 4GB"):
+        assert gpu_of(told) is None
 
 
 def test_this_machine_has_cores_and_memory():
     (node,) = this_machine()
     assert (node.cpus or 0) >= 1
     assert (node.ram_bytes or 0) > GB // 10
+
+
+def test_a_container_has_the_cores_of_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    assert cpu_count() == 8
+    limit = tmp_path / "cpu.max"
+    for text, cores in (("max 100000", 8), ("350000 100000", 3), ("5000 100000", 1)):
+        limit.write_text(text)
+        assert cpu_count() == cores == this_machine()[0].cpus
+    limit.unlink()
+    (tmp_path / "cpu").mkdir()
+    for quota, cores in ((-1, 8), (200000, 2)):  # of the first version
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+        assert cpu_count() == cores

@@ -256,6 +256,29 @@ def test_the_tables_say_what_the_plan_says(values: dict):
     assert text.count("GPU 0") == 2  # its bundle, and its memory
 
 
+def test_the_table_of_choices_has_this_run_whatever_it_chose(values: dict):
+    off_load = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    values["learner"] |= {"zero_stage": 1, "deepspeed": off_load}
+    for cluster, verdict in (
+        ("8xGPU80G,1000G", "fits"),
+        ("8xGPU80G", "not checked"),  # the nodes' RAM
+        ("8xGPU80G,20G", "too much"),
+    ):
+        *_, choices = tables(plan(values, cluster))
+        console = Console(width=200, record=True, file=StringIO())
+        console.print(choices)
+        (line,) = [line for line in console.export_text().splitlines() if "<- this run" in line]
+        assert line.strip().startswith("1 + optimizer off-loaded ")
+        assert f" {verdict} <- this run" in line
+
+
+def test_the_length_of_an_episode_is_told_by_its_own_key(values: dict):
+    episodes = {"environment": "env.py:Env", "max_turns": 4, "max_episode_tokens": 2048}
+    values["rollout"] |= {**episodes, "engine": {"kv_cache_gb": 0.01}}
+    (problem,) = plan(values, "8xGPU80G").problems
+    assert "3072 tokens (data.max_prompt_tokens + rollout.max_episode_tokens) takes" in problem
+
+
 def test_frozen_models_lie_on_every_gpu_or_as_often_as_is_asked(values: dict):
     def where(cluster: str) -> list[int]:
         bundles = plan(values, cluster).bundles

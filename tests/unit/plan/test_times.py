@@ -132,7 +132,31 @@ def test_a_key_is_told_only_where_the_run_then_fits_and_is_faster(folder: Path):
             section = section[name]
         section[last] = {"false": False, "true": True}.get(value, value)
         changed = make_plan(PPOConfig.parse(values), made.nodes)
-        assert changed.holds
+        assert changed.fits
         assert step_time(changed, rates).seconds == pytest.approx(seconds)
         assert seconds < now
     assert "num_replicas=auto" in str(times(step_time(made, rates), faster(made)).caption)
+
+
+def tensor_parallel_sizes(made: Plan) -> set[str]:
+    """Those that are told as faster."""
+    said = (text.split("=") for text, _ in faster(made))
+    return {value for key, value in said if key == "rollout.engine.tensor_parallel"}
+
+
+def test_no_key_is_told_with_which_the_run_is_refused(folder: Path):
+    """Fourteen heads are cut in two at most, and no engine spans workers on two nodes."""
+    asked = {"rollout": {"max_new_tokens": 2048}}
+    assert tensor_parallel_sizes(plan(folder, "8xH100", **asked)) == {"8"}
+    assert tensor_parallel_sizes(plan(folder, "1xH100,2000G,8", **asked)) == set()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_attention_heads": 14}))
+    assert tensor_parallel_sizes(plan(folder, "8xH100", **asked)) == {"2"}
+
+
+def test_an_episode_takes_as_long_as_all_its_turns(folder: Path):
+    episodes = {"environment": "env.py:Env", "max_turns": 4, "max_episode_tokens": 2048}
+    short, long = (
+        step_time(plan(folder, "8xH100", rollout=section), ONE)
+        for section in ({**episodes, "max_new_tokens": 128}, {**episodes, "max_new_tokens": 2048})
+    )
+    assert short == long

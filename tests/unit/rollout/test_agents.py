@@ -200,6 +200,7 @@ def test_an_agent_that_fails_fails_alone(tokenizer, label, reason):
     good, *bad = rollouts
     assert good.episode is not None
     assert good.episode.error is None
+    assert bad
     assert all(each.episode and (each.episode.error or "").startswith(reason) for each in bad)
 
 

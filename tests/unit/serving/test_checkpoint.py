@@ -27,7 +27,14 @@ def manifest(tensors: dict) -> Manifest:
 def test_a_tied_head_may_come_or_not(folder: str, tensors: dict) -> None:
     checkpoint = Checkpoint.of(folder)
     checkpoint.check(manifest(tensors))
-    checkpoint.check(manifest({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    assert "lm_head.weight" not in tensors
+    head = tensors["model.embed_tokens.weight"]
+    checkpoint.check(manifest({**tensors, "lm_head.weight": head}))
+    with pytest.raises(WeightError, match=r"lm_head.weight has shape \(3, 64\)"):
+        checkpoint.check(manifest({**tensors, "lm_head.weight": head[:3]}))
+    alone = {name: each for name, each in tensors.items() if name != "model.embed_tokens.weight"}
+    with pytest.raises(WeightError, match=r"embed_tokens.weight is missing"):
+        checkpoint.check(manifest({**alone, "lm_head.weight": head}))
 
 
 def test_every_mistake_is_named(folder: str, tensors: dict) -> None:

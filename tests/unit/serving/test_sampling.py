@@ -12,6 +12,8 @@ REQUEST = SamplingRequest(np.array([1, 2, 3], dtype=np.int32), max_new_tokens=5,
 
 def test_a_request_that_fits_exactly_is_served() -> None:
     validate_request(REQUEST, vocabulary_size=4, max_model_len=8)
+    with pytest.raises(ValueError, match="no room"):
+        validate_request(REQUEST, vocabulary_size=4, max_model_len=7)
 
 
 def test_an_engine_that_reads_no_text_refuses_stop_strings() -> None:

@@ -296,6 +296,15 @@ def test_the_stage_goes_with_its_owner(tmp_path):
     assert not stage.exists()
 
 
+def test_a_folder_may_be_named_from_within(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "one" / "policy").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "runs" / "one" / "policy")
+    for location, name in (("..", "one"), (".", "policy"), ("../../one/", "one")):
+        files = RunFiles.at(location)
+        assert (files.name, files.folder.name) == (name, name)
+        assert files.storage_path == str(files.folder.parent)
+
+
 def test_an_unknown_storage_is_refused():
     with pytest.raises(ConfigError, match=r"^storage_path \(nowhere://x\): this storage cannot"):
         RunFiles("nowhere://x", "r")

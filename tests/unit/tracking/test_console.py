@@ -115,6 +115,7 @@ def test_a_terminal_sees_how_the_run_stands_and_where_the_time_goes():
     assert "score +0.539  held out +0.493  KL 0.28  length 5.0" in text
     assert "▁" in text
     assert "generate 30%  score 10%  update 50%  report 10%" in text
+    assert "left, step 6" in text
 
 
 def test_a_warning_is_told_once_with_its_remedy():

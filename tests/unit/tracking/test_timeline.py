@@ -62,6 +62,10 @@ def test_the_command_writes_a_file_that_a_viewer_opens(files: RunFiles):
     done = CliRunner().invoke(app, ["timeline", str(files.folder)])
     assert done.exit_code == 0
     assert len(json.loads((files.folder / "timeline.json").read_text())["traceEvents"]) == 8
+    elsewhere = files.folder / "not" / "there" / "trace.json"
+    done = CliRunner().invoke(app, ["timeline", str(files.folder), "--out", str(elsewhere)])
+    assert done.exit_code == 0
+    assert elsewhere.is_file()
 
 
 def test_without_a_timeline_it_is_told(tmp_path: Path):

@@ -6,7 +6,9 @@ import pytest
 
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
+from raypo.plan.hardware import Node
 from raypo.tuning.capacity import describe, estimate, grid_points, plan_sweep
+from raypo.tuning.cluster import find_nodes
 
 SPACE = {"ppo.kl.coef": {"loguniform": [1e-4, 1.0]}}
 
@@ -121,3 +123,12 @@ def test_a_population_runs_all_at_once_or_not_at_all():
     assert plan.num_slots == 2
     with pytest.raises(ConfigError, match=r"num_samples \(4\): pbt .* 2 of 1 CPU fit here"):
         plan_sweep(sweep_of(**pbt, num_samples=4), base_of(), two_cores, use_gpu=False)
+
+
+def test_without_a_cluster_this_machine_is_the_only_node(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(
+        "raypo.tuning.cluster.this_machine", lambda: [Node("this machine", gpus=2, cpus=3)]
+    )
+    assert find_nodes(base_of()) == ([{"CPU": 3, "GPU": 2}], True)
+    assert find_nodes(base_of(use_gpu=False)) == ([{"CPU": 3, "GPU": 2}], False)
