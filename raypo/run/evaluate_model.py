@@ -20,6 +20,7 @@ from raypo.config import (
 from raypo.data.prompts import load_prompts
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from raypo.plan.estimate import max_model_len
+from raypo.plan.sizes import BUCKET_BYTES
 from raypo.rewards.sources import evaluation_function, open_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.episodes import open_episodes
@@ -28,7 +29,7 @@ from raypo.rollout.judges import Judges
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.buckets import pack
-from raypo.weights.transport import BUCKET_BYTES, LocalTransport
+from raypo.weights.transport import LocalTransport
 
 
 def evaluate_model(

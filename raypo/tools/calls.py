@@ -18,7 +18,9 @@ import pydantic
 
 Tool = Callable[..., Awaitable[str]]
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+CALL = "<tool_call>"
+"""What a call of Hermes and Qwen begins with."""
+_HERMES = re.compile(CALL + r"(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
 class ToolError(Exception):
@@ -43,7 +45,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     Raises:
         ToolError: a call has begun and is not such an object.
     """
-    if "<tool_call>" in text:
+    if CALL in text:
         return [_call(_json(body)) for body in _HERMES.findall(text)]
     bare = text.strip().removeprefix("<|python_tag|>")
     if not bare.startswith(("{", "[")):
