@@ -75,12 +75,13 @@ def serve(
             section=section,
             dtype=dtype or usual_dtype,
             max_model_len=max_model_len,
-        ) as served:
+        ) as (served, engine):
 
             def ready(address: str) -> None:
                 typer.echo(f"raypo: serves {served.name} at {address}/v1")
 
-            serve_app(make_app(served, token=token), host=host, port=port, ready=ready)
+            app = make_app(served, token=token, check=engine.check_health)
+            serve_app(app, host=host, port=port, ready=ready)
     except KeyboardInterrupt:
         typer.echo("raypo: ended.")
     except OSError as error:

@@ -141,14 +141,11 @@ class Served:
         Raises:
             RequestError: a prompt is empty or too long.
         """
-        most = wanted.max_tokens
-        if isinstance(wanted, ChatRequest):
-            most = wanted.max_completion_tokens or most
         seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
         return [
             SamplingRequest(
                 prompt_ids=np.array(ids, dtype=np.int64),
-                max_new_tokens=self._room(ids, most),
+                max_new_tokens=self._room(ids, wanted.most_tokens),
                 temperature=1.0 if wanted.temperature is None else wanted.temperature,
                 top_p=1.0 if wanted.top_p is None else wanted.top_p,
                 seed=(seed + number) % 2**31,
@@ -172,19 +169,30 @@ class Served:
         return most or room
 
 
-def make_app(served: Served, *, token: str | None, max_requests: int = 1024) -> Starlette:
+def make_app(
+    served: Served,
+    *,
+    token: str | None,
+    max_requests: int = 1024,
+    check: Callable[[], None] = lambda: None,
+) -> Starlette:
     """POST /v1/chat/completions and /v1/completions, GET /v1/models and /health.
 
     Args:
         served: The model.
         token: Clients must bring it as their API key; None: everybody may ask.
         max_requests: Most responses that are under way; who asks for more is told to come again.
+        check: Raises RuntimeError where the model can answer no more; /health says so.
     """
     endpoint = Endpoint(served, max_requests)
-    return app_of(lambda request: None if token and not has_token(request, token) else endpoint)
+    return app_of(
+        lambda request: None if token and not has_token(request, token) else endpoint, check
+    )
 
 
-def app_of(endpoint_of: Callable[[Request], Endpoint | None]) -> Starlette:
+def app_of(
+    endpoint_of: Callable[[Request], Endpoint | None], check: Callable[[], None] = lambda: None
+) -> Starlette:
     """The application, whose API keys say which endpoint is asked; None: the key is wrong."""
 
     def guarded(handle: Callable[[Endpoint, Request], Awaitable[Response]]) -> Any:
@@ -196,6 +204,10 @@ def app_of(endpoint_of: Callable[[Request], Endpoint | None]) -> Starlette:
         return checked
 
     async def health(request: Request) -> Response:
+        try:
+            check()
+        except RuntimeError as error:
+            return error_answer(RequestError(str(error), status=503))
         return JSONResponse({"status": "ok"})
 
     return Starlette(
@@ -255,25 +267,30 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def _answer(self, request: Request, wanted: Wanted) -> Response:
-        prompts_ids, asked = await self._served.asked(wanted)
-        if self._under_way + len(asked) > self._max_requests:
+        count = wanted.num_prompts * wanted.n
+        if self._under_way + count > self._max_requests:
             raise RequestError(f"{self._under_way} responses are under way", status=503)
+        prompts_ids, asked = await self._served.asked(wanted)
+        self._under_way += len(asked)
+        sampled = _Sampled(self._served.sampler, asked, self._ended)
         answer = Answer(self._served.name, wanted, prompts_ids)
-        pieces = self._pieces(wanted, asked)
+        pieces = self._pieces(wanted, asked, sampled)
         if not wanted.stream:
             whole = await _unless_gone(request, _joined(pieces, len(asked)))
             return JSONResponse(answer.whole(whole))
         first = await _unless_gone(request, anext(pieces))  # a refusal is told with its status
         return StreamingResponse(_events(answer, first, pieces), media_type="text/event-stream")
 
+    def _ended(self, _: object) -> None:
+        self._under_way -= 1
+
     async def _pieces(
-        self, wanted: Wanted, asked: Sequence[SamplingRequest]
+        self, wanted: Wanted, asked: Sequence[SamplingRequest], sampled: _Sampled
     ) -> AsyncGenerator[Piece]:
         """What is new of which response, as it is sampled; the last has its finish reason.
 
         Left early, it takes back what is still asked for.
         """
-        sampled = _Sampled(self._served.sampler, asked)
         may_call = isinstance(wanted, ChatRequest) and wanted.told_tools is not None
         texts = [
             ResponseText(
@@ -284,7 +301,6 @@ class Endpoint:
             )
             for each in asked
         ]
-        self._under_way += len(asked)
         try:
             num_open = len(asked)
             while num_open:
@@ -312,7 +328,6 @@ class Endpoint:
                     num_open -= 1
                 yield index, piece
         finally:
-            self._under_way -= len(asked)
             for index in range(len(asked)):
                 sampled.take_back(index)
 
@@ -320,13 +335,21 @@ class Endpoint:
 class _Sampled:
     """Responses under way, and what is new of them."""
 
-    def __init__(self, sampler: Sampler, asked: Sequence[SamplingRequest]) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        asked: Sequence[SamplingRequest],
+        ended: Callable[[object], None],
+    ) -> None:
+        """Begin; `ended` is called at the end of each."""
         self.news: asyncio.Queue[tuple[int, Answered | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._tasks = [
             asyncio.create_task(self._sample(sampler, index, each))
             for index, each in enumerate(asked)
         ]
+        for task in self._tasks:
+            task.add_done_callback(ended)
 
     def take_back(self, index: int) -> None:
         """Have a response sampled no further."""

@@ -43,8 +43,8 @@ def served_model(
     section: EngineSection,
     dtype: str,
     max_model_len: int | None,
-) -> Iterator[Served]:
-    """A model with its own weights.
+) -> Iterator[tuple[Served, Engine]]:
+    """A model with its own weights, and the engine that samples for it.
 
     Args:
         model: Folder or hub id of a causal language model.
@@ -64,6 +64,6 @@ def served_model(
     engine = Engine(model, section=section, dtype=dtype, max_model_len=length, reads_weights=True)
     try:
         sampler = EngineSampler(engine)
-        yield Served(name or short_name(model), tokenizer, stops, length, sampler)
+        yield Served(name or short_name(model), tokenizer, stops, length, sampler), engine
     finally:
         engine.shutdown()

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raypo.tools.calls import ToolCall
 
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Stop = str | Annotated[list[str], Field(max_length=16)] | None
 
 
@@ -61,7 +62,12 @@ class _Wanted(BaseModel):
 class CompletionRequest(_Wanted):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1)]
+    )
     logprobs: Literal[0, 1] | None = None
     echo: Literal[False] = False
     best_of: Literal[1] | None = None
@@ -72,9 +78,19 @@ class CompletionRequest(_Wanted):
         return self.logprobs is not None
 
     @property
+    def most_tokens(self) -> int | None:
+        """Of a response; None: as many as there is room for."""
+        return self.max_tokens
+
+    @property
+    def num_prompts(self) -> int:
+        """How many there are."""
+        return len(self.prompts)
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """One or several, each a text or token ids."""
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]  # pyright: ignore[reportReturnType]
         return list(self.prompt)  # pyright: ignore[reportReturnType]
 
@@ -111,6 +127,16 @@ class ChatRequest(_Wanted):
     def tells_log_probs(self) -> bool:
         """Whether the log-probs of the response's tokens are told."""
         return bool(self.logprobs)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a response; None: as many as there is room for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_prompts(self) -> int:
+        """A chat is one."""
+        return 1
 
     @property
     def told_tools(self) -> list[dict[str, Any]] | None:

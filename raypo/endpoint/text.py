@@ -8,9 +8,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from raypo.tools.calls import ToolCall, ToolError, parse_tool_calls
+from raypo.tools.calls import CALL, ToolCall, ToolError, parse_tool_calls
 
-CALL = "<tool_call>"
 _WHOLE_CALLS = ("{", "[", "<|python_tag|>")
 """What a response that is nothing but a tool call begins with."""
 

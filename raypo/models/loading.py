@@ -80,6 +80,11 @@ def same_vocabulary(path: str, other: str) -> bool:
     return path == other or load_tokenizer(path).get_vocab() == load_tokenizer(other).get_vocab()
 
 
+def vocabulary_size(path: str) -> int:
+    """How many token ids the model of a folder or hub id knows; its tokenizer may have fewer."""
+    return AutoConfig.from_pretrained(path).get_text_config().vocab_size
+
+
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a folder or hub id."""
     return AutoTokenizer.from_pretrained(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from numbers import Real
 from typing import Any
 
@@ -40,16 +41,19 @@ class Agents:
             Exception: whatever the agent raises, TimeoutError where it took too long.
         """
         given = prompt.text if prompt.messages is None else prompt.messages
-        policy.limit_s, policy.limit = self._timeout_s, asyncio.timeout(self._timeout_s)
+        limit = asyncio.timeout(self._timeout_s)
+        policy.limit_s, policy.limit = self._timeout_s, limit
         try:
-            async with policy.limit:
+            async with limit:
                 with self._sessions.open(policy):
                     score = await self._run(given, prompt.label, policy)
         except TimeoutError:
-            if not policy.limit.expired():
+            if not limit.expired():
                 raise  # one of its own
             raise too_slow("run", self._timeout_s) from None
-        if not isinstance(score, Real) or score != score or abs(score) == float("inf"):
+        finally:
+            policy.limit = None  # calls that it left behind have none
+        if not isinstance(score, Real) or not math.isfinite(score):
             raise WrongAnswer(f"run returned {score!r:.100}, not a finite number")
         return float(score)
 

@@ -153,6 +153,10 @@ async def in_thread(function: Callable[[], Any]) -> Any:
     def call() -> None:
         try:
             value = function()
+        except StopIteration as error:  # asyncio's futures take none
+            stopped = RuntimeError("a StopIteration was raised")
+            stopped.__cause__ = error
+            answer.set_exception(stopped)
         except BaseException as error:
             answer.set_exception(error)
         else:

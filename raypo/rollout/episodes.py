@@ -6,7 +6,9 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -17,10 +19,12 @@ from raypo.collectives import as_tensor
 from raypo.config import OnlineConfig, RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
+from raypo.models.loading import vocabulary_size
+from raypo.plan.estimate import max_model_len
 from raypo.rollout.agent import Agents
 from raypo.rollout.collect import PushAgain, Sampler, Sampling, ask, request_of
-from raypo.rollout.environment import Environments
-from raypo.rollout.policy import Policy, Recorded
+from raypo.rollout.environment import Environments, in_thread
+from raypo.rollout.policy import EpisodeLimit, Policy, Recorded
 from raypo.rollout.sessions import Sessions
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Episode, Prompt, Rollout
@@ -48,6 +52,8 @@ class Episodes:
     section: RolloutSection
     max_tokens: int
     """Of prompt and response together."""
+    vocabulary_size: int
+    """Of the policy."""
     _waited_s: float = 0.0
 
     def waited_s(self) -> float:
@@ -72,6 +78,7 @@ class Episodes:
         Every turn has a seed of its own, so an episode does not depend on the others.
         """
         with asyncio.Runner() as runner:
+            runner.get_loop().set_default_executor(_Threads())
             table, quota = _Table(engine), asyncio.Semaphore(self.section.max_concurrent_steps)
             seats = [
                 _Seat(self, draw, number, sampling, table)
@@ -92,9 +99,16 @@ class Episodes:
 
 
 def open_episodes(
-    config: OnlineConfig, tokenizer: Any, stop_token_ids: Sequence[int]
+    config: OnlineConfig, policy: str, tokenizer: Any, stop_token_ids: Sequence[int]
 ) -> Episodes | None:
-    """How a config's prompts are played; None where each is answered once."""
+    """How a config's prompts are played; None where each is answered once.
+
+    Args:
+        config: Of the run.
+        policy: Folder or hub id of the policy.
+        tokenizer: The policy's.
+        stop_token_ids: Tokens that end a turn.
+    """
     section = config.rollout
     if not section.is_episodic:
         return None
@@ -106,8 +120,16 @@ def open_episodes(
         tokenizer,
         tokens,
         section,
-        max_tokens=config.data.max_prompt_tokens + section.max_response_tokens,
+        max_tokens=max_model_len(config),
+        vocabulary_size=vocabulary_size(policy),
     )
+
+
+class _Threads(ThreadPoolExecutor):
+    """Of `asyncio.to_thread` in an agent or an environment: what hangs there is not waited for."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
 
 
 @dataclass(eq=False)
@@ -132,7 +154,13 @@ class _Table:
         """Seconds that it waited for those."""
 
     async def ask(self, call: _Call) -> Completion:
-        """Wait for the next round."""
+        """Wait for the next round.
+
+        Raises:
+            EpisodeLimit: the episode is over; what it left behind goes on asking.
+        """
+        if call.seat.is_over:
+            raise EpisodeLimit("the episode is over")
         call.seat.num_waiting += 1
         if call.seat.num_waiting == 1:
             self.now_thinking(-1)
@@ -163,7 +191,7 @@ class _Table:
             calls, self._calls = sorted(self._calls, key=lambda call: call.order), []
             try:
                 requests = [call.request for call in calls]
-                completions = await asyncio.to_thread(ask, requests, self._engine)
+                completions = await in_thread(partial(ask, requests, self._engine))
             except NoReplicaLeft as error:
                 self._calls += calls
                 return error
@@ -215,13 +243,17 @@ class _Seat:
             max_episode_tokens=section.max_episode_tokens,
             max_tokens=self.episodes.max_tokens,
             max_new_tokens=self.sampling.max_new_tokens,
+            vocabulary_size=self.episodes.vocabulary_size,
         )
         begin, score, error = time.perf_counter(), math.nan, None
         try:
             score = await self.episodes.player.run(prompt, policy, quota)
-        except (Exception, SystemExit, asyncio.CancelledError) as failure:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as failure:  # of native code too: a panic of Rust is no Exception
             error = f"{type(failure).__name__}: {failure}"
-        self.table.leave(self)
+        finally:
+            self.table.leave(self)
         took = time.perf_counter() - begin - policy.asking_s
         episode = Episode(score, policy.num_calls, took, error)
         told = [row for row in policy.rows if row.mask.any()]

@@ -16,7 +16,8 @@ from raypo.serving.requests import Completion
 
 
 class EpisodeLimit(Exception):
-    """An episode may have no further turn: `rollout.max_turns` or `rollout.max_episode_tokens`."""
+    """An episode may have no further turn: `rollout.max_turns`, `rollout.max_episode_tokens`, or
+    it is over."""
 
 
 Said = str | list[dict[str, Any]]
@@ -108,6 +109,7 @@ class Policy:
     """Of prompt and response together."""
     max_new_tokens: int
     """Of a turn."""
+    vocabulary_size: int
     rows: list[Recorded] = field(default_factory=list)
     """Its conversations, in the order of their first calls."""
     num_calls: int = 0
@@ -183,10 +185,15 @@ class Policy:
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
-            ValueError: there are no ids.
+            ValueError: there are no ids, or one that the policy does not know.
         """
         if not len(ids):
             raise ValueError("the prompt has no tokens")
+        if ids.min() < 0 or ids.max() >= self.vocabulary_size:
+            raise ValueError(
+                f"token ids of the policy lie in 0 to {self.vocabulary_size - 1}, and those of "
+                f"the prompt in {ids.min()} to {ids.max()}"
+            )
         row = next((row for row in self.rows if row.goes_on_as(ids)), None)
         taken = len(ids) - len(row.prompt_ids) if row else 0
         room = min(self.max_episode_tokens - taken, self.max_tokens - len(ids))

@@ -150,10 +150,10 @@ class _Session:
 
     async def _begun(self, wanted: Wanted) -> tuple[list[list[int]], list[SamplingRequest]]:
         """In the episode's event loop: so all responses to a request are sampled at a time."""
-        tools, most = None, wanted.max_tokens
+        tools = None
         if isinstance(wanted, ChatRequest):
             prompts: list[Any] = [template_messages(wanted.messages)]
-            tools, most = wanted.told_tools, wanted.max_completion_tokens or most
+            tools = wanted.told_tools
         else:
             prompts = wanted.prompts
         all_said = [None if is_ids(each) else each for each in prompts]
@@ -169,7 +169,7 @@ class _Session:
             for _ in range(wanted.n):
                 request = SamplingRequest(
                     ids,
-                    most or self.policy.max_new_tokens,
+                    wanted.most_tokens or self.policy.max_new_tokens,
                     self.section.temperature,
                     stop=tuple(wanted.stops),
                     stop_token_ids=self.stop_token_ids,

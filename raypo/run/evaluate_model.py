@@ -19,6 +19,8 @@ from raypo.config import (
 )
 from raypo.data.prompts import load_prompts
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from raypo.plan.estimate import max_model_len
+from raypo.plan.sizes import BUCKET_BYTES
 from raypo.rewards.sources import evaluation_function, open_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.episodes import open_episodes
@@ -27,7 +29,7 @@ from raypo.rollout.judges import Judges
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.buckets import pack
-from raypo.weights.transport import BUCKET_BYTES, LocalTransport
+from raypo.weights.transport import LocalTransport
 
 
 def evaluate_model(
@@ -70,7 +72,9 @@ def evaluate_model(
         for path in paths
     }
     stop = stop_token_ids(model, tokenizer)
-    episodes = open_episodes(config, tokenizer, stop) if isinstance(config, OnlineConfig) else None
+    episodes = None
+    if isinstance(config, OnlineConfig):
+        episodes = open_episodes(config, model, tokenizer, stop)
     sampling = Sampling.of(config.rollout, stop_token_ids=stop, seed=config.seed, episodes=episodes)
     tell("starting the engine")
     with closing(episodes) if episodes else nullcontext(), _engine_of(model, config) as engine:
@@ -120,7 +124,7 @@ def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Itera
         model,
         section=config.rollout.engine,
         dtype=config.model.dtype,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_model_len=max_model_len(config),
         seed=config.seed,
         reads_text=config.rollout.reads_text,
     )

@@ -82,11 +82,6 @@ class PinnedEngines:
     replicas: PinnedReplicas
 
     @property
-    def names(self) -> list[str]:
-        """Names of the replicas."""
-        return self.replicas.names
-
-    @property
     def peak_memory(self):
         """`Engine.peak_memory`."""
         return _all(self.replicas.peak_memory, Engine.peak_memory)

@@ -123,7 +123,7 @@ class OnlineRun(Run[AnyOnline]):
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
         stop = stop_token_ids(config.model.policy, tokenizer)
-        episodes = open_episodes(config, tokenizer, stop)
+        episodes = open_episodes(config, config.model.policy, tokenizer, stop)
         log = log_path(files, workers)
         reward_function = open_function(
             config.reward, runtime.reward_fn, functions_of(config.data.prompts), log=log

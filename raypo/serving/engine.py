@@ -158,7 +158,7 @@ class Engine:
         self._stop = weakref.finalize(self, self._loop.close)
         loop, ended = self._loop, threading.Event()
         tell_load(lambda: loop.load, ended)
-        weakref.finalize(self, ended.set)
+        self._no_more_gauges = weakref.finalize(self, ended.set)
         self._loop.adapters = self._adapters
         self._llm = self._loop.llm
         self._processes = self._loop.call(partial(VllmProcesses, self._llm))
@@ -474,6 +474,7 @@ class Engine:
             self._loop.close()
 
     def _end(self) -> None:
+        self._no_more_gauges()
         self._serving.version, self._serving.broken = None, "it was shut down"
         self._llm.llm_engine.engine_core.shutdown()
         _remember(None)

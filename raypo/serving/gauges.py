@@ -19,11 +19,11 @@ def tell_load(load: Callable[[], Load], ended: threading.Event) -> None:
 
     Their label `engine` is the name of the actor; outside of an actor nothing is told.
     """
-    if not ray.is_initialized():
+    name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
+    if not name:
         return
     from ray.util.metrics import Gauge
 
-    name = ray.get_runtime_context().get_actor_name() or ""
     gauges = {
         key: Gauge(f"raypo_engine_{key}", description=f"Load.{key}", tag_keys=("engine",))
         for key in asdict(load())

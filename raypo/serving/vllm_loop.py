@@ -227,9 +227,11 @@ class VllmLoop:
         from vllm.v1.core.sched.interface import PauseState
 
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        while core.batch_queue and self.serving.broken is None:
-            self._step()
-        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        try:
+            while core.batch_queue and self.serving.broken is None:
+                self._step()
+        finally:
+            core.scheduler.set_pause_state(PauseState.UNPAUSED)
         if self.serving.broken is not None:
             raise RuntimeError(self.serving.refusal())
 

@@ -14,6 +14,13 @@ MAX_CHARS = 1000
 MAX_BITS = 4096
 """Of a whole number, also on the way to the result."""
 
+
+def _round(number: float, digits: int = 0) -> float:
+    if abs(digits) > MAX_BITS:  # a power of ten is worked out for it
+        raise ToolError("a number is too large")
+    return round(number, digits) if digits else round(number)
+
+
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -30,7 +37,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: getattr(math, name)
     for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "floor", "ceil", "gcd")
-} | {"abs": abs, "round": round, "min": min, "max": max}
+} | {"abs": abs, "round": _round, "min": min, "max": max}
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
@@ -80,6 +87,7 @@ def _value(node: ast.expr) -> int | float:
 
 def _of_two(sign: type[ast.operator], left: float, right: float) -> Any:
     is_whole = isinstance(left, int) and isinstance(right, int)
-    if sign is ast.Pow and is_whole and int(left).bit_length() * abs(right) > 2 * MAX_BITS:
+    is_power = sign is ast.Pow and is_whole and abs(left) > 1
+    if is_power and int(left).bit_length() * abs(right) > 2 * MAX_BITS:
         raise ToolError("a number is too large")
     return _BINARY[sign](left, right)

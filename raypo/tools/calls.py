@@ -11,13 +11,16 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import pydantic
 
 Tool = Callable[..., Awaitable[str]]
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+CALL = "<tool_call>"
+"""What a call of Hermes and Qwen begins with."""
+_HERMES = re.compile(CALL + r"(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
 class ToolError(Exception):
@@ -42,14 +45,14 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     Raises:
         ToolError: a call has begun and is not such an object.
     """
-    if "<tool_call>" in text:
+    if CALL in text:
         return [_call(_json(body)) for body in _HERMES.findall(text)]
     bare = text.strip().removeprefix("<|python_tag|>")
     if not bare.startswith(("{", "[")):
         return []
     try:
         found = json.loads(bare)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     calls = found if isinstance(found, list) else [found]
     if not all(isinstance(each, dict) and "name" in each for each in calls):
@@ -66,9 +69,17 @@ async def call(tools: Sequence[Tool], asked: ToolCall) -> str:
     named = {tool.__name__: tool for tool in tools}
     if asked.name not in named:
         raise ToolError(f"there is no tool {asked.name}; there are: {', '.join(named)}")
-    checked = pydantic.validate_call(named[asked.name])
+    tool = named[asked.name]
+
+    @wraps(tool)
+    async def answered(*args: Any, **kwargs: Any) -> str:
+        try:
+            return await tool(*args, **kwargs)
+        except pydantic.ValidationError as error:  # of its own, no mistake of the model's
+            raise RuntimeError(f"{asked.name}: {error}") from error
+
     try:
-        return await checked(**asked.arguments)
+        return await pydantic.validate_call(answered)(**asked.arguments)
     except pydantic.ValidationError as error:
         wrong = "; ".join(
             f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
@@ -79,7 +90,7 @@ async def call(tools: Sequence[Tool], asked: ToolCall) -> str:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ToolError(f"a tool call is not JSON: {error}") from None
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from raypo.tools.calls import ToolError
@@ -12,9 +15,12 @@ from raypo.tools.calls import ToolError
 LOOK_EVERY = 1000
 """Instructions of SQLite's machine between two looks at the clock."""
 _TOLD_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "foreign_key_list"}
+MAX_PAGES = 65536
+"""Of a copy that queries change: 256 MB with pages of the usual size."""
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,  # no other file: neither ATTACH nor VACUUM INTO
     sqlite3.SQLITE_LIMIT_LENGTH: 10**6,
+    sqlite3.SQLITE_LIMIT_COLUMN: 100,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 10**5,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 100,
     sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
@@ -50,7 +56,7 @@ class Database:
             ValueError: there is no database in the file.
         """
         self._time_limit_s, self._max_rows, self._max_chars = time_limit_s, max_rows, max_chars
-        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1)  # one query at a time, whichever event loop asks
         address = f"{Path(path).resolve().as_uri()}?mode=ro"
         try:
             connection = sqlite3.connect(address, uri=True, check_same_thread=False)
@@ -63,6 +69,7 @@ class Database:
         except sqlite3.Error as error:
             raise ValueError(f"{path}: cannot be opened as a SQLite database ({error}).") from None
         connection.isolation_level = None  # each statement by itself, as it is written
+        connection.execute(f"PRAGMA max_page_count = {MAX_PAGES}")
         for limit, most in _LIMITS.items():
             connection.setlimit(limit, most)
         connection.set_authorizer(_allows)
@@ -78,37 +85,41 @@ class Database:
         Raises:
             ToolError: it is wrong, not allowed or took too long.
         """
-        async with self._turn:
-            waiting = asyncio.get_running_loop().run_in_executor(None, self._run, query)
-            try:
-                return await asyncio.shield(waiting)
-            except asyncio.CancelledError:
-                self._connection.interrupt()
-                await asyncio.wait([waiting])  # the next query finds it idle
-                raise
+        loop, is_left = asyncio.get_running_loop(), threading.Event()
+        try:
+            return await loop.run_in_executor(self._thread, self._run, query, is_left)
+        except asyncio.CancelledError:
+            is_left.set()
+            raise
 
     def close(self) -> None:
         """Let go of the file or the copy."""
+        self._thread.shutdown(cancel_futures=True)
         self._connection.close()
 
-    def _run(self, query: str) -> str:
+    def _run(self, query: str, is_left: threading.Event) -> str:
         deadline = time.monotonic() + self._time_limit_s
         is_late = lambda: time.monotonic() > deadline  # noqa: E731
-        self._connection.set_progress_handler(is_late, LOOK_EVERY)
+        self._connection.set_progress_handler(lambda: is_left.is_set() or is_late(), LOOK_EVERY)
         try:
-            cursor = self._connection.execute(query)
-            rows = cursor.fetchmany(self._max_rows + 1)
-            changed = cursor.rowcount
-            header = [name for name, *_ in cursor.description or ()]
-            cursor.close()
+            with closing(self._connection.execute(query)) as cursor:
+                return self._told(cursor)
         except (sqlite3.Error, sqlite3.Warning, UnicodeError) as error:
             late = f" after {self._time_limit_s:g} s: the time limit" if is_late() else ""
             raise ToolError(f"SQL error: {error}{late}") from None
-        if not header:
+
+    def _told(self, cursor: sqlite3.Cursor) -> str:
+        """The answer; no more rows are read than are told."""
+        if cursor.description is None:
+            changed = cursor.rowcount
             return f"done, {changed} rows changed" if changed >= 0 else "done"
-        lines = ["|".join(map(_cell, row)) for row in [header, *rows[: self._max_rows]]]
-        text = "\n".join(lines)
-        is_cut = len(rows) > self._max_rows or len(text) > self._max_chars
+        text, is_cut = "|".join(name for name, *_ in cursor.description), False
+        for number, row in enumerate(cursor):
+            is_cut = number == self._max_rows or len(text) > self._max_chars
+            if is_cut:
+                break
+            text += "\n" + "|".join(map(_cell, row))
+        is_cut = is_cut or len(text) > self._max_chars
         return text[: self._max_chars] + ("\n... (cut)" if is_cut else "")
 
 

@@ -79,7 +79,7 @@ def main(jail: Jail) -> None:
     if program == 0:
         try:
             _become(jail)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: of setrlimit
             _report(jail, {"failed": str(error)})
             os._exit(1)
     heard = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, jail.time_limit_s)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from raypo.tools import jail
 
@@ -38,6 +39,12 @@ class Ran:
     """Negative: the signal that ended it; None: the time limit did."""
     is_cut: bool = False
     """Whether there was more output."""
+
+
+_turns: WeakKeyDictionary[
+    asyncio.AbstractEventLoop, WeakKeyDictionary[PythonSandbox, asyncio.Semaphore]
+] = WeakKeyDictionary()
+"""A semaphore is of one event loop, and a sandbox may outlive several: each step has its own."""
 
 
 class PythonSandbox:
@@ -72,7 +79,8 @@ class PythonSandbox:
             max_output_chars: What is kept of its output.
             readable: Folders that it may read and import from, beside Python's own; where root
                 asks, those that all users may read.
-            at_once: Programs that run at a time, others wait; None: one for each core.
+            at_once: Programs of an event loop that run at a time, others wait; None: one for each
+                core.
         """
         self._limits = {
             "time_limit_s": time_limit_s,
@@ -84,7 +92,7 @@ class PythonSandbox:
         }
         self._time_limit_s = time_limit_s
         self._max_output_chars = max_output_chars
-        self._turns = asyncio.Semaphore(at_once or os.cpu_count() or 1)
+        self._at_once = at_once or os.cpu_count() or 1
 
     async def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints, and its error if it has one. Each
@@ -107,7 +115,8 @@ class PythonSandbox:
         Raises:
             SandboxError: the host cannot keep it in.
         """
-        async with self._turns:
+        turns = _turns.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
+        async with turns.setdefault(self, asyncio.Semaphore(self._at_once)):
             return await self._run(code)
 
     async def _run(self, code: str) -> Ran:
@@ -150,7 +159,7 @@ class PythonSandbox:
             process.stdin.write(asked.encode())
             await process.stdin.drain()
         process.stdin.close()
-        kept, room = bytearray(), 4 * self._max_output_chars
+        kept, room = bytearray(), 4 * self._max_output_chars + 4
         while piece := await process.stdout.read(65536):
             kept += piece[: room - len(kept)]
         await process.wait()

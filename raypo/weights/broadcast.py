@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from raypo.collectives import Workers
+from raypo.plan.sizes import BUCKET_BYTES
 from raypo.weights.buckets import Entries, Staged, stage
 from raypo.weights.manifest import WeightError
 from raypo.weights.store import Kept
 from raypo.weights.transport import (
-    BUCKET_BYTES,
     Conversation,
     NamedTensors,
     PushedEngines,

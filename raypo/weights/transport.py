@@ -101,11 +101,6 @@ class Receivers(Protocol):
     """The engines of one push, which are asked one thing after the other."""
 
     @property
-    def names(self) -> Sequence[str]:
-        """Names of the replicas."""
-        ...
-
-    @property
     def begin_push(self) -> MethodOfAll[[PushStart], Ready]:
         """Let go of the weights."""
         ...

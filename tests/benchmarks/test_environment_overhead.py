@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from raypo.config import EngineSection, RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
+from raypo.models.loading import vocabulary_size
 from raypo.rollout.agent import Agents
 from raypo.rollout.collect import Sampling, request_of, sample
 from raypo.rollout.environment import Environments
@@ -131,7 +132,8 @@ def episodes(folder: str, name: str) -> Episodes:
         if kind == "environment"
         else Agents(section, Sessions(tokenizer, [], section))
     )
-    return Episodes(player, tokenizer, tokens, section, max_tokens=256)
+    size = vocabulary_size(folder)
+    return Episodes(player, tokenizer, tokens, section, max_tokens=256, vocabulary_size=size)
 
 
 @pytest.mark.parametrize("name", ["Again", "InThreads", "Generates", "AsksByHttp", "SharesAClient"])

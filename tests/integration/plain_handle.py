@@ -68,10 +68,6 @@ class PlainHandle:
     def hold(self) -> MethodOfAll[..., None]:
         return PlainMethod(list(self._actors.values()), "hold")
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._actors)
-
     def pinned(self) -> PlainHandle:
         return self
 

@@ -18,7 +18,7 @@ import uvicorn
 from raypo import Rollout
 from raypo.config import EngineSection
 from raypo.endpoint.app import Served, make_app
-from raypo.endpoint.local import EngineSampler, served_model
+from raypo.endpoint.local import served_model
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
 from tests.tiny import tiny_policy
@@ -54,17 +54,21 @@ def asked(tmp_path_factory) -> Iterator[Asked]:
     folder = str(tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=2048))
     section = EngineSection(kv_cache_gb=0.1)
     with (
-        served_model(
-            folder, name="tiny", section=section, dtype="float32", max_model_len=None
-        ) as served,
+        served_model(folder, name="tiny", section=section, dtype="float32", max_model_len=None) as (
+            served,
+            engine,
+        ),
         socket.create_server(("127.0.0.1", 0)) as listening,
     ):
-        server = uvicorn.Server(uvicorn.Config(make_app(served, token=KEY), log_level="warning"))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                make_app(served, token=KEY, check=engine.check_health), log_level="warning"
+            )
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
-        assert isinstance(served.sampler, EngineSampler)
         address = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        yield Asked(served, served.sampler.engine, address)
+        yield Asked(served, engine, address)
         server.should_exit = True
         thread.join()
 

@@ -216,6 +216,10 @@ def test_a_stop_string_ends_the_response_and_takes_the_request_back(tokenizer, s
         ("/completions", {"prompt": "a" * 64}, 400, "64 tokens of prompt and 1 of response"),
         ("/completions", {"prompt": ""}, 400, "the prompt has no tokens"),
         ("/completions", {}, 400, "prompt: Field required"),
+        ("/completions", {"prompt": []}, 400, "at least 1"),
+        ("/completions", {"prompt": [[]]}, 400, "prompt."),
+        ("/completions", {"prompt": [2**80]}, 400, "less than 2147483648"),
+        ("/completions", {"prompt": [-1]}, 400, "greater than or equal to 0"),
         ("/chat/completions", {"messages": []}, 400, "messages: List should have at least 1"),
         ("/chat/completions", {"messages": [{}]}, 400, "messages.0.role"),
         (
@@ -285,6 +289,39 @@ def test_a_response_that_was_given_back_is_no_answer(tokenizer, says):
 def test_more_than_may_be_under_way_are_told_to_come_again(tokenizer, says):
     response = post(tokenizer, says("x"), "/chat/completions", CHAT | {"n": 3}, max_requests=2)
     assert response.status_code == 503
+
+
+def test_what_is_too_much_is_refused_before_its_prompts_are_read(tokenizer, says, monkeypatch):
+    read: list[Any] = []
+    monkeypatch.setattr(Served, "text_ids", lambda _, prompt: read.append(prompt) or [5])
+    body = {"prompt": ["x"] * 100, "n": 100}
+    response = post(tokenizer, says("x"), "/completions", body, max_requests=9999)
+    assert response.status_code == 503
+    assert read == []
+
+
+def test_requests_that_come_at_the_same_time_count_for_each_other(tokenizer, says):
+    async def statuses() -> list[int]:
+        async with client(tokenizer, says("x"), max_requests=2) as asking:
+            asked = [asking.post("/chat/completions", json=CHAT | {"n": 2}) for _ in range(4)]
+            return sorted([each.status_code for each in await asyncio.gather(*asked)])
+
+    assert asyncio.run(statuses()) == [200, 503, 503, 503]
+
+
+@pytest.mark.parametrize("reason", [None, "this engine cannot go on"])
+def test_health_is_the_engines(tokenizer, says, reason):
+    def check() -> None:
+        if reason:
+            raise RuntimeError(reason)
+
+    async def answer() -> httpx.Response:
+        async with client(tokenizer, says("x"), check=check) as asking:
+            return await asking.get("http://test/health")
+
+    response = asyncio.run(answer())
+    assert response.status_code == (503 if reason else 200)
+    assert reason is None or response.json()["error"]["message"] == reason
 
 
 def test_places_are_given_back(tokenizer, says):

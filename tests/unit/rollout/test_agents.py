@@ -25,7 +25,7 @@ from raypo.rollout.sessions import Sessions
 from raypo.types import Prompt, Rollout
 from tests.chat_templates import CHAT_TEMPLATES
 from tests.tiny import tiny_tokenizer
-from tests.unit.rollout.test_episodes import END, Talking
+from tests.unit.rollout.test_episodes import END, SIZE, Talking
 
 
 class Chats:
@@ -76,6 +76,30 @@ class Forgets:
         return 1.0
 
 
+class Races:
+    """Returns when the first of its branches is done; the other asks when the episode is over."""
+
+    asks: asyncio.Task[Any]
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        if label == "stays":
+            for _ in range(3):
+                await policy.generate(prompt)
+                await asyncio.sleep(0.05)
+            return 1.0
+        first, Races.asks = [
+            asyncio.create_task(each)
+            for each in (policy.generate(prompt), self._goes_on(prompt, policy))
+        ]
+        await asyncio.wait((first, Races.asks), return_when=asyncio.FIRST_COMPLETED)
+        return 1.0
+
+    async def _goes_on(self, prompt: Any, policy: Policy) -> None:
+        await policy.generate(prompt)
+        await asyncio.sleep(0.01)
+        await policy.generate(prompt)
+
+
 class Naughty:
     async def run(self, prompt: Any, label: Any, policy: Policy) -> Any:
         await policy.generate(prompt)
@@ -83,6 +107,8 @@ class Naughty:
             raise KeyError("no such tool")
         if label == "hang":
             await asyncio.sleep(60)
+        if label == "unknown":
+            await policy.generate([SIZE])
         if label == "none":
             return None
         while label == "talk":
@@ -125,7 +151,7 @@ def played(
     messages = [{"role": "user", "content": "1+1"}] if chat else None
     text, ids = tokens.first(messages or "1+1=", chat=chat)
     draws = [Draw(n, Prompt(n, text, ids, label, messages)) for n, label in enumerate(labels)]
-    table = Episodes(agents, tokenizer, tokens, section, max_tokens=400)
+    table = Episodes(agents, tokenizer, tokens, section, max_tokens=400, vocabulary_size=SIZE)
     sampling = Sampling(samples, 8, temperature, 1.0, (END,), seed=7, episodes=table)
     with closing(table):
         return sample(draws, engine or Talking(), tokenizer, sampling)
@@ -182,11 +208,21 @@ def test_a_call_that_nobody_waits_for_is_not_asked(tokenizer):
     assert each.episode.score == 1.0
 
 
+def test_a_call_of_an_episode_that_is_over_is_refused(tokenizer):
+    engine = Talking()
+    rollouts = played(tokenizer, "Races", engine, labels=("races", "stays"), samples=1)
+    assert [len(round_) for round_ in engine.rounds] == [3, 1, 1]
+    assert [each.episode.score for each in rollouts if each.episode] == [1.0] * len(rollouts)
+    assert isinstance(error := Races.asks.exception(), EpisodeLimit)
+    assert str(error) == "the episode is over"
+
+
 @pytest.mark.parametrize(
     ("label", "reason"),
     [
         ("raise", "KeyError: 'no such tool'"),
         ("hang", "TimeoutError: run gave no answer in 0.2 s (rollout.step_timeout_s)"),
+        ("unknown", "ValueError: token ids of the policy lie in 0 to 299, and those of the"),
         ("none", "WrongAnswer: run returned None, not a finite number"),
         ("talk", "EpisodeLimit"),
     ],

@@ -28,6 +28,8 @@ from tests.stand_ins import Engine
 from tests.tiny import tiny_tokenizer
 
 END = 2
+SIZE = 300
+"""Of the vocabulary, which the embedding pads."""
 HERE = "tests.unit.rollout.test_episodes"
 
 
@@ -56,6 +58,19 @@ class Blocking(Counting):
         return asyncio.run(super().step(action))
 
 
+WRONG: dict[str, Any] = {
+    "unknown": ([5, SIZE], 1.0, False),
+    "pair": ("two", 1.0),
+    "nan": ("two", float("nan"), False),
+    "nothing": (None, 0.0, False),
+    "object": (object(), 0.0, False),
+}
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException is one."""
+
+
 class Naughty(Counting):
     """Does what the label says in the second turn."""
 
@@ -65,22 +80,34 @@ class Naughty(Counting):
                 raise KeyError("no such door")
             if self.label == "exit":
                 raise SystemExit(3)
+            if self.label == "panic":
+                raise Panic("of native code")
             if self.label == "hang":
                 await asyncio.sleep(60)
-            if self.label == "pair":
-                return "two", 1.0
-            if self.label == "nan":
-                return "two", float("nan"), False
-            if self.label == "nothing":
-                return None, 0.0, False
-            if self.label == "object":
-                return object(), 0.0, False
+            if self.label in WRONG:
+                return WRONG[self.label]
         return await super().step(action)
 
 
 class Stuck(Counting):
     def step(self, action: str) -> Any:  # pyright: ignore
         threading.Event().wait(60)
+
+
+class Pooled(Counting):
+    """All threads of the event loop's own hang."""
+
+    free = threading.Event()
+
+    async def step(self, action: str) -> Any:
+        for _ in range(64):
+            asyncio.get_running_loop().run_in_executor(None, self.free.wait, 60)
+        return await super().step(action)
+
+
+class Exhausted(Counting):
+    def step(self, action: str) -> Any:  # pyright: ignore
+        return next(iter(()))
 
 
 class Ids(Counting):
@@ -129,7 +156,8 @@ def episodes(tokenizer, name: str = "Counting", **keys: Any) -> Episodes:
         {"environment": f"{HERE}:{name}", "max_episode_tokens": 400, "max_new_tokens": 8} | keys
     )
     tokens = TurnTokens(tokenizer, [END])
-    return Episodes(Environments(section, tokens), tokenizer, tokens, section, max_tokens=500)
+    player = Environments(section, tokens)
+    return Episodes(player, tokenizer, tokens, section, max_tokens=500, vocabulary_size=SIZE)
 
 
 def played(
@@ -216,6 +244,8 @@ def test_plain_methods_run_in_threads_beside_each_other(tokenizer):
     [
         ("raise", "KeyError: 'no such door'"),
         ("exit", "SystemExit: 3"),
+        ("panic", "Panic: of native code"),
+        ("unknown", "ValueError: token ids of the policy lie in 0 to 299, and those of the"),
         ("hang", "TimeoutError: step gave no answer in 0.2 s (rollout.step_timeout_s)"),
         ("pair", "WrongAnswer: step returned ('two', 1.0), not (observation, reward, done)"),
         ("nan", "WrongAnswer: step returned the reward nan, not a finite number"),
@@ -240,6 +270,23 @@ def test_a_thread_that_hangs_is_left_behind(tokenizer):
     assert each.episode is not None
     assert each.episode.error is not None
     assert "step gave no answer in 0.2 s" in each.episode.error
+
+
+def test_an_iterator_that_is_exhausted_in_a_thread_fails_its_episode(tokenizer):
+    (each,) = played(tokenizer, name="Exhausted", step_timeout_s=5, samples=1)
+    assert each.episode is not None
+    assert each.episode.error == "RuntimeError: a StopIteration was raised"
+
+
+def test_threads_of_the_event_loop_that_hang_are_left_behind(tokenizer):
+    begin = time.perf_counter()
+    try:
+        (each,) = played(tokenizer, name="Pooled", samples=1)
+        assert time.perf_counter() - begin < 5
+        assert each.episode is not None
+        assert each.episode.score == 6.0
+    finally:
+        Pooled.free.set()
 
 
 def test_no_more_turns_than_there_may_be(tokenizer):

@@ -16,7 +16,7 @@ from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout import test_agents
-from tests.unit.rollout.test_episodes import END, Talking
+from tests.unit.rollout.test_episodes import END, SIZE, Talking
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -252,6 +252,15 @@ def test_what_the_run_fixes_and_a_wrong_key_are_refused(tokenizer, wanted, messa
     (status, said), of_wrong_key = told
     assert (status, of_wrong_key) == (400, 401)
     assert said.startswith(message)
+    assert not engine.rounds
+
+
+def test_a_token_that_the_policy_does_not_know_is_refused(tokenizer):
+    engine = Talking()
+    played(tokenizer, "Wants", engine, labels=({"prompt": [SIZE]},))
+    (status, said), _ = told
+    assert status == 400
+    assert said.startswith("token ids of the policy lie in 0 to 299")
     assert not engine.rounds
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.serving import vllm_loop
+from raypo.serving import gauges, vllm_loop
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.serving.vllm_loop import Serving, VllmLoop
 from raypo.serving.vllm_requests import completion_of
@@ -274,6 +274,40 @@ def test_tokens_that_vllm_sampled_ahead_are_of_the_weights_before_the_push() -> 
     assert before[2] <= num_old < len(done.token_ids)
     assert done.later_versions == ((num_old, 2),)
     loop.close()
+
+
+def test_vllm_is_unpaused_where_settling_fails() -> None:
+    loop = VllmLoop(lambda: StandIn(ahead=True), Serving(version=1), max_waiting=8)
+    is_wrong = threading.Event()
+
+    def heard(*_: Any) -> None:
+        if is_wrong.is_set():
+            raise ValueError("wrong")
+
+    def settle() -> None:
+        is_wrong.set()
+        try:
+            loop.settle()
+        finally:
+            is_wrong.clear()
+
+    (asked,) = loop.submit([ask(10**9)], alone=False, heard=heard)
+    until(lambda: loop.call(lambda: bool(loop.llm.core.batch_queue)))
+    with pytest.raises(ValueError, match="wrong"):
+        loop.call(settle)
+    assert loop.llm.pause is Pause.UNPAUSED
+    loop.cancel(lambda each: each is asked)
+    loop.close()
+
+
+def test_outside_of_an_actor_no_gauge_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> Any:
+        raise AssertionError("nobody listens")
+
+    context = SimpleNamespace(get_actor_name=lambda: None)
+    of_a_driver = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setattr(gauges, "ray", of_a_driver)
+    gauges.tell_load(load, threading.Event())
 
 
 def test_no_call_is_overlooked_that_comes_while_others_are_taken(loop: VllmLoop) -> None:

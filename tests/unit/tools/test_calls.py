@@ -1,6 +1,7 @@
 import asyncio
 import json
 
+import pydantic
 import pytest
 from transformers import AutoTokenizer
 
@@ -39,6 +40,7 @@ async def add(a: int, b: int = 0) -> str:
         ('{"answer": 4}', []),
         ("[1, 2]", []),
         ("{not json}", []),
+        ("[" * 10**5, []),
     ],
 )
 def test_calls_are_found_in_the_forms_of_hermes_and_llama(text, calls):
@@ -54,6 +56,7 @@ def test_calls_are_found_in_the_forms_of_hermes_and_llama(text, calls):
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'a tool call is {"name"'),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', 'a tool call is {"name"'),
         ('{"name": "add", "arguments": "one"}', "is not JSON"),
+        ("<tool_call>" + "[" * 10**5, "is not JSON"),
     ],
 )
 def test_a_call_that_is_none_is_the_models_mistake(text, problem):
@@ -86,6 +89,14 @@ def test_an_error_of_a_tool_itself_is_not_taken_for_the_models():
 
     with pytest.raises(ZeroDivisionError):
         asyncio.run(call([broken], ToolCall("broken", {"a": 1})))
+
+
+def test_what_a_tool_itself_validates_is_not_taken_for_the_models_either():
+    async def strict(a: int) -> str:
+        return str(pydantic.TypeAdapter(int).validate_python("one"))
+
+    with pytest.raises(RuntimeError, match="strict: 1 validation error for int"):
+        asyncio.run(call([strict], ToolCall("strict", {"a": 1})))
 
 
 def test_chat_templates_take_tools_as_they_are(tmp_path):

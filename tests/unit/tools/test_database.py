@@ -1,6 +1,8 @@
 import asyncio
 import sqlite3
 import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -64,6 +66,7 @@ def test_a_copy_is_changed_and_the_file_is_not(path):
         ("SELECT load_extension('x')", "not authorized|no such function"),
         ("SELECT length(zeroblob(1000000000))", "too big"),
         ("SELECT ?", "binding"),
+        ("SELECT " + ", ".join("1" * 101), "too many columns"),
     ],
 )
 def test_what_is_not_allowed_is_told(path, monkeypatch, query, problem):
@@ -105,6 +108,48 @@ def test_a_query_whose_caller_stops_waiting_is_ended(path):
     with closing(database):
         assert asyncio.run(cancelled()) == "1\n1"
     assert time.monotonic() - begin < 30
+
+
+def test_a_query_that_is_left_ends_no_other_of_another_event_loop(path):
+    database = Database(path, time_limit_s=100)
+    slow = ENDLESS.replace("FROM n)", "FROM n WHERE x < 1000000)")
+
+    async def left() -> None:
+        await asyncio.wait_for(database.sql("SELECT 1"), 0.05)
+
+    with closing(database), ThreadPoolExecutor() as pool:
+        answer = pool.submit(asyncio.run, database.sql(slow))
+        time.sleep(0.2)
+        with pytest.raises(TimeoutError):
+            asyncio.run(left())  # it waits for its turn
+        assert answer.result().startswith("sum(x)\n")
+
+
+def test_one_database_serves_event_loop_after_event_loop(path):
+    async def together(database: Database) -> list[str]:
+        return await asyncio.gather(*(database.sql("SELECT 1") for _ in range(3)))
+
+    with closing(Database(path)) as database:
+        for _ in range(2):
+            assert asyncio.run(together(database)) == ["1\n1"] * 3
+
+
+def test_no_more_rows_are_read_than_are_told(path):
+    database = Database(path, time_limit_s=100, max_chars=10**6)
+    tracemalloc.start()
+    rows = "SELECT printf('%.*c', 900000, 'x') FROM (SELECT 1 UNION SELECT 2 UNION SELECT 3), city"
+    (told,) = ask(database, rows)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert told.endswith("... (cut)")
+    assert peak < 7 * 10**6
+
+
+def test_a_copy_grows_only_so_far(path, monkeypatch):
+    monkeypatch.setattr("raypo.tools.database.MAX_PAGES", 1000)
+    fill = "CREATE TABLE t AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) "
+    with pytest.raises(ToolError, match="database or disk is full"):
+        ask(Database(path, writable=True, time_limit_s=60), fill + "SELECT zeroblob(900000) FROM n")
 
 
 def test_long_answers_are_cut_and_say_so(path):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -193,6 +194,26 @@ def test_files_have_a_limit_of_bytes_and_of_number():
 def test_endless_output_is_cut_and_does_not_fill_the_memory():
     ran = run("while True: print('x' * 9999)", time_limit_s=3.0, max_output_chars=20)
     assert ran == Ran("x" * 20, None, is_cut=True)
+
+
+def test_output_of_long_characters_is_counted_by_characters():
+    assert run("print('😀' * 21)", max_output_chars=20) == Ran("😀" * 20, 0, is_cut=True)
+
+
+def test_one_sandbox_serves_event_loop_after_event_loop():
+    sandbox = pickle.loads(pickle.dumps(PythonSandbox(at_once=1)))
+
+    async def together() -> list[str]:
+        return await asyncio.gather(*(sandbox.python("print(1)") for _ in range(2)))
+
+    for _ in range(2):
+        assert asyncio.run(together()) == ["1\n"] * 2
+    assert pickle.loads(pickle.dumps(sandbox))
+
+
+def test_a_limit_that_the_host_does_not_allow_is_refused():
+    with pytest.raises(SandboxError, match="maximum limit"):
+        run("", files=2**31)
 
 
 def test_it_is_nobody_and_can_become_no_one_else():
