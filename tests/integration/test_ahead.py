@@ -102,7 +102,8 @@ def test_a_scorer_that_hangs_ends_the_run_by_name(task: Path):
 def test_responses_meet_new_weights_and_every_token_keeps_the_bound(
     first: SimpleNamespace, task: Path
 ):
-    few: dict[str, Any] = {"engine.extra": {"max_num_seqs": 6}}  # so that pushes find some of them
+    # Two at a time: the first batches are still being sampled when the first pushes come.
+    few: dict[str, Any] = {"engine.extra": {"max_num_seqs": 2}}
     folder = run(task, "async_2", max_new_tokens=100, mode="async", max_staleness=2, **few)
     metrics = read_metrics(folder)
     assert prompts(folder) == prompts(first.folder)
@@ -124,7 +125,7 @@ def test_responses_meet_new_weights_and_every_token_keeps_the_bound(
         # All that the bound admits was asked for, and is trained by the next steps.
         assert row["rollout/samples_carried"] == 32 * min(2, 4 - step)
         assert row["rollout/samples_asked_again"] == 0
-        assert row["perf/engine_running"] <= 6
+        assert row["perf/engine_running"] <= 2
         several += sum(len(set(v.tolist())) > 1 for v in versions)
         # Tokens of the newest weights have their log-probs, whoever sampled what stands before.
         if (gap := row.get("mismatch/log_prob_gap_mean_lag_0")) is not None:
