@@ -149,7 +149,7 @@ class RolloutSection(SamplingSection):
     mode: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: sample, then update. one_step_off: sample the next step's batch while the learner
     updates, one weight version behind; runs repeat bit for bit. async: as far ahead as
-    `max_staleness` lets it. The last two need engines with resources of their own
+    the learner needs, within `max_staleness`. The last two need engines with resources of their own
     (placement.mode)."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """async: most weight versions between the first token of a response and the update that trains

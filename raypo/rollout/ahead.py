@@ -62,10 +62,11 @@ class RolloutsAhead:
 
     The batch of step k is begun when the engines hold weights of version k - 1 - max_staleness or
     later, and its update starts from version k - 1. So no token that is trained is staler than
-    that, whatever takes how long and however often weights come while it is sampled. All batches
-    that may be begun are sampled at the same time; they stay whole and in the order of the prompt
-    stream: a slow answer is waited for and not overtaken, so what is trained has the lengths of
-    what is sampled.
+    that, whatever takes how long and however often weights come while it is sampled. Within that
+    bound no more is begun than the learner needs: one batch more than before when it has to wait
+    for one, one less when the batch after next is whole already. What was begun is sampled at the
+    same time; batches stay whole and in the order of the prompt stream: a slow answer is waited for
+    and not overtaken, so what is trained has the lengths of what is sampled.
 
     Example: with `max_staleness` 1, the batch of step 3 is begun under version 1 at the earliest,
     that is, while step 2 updates from version 1 to version 2.
@@ -88,6 +89,8 @@ class RolloutsAhead:
     _version: int = -1
     _last_step: int = 0
     """The last step whose batch was taken."""
+    _depth: int = 1
+    """Batches after it that are begun, as many as the bound admits or fewer."""
     _begun: dict[int, _Begun] = field(default_factory=dict)
     """By step, those that were not taken yet."""
     _batches: dict[int, Future[Collected]] = field(default_factory=dict)
@@ -121,13 +124,19 @@ class RolloutsAhead:
             Exception: whatever ended the collecting.
         """
         with self._changed:
-            batch = self._batches[step]
+            batch, following = self._batches[step], self._batches.get(step + 1)
+            if not batch.done():
+                self._depth = min(self._depth + 1, self.max_staleness + 1)
+                self._changed.notify_all()
+            elif following and following.done():
+                self._depth = max(self._depth - 1, 1)
         collected = batch.result()
         with self._changed:
             del self._batches[step]
             self._before.pop(step, None)
             self._begun.pop(step, None)
             self._last_step = step
+            self._changed.notify_all()
         clock.lap("time/wait_for_rollouts_s")
         return collected
 
@@ -225,11 +234,12 @@ class RolloutsAhead:
             threading.Thread(target=_sample_into, args=args, daemon=True).start()
 
     def _may_begin(self, step: int) -> bool:
-        """The engines' weights are new enough, and nobody else draws prompts before this batch."""
+        """It is needed, the engines' weights are new enough, and nobody else draws before it."""
         before = self._batches.get(step - 1)
         is_in_turn = not self.is_refilled or before is None or before.done()
         is_new_enough = self._version >= step - 1 - self.max_staleness
-        return self._closed or (is_new_enough and is_in_turn)
+        is_needed = step <= self._last_step + self._depth
+        return self._closed or (is_needed and is_new_enough and is_in_turn)
 
     def _collect_each(self, sample: Sample, collect: Collect, first: int) -> None:
         for step in range(first, self.num_steps + 1):

@@ -130,10 +130,20 @@ def test_every_prompt_is_trained_once_in_order_and_none_is_too_stale(
     assert all(last < step for step, last in zip(steps, run.last_versions, strict=True))
 
 
-def test_all_batches_that_may_be_begun_are_sampled_at_the_same_time():
-    run = Run(max_staleness=3, sampling_s=lambda group: 0.05)
-    run.go(until=1)
+def test_for_a_learner_that_waits_all_batches_of_the_bound_are_sampled_at_the_same_time():
+    run = Run(max_staleness=3, sampling_s=lambda group: 0.02 * group)
+    run.go()
     assert run.most_under_way == 4
+    assert max(run.staleness()) == 3
+
+
+def test_no_batch_is_begun_earlier_than_the_learner_needs_it():
+    run = Run(max_staleness=3, num_steps=14)
+    run.sampling_s = lambda group: 0.1 if group < 5 * PROMPTS_PER_STEP else 0.0
+    run.go(update_s=0.04)
+    lags = run.staleness()[::PROMPTS_PER_STEP]
+    assert max(lags[:7]) == 3  # the learner had to wait for these
+    assert lags[-1] == 1
 
 
 def test_a_batch_that_may_draw_further_prompts_does_so_before_the_next_one_begins():
@@ -235,14 +245,13 @@ def test_a_checkpoint_while_batches_are_sampled_rewinds_their_prompts_and_counts
     def wait(group: int) -> float:
         if group >= PROMPTS_PER_STEP:
             go_on.wait(10)
-        return 0.0
+        return 0.05  # so the learner waits, and is given two batches more
 
     run = Run(max_staleness=2, sampling_s=wait)
     run.begin()
     run.ahead.take(1, Clock())
-    while run.most_under_way < 2:  # those of steps 2 and 3
+    while run.ahead.carried() != (2 * PROMPTS_PER_STEP, 0):  # those of steps 2 and 3
         time.sleep(0.001)
-    assert run.ahead.carried() == (2 * PROMPTS_PER_STEP, 0)
     run.ahead.save(tmp_path, run.workers)
     assert run.ahead.position() == {"position": PROMPTS_PER_STEP}
     go_on.set()
