@@ -1,7 +1,7 @@
 """How well policies learn, on several seeds of the quickstart: sampling ahead against sync, and the
 recipes beside each other.
 
-    python -m tests.benchmarks.learning modes|small_updates|recipes [--seeds 0 1 2]
+    python -m tests.benchmarks.learning modes|small_updates|recipes [--seeds 0 1 2] [--only none]
 
 Every run starts from its seed's SFT policy, and is judged by the verifier on 256 held-out prompts,
 four samples each. Runs that are finished are not run again. Prints a table.
@@ -63,24 +63,22 @@ SAMPLES = 8192
 """Between two evaluations, in each recipe."""
 
 
-def run_modes(pipeline: Pipeline) -> Iterator[tuple[str, Path]]:
+def run_modes(pipeline: Pipeline, only: str, **more: Any) -> Iterator[tuple[str, Path]]:
     """The demo's PPO, sampled ahead in each way."""
+    suffix = "-small-updates" if more else ""
     for name, keys in MODES.items():
-        config = pipeline.ppo_config(**DEDICATED, **keys, name=folder_of(name))
-        fit(PPOTrainer(config))
-        yield name, pipeline.runs / config.name
+        if only in name:
+            keys = {**DEDICATED, **keys, **more, "name": folder_of(name) + suffix}
+            fit(PPOTrainer(pipeline.ppo_config(**keys)))
+            yield name, pipeline.runs / (folder_of(name) + suffix)
 
 
-def run_small_updates(pipeline: Pipeline) -> Iterator[tuple[str, Path]]:
+def run_small_updates(pipeline: Pipeline, only: str) -> Iterator[tuple[str, Path]]:
     """The same with fewer and smaller updates."""
-    for name in ("sync", "async, 1, none", "async, 4, none", "async, 4, tis"):
-        keys = {**DEDICATED, **MODES[name], **SMALL_UPDATES}
-        config = pipeline.ppo_config(**keys, name=f"{folder_of(name)}-small-updates")
-        fit(PPOTrainer(config))
-        yield name, pipeline.runs / config.name
+    return run_modes(pipeline, only, **SMALL_UPDATES)
 
 
-def run_recipes(pipeline: Pipeline) -> Iterator[tuple[str, Path]]:
+def run_recipes(pipeline: Pipeline, only: str) -> Iterator[tuple[str, Path]]:
     """PPO and the recipes that go by rounds, 32,768 samples each (distillation: 16,384); DPO on the
     demo's pairs."""
     paths = {
@@ -151,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=list(KINDS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--only", default="", help="modes whose name contains this")
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     folders: dict[str, list[Path]] = {}
@@ -158,7 +157,7 @@ def main() -> None:
         pipeline = Pipeline.of_seed(seed)
         connect(pipeline.sft_config().cluster)
         pipeline.run_to_reward_model()
-        for name, folder in KINDS[arguments.what](pipeline):
+        for name, folder in KINDS[arguments.what](pipeline, arguments.only):
             folders.setdefault(name, []).append(folder)
             found = ", ".join(f"{each}: {score:.1%}" for each, score in scores(folder).items())
             print(f"MEASURED seed {seed}, {name}: {found}; {seconds(folder):.0f} s", flush=True)
