@@ -2,15 +2,15 @@ r"""Makes tasks of programming, and a tiny model that is to solve them, without 
 
 python -m examples.code.make_data
 
-`assert f(4, 1) == 6\nassert ...\ndef f(a, b): return ` -> `a+b+1`. Written to examples/code/data/:
-`base/`, a Llama of half a million random weights; `prompts.jsonl` and, held out, `eval.jsonl`, with
-the columns prompt, body (for the fine-tuning) and tests: what f gives for `reward.INPUTS`.
+`# the sum of a and b, times 3\ndef f(a, b): return ` -> `(a+b)*3`. Written to examples/code/data/:
+`base/`, a Llama of half a million random weights; `demonstrations.jsonl`, tasks with a body for the
+fine-tuning, half of which have a bug; `prompts.jsonl` and, held out, `eval.jsonl`, tasks with the
+column tests: what f gives for `reward.INPUTS`.
 """
 
 import json
 import random
-from collections.abc import Iterable
-from itertools import permutations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +21,38 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from examples.code.reward import INPUTS
 
 DATA = Path(__file__).parent / "data"
-NUM_EVAL, NUM_ASSERTS = 256, 3
-SHOWN = ((1, 2), (4, 1), (2, 5), (3, 3), (5, 3), (2, 1))
-"""The inputs of which a prompt shows some."""
-BEGIN = "def f(a, b): return "
-PIECES = ["assert f(", ", ", ") == ", "\n", BEGIN]
+NUM_EVAL, NUM_DEMONSTRATIONS = 64, 8192
+FIRST = {"sum": "+", "difference": "-", "product": "*"}
+SECOND = {"plus": "+", "minus": "-", "times": "*"}
+NUMBERS = range(2, 30)
+PIECES = ["# the ", *FIRST, " of ", " and ", ", ", *SECOND, " ", "\ndef f(a, b): return "]
 """Of a prompt; each is one token, as is any other character."""
 
 
-def bodies() -> list[str]:
-    """`a+b`, `b-a*2` and their like, the first of those that give the same."""
-    ends = ["", *map("".join, product("+-*", "12"))]
-    by_outputs: dict[tuple[int, ...], str] = {}
-    for x, sign, y, end in product("ab", "+-*", "ab", ends):
-        body = f"{x}{sign}{y}{end}"
-        if x != y:
-            by_outputs.setdefault(tuple(value(body, a, b) for a, b in INPUTS), body)
-    return list(by_outputs.values())
+def make_task(first: str, x: str, second: str, number: int) -> dict[str, Any]:
+    y = "b" if x == "a" else "a"
+    prompt = f"# the {first} of {x} and {y}, {second} {number}\ndef f(a, b): return "
+    body = f"({x}{FIRST[first]}{y}){SECOND[second]}{number}"
+    return {
+        "prompt": prompt,
+        "body": body,
+        "tests": [eval(body, {"a": a, "b": b}) for a, b in INPUTS],
+    }
 
 
-def value(body: str, a: int, b: int) -> int:
-    """Of this file's own code; what a model wrote is for the sandbox."""
-    return eval(body, {"a": a, "b": b})
-
-
-def make_task(body: str, shown: Iterable[tuple[int, int]]) -> dict[str, Any]:
-    asserts = "".join(f"assert f({a}, {b}) == {value(body, a, b)}\n" for a, b in shown)
-    tests = [value(body, a, b) for a, b in INPUTS]
-    return {"prompt": asserts + BEGIN, "body": body, "tests": tests}
+def with_bug(body: str, draw: random.Random) -> str:
+    """As people write them: without the parentheses, with a and b the other way round, or with
+    another sign. Some of these give the same for all inputs, and are right."""
+    bugs = (
+        body.translate(str.maketrans("", "", "()")),
+        body.translate(str.maketrans("ab", "ba")),
+        body.translate(str.maketrans("+-*", "-++")),
+    )
+    return draw.choice(bugs)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    tokens = ["<pad>", "<bos>", "<eos>", *"0123456789ab+-*"]
+    tokens = ["<pad>", "<bos>", "<eos>", *"0123456789ab+-*()"]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
@@ -87,10 +87,17 @@ def main(folder: Path = DATA) -> None:
     tokenizer = make_tokenizer()
     make_policy(len(tokenizer)).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    rows = [make_task(*each) for each in product(bodies(), permutations(SHOWN, NUM_ASSERTS))]
-    random.Random(0).shuffle(rows)
-    for name, part in (("eval", rows[:NUM_EVAL]), ("prompts", rows[NUM_EVAL:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    draw = random.Random(0)
+    tasks = [make_task(*each) for each in product(FIRST, "ab", SECOND, NUMBERS)]
+    draw.shuffle(tasks)
+    held_out, known = tasks[:NUM_EVAL], tasks[NUM_EVAL:]
+    shown = draw.choices(known, k=NUM_DEMONSTRATIONS)
+    half = NUM_DEMONSTRATIONS // 2
+    shown[:half] = [task | {"body": with_bug(task["body"], draw)} for task in shown[:half]]
+    draw.shuffle(shown)
+    parts = {"demonstrations": shown, "prompts": known, "eval": held_out}
+    for name, rows in parts.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

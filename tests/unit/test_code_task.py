@@ -1,19 +1,30 @@
 """The code example: its tasks, and its reward, which really runs what is written."""
 
 import asyncio
-from itertools import permutations
+import json
+import random
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from examples.code.make_data import SHOWN, bodies, make_task, make_tokenizer
+from examples.code.make_data import (
+    FIRST,
+    NUM_EVAL,
+    NUMBERS,
+    SECOND,
+    main,
+    make_task,
+    make_tokenizer,
+    with_bug,
+)
 from examples.code.reward import INPUTS, hidden_tests
 from raypo import PPOConfig, Rollout, SFTConfig
 from raypo.tools.sandbox import PythonSandbox, SandboxError
 
 CODE = Path(__file__).parents[2] / "examples" / "code"
-TASK = make_task("a*b+1", SHOWN)
+TASK = make_task("product", "a", "plus", 2)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,11 +46,11 @@ def judged(*responses: str) -> list[dict[str, float]]:
 
 def test_other_code_that_gives_the_same_is_as_right():
     right = {"score": 1.0, "solved": 1.0, "runs": 1.0}
-    assert judged("a*b+1", "1+b*a", "a*b+1") == [right] * 3
+    assert judged("a*b+2", "2+b*a", "a*b+2") == [right] * 3
 
 
 def test_what_gives_something_else_runs_and_does_not_solve():
-    (some,) = judged("a*b+(a==20)")
+    (some,) = judged("a*b+2*(a==20)")
     assert some == {"score": 0.25, "solved": 0.0, "runs": 1.0}
 
 
@@ -49,28 +60,42 @@ def test_what_does_not_run_gets_nothing(body):
 
 
 def test_a_program_that_prints_on_its_own_has_not_passed():
-    (cheat,) = judged("print('passed') or a*b+1")
+    (cheat,) = judged("print('passed') or a*b+2")
     assert cheat == {"score": 0.0, "solved": 0.0, "runs": 0.0}
 
 
-def test_bodies_give_different_outputs_on_the_hidden_inputs():
-    every = bodies()
-    outputs = {tuple(make_task(body, ())["tests"]) for body in every}
-    assert len(outputs) == len(every) == 25
+def test_bugs_are_programs_that_run_and_most_are_wrong():
+    draw = random.Random(0)
+    tasks = [make_task(*each) for each in product(FIRST, "ab", SECOND, NUMBERS)]
+    bugs = [with_bug(task["body"], draw) for task in tasks]
+    right = [outputs_of(bug) == task["tests"] for bug, task in zip(bugs, tasks, strict=True)]
+    assert 0.1 < sum(right) / len(right) < 0.6
+
+
+def outputs_of(body: str) -> list[int]:
+    return [eval(body, {"a": a, "b": b}) for a, b in INPUTS]
 
 
 def test_tasks_are_python_and_fit_the_run_files():
     tokenizer = make_tokenizer()
     sft, ppo = SFTConfig.load(CODE / "sft.yaml"), PPOConfig.load(CODE / "ppo.yaml")
     assert ppo.model.policy == f"runs/{sft.name}/policy"
-    for task in (make_task(body, each) for body in bodies() for each in permutations(SHOWN, 3)):
-        *asserts, begin = task["prompt"].splitlines()
+    for task in (make_task(*each) for each in product(FIRST, "ab", SECOND, NUMBERS)):
         names: dict = {}
-        exec(begin + task["body"], names)
-        exec("\n".join(asserts), names)
+        exec(task["prompt"] + task["body"], names)
         assert [names["f"](*each) for each in INPUTS] == task["tests"]
-        assert not any(f"f({a}, {b})" in task["prompt"] for a, b in INPUTS)
         ids = tokenizer(task["prompt"])["input_ids"]
         assert tokenizer.decode(ids) == task["prompt"]
         assert len(ids) <= ppo.data.max_prompt_tokens
         assert len(tokenizer(task["body"])["input_ids"]) < ppo.rollout.max_new_tokens
+
+
+def test_only_the_held_out_tasks_are_not_trained(tmp_path: Path):
+    main(tmp_path)
+    prompts = {}
+    for name in ("demonstrations", "prompts", "eval"):
+        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        prompts[name] = {json.loads(line)["prompt"] for line in lines}
+    assert prompts["demonstrations"] == prompts["prompts"]
+    assert len(prompts["eval"]) == NUM_EVAL
+    assert not prompts["eval"] & prompts["prompts"]
