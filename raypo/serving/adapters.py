@@ -81,7 +81,7 @@ class Adapters:
             path = Path(folder) / f"{self._num_loads}"
             self._write(push, path)
             try:
-                processes.add_lora(self._request(push.name, path, load_inplace=True))
+                processes.ask("add_lora", self._request(push.name, path, load_inplace=True))
             except Exception as error:
                 raise WeightError(f"{push!r} could not be loaded: {error}") from error
         self._requests[push.name] = self._request(push.name, path)
@@ -106,7 +106,7 @@ class Adapters:
         self._requests.pop(name, None)
         number = self._numbers.pop(name, None)
         if number is not None:
-            processes.remove_lora(number)
+            processes.ask("remove_lora", number)
 
     def forget_all(self) -> list[str]:
         """New base weights came, and vLLM let go of all adapters; which ones."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial, wraps
@@ -191,10 +190,6 @@ class Engine:
             RuntimeError: it is broken.
         """
         self._require_unbroken()
-
-    def adapter_version(self, name: str) -> int | None:
-        """The version of an adapter that it holds; None where it holds none of that name."""
-        return self._adapters.version(name) if self._adapters else None
 
     @_between_steps
     def peak_memory(self) -> dict[str, float]:
@@ -402,12 +397,11 @@ class Engine:
             raise RuntimeError("vLLM did not let go of the prefix cache that it slept through.")
 
     @_between_steps
-    def load_adapter(self, push: AdapterPush) -> int:
+    def load_adapter(self, push: AdapterPush) -> None:
         """Put a version of an adapter in the place of its earlier one; others stay as they are.
 
-        Returns:
-            CRC-32 of what arrived. Whatever fails, the engine holds no version of this adapter
-            afterwards, and refuses requests that name it.
+        Whatever fails, the engine holds no version of this adapter afterwards, and refuses requests
+        that name it.
 
         Raises:
             WeightError: it did not arrive whole, is not of this model, or there is no room.
@@ -426,7 +420,6 @@ class Engine:
         if self._loop.runs(push.name) and self._serving.paused != "keep":
             self._loop.forget_keys()
         self._loop.note_version(push.name, push.version)
-        return zlib.crc32(push.data)
 
     def hold(self, *pushes: Kept) -> None:
         """Load what of these the engine does not hold: it is new, or was started again since.
