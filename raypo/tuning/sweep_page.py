@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.clock import duration
 from raypo.report import (
@@ -40,7 +41,7 @@ from raypo.tuning.held_out import (
     who_is_best,
 )
 from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
-from raypo.tuning.sweep_folder import BASE, TRIALS_FOLDER
+from raypo.tuning.sweep_folder import TRIALS_FOLDER
 from raypo.tuning.view import point_text, status_words, value_text
 
 KL = "kl/ref_response_mean"
@@ -66,21 +67,16 @@ class SweepData:
     changes: Mapping[str, Changes]
     """Of each trial, how its held-out scores changed until then."""
 
-    @property
-    def best(self) -> TrialRecord | None:
-        """The trial that ranks first of those that have a score and did not fail."""
-        return best_of(self.trials, self.goal)
-
 
 def is_sweep(files: RunFiles) -> bool:
     """Whether a folder is a sweep's."""
-    return BASE in (files.config() or {})
+    return RECORDED_BASE in (files.config() or {})
 
 
 def load_sweep(files: RunFiles) -> SweepData:
     """A sweep by its folder, whatever it has so far."""
     recorded = files.config() or {}
-    base = recorded.pop(BASE)
+    base = recorded.pop(RECORDED_BASE)
     config = SweepConfig.parse(recorded, origin=f"{files.location}/config.yaml")
     goal, found = Goal.of(config), read_trials(files)
     trials = ranked(found, goal)
@@ -138,7 +134,7 @@ _FRONT_NOTE = (
 
 
 def _result(section: Section, sweep: SweepData) -> None:
-    best = sweep.best
+    best = best_of(sweep.trials, sweep.goal)
     if best is None:
         section.add(Words("No trial has a score yet.", strong=True))
     else:
