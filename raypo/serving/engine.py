@@ -15,8 +15,8 @@ from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, LoraSection
 from raypo.models.loading import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
-from raypo.serving.checkpoint import Checkpoint
 from raypo.serving.gauges import tell_load
+from raypo.serving.model_tensors import ModelTensors
 from raypo.serving.requests import (
     Completion,
     Heard,
@@ -130,7 +130,7 @@ class Engine:
         self._arrived: list[TensorSpec] = []
         _refuse_a_second()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._checkpoint = Checkpoint.of(model)
+        self._tensors = ModelTensors.of(model)
         arguments = engine_arguments(
             model,
             section,
@@ -142,8 +142,8 @@ class Engine:
         )
         self._adapters: Adapters | None = None
         if lora is not None:
-            arguments |= lora_arguments(lora, self._checkpoint, max_adapters=max_adapters)
-            self._adapters = Adapters(self._checkpoint.required, most=max_adapters)
+            arguments |= lora_arguments(lora, self._tensors, max_adapters=max_adapters)
+            self._adapters = Adapters(self._tensors.required, most=max_adapters)
         if reads_weights:
             arguments["load_format"] = "auto"
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
@@ -301,7 +301,7 @@ class Engine:
         self._require_a_push()
         if isinstance(bucket, StoredBucket):
             bucket = bucket.fetch()
-        second_names = sorted(self._checkpoint.optional)
+        second_names = sorted(self._tensors.optional)
         shares = self._ask_workers("raypo_load_bucket", bucket, second_names)
         if any(share != shares[0] for share in shares):
             raise WeightError("the engine's workers did not receive the same tensors.")
@@ -324,7 +324,7 @@ class Engine:
                 f"version {arriving.version} is arriving, and version {manifest.version} was "
                 "to be finished. Only one push at a time may go to an engine."
             )
-        self._checkpoint.check(manifest)
+        self._tensors.check(manifest)
         arrived = Manifest.of(manifest.version, self._arrived)
         lines = manifest.differences(arrived)
         if lines:
@@ -349,7 +349,7 @@ class Engine:
             RuntimeError: it is broken.
         """
         self.begin_push(PushStart(push.version, push.id))
-        self._checkpoint.check(push.manifest)
+        self._tensors.check(push.manifest)
         for bucket in push.buckets:
             self.load_bucket(bucket)
         return self.finish_push(push.manifest)
