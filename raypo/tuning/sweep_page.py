@@ -29,10 +29,8 @@ from raypo.report.charts import chart_of, new_figure
 from raypo.report.page import COLOURS, number
 from raypo.report.run_page import with_the_start
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.goal import Goal
+from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.held_out import (
-    REWARD_MODEL,
-    SCORE,
     WORDS,
     Changes,
     Scores,
@@ -44,7 +42,6 @@ from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
 from raypo.tuning.sweep_folder import TRIALS_FOLDER
 from raypo.tuning.view import point_text, status_words, value_text
 
-KL = "kl/ref_response_mean"
 MAX_LABEL = 40
 """Characters of a legend."""
 
@@ -201,8 +198,7 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
 
 def _trials(section: Section, sweep: SweepData) -> None:
     keys = list(sweep.config.domains)
-    bounds = [text.split()[0] for text in sweep.goal.constraints]
-    names = dict.fromkeys([*sweep.goal.metrics, *bounds, SCORE, REWARD_MODEL, KL])
+    names = dict.fromkeys([*sweep.goal.named, SCORE, REWARD_MODEL, KL])
     shown = [name for name in names if any(name in trial.metrics for trial in sweep.trials)]
     headings = ["rank", "trial", "status", "steps", "score at step", *keys]
     headings += [*(WORDS.get(name, name) for name in shown), "device-seconds"]
