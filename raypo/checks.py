@@ -92,8 +92,7 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
     """
     check_model("MODEL", model)
     check_extra(config.rollout.engine)
-    if config.eval.prompts:
-        _peek_held_out(config)
+    _peek_held_out(config)
     if config.eval.function is not None:
         check_function(config.eval.function, key="eval.function")
     is_online = isinstance(config, OnlineConfig)
@@ -113,14 +112,7 @@ def _check_online(config: OnlineConfig, *, has_reward_fn: bool) -> list[str]:
     column = config.data.response_key if isinstance(config, DistillationConfig) else None
     num_prompts = _check_data(config)
     if column:  # of held-out prompts no response is read
-        columns = {"data.response_key": column}
-        data = config.data
-        peek(
-            data.prompts,
-            data.prompt_key,
-            response_keys=columns,
-            system_prompt=data.system_prompt,
-        )
+        _peek(config.data, "data.prompts", config.data.prompts, {"data.response_key": column})
     _check_own_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)
@@ -204,15 +196,8 @@ def _check_dpo(config: DPOConfig) -> None:
     columns = {"data.response_key": data.response_key} if data.desirable_key else None
     columns = columns or _pair_columns(data)
     for key, sources in (("data.prompts", data.prompts), ("eval.pairs", config.eval.pairs)):
-        peek(
-            sources or (),
-            data.prompt_key,
-            key=key,
-            response_keys=columns,
-            system_prompt=data.system_prompt,
-        )
-    if config.eval.prompts:
-        _peek_held_out(config)
+        _peek(data, key, sources, columns)
+    _peek_held_out(config)
 
 
 def _pair_columns(data: PairsSection) -> dict[str, str]:
@@ -249,25 +234,29 @@ def _local_shape(path: str | None) -> ModelShape | None:
 
 def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> int | None:
     """The number of rows in `data.prompts`, where it is known."""
-    if config.eval.prompts:
-        _peek_held_out(config, response_keys)
+    _peek_held_out(config, response_keys)
     data = config.data
-    return peek(
-        data.prompts,
-        data.prompt_key,
-        data.label_key,
-        response_keys=response_keys,
-        system_prompt=data.system_prompt,
-    )
+    return _peek(data, "data.prompts", data.prompts, response_keys, label_key=data.label_key)
 
 
 def _peek_held_out(config: Any, response_keys: dict[str, str] | None = None) -> None:
-    data = config.data
-    peek(
-        config.eval.prompts,
+    data, held_out = config.data, config.eval.prompts
+    _peek(data, "eval.prompts", held_out, response_keys, label_key=data.label_key)
+
+
+def _peek(
+    data: Any,
+    key: str,
+    sources: Sequence[PromptSource] | None,
+    response_keys: dict[str, str] | None = None,
+    *,
+    label_key: str | None = None,
+) -> int | None:
+    return peek(
+        sources or (),
         data.prompt_key,
-        data.label_key,
-        key="eval.prompts",
+        label_key,
+        key=key,
         response_keys=response_keys,
         system_prompt=data.system_prompt,
     )

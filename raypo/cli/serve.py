@@ -10,7 +10,7 @@ import typer
 
 from raypo.cli.evaluate import policy_of
 from raypo.cli.exit_status import exit_status, tell
-from raypo.cli.serve_reward import LOOPBACK
+from raypo.cli.serve_reward import token_for
 
 TOKEN_VARIABLE = "RAYPO_API_KEY"
 """Environment variable of the key that clients must bring."""
@@ -44,12 +44,7 @@ def serve(
     from raypo.checks import check_model
     from raypo.config import ConfigError, EngineSection, load_run_config
 
-    token = os.environ.get(TOKEN_VARIABLE)
-    if host not in LOOPBACK and not token:
-        raise ConfigError(
-            f"--host ({host}): whoever reaches this port could send work. Set the environment "
-            f"variable {TOKEN_VARIABLE}, which clients bring as their API key, or leave --host out."
-        )
+    token = token_for(host, TOKEN_VARIABLE, ", which clients bring as their API key")
     if dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"--dtype ({dtype}): must be float32 or bfloat16. Choose one.")
     policy, run_config = policy_of(model)
@@ -84,7 +79,3 @@ def serve(
             serve_app(app, host=host, port=port, ready=ready)
     except KeyboardInterrupt:
         typer.echo("raypo: ended.")
-    except OSError as error:
-        raise ConfigError(
-            f"--port ({port}): cannot be listened on at {host} ({error.strerror}). Choose another."
-        ) from None

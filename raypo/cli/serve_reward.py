@@ -13,8 +13,6 @@ from raypo.cli.exit_status import exit_status
 if TYPE_CHECKING:
     from raypo.rewards.scoring import RewardFunction
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 @exit_status()
 def serve_reward(
@@ -38,12 +36,7 @@ def serve_reward(
     from raypo.rewards.loader import check_function, load_function
     from raypo.rewards.wire import TOKEN_VARIABLE
 
-    token = os.environ.get(TOKEN_VARIABLE)
-    if host not in LOOPBACK and not token:
-        raise ConfigError(
-            f"--host ({host}): whoever reaches this port could send work. Set the environment "
-            f"variable {TOKEN_VARIABLE} for server and runs, or leave --host out."
-        )
+    token = token_for(host, TOKEN_VARIABLE, " for server and runs")
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype ({dtype}): must be float32 or bfloat16. Choose one.")
     is_function = ":" in target and not Path(target).is_dir()
@@ -68,7 +61,16 @@ def serve_reward(
         serve(app, host=host, port=port, ready=ready)
     except KeyboardInterrupt:
         typer.echo("raypo: ended.")
-    except OSError as error:
+
+
+def token_for(host: str, variable: str, use: str) -> str | None:
+    """The token of an environment variable, which is there where others reach the port."""
+    from raypo.config import ConfigError
+
+    token = os.environ.get(variable)
+    if host not in ("127.0.0.1", "::1", "localhost") and not token:
         raise ConfigError(
-            f"--port ({port}): cannot be listened on at {host} ({error.strerror}). Choose another."
-        ) from None
+            f"--host ({host}): whoever reaches this port could send work. Set the environment "
+            f"variable {variable}{use}, or leave --host out."
+        )
+    return token

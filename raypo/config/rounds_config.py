@@ -10,7 +10,7 @@ from raypo.config.base import Config
 from raypo.config.dpo_config import DPOSection
 from raypo.config.run_config import OnlineConfig
 from raypo.config.sections import DataSection, ModelSection
-from raypo.config.sources import functions_of, source_name
+from raypo.config.sources import source_name
 from raypo.config.supervised_config import ExamplesLearnerSection
 
 
@@ -183,14 +183,8 @@ class DistillationConfig(RoundsConfig):
 
     @model_validator(mode="after")
     def _judges_have_something_to_judge(self) -> Self:
-        judges = {
-            "reward.function": self.reward.function,
-            "reward.url": self.reward.url,
-            "model.reward": self.model.reward,
-            "data.prompts.function": next(iter(functions_of(self.data.prompts).values()), None),
-        }
-        for key, value in judges.items():
-            if value is not None and not self.prompts_answered and not self.eval.prompts:
+        for key, value in self.judges.items():
+            if not self.prompts_answered and not self.eval.prompts:
                 raise ValueError(
                     f"{key} ({value}): judges what the policy answers, and with "
                     f"distillation.on_policy_fraction 0 it answers nothing. Remove it, or set "

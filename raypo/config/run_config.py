@@ -176,6 +176,18 @@ class OnlineConfig(RecipeConfig):
         return {"reference": self.reference} if self.reference else {}
 
     @property
+    def judges(self) -> dict[str, Any]:
+        """Config key -> value, of what scores responses in training."""
+        of_sources = functions_of(self.data.prompts)
+        judges = {
+            "reward.function": self.reward.function,
+            "reward.url": self.reward.url,
+            "model.reward": self.model.reward,
+            "data.prompts.function": next(iter(of_sources.values()), None),
+        }
+        return {key: value for key, value in judges.items() if value is not None}
+
+    @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
         return False
@@ -437,18 +449,11 @@ class PPOConfig(OnlineConfig):
 
     @model_validator(mode="after")
     def _an_agent_gives_the_score_itself(self) -> Self:
-        judges = {
-            "reward.function": self.reward.function,
-            "reward.url": self.reward.url,
-            "model.reward": self.model.reward,
-            "data.prompts.function": next(iter(functions_of(self.data.prompts).values()), None),
-        }
-        for key, value in judges.items() if self.rollout.agent else ():
-            if value is not None:
-                raise ValueError(
-                    f"{key} ({value}): judges single responses, and an episode of rollout.agent "
-                    f"may have several, with one score that the agent returns. Remove {key}."
-                )
+        for key, value in self.judges.items() if self.rollout.agent else ():
+            raise ValueError(
+                f"{key} ({value}): judges single responses, and an episode of rollout.agent "
+                f"may have several, with one score that the agent returns. Remove {key}."
+            )
         if self.rollout.agent and self.ppo.needs_group and self.ppo.has_kl_in_reward:
             raise ValueError(
                 "ppo.kl.placement (reward): the KL of a response is taken off its score, and an "

@@ -262,18 +262,3 @@ def explained_variance(stats: Stats) -> Tensor:
     returns = stats["returns_squared"] / count - (stats["returns"] / count).square()
     varies = returns > 0
     return torch.where(varies, 1 - errors / torch.where(varies, returns, 1.0), 0.0)
-
-
-def entropy_from_logits(
-    logits: Tensor,  # [B, T, V], already divided by the temperature
-) -> Tensor:
-    """Entropy of the distribution that tokens were sampled from.
-
-    Returns:
-        entropy: [B, T] in nats, of at least float32; a token that cannot be sampled (-inf) adds
-            nothing.
-    """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_probs = torch.log_softmax(logits, dim=-1, dtype=dtype)
-    surprise = -log_probs.masked_fill(log_probs == -torch.inf, 0.0)
-    return (log_probs.exp() * surprise).sum(-1)

@@ -201,7 +201,6 @@ SURROGATES: dict[str, Surrogate] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
-POLICY_KINDS = tuple(SURROGATES)
 
 
 def _clamped_exp(log_ratio: Tensor) -> Tensor:

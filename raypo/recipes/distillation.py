@@ -13,25 +13,12 @@ from raypo.data.stream import ShuffledStream
 from raypo.learner.distillation_task import DistillationTask
 from raypo.models.loading import same_vocabulary, stop_token_ids
 from raypo.models.lora import load_policy
-from raypo.recipes.rounds import rounds_loop
 from raypo.rollout.collect import is_trainable
 from raypo.run.examples_run import tell_skipped
 from raypo.run.rounds_run import Place, RoundsRun, place
 from raypo.run.services import Services
 from raypo.serving.frozen import Ids
 from raypo.types import Example, ScoredRollout, Taught
-
-
-def distillation_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
-    """A whole distillation run on one learner worker; `ray.train` calls it on each.
-
-    Args:
-        setup: `config.model_dump()` of a DistillationConfig.
-
-    Returns:
-        `{"status": "finished" | "interrupted", "step": the last round that is done}`.
-    """
-    return rounds_loop(setup, DistillationRun)
 
 
 @dataclass

@@ -11,21 +11,8 @@ from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.loading import load_causal_lm
 from raypo.models.lora import load_policy
-from raypo.recipes.from_examples import examples_loop
 from raypo.run.examples_run import PolicyExamplesRun, Reader
 from raypo.run.reference import with_references
-
-
-def dpo_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
-    """A whole run on preferences on one learner worker; `ray.train` calls it on each.
-
-    Args:
-        setup: `config.model_dump()` of a DPOConfig.
-
-    Returns:
-        `{"status": "finished" | "interrupted", "step": the last step that is done}`.
-    """
-    return examples_loop(setup, DPORun)
 
 
 @dataclass

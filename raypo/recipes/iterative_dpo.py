@@ -12,7 +12,6 @@ from raypo.config import IterativeDPOConfig
 from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.lora import load_policy
-from raypo.recipes.rounds import rounds_loop
 from raypo.rollout.collect import is_trainable
 from raypo.run.rounds_run import Place, RoundsRun, place, prompt_cell
 from raypo.run.services import Services
@@ -20,18 +19,6 @@ from raypo.types import Pair, ScoredRollout
 
 Compared = tuple[ScoredRollout, ScoredRollout]
 """A prompt's better sample and its worse one."""
-
-
-def iterative_dpo_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
-    """A whole iterative DPO run on one learner worker; `ray.train` calls it on each.
-
-    Args:
-        setup: `config.model_dump()` of an IterativeDPOConfig.
-
-    Returns:
-        `{"status": "finished" | "interrupted", "step": the last round that is done}`.
-    """
-    return rounds_loop(setup, IterativeDPORun)
 
 
 @dataclass

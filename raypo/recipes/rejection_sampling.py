@@ -11,23 +11,10 @@ from raypo.collectives import as_tensor
 from raypo.config import RejectionSamplingConfig, SelectionSection
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
-from raypo.recipes.rounds import rounds_loop
 from raypo.rollout.collect import is_trainable
 from raypo.run.rounds_run import Place, RoundsRun, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Example, ScoredRollout
-
-
-def rejection_sampling_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
-    """A whole rejection-sampling run on one learner worker; `ray.train` calls it on each.
-
-    Args:
-        setup: `config.model_dump()` of a RejectionSamplingConfig.
-
-    Returns:
-        `{"status": "finished" | "interrupted", "step": the last round that is done}`.
-    """
-    return rounds_loop(setup, RejectionSamplingRun)
 
 
 @dataclass

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from raypo.config import RewardModelConfig
 from raypo.data.examples import load_pairs
 from raypo.learner.tasks import PairTask
 from raypo.models.loading import load_reward_model
 from raypo.models.lora import add_adapter
-from raypo.recipes.from_examples import examples_loop
 from raypo.run.examples_run import ExamplesRun, Reader
 from raypo.types import Pair
-
-
-def reward_model_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
-    """A whole reward-model run on one learner worker; `ray.train` calls it on each.
-
-    Args:
-        setup: `config.model_dump()` of a RewardModelConfig.
-
-    Returns:
-        `{"status": "finished" | "interrupted", "step": the last step that is done}`.
-    """
-    return examples_loop(setup, RewardModelRun)
 
 
 @dataclass

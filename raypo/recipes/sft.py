@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from raypo.config import SFTConfig
 from raypo.data.examples import load_examples
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
-from raypo.recipes.from_examples import examples_loop
 from raypo.run.examples_run import PolicyExamplesRun, Reader
 from raypo.types import Example
-
-
-def sft_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
-    """A whole supervised fine-tuning run on one learner worker; `ray.train` calls it on each.
-
-    Args:
-        setup: `config.model_dump()` of an SFTConfig.
-
-    Returns:
-        `{"status": "finished" | "interrupted", "step": the last step that is done}`.
-    """
-    return examples_loop(setup, SFTRun)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raypo.rewards.loader import load_function
-from raypo.rewards.scoring import RewardError, RewardFunction, call, function_name
+from raypo.rewards.scoring import RewardFunction, answers_of
 from raypo.types import Rollout
 
 
@@ -58,7 +58,7 @@ class RewardBySource:
         for source, own in places.items():
             function = self._function(source)
             assert function is not None, f"{source} has no judge, which raypo.checks refuses"
-            told = _called(function, [rollouts[place] for place in own])
+            told = answers_of(function, [rollouts[place] for place in own])
             for place, answer in zip(own, told, strict=True):
                 answers[place] = answer
         return answers
@@ -67,16 +67,3 @@ class RewardBySource:
         if source is not None:
             return load_function(self._functions[source], key=self._key)
         return load_function(self._common) if isinstance(self._common, str) else self._common
-
-
-def _called(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
-    try:
-        return call(function, rollouts)
-    except RewardError:
-        raise
-    except Exception as error:
-        raise RewardError(
-            f"the reward function {function_name(function)} raised {type(error).__name__}: {error} "
-            f"(for {len(rollouts)} rollouts). Correct the function; to leave single samples out, "
-            f"return None for them."
-        ) from error

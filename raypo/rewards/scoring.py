@@ -87,15 +87,7 @@ def score(
     if not rollouts:
         return []
     name = f"the reward function {function_name(function)}"
-    try:
-        answers = call(function, list(rollouts))
-    except RewardError:
-        raise
-    except Exception as error:
-        raise RewardError(
-            f"{name} raised {type(error).__name__}: {_text(error)} (for {len(rollouts)} rollouts). "
-            "Correct the function; to leave single samples out, return None for them."
-        ) from error
+    answers = answers_of(function, list(rollouts))
     scores = [_number(answer, place, name) for place, answer in enumerate(answers)]
     failed = [place for place, value in enumerate(scores) if math.isnan(value)]
     if len(failed) > max_failed_fraction * len(scores):
@@ -108,6 +100,20 @@ def score(
             reason=first_reason(scores),
         )
     return scores
+
+
+def answers_of(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
+    """As `call`, but whatever the function raises is the cause of a RewardError that names it."""
+    try:
+        return call(function, rollouts)
+    except RewardError:
+        raise
+    except Exception as error:
+        raise RewardError(
+            f"the reward function {function_name(function)} raised {type(error).__name__}: "
+            f"{_text(error)} (for {len(rollouts)} rollouts). Correct the function; to leave single "
+            "samples out, return None for them."
+        ) from error
 
 
 def call(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from raypo.config import ConfigError
 from raypo.rewards.scoring import RewardError, RewardFunction, score
 from raypo.rewards.wire import WireError, from_request, to_answer
 
@@ -77,10 +78,16 @@ def serve(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> No
         ready: Called with the address once the port is taken.
 
     Raises:
-        OSError: the port is taken.
+        ConfigError: the port cannot be listened on.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as listening:
+    try:
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"--port ({port}): cannot be listened on at {host} ({error.strerror}). Choose another."
+        ) from None
+    with listening:
         shown = f"[{host}]" if ":" in host else host
         ready(f"http://{shown}:{listening.getsockname()[1]}")
         config = uvicorn.Config(app, log_level="warning", access_log=False)

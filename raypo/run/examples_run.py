@@ -83,14 +83,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     def start_learner(self) -> SupervisedLearner[Item]:
         """The model under DeepSpeed, restored from the run's last checkpoint if there is one."""
         self.tell.phase("loading the model")
-        torch.manual_seed(self.config.seed)
-        learner = SupervisedLearner(
-            self.make_task(),
-            self.config.learner,
-            dtype=self.config.model.dtype,
-            num_steps=self.config.num_steps,
-            workers=self.workers,
-        )
+        learner = new_learner(self, self.make_task)
         self.before_restoring(learner)
         self.restore(learner)
         return learner
@@ -230,6 +223,18 @@ def stream_of(
         tell.message(note)
     mix = mix_of(config.data, loaded.sizes, batch_size)
     return ShuffledStream(loaded.items, seed=config.seed, mix=mix)
+
+
+def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> SupervisedLearner[Item]:
+    """The learner of a run's config, once torch's random state is seeded."""
+    torch.manual_seed(run.config.seed)
+    return SupervisedLearner(
+        make_task(),
+        run.config.learner,
+        dtype=run.config.model.dtype,
+        num_steps=run.config.num_steps,
+        workers=run.workers,
+    )
 
 
 def own_share(batch: Sequence[Item], workers: Workers) -> list[Item]:

@@ -18,7 +18,7 @@ from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.metrics.clock import Clock
 from raypo.rollout.collect import Reference, judge, refuse_too_many_failures, sample
-from raypo.run.examples_run import own_share, save_trained
+from raypo.run.examples_run import new_learner, own_share, save_trained
 from raypo.run.phases import Phase
 from raypo.run.ppo_run import OnlineRun
 from raypo.run.rollout_metrics import rollout_figures, sample_row
@@ -64,14 +64,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         """The policy under DeepSpeed, restored from the run's last checkpoint if there is one."""
         self.enter(Phase.LEARN)
         self.tell.phase("loading the policy")
-        torch.manual_seed(self.config.seed)
-        learner = SupervisedLearner(
-            self.make_task(),
-            self.config.learner,
-            dtype=self.config.model.dtype,
-            num_steps=self.config.num_steps,
-            workers=self.workers,
-        )
+        learner = new_learner(self, self.make_task)
         assert self._phases is not None
         self._phases.learner = learner
         self.restore(learner)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raypo.config import LoraSection
-from raypo.serving.checkpoint import Checkpoint
+from raypo.serving.model_tensors import ModelTensors
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.manifest import WeightError, summary
@@ -21,7 +21,7 @@ PREFIX = "base_model.model."
 
 
 def lora_arguments(
-    section: LoraSection, checkpoint: Checkpoint, *, max_adapters: int
+    section: LoraSection, tensors: ModelTensors, *, max_adapters: int
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for adapters as a section describes them.
 
@@ -32,7 +32,7 @@ def lora_arguments(
     rank = next((rank for rank in RANKS if rank >= section.rank), section.rank)
     targets = section.target_modules
     return {
-        "lora_target_modules": list(checkpoint.linear if isinstance(targets, str) else targets),
+        "lora_target_modules": list(tensors.linear if isinstance(targets, str) else targets),
         "enable_lora": True,
         "max_loras": max_adapters + 1,
         "max_cpu_loras": max_adapters + 1,
@@ -81,7 +81,7 @@ class Adapters:
             path = Path(folder) / f"{self._num_loads}"
             self._write(push, path)
             try:
-                processes.add_lora(self._request(push.name, path, load_inplace=True))
+                processes.ask("add_lora", self._request(push.name, path, load_inplace=True))
             except Exception as error:
                 raise WeightError(f"{push!r} could not be loaded: {error}") from error
         self._requests[push.name] = self._request(push.name, path)
@@ -106,7 +106,7 @@ class Adapters:
         self._requests.pop(name, None)
         number = self._numbers.pop(name, None)
         if number is not None:
-            processes.remove_lora(number)
+            processes.ask("remove_lora", number)
 
     def forget_all(self) -> list[str]:
         """New base weights came, and vLLM let go of all adapters; which ones."""

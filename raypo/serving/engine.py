@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial, wraps
@@ -16,8 +15,8 @@ from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, LoraSection
 from raypo.models.loading import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
-from raypo.serving.checkpoint import Checkpoint
 from raypo.serving.gauges import tell_load
+from raypo.serving.model_tensors import ModelTensors
 from raypo.serving.requests import (
     Completion,
     Heard,
@@ -131,7 +130,7 @@ class Engine:
         self._arrived: list[TensorSpec] = []
         _refuse_a_second()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._checkpoint = Checkpoint.of(model)
+        self._tensors = ModelTensors.of(model)
         arguments = engine_arguments(
             model,
             section,
@@ -143,8 +142,8 @@ class Engine:
         )
         self._adapters: Adapters | None = None
         if lora is not None:
-            arguments |= lora_arguments(lora, self._checkpoint, max_adapters=max_adapters)
-            self._adapters = Adapters(self._checkpoint.required, most=max_adapters)
+            arguments |= lora_arguments(lora, self._tensors, max_adapters=max_adapters)
+            self._adapters = Adapters(self._tensors.required, most=max_adapters)
         if reads_weights:
             arguments["load_format"] = "auto"
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
@@ -191,10 +190,6 @@ class Engine:
             RuntimeError: it is broken.
         """
         self._require_unbroken()
-
-    def adapter_version(self, name: str) -> int | None:
-        """The version of an adapter that it holds; None where it holds none of that name."""
-        return self._adapters.version(name) if self._adapters else None
 
     @_between_steps
     def peak_memory(self) -> dict[str, float]:
@@ -306,7 +301,7 @@ class Engine:
         self._require_a_push()
         if isinstance(bucket, StoredBucket):
             bucket = bucket.fetch()
-        second_names = sorted(self._checkpoint.optional)
+        second_names = sorted(self._tensors.optional)
         shares = self._ask_workers("raypo_load_bucket", bucket, second_names)
         if any(share != shares[0] for share in shares):
             raise WeightError("the engine's workers did not receive the same tensors.")
@@ -329,7 +324,7 @@ class Engine:
                 f"version {arriving.version} is arriving, and version {manifest.version} was "
                 "to be finished. Only one push at a time may go to an engine."
             )
-        self._checkpoint.check(manifest)
+        self._tensors.check(manifest)
         arrived = Manifest.of(manifest.version, self._arrived)
         lines = manifest.differences(arrived)
         if lines:
@@ -354,7 +349,7 @@ class Engine:
             RuntimeError: it is broken.
         """
         self.begin_push(PushStart(push.version, push.id))
-        self._checkpoint.check(push.manifest)
+        self._tensors.check(push.manifest)
         for bucket in push.buckets:
             self.load_bucket(bucket)
         return self.finish_push(push.manifest)
@@ -402,12 +397,11 @@ class Engine:
             raise RuntimeError("vLLM did not let go of the prefix cache that it slept through.")
 
     @_between_steps
-    def load_adapter(self, push: AdapterPush) -> int:
+    def load_adapter(self, push: AdapterPush) -> None:
         """Put a version of an adapter in the place of its earlier one; others stay as they are.
 
-        Returns:
-            CRC-32 of what arrived. Whatever fails, the engine holds no version of this adapter
-            afterwards, and refuses requests that name it.
+        Whatever fails, the engine holds no version of this adapter afterwards, and refuses requests
+        that name it.
 
         Raises:
             WeightError: it did not arrive whole, is not of this model, or there is no room.
@@ -426,7 +420,6 @@ class Engine:
         if self._loop.runs(push.name) and self._serving.paused != "keep":
             self._loop.forget_keys()
         self._loop.note_version(push.name, push.version)
-        return zlib.crc32(push.data)
 
     def hold(self, *pushes: Kept) -> None:
         """Load what of these the engine does not hold: it is new, or was started again since.

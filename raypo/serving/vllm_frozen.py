@@ -15,8 +15,8 @@ from transformers import AutoConfig
 from raypo.config import FrozenSection
 from raypo.models.loading import load_tokenizer, same_vocabulary
 from raypo.plan.sizes import default_cpu_kv_bytes
-from raypo.serving.checkpoint import kv_bytes_per_token
 from raypo.serving.frozen import FrozenModel, Ids, Told, frozen_memory_advice, sequence_ids
+from raypo.serving.model_tensors import kv_bytes_per_token
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import (
     WORKER_EXTENSION,

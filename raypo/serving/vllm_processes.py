@@ -62,14 +62,6 @@ class VllmProcesses:
                 self._out_of_step = f"vLLM is out of step after a failure ({error})"
             raise
 
-    def add_lora(self, request: Any) -> None:
-        """Load an adapter of a folder in all of them."""
-        self.ask("add_lora", request)
-
-    def remove_lora(self, number: int) -> None:
-        """Forget an adapter in all of them."""
-        self.ask("remove_lora", number)
-
     def why_broken(self) -> str | None:
         """Why none of them can be asked again; None while all can."""
         if getattr(self._llm.llm_engine.model_executor, "is_failed", False):

@@ -8,7 +8,7 @@ from typing import Any
 
 from raypo.config import EngineSection
 from raypo.plan.sizes import default_cpu_kv_bytes
-from raypo.serving.checkpoint import kv_bytes_per_token
+from raypo.serving.model_tensors import kv_bytes_per_token
 from raypo.serving.vllm_arguments import check_extra
 
 OLDEST, NEWEST = (0, 23), (0, 32)

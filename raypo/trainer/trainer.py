@@ -255,7 +255,14 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         thread = threading.Thread(target=fit, name="raypo-fit", daemon=True)
         after_s = self.config.stop.after_s
         deadline = math.inf if after_s is None else begun + after_s
-        with stop_on_signal(monitor, console):
+
+        def stop() -> None:
+            monitor.request_stop.remote()
+            console.message(
+                "Stopping after this step, with a checkpoint; once more to stop at once."
+            )
+
+        with stop_on_signal(stop):
             thread.start()
             while thread.is_alive():
                 thread.join(POLL_S)

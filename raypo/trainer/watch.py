@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,8 @@ def show_events(console: Console, monitor: ActorHandle) -> None:
 
 
 @contextmanager
-def stop_on_signal(monitor: ActorHandle, console: Console) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after its step, the second one at once."""
+def stop_on_signal(ask: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks for an end, the second one raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -43,8 +43,7 @@ def stop_on_signal(monitor: ActorHandle, console: Console) -> Iterator[None]:
         count += 1
         if count > 1:
             raise KeyboardInterrupt
-        monitor.request_stop.remote()
-        console.message("Stopping after this step, with a checkpoint; once more to stop at once.")
+        ask()
 
     earlier = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -10,6 +10,8 @@ from raypo.config.sweep_config import Constraint, SweepConfig
 
 Metrics = Mapping[str, float]
 
+SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
+KL = "kl/ref_response_mean"
 VALUE = "sweep/value"
 """One number a report for schedulers: larger is better, whatever the sweep maximises."""
 SCORED_STEP = "sweep/scored_step"
@@ -34,6 +36,11 @@ class Goal:
         """The goal that a sweep file states."""
         signs = tuple(1.0 if mode == "max" else -1.0 for mode in sweep.mode)
         return cls(sweep.metric, signs, sweep.constraint)
+
+    @property
+    def named(self) -> list[str]:
+        """The metrics, and those that constraints bound."""
+        return [*self.metrics, *(Constraint(text).metric for text in self.constraints)]
 
     def gains(self, known: Metrics) -> tuple[float, ...]:
         """The metrics, signed so that larger is better; -inf where one is unknown or NaN."""

@@ -10,17 +10,16 @@ from typing import Any
 from raypo.report.change import Change, held_out_change, lead_words, paired_change
 from raypo.report.page import number
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.goal import Goal
+from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.record import TrialRecord
 from raypo.tuning.view import point_text
 
-SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
 MAX_NAMED = 4
 """Trials in one sentence."""
 WORDS = {
     SCORE: "held-out score",
     REWARD_MODEL: "reward model's score, held out",
-    "kl/ref_response_mean": "KL to the reference, nats per response",
+    KL: "KL to the reference, nats per response",
     "rollout/score_mean": "training score",
 }
 

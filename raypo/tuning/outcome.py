@@ -14,7 +14,7 @@ from raypo.report.change import held_out_scores
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions
 from raypo.tracking.tensorboard import write_hparams
-from raypo.tuning.goal import Goal
+from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.held_out import who_is_best
 from raypo.tuning.record import TRIALS, TrialRecord, best_of, ranked, write_trials
 from raypo.tuning.sweep_folder import TRIALS_FOLDER
@@ -69,8 +69,8 @@ class Outcome:
 
     def _headline(self) -> dict[str, float]:
         assert self.best is not None
-        names = ("eval/score_mean", "eval/reward_model_mean", "kl/ref_response_mean")
-        return {k: self.best.metrics[k] for k in names if k in self.best.metrics}
+        known = self.best.metrics
+        return {k: known[k] for k in (SCORE, REWARD_MODEL, KL) if k in known}
 
 
 def write_outcome(
@@ -143,8 +143,7 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
 
 def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:
     """Each trial's point and last figures beside its curves: `tensorboard --logdir trials`."""
-    shown = set(goal.metrics) | {"eval/score_mean", "eval/reward_model_mean"}
-    shown |= {"kl/ref_response_mean", *(text.split()[0] for text in goal.constraints)}
+    shown = {*goal.named, SCORE, REWARD_MODEL, KL}
     for record in records:
         metrics = {name: value for name, value in record.metrics.items() if name in shown}
         if metrics:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.goal import SCORED_STEP, Goal, scored_step
+from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, SCORED_STEP, Goal, scored_step
 
 TRIALS = "trials.parquet"
 Status = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
@@ -129,6 +129,4 @@ _PLAIN = ("number", "name", "status", "step", "seconds", "device_s", "error")
 
 def _shown(goal: Goal) -> list[str]:
     """Metrics with a column of their own; all others stand in the column metrics, as JSON."""
-    usual = ("eval/score_mean", "eval/reward_model_mean", "rollout/score_mean")
-    bounds = [text.split()[0] for text in goal.constraints]
-    return list(dict.fromkeys([*goal.metrics, *bounds, *usual, "kl/ref_response_mean"]))
+    return list(dict.fromkeys([*goal.named, SCORE, REWARD_MODEL, "rollout/score_mean", KL]))

@@ -11,8 +11,6 @@ from raypo.storage.run_files import RunFiles
 
 TRIALS_FOLDER = "trials"
 """Below a sweep's folder: the run folders of its trials."""
-BASE = RECORDED_BASE
-"""Key of the resolved base in the config.yaml of a sweep's folder."""
 TRIALS_DO_NOT_DEPEND_ON = ("max_concurrent", "num_samples", "resources", "storage_path")
 """Keys of a sweep file that may change when it is resumed, or given more trials."""
 
@@ -20,7 +18,7 @@ TRIALS_DO_NOT_DEPEND_ON = ("max_concurrent", "num_samples", "resources", "storag
 def recorded_config(sweep: SweepConfig, base: AnyConfig) -> dict[str, Any]:
     """What the folder's config.yaml holds."""
     values = sweep.model_dump(mode="json", exclude_unset=True)
-    return {"name": sweep.name, **values, BASE: base.model_dump(mode="json")}
+    return {"name": sweep.name, **values, RECORDED_BASE: base.model_dump(mode="json")}
 
 
 def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> None:
@@ -32,7 +30,7 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
     recorded = files.config()
     if recorded is None:
         return
-    earlier_base = recorded.pop(BASE, None)
+    earlier_base = recorded.pop(RECORDED_BASE, None)
     if earlier_base is None:
         raise ConfigError(
             f"name ({sweep.name}): {files.location} holds a run, no sweep. Choose another name or "

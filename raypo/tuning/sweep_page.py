@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.clock import duration
 from raypo.report import (
@@ -28,10 +29,8 @@ from raypo.report.charts import chart_of, new_figure
 from raypo.report.page import COLOURS, number
 from raypo.report.run_page import with_the_start
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.goal import Goal
+from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.held_out import (
-    REWARD_MODEL,
-    SCORE,
     WORDS,
     Changes,
     Scores,
@@ -40,10 +39,9 @@ from raypo.tuning.held_out import (
     who_is_best,
 )
 from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
-from raypo.tuning.sweep_folder import BASE, TRIALS_FOLDER
+from raypo.tuning.sweep_folder import TRIALS_FOLDER
 from raypo.tuning.view import point_text, status_words, value_text
 
-KL = "kl/ref_response_mean"
 MAX_LABEL = 40
 """Characters of a legend."""
 
@@ -66,21 +64,16 @@ class SweepData:
     changes: Mapping[str, Changes]
     """Of each trial, how its held-out scores changed until then."""
 
-    @property
-    def best(self) -> TrialRecord | None:
-        """The trial that ranks first of those that have a score and did not fail."""
-        return best_of(self.trials, self.goal)
-
 
 def is_sweep(files: RunFiles) -> bool:
     """Whether a folder is a sweep's."""
-    return BASE in (files.config() or {})
+    return RECORDED_BASE in (files.config() or {})
 
 
 def load_sweep(files: RunFiles) -> SweepData:
     """A sweep by its folder, whatever it has so far."""
     recorded = files.config() or {}
-    base = recorded.pop(BASE)
+    base = recorded.pop(RECORDED_BASE)
     config = SweepConfig.parse(recorded, origin=f"{files.location}/config.yaml")
     goal, found = Goal.of(config), read_trials(files)
     trials = ranked(found, goal)
@@ -138,7 +131,7 @@ _FRONT_NOTE = (
 
 
 def _result(section: Section, sweep: SweepData) -> None:
-    best = sweep.best
+    best = best_of(sweep.trials, sweep.goal)
     if best is None:
         section.add(Words("No trial has a score yet.", strong=True))
     else:
@@ -205,8 +198,7 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
 
 def _trials(section: Section, sweep: SweepData) -> None:
     keys = list(sweep.config.domains)
-    bounds = [text.split()[0] for text in sweep.goal.constraints]
-    names = dict.fromkeys([*sweep.goal.metrics, *bounds, SCORE, REWARD_MODEL, KL])
+    names = dict.fromkeys([*sweep.goal.named, SCORE, REWARD_MODEL, KL])
     shown = [name for name in names if any(name in trial.metrics for trial in sweep.trials)]
     headings = ["rank", "trial", "status", "steps", "score at step", *keys]
     headings += [*(WORDS.get(name, name) for name in shown), "device-seconds"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from raypo.storage.run_state import PATIENCE_S, RunStatus, shown_location, status_of
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TRIALS, best_of, read_trials
-from raypo.tuning.sweep_folder import BASE, TRIALS_FOLDER
+from raypo.tuning.sweep_folder import TRIALS_FOLDER
 
 KEYS = ("name", "base", "space", "searcher", "num_samples", "metric", "mode", "constraint")
 """Of a sweep's recorded config: the others may be of a version that wrote them otherwise."""
@@ -22,7 +23,7 @@ def sweep_status(files: RunFiles, now: float) -> RunStatus | None:
         now: Seconds since 1970.
     """
     recorded = files.config() or {}
-    if recorded.pop(BASE, None) is None:
+    if recorded.pop(RECORDED_BASE, None) is None:
         return None
     needed = {key: recorded[key] for key in KEYS if key in recorded}
     sweep = SweepConfig.parse(needed, origin=f"{files.location}/config.yaml")

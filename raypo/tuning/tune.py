@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +21,7 @@ from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.folder import open_folder
 from raypo.storage.run_files import RunFiles
+from raypo.trainer.watch import stop_on_signal
 from raypo.tuning.board import Board
 from raypo.tuning.capacity import SweepPlan, describe, plan_sweep, trial_name
 from raypo.tuning.cluster import find_nodes
@@ -139,7 +137,7 @@ class _Sweep:
         self._greet()
         status = "failed"
         try:
-            with self._stop_on_signal():
+            with stop_on_signal(self._stop_all):
                 self._fit()
             status = "interrupted" if self._stop.is_wanted else "finished"
         except KeyboardInterrupt:
@@ -243,24 +241,8 @@ class _Sweep:
         for line in outcome.lines():
             self._view.message(line)
 
-    @contextmanager
-    def _stop_on_signal(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends all trials, the second one at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def stop(number: int, frame: Any) -> None:
-            if self._stop.is_wanted:
-                raise KeyboardInterrupt
-            self._stop.is_wanted = True
-            self._view.message(
-                "Stopping all trials; the same command goes on from their last checkpoints."
-            )
-
-        earlier = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for each, handler in earlier.items():
-                signal.signal(each, handler)
+    def _stop_all(self) -> None:
+        self._stop.is_wanted = True
+        self._view.message(
+            "Stopping all trials; the same command goes on from their last checkpoints."
+        )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raypo.metrics.clock import duration
-from raypo.tuning.goal import Goal
+from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.record import TrialRecord
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ _RANKING = (
     "steps are not compared."
 )
 _HEADINGS = {
-    "eval/score_mean": "held-out score",
-    "eval/reward_model_mean": "reward model",
-    "kl/ref_response_mean": "KL",
+    SCORE: "held-out score",
+    REWARD_MODEL: "reward model",
+    KL: "KL",
     "rollout/score_mean": "training score",
 }
 _STYLES = {
@@ -157,8 +157,7 @@ class SweepView:
 
     def _columns(self, ranked: Sequence[TrialRecord]) -> dict[str, list[str]]:
         """What the trials came to, by heading; what matters least is last."""
-        metrics = [*self._goal.metrics, *(text.split()[0] for text in self._goal.constraints)]
-        metrics += ["eval/reward_model_mean", "kl/ref_response_mean"]
+        metrics = [*self._goal.named, REWARD_MODEL, KL]
         seen = [m for m in dict.fromkeys(metrics) if any(m in r.metrics for r in ranked)]
         by_metric = {
             _heading(name): [_number(record.metrics.get(name, math.nan)) for record in ranked]

@@ -86,8 +86,27 @@ class Group:
         rank = store.add(_key(rendezvous, "joined"), 1)
         return cls(rendezvous, rank=rank, store=store, device=device)
 
-    def send(self, flat: Tensor, *, is_in_vain: Callable[[], bool]) -> None:
-        """Broadcast from rank 0.
+    def receive(self, bucket: BroadcastBucket) -> Staged:
+        """The bucket, in memory of its own.
+
+        Raises:
+            WeightError: as `broadcast`, or the bucket is not this group's.
+        """
+        if bucket.epoch != self.rendezvous.epoch:
+            raise WeightError(
+                f"a bucket of broadcast group {bucket.epoch} cannot reach a member of group "
+                f"{self.rendezvous.epoch}. Push the weights again."
+            )
+        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+        self.broadcast(flat, is_in_vain=lambda: False)
+        return Staged(flat, bucket.entries)
+
+    def leave(self) -> None:
+        """Give up what is under way and close all connections; safe to call in any state."""
+        self._backend.abort()
+
+    def broadcast(self, flat: Tensor, *, is_in_vain: Callable[[], bool]) -> None:
+        """From rank 0 to all others.
 
         Args:
             flat: uint8 [bytes] on this group's device.
@@ -96,28 +115,6 @@ class Group:
         Raises:
             WeightError: a member is gone, or it took too long. The group is of no use afterwards.
         """
-        self._broadcast(flat, is_in_vain)
-
-    def receive(self, bucket: BroadcastBucket) -> Staged:
-        """The bucket, in memory of its own.
-
-        Raises:
-            WeightError: as `send`, or the bucket is not this group's.
-        """
-        if bucket.epoch != self.rendezvous.epoch:
-            raise WeightError(
-                f"a bucket of broadcast group {bucket.epoch} cannot reach a member of group "
-                f"{self.rendezvous.epoch}. Push the weights again."
-            )
-        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
-        self._broadcast(flat, lambda: False)
-        return Staged(flat, bucket.entries)
-
-    def leave(self) -> None:
-        """Give up what is under way and close all connections; safe to call in any state."""
-        self._backend.abort()
-
-    def _broadcast(self, flat: Tensor, is_in_vain: Callable[[], bool]) -> None:
         limit = self.rendezvous.timeout_s
         deadline = time.monotonic() + limit
         try:
@@ -190,7 +187,7 @@ class BroadcastTransport:
             for staged in stage(tensors, bucket_bytes=self._bucket_bytes, device=self._device):
                 bucket = BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
                 conversation.offer(bucket, staged.specs)
-                group.send(staged.flat, is_in_vain=lambda: bool(conversation.failures()))
+                group.broadcast(staged.flat, is_in_vain=lambda: bool(conversation.failures()))
                 conversation.settle()
         conversation.finish()
         self.kept = Kept(conversation.id)

@@ -5,7 +5,7 @@ import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow.fs
 import pytest
@@ -22,8 +22,17 @@ from ray.train import (
 
 from raypo.checks import with_steps_of_epochs
 from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
+from raypo.recipes import from_examples, rounds
 from raypo.storage.run_files import RunFiles
-from raypo.trainer import PPOTrainer, SFTTrainer
+from raypo.trainer import (
+    DistillationTrainer,
+    DPOTrainer,
+    IterativeDPOTrainer,
+    PPOTrainer,
+    RejectionSamplingTrainer,
+    RewardModelTrainer,
+    SFTTrainer,
+)
 from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of
 
 
@@ -279,3 +288,21 @@ def test_fresh_removes_the_run_that_is_there_before_anything_starts(values: dict
     with pytest.raises(ConfigError, match="nothing listens there"):
         PPOTrainer(elsewhere, reward_fn=judge, fresh=True).fit()
     assert files.metrics() == []
+
+
+@pytest.mark.parametrize(
+    ("trainer", "loop"),
+    [
+        *((t, "examples_loop") for t in (SFTTrainer, RewardModelTrainer, DPOTrainer)),
+        (RejectionSamplingTrainer, "rounds_loop"),
+        (DistillationTrainer, "rounds_loop"),
+        (IterativeDPOTrainer, "rounds_loop"),
+    ],
+)
+def test_a_shared_loop_gets_its_recipes_view_of_a_run(
+    trainer: Any, loop: str, monkeypatch: pytest.MonkeyPatch
+):
+    module = from_examples if loop == "examples_loop" else rounds
+    monkeypatch.setattr(module, loop, lambda setup, view: {"view": view})
+    view = trainer.loop({})["view"]
+    assert get_args(view.__orig_bases__[0])[0] is trainer.config_class

@@ -12,7 +12,7 @@ from raypo.ppo.corrections import CORRECTION_KINDS, MASK_RATIOS
 from raypo.ppo.estimators import ESTIMATORS
 from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS, MAX_RELATIVE_ERROR
 from raypo.ppo.losses import AGGREGATIONS
-from raypo.ppo.surrogates import POLICY_KINDS
+from raypo.ppo.surrogates import SURROGATES
 from tests.unit.config.test_run_config import refused, with_keys
 
 ADAPTIVE = {"ppo__kl__controller": "adaptive"}
@@ -28,7 +28,7 @@ def choices(section, key):
 def test_the_choices_are_those_that_the_mathematics_has():
     fields = PPOSection().__class__
     assert choices(fields, "advantage") == set(ESTIMATORS)
-    assert choices(fields, "policy_loss") == set(POLICY_KINDS)
+    assert choices(fields, "policy_loss") == set(SURROGATES)
     assert choices(fields, "aggregation") == set(AGGREGATIONS)
     assert choices(PPOSection().kl.__class__, "estimator") == set(KL_KINDS) | set(KL_LOSS_KINDS)
     assert choices(PPOSection().correction.__class__, "kind") == set(CORRECTION_KINDS)

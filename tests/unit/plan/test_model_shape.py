@@ -16,7 +16,7 @@ from transformers import (
 from raypo.config import ConfigError
 from raypo.plan.memory import kv_bytes_per_token
 from raypo.plan.model_shape import ModelShape, from_config
-from raypo.serving.checkpoint import kv_bytes_per_token as served_kv_bytes_per_token
+from raypo.serving.model_tensors import kv_bytes_per_token as served_kv_bytes_per_token
 from tests.tiny import tiny_policy
 
 SIZES: dict[str, Any] = {

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from raypo.models.token_log_probs import token_log_probs
 from raypo.ppo.advantages import discounted_returns, generalized_advantages, token_rewards
 from raypo.ppo.corrections import importance_weights
 from raypo.ppo.kl import KLController, kl_statistics
-from raypo.ppo.losses import aggregate, entropy_from_logits, policy_loss, value_loss
+from raypo.ppo.losses import aggregate, policy_loss, value_loss
 from raypo.ppo.shaping import RunningMoments, ShapingRules, shape_scores
 from tests.unit.ppo.steps import INF, NAN, random_step
 
@@ -176,7 +177,7 @@ def test_bug_14_entropy_is_that_of_the_tempered_logits():
     temperature = 0.5
     sampled_from = torch.distributions.Categorical(logits=logits / temperature)
 
-    entropy = entropy_from_logits(logits / temperature)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    _, entropy = token_log_probs(logits, ids, temperature=temperature, with_entropy=True)
 
     torch.testing.assert_close(entropy, sampled_from.entropy())
-    assert entropy.item() < entropy_from_logits(logits).item()

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypo.ppo.losses import AGGREGATIONS, count_for, explained_variance, policy_loss, value_loss
-from raypo.ppo.surrogates import POLICY_KINDS
+from raypo.ppo.surrogates import SURROGATES
 from tests.unit.ppo.steps import INF, NAN, Step, add, fewer, random_step, seeds
 
 POLICY = [
     (kind, aggregation, weighted)
-    for kind, aggregation, weighted in itertools.product(POLICY_KINDS, AGGREGATIONS, (False, True))
+    for kind, aggregation, weighted in itertools.product(SURROGATES, AGGREGATIONS, (False, True))
 ]
 VALUE = list(itertools.product((None, 0.2), AGGREGATIONS))
 MAX_NEW_TOKENS = 9

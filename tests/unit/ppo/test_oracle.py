@@ -14,7 +14,7 @@ from raypo.ppo.covariance import covariant_tokens
 from raypo.ppo.estimators import ESTIMATORS, estimate_advantages
 from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS, kl_estimate, kl_loss_terms
 from raypo.ppo.losses import AGGREGATIONS, policy_loss, value_loss
-from raypo.ppo.surrogates import POLICY_KINDS
+from raypo.ppo.surrogates import SURROGATES
 from tests.unit.ppo import oracle
 from tests.unit.ppo.steps import INF, NAN, Step, few, random_step, seeds
 
@@ -93,7 +93,7 @@ def test_advantages_and_returns(
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("kind", POLICY_KINDS)
+@pytest.mark.parametrize("kind", SURROGATES)
 @given(step=steps(), weighted=st.booleans(), dual=st.booleans())
 @few
 def test_policy_loss_and_gradient(kind, aggregation, step, weighted, dual):

@@ -15,7 +15,7 @@ from raypo.ppo.estimators import ESTIMATORS, estimate_advantages
 from raypo.ppo.losses import AGGREGATIONS, count_for, policy_loss, value_loss
 from raypo.ppo.masked import masked_moments, masked_whiten
 from raypo.ppo.shaping import RunningMoments
-from raypo.ppo.surrogates import POLICY_KINDS
+from raypo.ppo.surrogates import SURROGATES
 from tests.unit.ppo.steps import random_step
 
 ROWS = 7
@@ -39,7 +39,7 @@ def reduced_step(workers: Workers) -> list[torch.Tensor]:
                 policy_loss(*mine.policy(), kind=kind, covariant=mine.covariant, **knobs),
                 step.log_probs,
             )
-            for kind in POLICY_KINDS
+            for kind in SURROGATES
         ]
         outcomes.append((value_loss(*mine.critic(), value_clip=0.2, **knobs), step.values))
         for (loss, stats), leaf in outcomes:

@@ -258,13 +258,13 @@ def test_the_next_push_after_one_that_broke_off_forms_a_new_group():
 
 
 def test_corrupted_bytes_end_the_push(monkeypatch: pytest.MonkeyPatch):
-    send = Group.send
+    send = Group.broadcast
 
     def send_changed(group: Group, flat: torch.Tensor, **options: Any) -> None:
         flat[3] ^= 1
         send(group, flat, **options)
 
-    monkeypatch.setattr(Group, "send", send_changed)
+    monkeypatch.setattr(Group, "broadcast", send_changed)
     receiver = Receiver()
     with pytest.raises(WeightError, match="w0: the bytes that arrived do not have the checksum"):
         push(transport(), Handle(receiver), 1)

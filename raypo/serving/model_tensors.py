@@ -13,7 +13,7 @@ from raypo.weights.manifest import Manifest, WeightError, summary
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelTensors:
     """Names and shapes as the Hugging Face `state_dict` of a causal language model has them."""
 
     required: dict[str, tuple[int, ...]]
@@ -23,7 +23,7 @@ class Checkpoint:
     """Last words of the names of its linear layers, the output head left out."""
 
     @classmethod
-    def of(cls, model: str) -> Checkpoint:
+    def of(cls, model: str) -> ModelTensors:
         """The tensors of a folder's or hub id's model; no weight is read or made."""
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))

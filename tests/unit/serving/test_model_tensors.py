@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoModelForCausalLM
 
-from raypo.serving.checkpoint import Checkpoint, kv_bytes_per_token
+from raypo.serving.model_tensors import ModelTensors, kv_bytes_per_token
 from raypo.weights.buckets import pack
 from raypo.weights.manifest import Manifest, WeightError
 from raypo.weights.transport import LocalTransport
@@ -25,16 +25,16 @@ def manifest(tensors: dict) -> Manifest:
 
 
 def test_a_tied_head_may_come_or_not(folder: str, tensors: dict) -> None:
-    checkpoint = Checkpoint.of(folder)
-    checkpoint.check(manifest(tensors))
+    known = ModelTensors.of(folder)
+    known.check(manifest(tensors))
     assert "lm_head.weight" not in tensors
     head = tensors["model.embed_tokens.weight"]
-    checkpoint.check(manifest({**tensors, "lm_head.weight": head}))
+    known.check(manifest({**tensors, "lm_head.weight": head}))
     with pytest.raises(WeightError, match=r"lm_head.weight has shape \(3, 64\)"):
-        checkpoint.check(manifest({**tensors, "lm_head.weight": head[:3]}))
+        known.check(manifest({**tensors, "lm_head.weight": head[:3]}))
     alone = {name: each for name, each in tensors.items() if name != "model.embed_tokens.weight"}
     with pytest.raises(WeightError, match=r"embed_tokens.weight is missing"):
-        checkpoint.check(manifest({**alone, "lm_head.weight": head}))
+        known.check(manifest({**alone, "lm_head.weight": head}))
 
 
 def test_every_mistake_is_named(folder: str, tensors: dict) -> None:
@@ -43,7 +43,7 @@ def test_every_mistake_is_named(folder: str, tensors: dict) -> None:
     wrong["model.norm.weight"] = wrong["model.norm.weight"][:3]
 
     with pytest.raises(WeightError) as refused:
-        Checkpoint.of(folder).check(manifest(wrong))
+        ModelTensors.of(folder).check(manifest(wrong))
 
     assert str(refused.value).startswith("the weights of version 4 are not those of")
     assert "model.layers.1.self_attn.k_proj.weight is missing" in str(refused.value)
