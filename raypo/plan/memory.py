@@ -207,7 +207,7 @@ def trained(
 
 
 def kv_bytes_per_token(shape: ModelShape, *, itemsize: int, tensor_parallel: int = 1) -> int:
-    """Keys and values of one token over all layers, as `raypo.serving.checkpoint` has it."""
+    """Keys and values of one token over all layers, as `raypo.serving.model_tensors` has it."""
     heads = max(1, shape.kv_heads // tensor_parallel)
     return 2 * shape.layers * heads * shape.head_dim * itemsize
 
