@@ -402,6 +402,7 @@ _OF_A_CHECKPOINT = (
     "model.dtype",
     "model.lora",
     "learner.num_workers",
+    "learner.critic_workers",
     "learner.zero_stage",
     "ppo.advantage",
 )
@@ -452,9 +453,9 @@ def _check_cpus(config: Any) -> None:
     learner, cores = config.learner, cpu_count()
     workers = worker_bundles(config, use_gpu=False)
     if len(place(workers, [{"CPU": cores}], "PACK")) < len(workers):
-        asked = learner.num_workers * learner.cpus_per_worker
+        asked = len(workers) * learner.cpus_per_worker
         raise ConfigError(
-            f"learner.cpus_per_worker ({learner.cpus_per_worker}): {learner.num_workers} learner "
+            f"learner.cpus_per_worker ({learner.cpus_per_worker}): {len(workers)} learner "
             f"workers ask for {asked} CPU cores, this machine has {cores}. Lower "
             f"learner.num_workers or learner.cpus_per_worker, or set cluster.address."
         )

@@ -37,6 +37,20 @@ class Workers:
         """The same workers in a group of their own, for another thread; all of them call it."""
         return replace(self, group=dist.new_group(backend="gloo")) if self.count > 1 else self
 
+    def team(self, sizes: Sequence[int]) -> Workers:
+        """The workers of this one's team, in a group of their own; all workers call it.
+
+        Args:
+            sizes: Of all teams, in the order of ranks; together `count`.
+        """
+        first, own = 0, self
+        for size in sizes:
+            ranks = range(first, first + size)
+            group: Any = dist.new_group(list(ranks), backend="gloo")
+            own = Workers(self.rank - first, size, group) if self.rank in ranks else own
+            first += size
+        return own
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the workers, on every worker; any shape, not in place."""
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -68,8 +82,11 @@ class Workers:
         received = [torch.empty(size[self.rank], dtype=torch.uint8) for size in sizes]
         received[self.rank] = sent[self.rank]
         others = [rank for rank in range(self.count) if rank != self.rank]
-        calls = [dist.P2POp(dist.isend, sent[rank], rank, self.group) for rank in others]
-        calls += [dist.P2POp(dist.irecv, received[rank], rank, self.group) for rank in others]
+        calls = [
+            dist.P2POp(way, tensors[rank], group=self.group, group_peer=rank)
+            for way, tensors in ((dist.isend, sent), (dist.irecv, received))
+            for rank in others
+        ]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
         return [pickle.loads(each.numpy().tobytes()) for each in received]
@@ -79,7 +96,7 @@ class Workers:
         if self.count == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def barrier(self) -> None:

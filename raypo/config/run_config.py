@@ -277,7 +277,7 @@ class OnlineConfig(RecipeConfig):
 
     @model_validator(mode="after")
     def _frozen_models_on_several_devices_find_them(self) -> Self:
-        num_workers = self.learner.num_workers
+        num_workers = self.learner.total_workers
         for role in ("reference", "reward"):
             frozen: FrozenSection = getattr(self.placement.frozen, role)
             size = frozen.tensor_parallel
@@ -428,13 +428,40 @@ class PPOConfig(OnlineConfig):
 
     @model_validator(mode="after")
     def _every_worker_has_work(self) -> Self:
-        fewest = min(self.rollout.prompts_per_step, self.ppo.minibatch_size)
-        if self.learner.num_workers > fewest:
+        learner, prompts = self.learner, self.rollout.prompts_per_step
+        fewest = min(prompts, self.ppo.minibatch_size)
+        apart, in_all = learner.critic_workers, learner.total_workers
+        if apart and (in_all > prompts or apart > self.ppo.minibatch_size):
+            raise ValueError(
+                f"learner.critic_workers ({apart}): every worker needs a prompt of each step "
+                f"(learner.num_workers + learner.critic_workers = {in_all}, "
+                f"rollout.prompts_per_step = {prompts}) and a response of each minibatch "
+                f"(ppo.minibatch_size = {self.ppo.minibatch_size}). Set it lower, or to 0."
+            )
+        if learner.num_workers > fewest:
             raise ValueError(
                 f"learner.num_workers ({self.learner.num_workers}): every worker needs a prompt of "
                 f"each step (rollout.prompts_per_step = {self.rollout.prompts_per_step}) and a "
                 f"response of each minibatch (ppo.minibatch_size = {self.ppo.minibatch_size}). "
                 f"Set learner.num_workers to at most {fewest}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_critic_with_workers_exists(self) -> Self:
+        apart = self.learner.critic_workers
+        if apart and not self.ppo.needs_critic:
+            raise ValueError(
+                f"learner.critic_workers ({apart}): ppo.advantage: {self.ppo.advantage} has no "
+                f"critic. Set learner.critic_workers to 0, or ppo.advantage to gae."
+            )
+        is_uri = "://" in self.storage_path
+        if apart and is_uri and self.learner.save_critic and self.checkpoint.best_by:
+            raise ValueError(
+                f"learner.critic_workers ({apart}): writes the critic on another worker than the "
+                f"policy, and best/ takes both from one disk (storage_path: {self.storage_path}). "
+                f"Set checkpoint.best_by to null, learner.save_critic to false, or storage_path "
+                f"to a folder that all nodes see."
             )
         return self
 

@@ -231,6 +231,11 @@ class WorkersSection(Config):
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Merged over the generated DeepSpeed config."""
 
+    @property
+    def total_workers(self) -> int:
+        """Workers of the group, whatever they train."""
+        return self.num_workers
+
     @model_validator(mode="after")
     def _a_floor_is_reached(self) -> Self:
         if self.lr_floor and self.lr_schedule == "constant":
@@ -278,6 +283,10 @@ class WorkersSection(Config):
 class LearnerSection(WorkersSection):
     """The workers that hold policy and critic under DeepSpeed."""
 
+    critic_workers: int = Field(default=0, ge=0)
+    """Ray Train workers that hold the critic alone, beside `num_workers` that then hold the policy
+    alone: the two are updated at the same time. 0: `num_workers` hold both. The numbers of a step
+    are the same."""
     policy_lr: float = Field(default=1e-6, ge=0.0)
     """Highest learning rate of the policy (AdamW)."""
     critic_lr: float = Field(default=1e-5, ge=0.0)
@@ -287,6 +296,23 @@ class LearnerSection(WorkersSection):
     peak_tflops: float | None = Field(default=None, gt=0.0)
     """Most TFLOP/s of a worker's device in `model.dtype`, which `perf/mfu` is measured against;
     null: of the data sheet of a known GPU, else measured by a matrix product at the start."""
+
+    @property
+    def total_workers(self) -> int:
+        """Workers of the group, those of the policy and those of the critic."""
+        return self.num_workers + self.critic_workers
+
+    @model_validator(mode="after")
+    def _workers_of_a_role_hold_whole_weights(self) -> Self:
+        stage = self.deepspeed.get("zero_optimization", {}).get("stage", self.zero_stage)
+        if self.critic_workers and stage == 3:
+            raise ValueError(
+                f"learner.critic_workers ({self.critic_workers}): at ZeRO stage 3 "
+                f"(learner.zero_stage, learner.deepspeed) weights are loaded into shares of all "
+                f"workers, and here each model has workers of its own. Set learner.zero_stage to "
+                f"2, or learner.critic_workers to 0."
+            )
+        return self
 
 
 class EvalSection(Config):

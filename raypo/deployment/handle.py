@@ -57,6 +57,12 @@ class DeploymentHandle:
         """
         self._required = (method, args) if method else None
 
+    @property
+    def required(self) -> tuple[Any, ...]:
+        """What `require` was last given."""
+        method, args = self._required or (None, ())
+        return (method, *args)
+
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started.
 

@@ -6,6 +6,7 @@ B responses, T response tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypo.collectives import Workers
+from raypo.collectives import Workers, as_tensor
 from raypo.config import LearnerSection, ModelSection, PPOSection, is_import_path
 from raypo.data.batching import batches_by_tokens
 from raypo.learner.export import kept, save_adapter, save_critic, save_folder
@@ -24,6 +25,7 @@ from raypo.learner.objective import (
     value_objective,
     values_of,
 )
+from raypo.learner.roles import Roles
 from raypo.learner.state import (
     SkippedUpdates,
     load_worker_state,
@@ -50,7 +52,11 @@ def minibatch_order(seed: int, step: int, epoch: int, count: int) -> list[int]:
 
 
 class Learner:
-    """The learner's part on one worker; every method is called by all workers together."""
+    """The learner's part on one worker; every method is called by all workers together.
+
+    Where policy and critic have workers of their own, what is about the policy's weights is called
+    by its workers, and what is about the critic's by the critic's.
+    """
 
     def __init__(
         self,
@@ -64,20 +70,33 @@ class Learner:
         seed: int,
         workers: Workers,
         critic_start: CriticStart | None = None,
+        roles: Roles | None = None,
     ) -> None:
+        """Load what this worker trains.
+
+        Args:
+            workers: All of them.
+            roles: Who of them trains what; None: all train policy and critic.
+        """
         torch.manual_seed(seed)
-        self._ppo, self._section, self._workers = ppo, section, workers
+        self._roles = roles = roles or Roles.shared(workers)
+        self._ppo, self._section, self._workers = ppo, section, roles.own
         self._max_new_tokens, self._num_steps = max_new_tokens, num_steps
         self.seed = seed
         rates = "learner.policy_lr and learner.critic_lr"
         self._skipped = SkippedUpdates(section.max_skipped_updates, rates)
-        shared: dict[str, Any] = {"dtype": model.dtype, "section": section, "workers": workers}
+        shared: dict[str, Any] = {"dtype": model.dtype, "section": section}
+        shared |= {"workers": roles.own, "mpu": roles.mpu}
         self._model = model
         self._is_reference = ppo.needs_reference and model.is_own_reference
-        with in_shares(section, dtype=model.dtype, workers=workers):
-            network = load_policy(model)
-        policy = Policy(network, temperature=temperature)
-        self._policy = TrainedModel(policy, **shared)
+        self._trained_policy = None
+        if roles.trains_policy:
+            with in_shares(section, dtype=model.dtype, workers=workers):
+                network = load_policy(model)
+            policy = Policy(network, temperature=temperature)
+            self._trained_policy = TrainedModel(policy, **shared)
+        if roles.are_apart:  # the critic's new weights are those that come after the policy's
+            torch.set_rng_state(workers.broadcast(torch.get_rng_state()))
         self._own_surrogate = None
         if is_import_path(ppo.policy_loss):
             function = load_function(ppo.policy_loss, key="ppo.policy_loss")
@@ -85,13 +104,18 @@ class Learner:
         self._critic = None
         self.critic_start = ""
         """In words, which weights the critic starts from."""
-        if ppo.needs_critic:
+        if ppo.needs_critic and roles.trains_critic:
             start = critic_start or CriticStart(model.critic or model.policy)
             with in_shares(section, dtype=model.dtype, workers=workers):
                 critic, self.critic_start = Critic.load(
                     start, lora=model.lora, dtype=model.dtype, attention=model.attention
                 )
             self._critic = TrainedModel(critic, **shared)
+
+    @property
+    def _policy(self) -> TrainedModel:
+        assert self._trained_policy is not None, "asked of the policy's workers only"
+        return self._trained_policy
 
     def with_log_probs_and_values(self, experience: Experience) -> Experience:
         """The experience with `old_log_probs` and, where there is a critic, `values`.
@@ -102,16 +126,18 @@ class Learner:
         policy without its adapter is the reference, also `ref_log_probs`. All is cut as the update
         cuts it, so that the first update has a ratio of exactly 1.
         """
-        evaluated = experience
+        found: dict[str, Tensor] = {}
         is_one_update = len(self._minibatches(experience)) <= 1
         if self._ppo.old_log_probs == "engine":
-            evaluated = experience.with_(old_log_probs=experience.rollout_log_probs)
+            experience = experience.with_(old_log_probs=experience.rollout_log_probs)
         elif self._ppo.computes_old_log_probs(is_one_update=is_one_update):
-            evaluated = experience.with_(old_log_probs=self._policy_log_probs(experience))
+            found |= self._if_policy("old_log_probs", experience)
         if self._is_reference:
-            with adapter_off(self._policy.module):
-                evaluated = evaluated.with_(ref_log_probs=self._policy_log_probs(experience))
-        return self._with_values(evaluated, self._critic) if self._critic else evaluated
+            with adapter_off(self._policy.module) if self._trained_policy else nullcontext():
+                found |= self._if_policy("ref_log_probs", experience)
+        if self._critic:
+            found |= self._values(experience, self._critic)
+        return experience.with_(**self._roles.joined(experience, found))
 
     def update(
         self,
@@ -140,14 +166,15 @@ class Learner:
         statistics, critic = UpdateStatistics(), self._critic
         rates = self._set_learning_rates(step)
         with_policy = step > self._ppo.critic_warmup_steps
+        found: dict[str, Tensor] = {}
         if experience.old_log_probs is None and not with_policy:
-            experience = experience.with_(old_log_probs=self._policy_log_probs(experience))
+            found = self._if_policy("old_log_probs", experience)
         log_probs = torch.zeros(experience.response_mask.shape)  # [B, T], those of the last epoch
         for rows in self._minibatches_of_all_epochs(experience, step):
             counts = StepCounts.of(experience.select(rows), self._ppo, self._workers)
             for piece in self._microbatches(experience, rows):
                 batch = self._on_device(experience, piece)
-                if with_policy:
+                if with_policy and self._trained_policy:
                     new, entropy = self._policy(
                         batch, with_entropy=True, entropy_grad=entropy_coef > 0.0
                     )
@@ -171,8 +198,10 @@ class Learner:
                     statistics.add_value(loss.detach(), sums)
             self._skipped.count(self._step(statistics, with_policy=with_policy))
         if experience.old_log_probs is None:
-            experience = experience.with_(old_log_probs=log_probs)
-        return experience, statistics.reduce(self._workers) | rates
+            if with_policy and self._trained_policy:
+                found = {"old_log_probs": log_probs}
+            experience = experience.with_(**self._roles.joined(experience, found))
+        return experience, self._joined(statistics.reduce(self._workers) | rates)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights under their checkpoint names; all workers iterate together."""
@@ -205,27 +234,29 @@ class Learner:
 
     def offload_training_state(self) -> None:
         """Move all that a push does not need to the host: the policy's weights stay."""
-        self._policy.offload.training_state()
+        if self._trained_policy:
+            self._policy.offload.training_state()
         if self._critic:
             self._critic.offload.training_state()
             self._critic.offload.parameters()
 
     def offload_parameters(self) -> None:
         """Move the policy's weights to the host too."""
-        self._policy.offload.parameters()
+        if self._trained_policy:
+            self._policy.offload.parameters()
 
     def reload(self) -> None:
         """Bring back what was moved to the host."""
-        self._policy.offload.reload()
-        if self._critic:
-            self._critic.offload.reload()
+        for model in filter(None, (self._trained_policy, self._critic)):
+            model.offload.reload()
 
     def save(self, directory: Path) -> None:
         """Everything that the next update depends on, this worker's part of it."""
-        self._policy.save(directory / "policy")
+        if self._trained_policy:
+            self._policy.save(directory / "policy")
         if self._critic:
             self._critic.save(directory / "critic")
-        save_worker_state(directory, self._workers, self._section, self._skipped)
+        save_worker_state(directory, self._roles.everyone, self._section, self._skipped)
 
     def restore(self, directory: Path) -> None:
         """What `save` wrote.
@@ -233,8 +264,9 @@ class Learner:
         Raises:
             ValueError: it was written by another number of workers or another ZeRO stage.
         """
-        load_worker_state(directory, self._workers, self._section, self._skipped)
-        self._policy.load(directory / "policy")
+        load_worker_state(directory, self._roles.everyone, self._section, self._skipped)
+        if self._trained_policy:
+            self._policy.load(directory / "policy")
         if self._critic:
             self._critic.load(directory / "critic")
 
@@ -271,8 +303,13 @@ class Learner:
             _put(new, into=log_probs, rows=rows, mask=mask)
         return log_probs
 
+    def _if_policy(self, field: str, experience: Experience) -> dict[str, Tensor]:
+        """The policy's log-probs as a field of the experience, where this worker has a policy."""
+        return {field: self._policy_log_probs(experience)} if self._trained_policy else {}
+
     @torch.no_grad()
-    def _with_values(self, experience: Experience, critic: TrainedModel) -> Experience:
+    def _values(self, experience: Experience, critic: TrainedModel) -> dict[str, Tensor]:
+        """`values` [B, T], zero where masked, and where they are asked for `last_values` [B]."""
         mask, with_last = experience.response_mask, self._ppo.bootstrap_truncated
         values, last_values = torch.zeros(mask.shape), torch.zeros(len(experience))
         for rows in self._pieces(experience):
@@ -281,19 +318,30 @@ class Learner:
             if len(rows):
                 values[rows, : new.shape[1]] = new.to(values)
                 last_values[rows] = after_last.to(values)
-        evaluated = experience.with_(values=torch.where(mask, values, 0.0))
-        return evaluated.with_(last_values=last_values) if with_last else evaluated
+        found = {"values": torch.where(mask, values, 0.0)}
+        return found | ({"last_values": last_values} if with_last else {})
+
+    def _joined(self, figures: dict[str, float]) -> dict[str, float]:
+        """The figures of an update of both roles, on every worker."""
+        if not self._roles.are_apart:
+            return figures
+        everyone = self._roles.everyone.gather(figures)
+        policy, critic = (everyone[team[0]] for team in self._roles.teams)
+        skipped = "ppo/skipped_updates"
+        return critic | policy | {skipped: policy[skipped] + critic[skipped]}
 
     def _step(self, statistics: UpdateStatistics, *, with_policy: bool) -> bool:
-        """One optimizer step of policy and critic; False when either was skipped."""
+        """One optimizer step of policy and critic; False when either was skipped, on any worker."""
         all_applied = True
-        if with_policy:
+        if with_policy and self._trained_policy:
             all_applied, norm = self._policy.step()
             statistics.end_policy_step(applied=all_applied, grad_norm=norm)
         if self._critic:
             applied, norm = self._critic.step()
             statistics.end_critic_step(applied=applied, grad_norm=norm)
             all_applied = all_applied and applied
+        if self._roles.are_apart:
+            all_applied = not self._roles.everyone.max(as_tensor(not all_applied)).item()
         return all_applied
 
     def _set_learning_rates(self, step: int) -> dict[str, float]:
@@ -304,7 +352,8 @@ class Learner:
             rate = learning_rate(
                 step - waits, self._num_steps - waits, highest=section.policy_lr, section=section
             )
-            self._policy.set_learning_rate(rate)
+            if self._trained_policy:
+                self._policy.set_learning_rate(rate)
             figures["ppo/policy_learning_rate"] = rate
         if self._critic:
             rate = learning_rate(step, self._num_steps, highest=section.critic_lr, section=section)
@@ -346,7 +395,9 @@ class Learner:
     def _on_device(self, experience: Experience, rows: Tensor) -> Experience:
         """Some rows on the device; for no rows a blank one that weighs nothing."""
         batch = experience.select(rows) if len(rows) else experience.blank()
-        return batch.to(self._policy.device)
+        model = self._trained_policy or self._critic
+        assert model is not None, "every worker trains something"
+        return batch.to(model.device)
 
 
 def _put(new: Tensor, *, into: Tensor, rows: Tensor, mask: Tensor) -> None:

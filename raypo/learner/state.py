@@ -68,8 +68,9 @@ def load_worker_state(
     if first["layout"] != layout:
         raise ValueError(
             f"{directory}: was saved with {json.dumps(first['layout'])}, this run has "
-            f"{json.dumps(layout)}. Resume with the same learner.num_workers and "
-            f"learner.zero_stage, or start over (--fresh; in Python fresh=True)."
+            f"{json.dumps(layout)}. Resume with the same learner.num_workers, "
+            f"learner.critic_workers and learner.zero_stage, or start over (--fresh; in Python "
+            f"fresh=True)."
         )
     state = torch.load(directory / f"learner_{workers.rank}.pt", weights_only=True)
     torch.set_rng_state(state["torch"])
@@ -77,4 +78,6 @@ def load_worker_state(
 
 
 def _layout(workers: Workers, section: WorkersSection) -> dict[str, int]:
-    return {"num_workers": workers.count, "zero_stage": section.zero_stage}
+    apart = section.total_workers - section.num_workers
+    layout = {"num_workers": workers.count - apart, "zero_stage": section.zero_stage}
+    return layout | ({"critic_workers": apart} if apart else {})

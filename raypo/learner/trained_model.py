@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
 from raypo.learner.offload import Offload, OffloadPlan
+from raypo.learner.roles import DataParallel
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 
@@ -37,7 +38,14 @@ class TrainedModel:
         dtype: str,
         section: WorkersSection,
         workers: Workers,
+        mpu: DataParallel | None = None,
     ) -> None:
+        """Put it under DeepSpeed; all of its workers call it together.
+
+        Args:
+            workers: Those that train the module.
+            mpu: The same for DeepSpeed, where they are not all workers of the default group.
+        """
         deepspeed = _import_deepspeed()
         parameters = list(module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -63,6 +71,7 @@ class TrainedModel:
                 on_gpu=torch.cuda.is_available(),
             ),
             dist_init_required=False,
+            mpu=mpu,
         )
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers, self._section = workers, section

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from raypo.config import (
@@ -20,7 +21,7 @@ from raypo.config import (
 from raypo.plan import memory
 from raypo.plan.memory import ITEMSIZE, Batch, Bytes, Memory, Sharding
 from raypo.plan.model_shape import ModelShape
-from raypo.plan.placement import LEARNER
+from raypo.plan.placement import CRITIC, LEARNER
 from raypo.plan.sizes import default_cpu_kv_bytes
 
 Device = Literal["cpu", "cuda"]
@@ -104,10 +105,19 @@ def roles_of(
         if not (isinstance(config, PolicyExamplesConfig) and config.needs_engine):
             return [learner]
         return [learner, Role("engine", engine(config, models.policy, device, gpu_bytes))]
-    roles = [
-        Role(LEARNER, _learner(config, models, sharding, device)),
-        Role("engine", engine(config, models.policy, device, gpu_bytes)),
-    ]
+    count, in_all = config.learner.num_workers, config.learner.total_workers
+    learned = [("policy", models.policy, models.policy.parameters)]
+    critic = models.critic
+    critics = [("critic", critic, critic.backbone_parameters)] if critic else []
+    if in_all > count:
+        own = _of_its_own(config, sharding, in_all - count, device)
+        roles = [
+            Role(LEARNER, _learner(config, learned, sharding, device)),
+            Role(CRITIC, _learner(config, critics, own, device)),
+        ]
+    else:
+        roles = [Role(LEARNER, _learner(config, learned + critics, sharding, device))]
+    roles.append(Role("engine", engine(config, models.policy, device, gpu_bytes)))
     frozen = config.placement.frozen
     for name, shape in models.references.items():
         held = _frozen(config, shape, device, gpu_bytes, section=frozen.reference)
@@ -118,13 +128,36 @@ def roles_of(
     return roles
 
 
-def _learner(config: OnlineConfig, models: Models, sharding: Sharding, device: Device) -> Memory:
-    """A learner worker: policy and critic under DeepSpeed."""
+def _of_its_own(config: OnlineConfig, sharding: Sharding, workers: int, device: Device) -> Sharding:
+    """How a critic's own workers hold it, where the policy's hold theirs as `sharding` says."""
+    own = memory.sharding_of(
+        sharding.stage or config.learner.zero_stage,
+        workers,
+        config.learner.deepspeed,
+        dtype=config.model.dtype,
+        on_gpu=device == "cuda",
+    )
+    return replace(
+        own,
+        offload_optimizer=sharding.offload_optimizer,
+        offload_param=sharding.offload_param,
+    )
+
+
+def _learner(
+    config: OnlineConfig,
+    learned: Sequence[tuple[str, ModelShape, int]],
+    sharding: Sharding,
+    device: Device,
+) -> Memory:
+    """A learner worker: policy, critic or both under DeepSpeed.
+
+    Args:
+        learned: Name, shape and weights of what it trains.
+    """
     itemsize = ITEMSIZE[config.model.dtype]
     result = Memory(held={"runtime": RUNTIME[device]["learner"]})
-    learned = [("policy", models.policy, models.policy.parameters)]
-    if models.critic:
-        learned.append(("critic", models.critic, models.critic.backbone_parameters))
+    has_policy, workers = learned[0][0] == "policy", sharding.workers
     update: Bytes = {}
     for name, shape, parameters in learned:
         trained, largest = _trained(config, name, shape, parameters)
@@ -140,30 +173,31 @@ def _learner(config: OnlineConfig, models: Models, sharding: Sharding, device: D
             update[what] = max(update.get(what, 0), size)
     gathered = update.pop("gathered weights", 0)
     step = sum(update.values())
-    batch = _batch(config, rows=config.rows_per_update)
-    made = memory.logits(models.policy, batch, itemsize=itemsize, copies=2)
+    first = learned[0][1]
+    batch = _batch(config, rows=config.rows_per_update, workers=workers)
+    made = memory.logits(first, batch, itemsize=itemsize, copies=2) if has_policy else 0
     saved = max(
         memory.activations(
             shape, batch, itemsize=itemsize, checkpointing=config.learner.activation_checkpointing
         )
-        for shape in (models.policy, models.critic)
-        if shape
+        for _, shape, _ in learned
     )
-    batch = _batch(config, rows=config.responses_per_step)
-    scratch = memory.layer_scratch(models.policy, batch, itemsize=itemsize)
-    scratch += memory.logits(models.policy, batch, itemsize=itemsize, copies=1)
+    batch = _batch(config, rows=config.responses_per_step, workers=workers)
+    scratch = memory.layer_scratch(first, batch, itemsize=itemsize)
+    scratch += memory.logits(first, batch, itemsize=itemsize, copies=1) if has_policy else 0
     evaluate = _named(gathered, {"activations": scratch})
-    pushed = {"push bucket": memory.push_bytes(models.policy, itemsize=itemsize)}
+    result.phases = {
+        "evaluate": evaluate,
+        "update": _update(device, gathered, saved, made, step),
+    }
+    if not has_policy:
+        return result
+    pushed = {"push bucket": memory.push_bytes(first, itemsize=itemsize)}
     if device == "cuda":
         result.host |= pushed
     elif sharding.stage < 3 and not config.model.lora:  # it goes to the store from where it lies
         pushed = {"push bucket": 0}
-    result.phases = {
-        "evaluate": evaluate,
-        "update": _update(device, gathered, saved, made, step),
-        "push": pushed,
-        "probe": evaluate,
-    }
+    result.phases |= {"push": pushed, "probe": evaluate}
     return result
 
 
@@ -249,7 +283,7 @@ def _frozen(
             itemsize=itemsize,
             max_model_len=max_model_len(config) + 1,
         )
-    batch = _batch(config, rows=config.responses_per_step)
+    batch = _batch(config, rows=config.responses_per_step, workers=config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
     if head:
         added["logits"] = memory.logits(shape, batch, itemsize=itemsize, copies=1)
@@ -341,11 +375,11 @@ def max_model_len(config: OnlineConfig | PolicyExamplesConfig) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-def _batch(config: OnlineConfig, *, rows: int) -> Batch:
-    """The largest micro-batch on one worker of so many responses over all workers."""
+def _batch(config: OnlineConfig, *, rows: int, workers: int) -> Batch:
+    """The largest micro-batch on one of so many workers, of so many responses over all of them."""
     return memory.worst_batch(
         max_tokens=config.learner.max_tokens_per_microbatch,
-        max_rows=-(-rows // config.learner.num_workers),
+        max_rows=-(-rows // workers),
         samples=config.rollout.samples_per_prompt,
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=config.rollout.max_response_tokens,

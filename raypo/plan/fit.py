@@ -27,7 +27,7 @@ from raypo.plan.phase_table import (
     TRAINING_STATE,
     Phase,
 )
-from raypo.plan.placement import LEARNER, PlacedBundle, lay_out, served_roles, torn_apart
+from raypo.plan.placement import LEARNERS, PlacedBundle, lay_out, served_roles, torn_apart
 from raypo.plan.sizes import cpu_sequence_bytes
 
 USABLE = 0.95
@@ -169,6 +169,8 @@ class Plan:
                 continue  # they are in RAM already
             if stage == 0 and self.config.model.dtype == "bfloat16":
                 continue  # it runs as 1
+            if stage == 3 and self.config.learner.total_workers > self.config.learner.num_workers:
+                continue  # a critic with workers of its own refuses it
             fullest = sorted(
                 self._loads(sharding),
                 key=lambda load: -load.needed / (load.available or load.needed * 2),
@@ -187,7 +189,8 @@ class Plan:
     def _torn_apart(self) -> list[str]:
         """Learner workers that would share a replica and lie on several nodes."""
         where = [each.node for each in self.bundles if each.group == "workers"]
-        roles = served_roles(self.config, num_workers=len(where), use_gpu=self.device == "cuda")
+        count, use_gpu = self.config.learner.num_workers, self.device == "cuda"
+        roles = served_roles(self.config, num_workers=count, use_gpu=use_gpu)
         found = [torn_apart(role, where) for role in roles if role.group == "colocated"]
         return list(dict.fromkeys(filter(None, found)))  # reward models have one key
 
@@ -265,8 +268,8 @@ def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
         is_ahead: Rollouts are sampled and scored while the learner updates: the worst of both.
     """
     if is_ahead:
-        learner, phase = _worst([role for role in roles if role.name == LEARNER])
-        served, _ = _worst([role for role in roles if role.name != LEARNER])
+        learner, phase = _worst([role for role in roles if role.name in LEARNERS])
+        served, _ = _worst([role for role in roles if role.name not in LEARNERS])
         return learner + served, phase
     steady = sum(role.memory.steady for role in roles)
     phases = dict.fromkeys(phase for role in roles for phase in role.memory.phases)
@@ -281,7 +284,7 @@ def _worst_turn(roles: Sequence[Role]) -> tuple[int, str]:
     """The same of a GPU whose processes take turns; at the start one after the other."""
     turns = {moment: sum(_here(role, moment) for role in roles) for moment in MOMENTS}
     start = Phase.START.value
-    served = [role for role in roles if role.name != LEARNER]
+    served = [role for role in roles if role.name not in LEARNERS]
     turns[start] += max((role.memory.steady - _here(role, start) for role in served), default=0)
     return max((needed, moment) for moment, needed in turns.items())
 
@@ -320,7 +323,7 @@ def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
     for what, size in role.memory.held.items():
         if what == "runtime":
             yield None, False, size
-        elif role.name == LEARNER:
+        elif role.name in LEARNERS:
             yield PARAMETERS if what == "policy weights" else TRAINING_STATE, True, size
         elif role.name == "engine":
             is_weights = what == "weights"

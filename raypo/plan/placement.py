@@ -25,7 +25,10 @@ from raypo.config import (
 Resources = dict[str, float]
 
 LEARNER = "learner worker"
-"""Name of that role; what is served is called engine, reference, reward_0, reward_1, ..."""
+CRITIC = "critic worker"
+"""One that trains the critic alone (`learner.critic_workers`)."""
+LEARNERS = (LEARNER, CRITIC)
+"""Names of those roles; what is served is called engine, reference, reward_0, reward_1, ..."""
 _ROUNDING = 1e-9
 
 
@@ -63,7 +66,7 @@ class Guest:
     """Those in this bundle."""
 
     def __str__(self) -> str:
-        return f"{self.role} {self.index}" if self.role == LEARNER else f"{self.role}:{self.index}"
+        return f"{self.role} {self.index}" if self.role in LEARNERS else f"{self.role}:{self.index}"
 
 
 @dataclass(frozen=True)
@@ -187,8 +190,11 @@ def worker_bundles(
         each: Resources of a worker; None: as the config has it.
     """
     resources = each or worker_resources(config, use_gpu=use_gpu)
-    count = config.learner.num_workers
-    return [Bundle(resources, (Guest(LEARNER, rank),)) for rank in range(count)]
+    learner = config.learner
+    return [
+        Bundle(resources, (Guest(LEARNER if rank < learner.num_workers else CRITIC, rank),))
+        for rank in range(learner.total_workers)
+    ]
 
 
 def worker_resources(config: AnyConfig, *, use_gpu: bool) -> Resources:
@@ -302,7 +308,7 @@ def lay_out(
         raise PlacementError(_refusal(dedicated, workers, nodes, strategy))
     ranks = sorted(beside.values())  # as Ray Train sorts its workers
     guests = {rank: list(bundle.guests) for rank, bundle in enumerate(workers)}
-    for role in served_roles(config, num_workers=len(workers), use_gpu=use_gpu):
+    for role in served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu):
         for index, span in enumerate(workers_beside(role, ranks)):
             for rank in span if role.group == "colocated" else ():
                 guests.get(rank, []).append(Guest(role.name, index))

@@ -251,14 +251,13 @@ class _Work:
         passes = [models.policy] if computes else []
         if config.ppo.needs_reference and config.model.is_own_reference:
             passes.append(models.policy)
-        flops = sum(self._pass(shape) for shape in passes)
+        flops = self._slowest(sum(self._pass(shape) for shape in passes))
         if models.critic:
             passes.append(models.critic)
-            flops += self._pass(models.critic, with_logits=False)
         moved = 0.0
         if self._sharding.stage == 3:
             moved = self._microbatches * sum(map(self._whole, passes)) * self._ring
-        beside = {"arithmetic": flops / self._workers / self._rates.flops}
+        beside = {"arithmetic": flops / self._rates.flops}
         return PhaseTime("evaluate", beside | self._links(moved), moved=moved)
 
     def update(self) -> PhaseTime:
@@ -266,9 +265,9 @@ class _Work:
         config, models, rates = self.config, self._plan.models, self._rates
         epochs, sharding = config.ppo.num_epochs, self._sharding
         steps = epochs * max(1, config.responses_per_step // config.ppo.minibatch_size)
-        learned = [models.policy, *([models.critic] if models.critic else [])]
-        flops = self._pass(models.policy)
-        flops += self._pass(models.critic, with_logits=False) if models.critic else 0.0
+        is_apart = config.learner.critic_workers > 0  # then it sums its gradients meanwhile
+        learned = [models.policy, *([models.critic] if models.critic and not is_apart else [])]
+        flops = self._slowest(self._pass(models.policy))
         passes = 2 if config.model.lora else 3  # frozen weights have no gradients of their own
         passes += 1 if config.learner.activation_checkpointing else 0
         whole = sum(map(self._whole, learned))
@@ -282,7 +281,7 @@ class _Work:
         after = {"optimizer": steps * OPTIMIZER_BYTES * share / rates.memory}
         if sharding.offload_optimizer:
             after = {"PCIe and the processors' AdamW": steps * OPTIMIZER_BYTES * share / rates.host}
-        beside = {"arithmetic": passes * epochs * flops / self._workers / rates.flops}
+        beside = {"arithmetic": passes * epochs * flops / rates.flops}
         return PhaseTime("update", beside | self._links(moved), after, moved)
 
     def push(self) -> PhaseTime:
@@ -334,6 +333,18 @@ class _Work:
         tokens = rows * config.rollout.max_response_tokens
         tokens += rows / config.rollout.samples_per_prompt * config.data.max_prompt_tokens
         return steps * max(1, -(-int(tokens) // config.learner.max_tokens_per_microbatch))
+
+    def _slowest(self, policy: float) -> float:
+        """FLOPs of a worker, of all that the policy's share and one pass of the critic.
+
+        Args:
+            policy: FLOPs of the policy, over all workers.
+        """
+        critic = self._plan.models.critic
+        values = self._pass(critic, with_logits=False) if critic else 0.0
+        if apart := self.config.learner.critic_workers:
+            return max(policy / self._workers, values / apart)
+        return (policy + values) / self._workers
 
     def _links(self, moved: float) -> dict[str, float]:
         return {"links": moved / self._rates.link} if moved else {}

@@ -60,6 +60,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 minibatch_size=config.ppo.minibatch_size,
                 seed=(seed, step),
                 workers=workers,
+                teams=run.roles.teams,
             )
             run.enter(Phase.LEARN)
             with run.keeping(step, dealt):  # 5. advantages, PPO epochs: `ppo_step`, below
@@ -68,7 +69,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                     to_experience(dealt),
                     config.ppo,
                     run.advantage_state,
-                    workers,
+                    run.roles.own,
                     max_new_tokens=config.rollout.max_response_tokens,
                     step=step,
                     clock=clock,
@@ -103,6 +104,7 @@ def ppo_step(
     """The update of one step, on this worker's share of its experience; all workers together.
 
     Args:
+        workers: Those that train what this worker trains: together they hold the whole step once.
         max_new_tokens: Longest response, in tokens.
         step: Counted from 1.
 

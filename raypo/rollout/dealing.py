@@ -30,6 +30,7 @@ def deal(
     minibatch_size: int,
     seed: tuple[int, ...],
     workers: Workers,
+    teams: Sequence[range] = (),
 ) -> list[ScoredRollout]:
     """This worker's share of all workers' rollouts, each with its minibatch.
 
@@ -41,6 +42,7 @@ def deal(
             multiple of it is cut into minibatches of like size, so that none is a single response.
         seed: Of the permutation of the whole batch's groups.
         workers: All of them call it together.
+        teams: Ranks of teams, each of which is dealt the whole batch; none: all are one.
     """
     known = [  # of each rollout: where it belongs, its lengths, and who has it
         (*_name(r), len(r.prompt_ids), len(r.response_ids), workers.rank)
@@ -60,9 +62,10 @@ def deal(
     dealt: list[list[tuple[int, int]]] = [[] for _ in range(workers.count)]
     for number, minibatch in enumerate(np.array_split(in_order, num_minibatches)):
         pieces = [list(members) for _, members in groupby(minibatch.tolist(), key=group_of)]
-        shares = balanced_shares(pieces, prompt_lengths, response_lengths, workers.count)
-        for hand, share in zip(dealt, shares, strict=True):
-            hand += [(number, index) for index in share]
+        for team in teams or [range(workers.count)]:
+            shares = balanced_shares(pieces, prompt_lengths, response_lengths, len(team))
+            for rank, share in zip(team, shares, strict=True):
+                dealt[rank] += [(number, index) for index in share]
     own = {_name(each.rollout): each for each in scored}
     parcels = [
         {index: own[everyone[index][:3]] for _, index in hand if everyone[index][5] == workers.rank}

@@ -70,6 +70,11 @@ class EngineHandle:
         """As `DeploymentHandle.require`."""
         self.handle.require(method, *args)
 
+    @property
+    def required(self) -> tuple[Any, ...]:
+        """As `DeploymentHandle.required`."""
+        return self.handle.required
+
     def wait(self, timeout_s: float) -> None:
         """As `DeploymentHandle.wait`."""
         self.handle.wait(timeout_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -21,6 +21,7 @@ from raypo.data.prompts import load_prompts
 from raypo.data.stream import PromptStream
 from raypo.learner.learner import Learner
 from raypo.learner.peak import peak_flops
+from raypo.learner.roles import Roles
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.metrics.clock import Span
 from raypo.metrics.process_memory import peak_memory
@@ -235,6 +236,11 @@ class OnlineRun(Run[AnyOnline]):
             model=self.config.model,
         )
 
+    @property
+    def pushing(self) -> Workers:
+        """Those that have the policy."""
+        return self.workers
+
     def push_weights(
         self, learner: OnlineLearner, services: Services, *, version: int
     ) -> dict[str, float]:
@@ -286,7 +292,7 @@ class OnlineRun(Run[AnyOnline]):
         common: dict[str, Any] = {
             "version": version,
             "probe": probe,
-            "workers": self.workers,
+            "workers": self.pushing,
             "on_arrival": lambda: self._go_on(engine),
         }
         if self.pushes and self.workers.rank == 0:
@@ -407,6 +413,8 @@ class PPORun(OnlineRun[PPOConfig]):
     """One worker's view of a PPO run; every method is called by all workers."""
 
     advantage_state: AdvantageState = field(init=False)
+    roles: Roles = field(init=False)
+    """Who trains policy and critic."""
     _work: dict[str, Work] = field(default_factory=dict)
     _peak_flops: float = 0.0
     """FLOP/s of all workers' devices together."""
@@ -414,6 +422,7 @@ class PPORun(OnlineRun[PPOConfig]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.advantage_state = AdvantageState.of(self.config.ppo)
+        self.roles = Roles.of(self.workers, self.config.learner.critic_workers)
 
     def start_learner(self) -> Learner:
         """Policy and critic, restored from the run's last checkpoint where there is one."""
@@ -435,13 +444,19 @@ class PPORun(OnlineRun[PPOConfig]):
                 normalizes=config.ppo.shaping.normalize,
             ),
             workers=self.workers,
+            roles=self.roles,
         )
         assert self._phases is not None
         self._phases.learner = learner
-        if learner.critic_start:
-            self.tell.message(f"critic: {learner.critic_start}")
+        if start := self.workers.gather(learner.critic_start)[-1]:
+            self.tell.message(f"critic: {start}")
         self.restore(learner)
         return learner
+
+    @property
+    def pushing(self) -> Workers:
+        """Those that have the policy; where this worker has none, it does not push."""
+        return self.roles.own
 
     def push_weights(
         self, learner: OnlineLearner, services: Services, *, version: int
@@ -451,6 +466,19 @@ class PPORun(OnlineRun[PPOConfig]):
         if not self._peak_flops:  # measured while nobody else is at work
             mine = peak_flops(self.config.model.dtype, self.config.learner.peak_tflops)
             self._peak_flops = float(self.workers.sum(as_tensor(mine)))
+        return figures
+
+    def _push(
+        self, learner: OnlineLearner, services: Services, *, version: int, probe: Probe
+    ) -> dict[str, float]:
+        """As of all online runs; a critic's own workers wait, and require the same of engines."""
+        engine, figures = services.engine, dict[str, float]()
+        if self.roles.trains_policy:
+            figures = super()._push(learner, services, version=version, probe=probe)
+        else:
+            self._go_on(engine)
+        if self.roles.are_apart:
+            engine.require(*self.workers.broadcast(engine.required))
         return figures
 
     def speed(self, metrics: dict[str, float], step_s: float) -> dict[str, float]:
@@ -515,7 +543,8 @@ class PPORun(OnlineRun[PPOConfig]):
         self, step: int, dealt: Sequence[ScoredRollout], experience: Experience
     ) -> None:
         """All workers' dealt rollouts into `rollouts/`."""
-        self._write_rollouts(step, rollout_rows(dealt, experience))
+        mine = rollout_rows(dealt, experience) if self.roles.trains_policy else []
+        self._write_rollouts(step, mine)
 
     @contextmanager
     def keeping(self, step: int, dealt: Sequence[ScoredRollout]) -> Iterator[None]:
@@ -523,7 +552,8 @@ class PPORun(OnlineRun[PPOConfig]):
         try:
             yield
         except NonFiniteUpdateError:
-            self._write_rollouts(step, [sample_row(each) for each in dealt])
+            mine = dealt if self.roles.trains_policy else []
+            self._write_rollouts(step, [sample_row(each) for each in mine])
             raise
 
     def state_dict(self) -> dict[str, Any]:
@@ -540,15 +570,16 @@ class PPORun(OnlineRun[PPOConfig]):
 
         The critic goes into `critic/` where it is asked for.
         """
-        self.replace_folder(
-            self.files.policy_dir, lambda folder: learner.save_policy(folder, self.tokenizer)
-        )
-        if self.config.model.lora:
-            self.replace_folder(self.files.adapter_dir, learner.save_adapter)
-        if self.config.learner.save_critic:
-            self.replace_folder(
-                self.files.critic_dir, lambda folder: learner.save_critic(folder, self.tokenizer)
-            )
+        roles, tokenizer = self.roles, self.tokenizer
+        written: dict[Path, Callable[[Path], None]] = {}
+        if roles.trains_policy:
+            written[self.files.policy_dir] = lambda folder: learner.save_policy(folder, tokenizer)
+            if self.config.model.lora:
+                written[self.files.adapter_dir] = learner.save_adapter
+        if roles.trains_critic and self.config.learner.save_critic:
+            written[self.files.critic_dir] = lambda folder: learner.save_critic(folder, tokenizer)
+        for final, write in written.items():
+            self.replace_folder(final, write, workers=roles.own)
 
 
 def _pushes_adapter(config: OnlineConfig) -> bool:

@@ -331,11 +331,13 @@ class Run(ABC, Generic[AnyConfig]):
     def _keep_best(self) -> None:
         """The models that were saved now are the best so far: into `best/`."""
         best = self.files.best_dir
+        # By whoever has written them: from here on they all stand there.
+        models = set[str]().union(*self.workers.gather(self._models))
 
         def write(folder: Path) -> None:
             if self.workers.rank > 0:
                 return
-            for name in self._models - {best.name}:
+            for name in models - {best.name}:
                 link_tree(self.files.folder / name, folder / name)
             (folder / BEST_STEP).write_text(json.dumps(self._best_of_all()))
 
@@ -369,19 +371,23 @@ class Run(ABC, Generic[AnyConfig]):
             if self.last_step not in done:  # killed between the checkpoint and its line
                 self.files.append_metrics(self.last_step, state["metrics"])
 
-    def replace_folder(self, final: Path, write: Callable[[Path], None]) -> None:
+    def replace_folder(
+        self, final: Path, write: Callable[[Path], None], *, workers: Workers | None = None
+    ) -> None:
         """Replace a model's folder; a whole one is there at every moment but one.
 
         Args:
-            write: Called by all workers with the folder to write to.
+            write: Called by the workers with the folder to write to; rank 0 of them writes.
+            workers: Those that have the model; None: all.
         """
+        rank = (workers or self.workers).rank
         self._models.add(final.name)
         new, old = (final.with_name(f"{final.name}.{word}") for word in ("new", "old"))
-        if self.workers.rank == 0:
+        if rank == 0:
             for left_over in (new, old):
                 shutil.rmtree(left_over, ignore_errors=True)
         write(new)
-        if self.workers.rank == 0:
+        if rank == 0:
             if final.exists():
                 final.rename(old)
             new.rename(final)

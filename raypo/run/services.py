@@ -155,7 +155,13 @@ def start_engines(
 
 
 def _served(config: OnlineConfig | PolicyExamplesConfig, workers: Workers) -> list[ServedRole]:
-    return served_roles(config, num_workers=workers.count, use_gpu=torch.cuda.is_available())
+    count, use_gpu = _num_pushing(config, workers), torch.cuda.is_available()
+    return served_roles(config, num_workers=count, use_gpu=use_gpu)
+
+
+def _num_pushing(config: OnlineConfig | PolicyExamplesConfig, workers: Workers) -> int:
+    """How many of the workers have the policy, and so may have an engine beside them."""
+    return workers.count - (config.learner.total_workers - config.learner.num_workers)
 
 
 def _asked_first(
@@ -251,6 +257,6 @@ def _own_place(workers: Workers, nodes: Sequence[str]) -> Place:
 
 def _engine_threads(config: OnlineConfig | PolicyExamplesConfig, workers: Workers) -> int:
     count = config.rollout.engine.resolved_count(
-        num_workers=workers.count, use_gpu=torch.cuda.is_available()
+        num_workers=_num_pushing(config, workers), use_gpu=torch.cuda.is_available()
     )
     return config.learner.cpus_per_worker * workers.count // count

@@ -65,7 +65,7 @@ def start_shared(
         )
         for role in roles_of(
             config,
-            engine_threads=threads * learner.num_workers // counts["engine"],
+            engine_threads=threads * learner.total_workers // counts["engine"],
             frozen_threads=threads,
         )
         if role.name in roles

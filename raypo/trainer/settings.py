@@ -110,7 +110,7 @@ def resolve(
     """The config with what Python passed recorded in it, checked once more as a whole."""
     values: dict[str, Any] = config.model_dump()
     if scaling is not None:
-        values["learner"]["num_workers"] = scaling.num_workers
+        values["learner"]["num_workers"] = _without_the_critics(scaling.num_workers, config)
         values["learner"]["use_gpu"] = scaling.use_gpu
         if scaling.placement_strategy != ScalingConfig().placement_strategy:
             values["placement"]["strategy"] = scaling.placement_strategy
@@ -137,6 +137,18 @@ def resolve(
     return type(config).parse(values, origin="trainer")
 
 
+def _without_the_critics(count: Any, config: Any) -> int:
+    """`learner.num_workers`, where Ray's scaling config counts so many workers in all."""
+    apart = config.learner.total_workers - config.learner.num_workers
+    if count <= apart:
+        raise ConfigError(
+            f"ScalingConfig.num_workers ({count}): counts all learner workers, and {apart} of them "
+            f"hold the critic alone (learner.critic_workers). Set it to {apart + 1} or more, or "
+            f"learner.critic_workers to 0."
+        )
+    return count - apart
+
+
 def _function_name(function: RewardFunction) -> str:
     module = getattr(function, "__module__", "__main__")
     name = getattr(function, "__qualname__", type(function).__name__)
@@ -147,7 +159,7 @@ def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
     """Ray's scaling config of the resolved config; what else the given one says stays."""
     learner = config.learner
     use_gpu = _cluster_has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
-    scaling = given or ScalingConfig(num_workers=learner.num_workers, use_gpu=use_gpu)
+    scaling = given or ScalingConfig(num_workers=learner.total_workers, use_gpu=use_gpu)
     return dataclasses.replace(
         scaling,
         resources_per_worker=scaling.resources_per_worker

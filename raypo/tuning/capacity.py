@@ -73,7 +73,7 @@ def plan_sweep(
     Raises:
         ConfigError: not even one trial fits.
     """
-    strategy, num_workers = base.placement.strategy, base.learner.num_workers
+    strategy, num_workers = base.placement.strategy, base.learner.total_workers
     try:
         lay_out(base, nodes, use_gpu=use_gpu)
     except PlacementError as error:

@@ -19,15 +19,17 @@ FEW = [("float32", 0), ("float32", 3)]
 LR = 1e-3
 
 
-def run_workers(folder: Path, count: int, cases: list[tuple[str, int]]) -> dict[Any, Any]:
+def run_workers(
+    folder: Path, count: int, cases: list[tuple[str, int]], **more: Any
+) -> dict[Any, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     task = folder / f"task_{count}.json"
     out = folder / f"result_{count}.pt"
-    task.write_text(
-        json.dumps({"model": str(folder / "policy"), "cases": cases, "lora": None, "out": str(out)})
-    )
+    asked = {"model": str(folder / "policy"), "cases": cases, "lora": None, "out": str(out)}
+    asked |= {"critic_workers": 0, "checkpoints": None, **more}
+    task.write_text(json.dumps(asked))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     processes = [
         subprocess.Popen(
@@ -91,3 +93,48 @@ def test_a_worker_whose_groups_were_all_filtered_is_fed_its_share_of_tokens(
     tokens = outcomes[count]["float32", 0]["tokens"]
     assert len(tokens) == count
     assert max(tokens) <= 1.2 * min(tokens)
+
+
+APART = [("float32", 0), ("float32", 1), ("float32", 2), ("bfloat16", 2)]
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[Any, Any]]:
+    """(workers, those of the critic alone) -> two steps, the second from the first's checkpoint."""
+    folder = tmp_path_factory.mktemp("apart")
+    tiny_policy(folder / "policy")
+    return {
+        (count, critics): run_workers(
+            folder, count, APART, critic_workers=critics, checkpoints=str(folder)
+        )
+        for count, critics in ((1, 0), (3, 1), (4, 2))
+    }
+
+
+@pytest.mark.parametrize("case", APART)
+@pytest.mark.parametrize("workers", [(3, 1), (4, 2)])
+def test_a_critic_on_workers_of_its_own_learns_the_same(
+    apart: dict[tuple[int, int], dict[Any, Any]], workers: tuple[int, int], case: tuple[str, int]
+):
+    exact = case[0] == "float32"
+    for one, two in zip(
+        (apart[1, 0][case], apart[1, 0][case]["second"]),
+        (apart[workers][case], apart[workers][case]["second"]),
+        strict=True,
+    ):
+        assert two["figures"].keys() <= one["figures"].keys()
+        for name, value in two["figures"].items():
+            close = pytest.approx(
+                one["figures"][name], rel=1e-3 if exact else 0.1, abs=1e-4 if exact else 0.05
+            )
+            assert value == close, name
+        difference = max(
+            float((two["weights"][n] - w).abs().max()) for n, w in one["weights"].items()
+        )
+        assert difference <= (0.2 * LR if exact else 20 * LR)
+
+
+def test_each_team_is_dealt_every_token(apart: dict[tuple[int, int], dict[Any, Any]]):
+    (whole,) = apart[1, 0]["float32", 0]["tokens"]
+    first, second, critic = apart[3, 1]["float32", 0]["tokens"]
+    assert first + second == critic == whole

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.learner.learner import Learner
+from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
 from raypo.models import token_log_probs
 from raypo.recipes.ppo import ppo_step
@@ -57,12 +58,8 @@ def scored_rollouts() -> list[ScoredRollout]:
     return made
 
 
-def one_step(model: str, dtype: str, stage: int, workers: Workers, lora: Any) -> dict[str, Any]:
-    """Figures, tokens by worker, and the policy's weights afterwards.
-
-    Rank 0 holds all rollouts, as if the groups of every other worker had been filtered.
-    """
-    learner = Learner(
+def new_learner(model: str, dtype: str, stage: int, lora: Any, roles: Roles) -> Learner:
+    return Learner(
         ModelSection.model_validate({"policy": model, "dtype": dtype, "lora": lora}),
         PPO,
         LearnerSection.model_validate(
@@ -79,22 +76,34 @@ def one_step(model: str, dtype: str, stage: int, workers: Workers, lora: Any) ->
         max_new_tokens=LONGEST,
         num_steps=9,
         seed=0,
-        workers=workers,
+        workers=roles.everyone,
+        roles=roles,
     )
+
+
+def one_step(learner: Learner, roles: Roles, *, step: int = 1) -> dict[str, Any]:
+    """Figures, tokens by worker, and the policy's weights afterwards.
+
+    Rank 0 holds all rollouts, as if the groups of every other worker had been filtered.
+    """
+    workers = roles.everyone
     mine = scored_rollouts() if workers.rank == 0 else []
-    dealt = deal(mine, minibatch_size=PPO.minibatch_size, seed=(0, 1), workers=workers)
+    dealt = deal(
+        mine, minibatch_size=PPO.minibatch_size, seed=(0, 1), workers=workers, teams=roles.teams
+    )
     _, figures, _ = ppo_step(
         learner,
         to_experience(dealt),
         PPO,
         AdvantageState.of(PPO),
-        workers,
+        roles.own,
         max_new_tokens=LONGEST,
-        step=1,
+        step=step,
         clock=Clock(),
     )
     tokens = sum(each.rollout.num_tokens for each in dealt)
-    weights = {name: tensor.float().clone() for name, tensor in learner.named_weights()}
+    named = learner.named_weights() if roles.trains_policy else ()
+    weights = {name: tensor.float().clone() for name, tensor in named}
     return {"figures": figures, "tokens": workers.gather(tokens), "weights": weights}
 
 
@@ -105,10 +114,19 @@ def main() -> None:
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     workers = Workers.current()
-    results = {
-        (dtype, stage): one_step(task["model"], dtype, stage, workers, task["lora"])
-        for dtype, stage in task["cases"]
-    }
+    roles = Roles.of(workers, task["critic_workers"])
+    results = {}
+    for dtype, stage in task["cases"]:
+        case = (task["model"], dtype, stage, task["lora"], roles)
+        learner = new_learner(*case)
+        results[dtype, stage] = one_step(learner, roles)
+        if folder := task["checkpoints"]:
+            directory = Path(folder) / f"{dtype}_{stage}_{workers.count}"
+            directory.mkdir(exist_ok=True)
+            learner.save(directory)
+            learner = new_learner(*case)
+            learner.restore(directory)
+            results[dtype, stage]["second"] = one_step(learner, roles, step=2)
     if workers.rank == 0:
         torch.save(results, task["out"])
     dist.destroy_process_group()

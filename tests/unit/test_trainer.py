@@ -33,7 +33,7 @@ from raypo.trainer import (
     RewardModelTrainer,
     SFTTrainer,
 )
-from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of
+from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of, scaling_of
 
 
 def config() -> PPOConfig:
@@ -80,6 +80,16 @@ def test_name_storage_workers_and_function_from_python_win():
     assert resolved.learner.use_gpu is True
     assert resolved.learner.cpus_per_worker == 4
     assert resolved.reward.function == "builtins:len"
+
+
+def test_workers_of_a_critic_are_counted_by_ray_with_the_others():
+    apart = PPOConfig.parse({**config().model_dump(), "learner": {"critic_workers": 2}})
+    assert scaling_of(resolve(apart, None, None), None).num_workers == 3
+    given = ScalingConfig(num_workers=6)
+    assert resolve(apart, given, None).learner.num_workers == 4
+    assert scaling_of(resolve(apart, given, None), given).num_workers == 6
+    with pytest.raises(ConfigError, match=r"ScalingConfig.num_workers \(2\): .* 3 or more"):
+        resolve(apart, ScalingConfig(num_workers=2), None)
 
 
 def test_a_start_that_can_never_succeed_is_not_tried_for_ever(tmp_path: Path):

@@ -419,6 +419,36 @@ def test_a_critic_is_kept_only_where_there_is_one():
     )
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"ppo__advantage": "reinforce"}, "ppo.advantage: reinforce has no critic"),
+        ({"learner__zero_stage": 3}, "Set learner.zero_stage to 2"),
+        (
+            {"learner__deepspeed": {"zero_optimization": {"stage": 3}}},
+            "Set learner.zero_stage to 2",
+        ),
+        (
+            {"learner__num_workers": 31},
+            "learner.num_workers + learner.critic_workers = 33, rollout.prompts_per_step = 32",
+        ),
+        (
+            {
+                "learner__save_critic": True,
+                "checkpoint__best_by": "rollout/score_mean",
+                "storage_path": "s3://bucket/runs",
+            },
+            "Set checkpoint.best_by to null",
+        ),
+    ],
+)
+def test_what_workers_of_a_critic_cannot_have_is_refused(keys: dict, words: str):
+    PPOConfig.parse(with_keys(learner__critic_workers=2))
+    text = refused(learner__critic_workers=2, **keys)
+    assert "learner.critic_workers (2): " in text
+    assert words in text
+
+
 def test_failures_are_counted_as_ray_counts_them_and_may_change_when_a_run_goes_on():
     assert PPOConfig.parse(with_keys()).max_failures == 0
     unlimited = PPOConfig.parse(with_keys(max_failures=-1))

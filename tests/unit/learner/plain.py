@@ -21,6 +21,7 @@ from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection, RewardSection
 from raypo.learner import learner as learner_module
 from raypo.learner.learner import Learner
+from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
 from raypo.models import critic as critic_module
 from raypo.models import lora as lora_module
@@ -67,6 +68,7 @@ class PlainModel:
         dtype: str,
         section: LearnerSection,
         workers: Workers,
+        mpu: None = None,
     ) -> None:
         self.module, self.workers = module.to(type(self).dtype), workers
         self.device = torch.device("cpu")
@@ -122,10 +124,11 @@ def plain_learner(
     tokens: int = 10_000,
     rate: float = 0.03,
     num_steps: int = 9,
+    roles: Roles | None = None,
     **section: Any,
 ) -> Learner:
-    """A learner under `plain_models`; `tokens` of a micro-batch, `rate` of learning, further keys
-    of its `section`.
+    """A learner under `plain_models`; `tokens` of a micro-batch, `rate` of learning, `roles` of its
+    workers, further keys of its `section`.
     """
     section |= {"policy_lr": rate, "critic_lr": rate, "max_tokens_per_microbatch": tokens}
     return Learner(
@@ -137,6 +140,7 @@ def plain_learner(
         num_steps=num_steps,
         seed=0,
         workers=workers,
+        roles=roles,
     )
 
 
@@ -208,9 +212,18 @@ def one_step(
     shuffled: bool = False,
     step: int = 1,
     rate: float = 0.03,
+    critic_workers: int = 0,
 ) -> Outcome:
-    """A whole step of the loop, from draws to gradients; call it under `plain_models`."""
+    """A whole step of the loop, from draws to gradients; call it under `plain_models`.
+
+    The last workers, `critic_workers` of them, train the critic alone.
+    """
     workers, position = workers or Workers(), 0
+    roles = Roles.shared(workers)
+    if critic_workers:
+        sizes = (workers.count - critic_workers, critic_workers)
+        teams = (range(sizes[0]), range(sizes[0], workers.count))
+        roles = Roles(workers, workers.team(sizes), teams)
 
     def scored_rollouts(count: int) -> list[ScoredRollout]:
         nonlocal position
@@ -225,9 +238,13 @@ def one_step(
         reward=RewardSection(),
         workers=workers,
     )
-    learner = plain_learner(ppo, workers, tokens=tokens, rate=rate)
+    learner = plain_learner(ppo, workers, tokens=tokens, rate=rate, roles=roles)
     dealt = deal(
-        collected.trained, minibatch_size=ppo.minibatch_size, seed=(0, step), workers=workers
+        collected.trained,
+        minibatch_size=ppo.minibatch_size,
+        seed=(0, step),
+        workers=workers,
+        teams=roles.teams,
     )
     experience = to_experience(dealt)
     if shuffled:  # in another order, and wider
@@ -238,7 +255,7 @@ def one_step(
         experience,
         ppo,
         AdvantageState.of(ppo),
-        workers,
+        roles.own,
         max_new_tokens=MAX_NEW_TOKENS,
         step=step,
         clock=Clock(),
@@ -249,7 +266,7 @@ def one_step(
         experience,
         collected.figures | metrics,
         state,
-        models._policy.gradients,
+        models._policy.gradients if roles.trains_policy else [],
         models._critic.gradients if models._critic else [],
     )
 
@@ -274,6 +291,18 @@ class ThreadWorkers(Workers):
         own = (threading.Barrier(self.count), [None] * self.count)
         barrier, box = self.gather(own)[0]
         return ThreadWorkers(self.rank, self.count, barrier, box)
+
+    def team(self, sizes: Sequence[int]) -> Workers:
+        made = [(size, threading.Barrier(size), [None] * size) for size in sizes]
+        first = 0
+        for size, barrier, box in self.gather(made)[0]:
+            if first <= self.rank < first + size:
+                return ThreadWorkers(self.rank - first, size, barrier, box)
+            first += size
+        raise AssertionError("the sizes together are the count")
+
+    def broadcast(self, value: Any) -> Any:
+        return self.gather(value)[0]
 
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
         return [of_one[self.rank] for of_one in self.gather(list(parcels))]

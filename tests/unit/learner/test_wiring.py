@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -102,6 +103,32 @@ def test_rows_microbatches_padding_and_workers_change_nothing(ppo: PPOSection):
         count = 2 + len(ppo.aggregation) % 2
         for outcome in on_workers(count, lambda workers: one_step(ppo, workers, tokens=40)):
             assert_same(outcome, whole)
+
+
+WITH_CRITIC = [ppo for ppo in combinations() if ppo.needs_critic]
+WITH_CRITIC += [
+    PPOSection(minibatch_size=12),  # the update itself finds the old log-probs
+    PPOSection(minibatch_size=5, critic_warmup_steps=2),
+    PPOSection(minibatch_size=5, old_log_probs="engine"),
+]
+
+
+@pytest.mark.parametrize("ppo", WITH_CRITIC)
+@pytest.mark.parametrize(("count", "critics"), [(2, 1), (3, 1), (5, 3)])
+def test_a_critic_on_workers_of_its_own_changes_nothing(ppo: PPOSection, count: int, critics: int):
+    with plain_models():
+        whole = one_step(ppo)
+        outcomes = on_workers(count, lambda w: one_step(ppo, w, tokens=40, critic_workers=critics))
+
+    for rank, outcome in enumerate(outcomes):
+        trains_policy = rank < count - critics
+        assert (outcome.policy == []) == (not trains_policy or not whole.policy)
+        assert bool(outcome.critic) != trains_policy
+        unseen = replace(whole, **{"critic" if trains_policy else "policy": []})
+        assert_same(outcome, unseen)
+    for team in (outcomes[: count - critics], outcomes[count - critics :]):
+        rows = [int(each) for outcome in team for each in outcome.experience.group_index]
+        assert sorted(rows) == sorted(whole.experience.group_index.tolist())
 
 
 @pytest.mark.parametrize("count", [1, 2])

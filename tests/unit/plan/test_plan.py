@@ -61,6 +61,23 @@ def test_a_billion_weights_fit_eight_large_gpus(values: dict):
     assert chosen.sharding.stage == 2
 
 
+def test_a_critic_with_workers_of_its_own_leaves_the_policys_devices(values: dict):
+    values["rollout"]["engine"] = {"sleep": False}
+    together = plan(values, "8xGPU80G,128xCPU,1000G")
+    values["learner"] |= {"num_workers": 6, "critic_workers": 2}
+    apart = plan(values, "8xGPU80G,128xCPU,1000G")
+    assert apart.fits, apart.problems
+    assert apart.bundles[5].roles == ("learner worker 5", "engine:5", "reference:5")
+    assert apart.bundles[6].roles == ("critic worker 6", "reference:6")
+    held = {role.name: role.memory.held for role in apart.roles}
+    both = {role.name: role.memory.held for role in together.roles}["learner worker"]
+    assert not [name for name in held["learner worker"] if name.startswith("critic")]
+    assert not [name for name in held["critic worker"] if name.startswith("policy")]
+    # Two workers share what eight shared.
+    assert held["critic worker"]["critic optimizer"] == 4 * both["critic optimizer"]
+    assert {choice.sharding.stage for choice in apart.choices} == {1, 2}
+
+
 def test_higher_stages_and_off_loading_need_less_of_the_device(values: dict):
     values["rollout"]["engine"] = {"sleep": False}  # else another phase is the worst one
     by_name = {str(c.sharding): c.device.needed for c in plan(values, "8xGPU80G").choices}

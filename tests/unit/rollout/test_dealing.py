@@ -45,6 +45,17 @@ def test_the_minibatches_do_not_depend_on_the_workers(count):
         assert all(number in {one.minibatch for one in each} for each in deals)
 
 
+def test_each_team_is_dealt_the_whole_batch():
+    batch, teams = scored(12), (range(2), range(2, 3))
+    deals = on_workers(
+        3,
+        lambda w: deal(batch[w.rank :: 3], minibatch_size=4, seed=(0, 1), workers=w, teams=teams),
+    )
+    alone = members([deal(batch, minibatch_size=4, seed=(0, 1), workers=Workers())])
+    assert members(deals[:2]) == members(deals[2:]) == alone
+    assert sum(map(len, deals)) == 2 * len(batch)
+
+
 def test_samples_of_a_prompt_are_trained_together_by_one_worker():
     batch = [ScoredRollout(rollout(n // 2, n % 2, 3), float(n), {}) for n in range(12)]
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from raypo.collectives import Workers
+from raypo.learner.roles import Roles
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.run.ppo_run import PPORun
 from raypo.run.rollout_metrics import speed_figures
@@ -13,7 +15,10 @@ from tests.unit.run.test_rejection_sampling import SAMPLES
 
 def test_samples_of_an_update_that_fails_are_written():
     written: list[tuple[int, list[dict[str, Any]]]] = []
-    run: Any = SimpleNamespace(_write_rollouts=lambda step, rows: written.append((step, rows)))
+    run: Any = SimpleNamespace(
+        _write_rollouts=lambda step, rows: written.append((step, rows)),
+        roles=Roles.shared(Workers()),
+    )
     with PPORun.keeping(run, 3, SAMPLES):
         pass
     assert written == []
