@@ -17,11 +17,24 @@ URL = os.environ.get("JUDGE_URL", "http://127.0.0.1:8000/v1")
 MODEL = os.environ.get("JUDGE_MODEL", "model")
 GRADES = range(1, 6)
 PROMPT = """\
-A writer was asked: {request}
-The writer answered: {response}
+How friendly is what a writer answered? From 1 (rude) to 5 (very friendly).
 
-How friendly is the answer? Give one grade from 1 (rude) to 5 (very friendly), and nothing else.
+Request: Say something about the bus this morning.
+Answer: It was late again, and I hated every minute of it.
+Grade: 1
+
+Request: Tell me about your lunch.
+Answer: I had soup, bread and an apple.
+Grade: 3
+
+Request: What about the new library?
+Answer: What a wonderful place, I loved it!
+Grade: 5
+
+Request: {request}
+Answer: {response}
 Grade:"""
+"""Completed as a text, and with examples: asked in a chat, so small a model rarely names a grade."""
 
 
 async def grade(rollouts: list[Rollout]) -> list[float | APIError | None]:
@@ -37,15 +50,12 @@ async def grade(rollouts: list[Rollout]) -> list[float | APIError | None]:
             request = rollout.messages[-1]["content"] if rollout.messages else rollout.prompt
             prompt = PROMPT.format(request=request, response=rollout.response)
             try:
-                answer = await judge.chat.completions.create(
-                    model=MODEL,
-                    messages=[{"role": "user", "content": prompt}],
-                    temperature=0,
-                    max_tokens=8,
+                answer = await judge.completions.create(
+                    model=MODEL, prompt=prompt, temperature=0, max_tokens=4
                 )
             except APIError as error:
                 return error
-            return parse(answer.choices[0].message.content or "")
+            return parse(answer.choices[0].text)
 
         return await asyncio.gather(*map(ask, rollouts))
 

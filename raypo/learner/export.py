@@ -34,6 +34,7 @@ def save_folder(
         for _ in weights:  # it takes part in the gathering
             pass
         return
+    network.should_save_on_this_rank = bool  # transformers means rank 0 of all workers
     parts: list[Path] = []
     on_host = ((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
     for group in grouped(on_host, bucket_bytes=SHARD_BYTES):

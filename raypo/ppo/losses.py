@@ -221,9 +221,9 @@ def value_loss(
     clipped = torch.zeros_like(mask, dtype=torch.bool)
     if value_clip is not None:
         before = keep(old_values.detach(), mask)
-        near = before + (now - before).clamp(-value_clip, value_clip)
-        near_loss = (near - target).square()
-        clipped = near_loss > loss_by_token
+        moved = now - before
+        near_loss = (before + moved.clamp(-value_clip, value_clip) - target).square()
+        clipped = (moved.abs() > value_clip) & (near_loss > loss_by_token)
         loss_by_token = torch.where(clipped, near_loss, loss_by_token)
     loss = aggregate(
         0.5 * loss_by_token,

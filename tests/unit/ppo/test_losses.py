@@ -407,3 +407,11 @@ def test_explained_variance_by_hand():
     assert explained([3.0, 1.0]) == -3.0  # errors 2 and -2: 1 - 4 / 1
     flat = torch.ones(1, 2)
     assert explained_variance(value_loss(returns, flat, flat, mask)[1]).item() == 0.0
+
+
+def test_a_value_that_moved_less_than_its_clip_is_not_counted_by_rounding():
+    generator = torch.Generator().manual_seed(0)
+    values, old_values, returns = torch.randn(3, 8, 64, generator=generator)
+    mask = torch.ones(8, 64, dtype=torch.bool)
+    _, stats = value_loss(values, old_values, returns, mask, value_clip=100.0)
+    assert stats["clipped"] == 0
