@@ -34,7 +34,7 @@ Grade: 5
 Request: {request}
 Answer: {response}
 Grade:"""
-"""Completed as a text, and with examples: asked in a chat, so small a model rarely names a grade."""
+"""Completed as a text, with examples: asked in a chat, so small a model rarely names a grade."""
 
 
 async def grade(rollouts: list[Rollout]) -> list[float | APIError | None]:
