@@ -262,7 +262,7 @@ def test_a_push_that_is_left_half_done_serves_nothing_until_the_next_one(served:
 
 def test_vllm_itself_is_asked_what_it_loaded(served: Pair, monkeypatch) -> None:
     """Should the list of expected tensors ever err, vLLM's own account still counts."""
-    monkeypatch.setattr(type(served.engine._checkpoint), "check", lambda *_: None)
+    monkeypatch.setattr(type(served.engine._tensors), "check", lambda *_: None)
     tensors = without(weights(served.learner), "model.norm.weight")
 
     with pytest.raises(WeightError, match=r"vLLM did not load model\.norm\.weight"):
