@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +13,9 @@ from raypo.cli.exit_status import WRONG_INPUT, exit_status, tell
 
 if TYPE_CHECKING:
     from raypo.config import RecipeConfig
+    from raypo.plan.fit import Plan
     from raypo.plan.hardware import Node
+    from raypo.plan.times import Rates
 
 CLUSTER_HELP = (
     "The hardware: 8xH100,2 is two nodes, each with 8 GPUs (8xGPU80G: of 80 GB, whatever kind); "
@@ -28,7 +32,9 @@ def plan(
     ] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help=CLUSTER_HELP)] = None,
 ) -> None:
-    """Check a config, print bundles, devices, predicted memory and, of known GPUs, seconds a step.
+    """Check a config, print bundles, devices, predicted memory and seconds a step.
+
+    Seconds are told of known GPUs, and of the CPUs of this machine, which are measured for it.
 
     Status 2: it does not fit.
     """
@@ -48,6 +54,7 @@ def plan(
 
     from rich.console import Console
 
+    from raypo.plan.hardware import this_machine
     from raypo.plan.tables import tables, times
     from raypo.plan.times import Rates, faster, step_time
 
@@ -55,9 +62,9 @@ def plan(
     for table in tables(made):
         console.print(table)
         console.print()
-    rates = Rates.of(made)
-    if rates is not None:
-        console.print(times(step_time(made, rates), faster(made)))
+    rates_of = _measured_here(made) if made.nodes == this_machine() else Rates.of
+    if rates := rates_of(made):
+        console.print(times(step_time(made, rates), faster(made, rates_of)))
         console.print()
     for note in [*made.notes, *notes]:
         console.print(f"Note: {note}.", highlight=False)
@@ -66,6 +73,20 @@ def plan(
         return
     tell("\n".join(f"{config}: {problem}" for problem in made.problems))
     raise typer.Exit(WRONG_INPUT)
+
+
+def _measured_here(made: Plan) -> Callable[[Plan], Rates | None]:
+    """Rates of plans like this one: on CPUs what these cores reach, all of them at work."""
+    from raypo.config import PPOConfig
+    from raypo.plan.times import Rates
+
+    if made.device != "cpu" or not isinstance(made.config, PPOConfig):
+        return Rates.of
+    from raypo.learner.peak import measured_flops, measured_memory  # torch from here on
+
+    cores = made.nodes[0].cpus or 1
+    flops, memory = measured_flops(made.config.model.dtype, "cpu"), measured_memory()
+    return partial(Rates.of_cores, flops=flops / cores, memory=memory / cores)
 
 
 def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The most FLOP/s that a learner worker's device can do: what MFU is measured against."""
+"""What a device can do: FLOP/s, which MFU is measured against, and bytes a second."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from raypo.plan.gpus import gpu_of
 MEASURED_S = 0.2
 SIZES = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the matrices of a measured product."""
+READ_BYTES = 1 << 28
+"""More than processors' caches hold."""
 
 
 def peak_flops(dtype: str, declared_tflops: float | None = None) -> float:
@@ -47,6 +49,17 @@ def measured_flops(dtype: str, device: str) -> float:
         _finish(device)
         best = min(best, time.perf_counter() - begin)
     return 2 * size**3 / best
+
+
+def measured_memory() -> float:
+    """Bytes a second that this process's threads read of RAM together, at the fastest."""
+    numbers = torch.ones(READ_BYTES // 4)
+    best, deadline = float("inf"), time.perf_counter() + MEASURED_S
+    while best == float("inf") or time.perf_counter() < deadline:
+        begin = time.perf_counter()
+        numbers.sum()
+        best = min(best, time.perf_counter() - begin)
+    return READ_BYTES / best
 
 
 def _finish(device: str) -> None:

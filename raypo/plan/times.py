@@ -2,13 +2,13 @@
 
 A phase takes as long as the slowest of its parts that run side by side, arithmetic, memory and
 links, and what comes after them. Rates are those of data sheets times the share that such programs
-reach, so figures are good to a factor, and better for comparing two configs than for a bill. All
-responses are taken to be as long as they may be.
+reach, so figures are good to a factor, and better for comparing two configs than for a bill. On
+CPUs they are measured where the plan is made. All responses are taken to be as long as they may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,20 @@ IPC_COPIES = 3
 """Of each pushed byte within a GPU: into the bucket, out of it, into place."""
 STORE_BYTES_S = 2e9
 """Through Ray's object store, checksums and copies included."""
+
+
+@dataclass(frozen=True)
+class CpuShares:
+    """What is reached on CPUs of the rate of a product of matrices, by who computes."""
+
+    learned: float
+    sampled: float
+
+
+ON_CPU = {"float32": CpuShares(1.0, 0.55), "bfloat16": CpuShares(0.35, 0.16)}
+CPU_ENGINE_STEP_S = 0.005
+CPU_STORE_BYTES_S = 4e8
+"""Measured with four sizes of Llama on two cores (docs/scale.md)."""
 WORTH = 0.03
 """Share of a step that a change must save to be told."""
 MAX_CHANGES = 3
@@ -49,6 +63,8 @@ class Rates:
     """Between a GPU and its node's RAM."""
     engine_step_s: float = ENGINE_STEP_S
     store: float = STORE_BYTES_S
+    sampled: float | None = None
+    """FLOP/s of a part of an engine, where that is another than a learner worker's."""
 
     @classmethod
     def of(cls, plan: Plan) -> Rates | None:
@@ -69,6 +85,34 @@ class Rates:
             memory=READ * min(gpu.memory_gbs for gpu in gpus) * 1e9,
             link=SENT * link * 1e9,
             host=SENT * min(gpu.host_gbs for gpu in gpus) * 1e9,
+        )
+
+    @classmethod
+    def of_cores(cls, plan: Plan, *, flops: float, memory: float) -> Rates:
+        """Of a ppo run on the cores of one machine.
+
+        Args:
+            plan: Of the run.
+            flops: FLOP/s of a product of matrices on one core, in the policy's dtype.
+            memory: Bytes a second that one core reads.
+        """
+        config = plan.config
+        assert isinstance(config, PPOConfig), "rates are told of ppo runs only"
+        learner, shares = config.learner, ON_CPU[config.model.dtype]
+        engines = sum(
+            guest.role == "engine" for each in plan.bundles for guest in each.bundle.guests
+        )
+        cores = float(config.placement.cpus_per_bundle)
+        if config.placement.group_of("engine") == "colocated":
+            cores = learner.cpus_per_worker * learner.total_workers / engines
+        return cls(
+            flops=shares.learned * flops * learner.cpus_per_worker,
+            memory=memory * learner.cpus_per_worker,
+            link=memory,
+            host=memory,
+            engine_step_s=CPU_ENGINE_STEP_S,
+            store=CPU_STORE_BYTES_S,
+            sampled=shares.sampled * flops * cores,
         )
 
 
@@ -136,9 +180,11 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
     return StepTime(told, config.responses_per_step, is_ahead=config.rollout.mode != "sync")
 
 
-def faster(plan: Plan) -> list[tuple[str, float]]:
+def faster(
+    plan: Plan, rates_of: Callable[[Plan], Rates | None] = Rates.of
+) -> list[tuple[str, float]]:
     """Changes of one key with which the run still fits, and the step's seconds; the best first."""
-    rates = Rates.of(plan)
+    rates = rates_of(plan)
     if rates is None or not isinstance(plan.config, PPOConfig):
         return []
     now, found = step_time(plan, rates).seconds, []
@@ -148,7 +194,7 @@ def faster(plan: Plan) -> list[tuple[str, float]]:
             changed = make_plan(config, plan.nodes)
         except ConfigError:
             continue
-        changed_rates = Rates.of(changed)
+        changed_rates = rates_of(changed)
         if changed_rates is None or not (changed.holds and changed.fits):
             continue
         seconds = step_time(changed, changed_rates).seconds
@@ -226,7 +272,7 @@ class _Work:
         moved = reduced * (size - 1) / size
         return PhaseTime(
             "generate",
-            {"memory": read / rates.memory, "arithmetic": flops / rates.flops},
+            {"memory": read / rates.memory, "arithmetic": flops / (rates.sampled or rates.flops)},
             {"steps of the engine": steps * rates.engine_step_s, "links": moved / rates.link},
             moved,
         )

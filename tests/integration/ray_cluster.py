@@ -70,7 +70,7 @@ def started_cluster(hosts: Sequence[Host], *, home: Path | None = None) -> Itera
         for number, host in enumerate(others):
             log = folder / f"node_{number}.log"
             nodes.enter_context(_node(host, [f"--address={address}"], log, own))
-        yield StartedCluster(address, dashboard, _environment(head) | own)
+        yield StartedCluster(address, dashboard, environment_of(head) | own)
 
 
 def short_folder() -> tempfile.TemporaryDirectory[str]:
@@ -94,7 +94,7 @@ def _node(host: Host, arguments: list[str], log: Path, own: Mapping[str, str]) -
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**_environment(host), **own},
+            env={**environment_of(host), **own},
             start_new_session=True,
         )
     try:
@@ -107,7 +107,7 @@ def _node(host: Host, arguments: list[str], log: Path, own: Mapping[str, str]) -
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _environment(host: Host) -> dict[str, str]:
+def environment_of(host: Host) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     paths = [str(Path(sys.executable).parent), own.get("PATH", "")]
     return own | {

@@ -1,12 +1,22 @@
-"""A run submitted to a cluster of two nodes, which share no object store."""
+"""Runs on a cluster of two nodes, which share no object store: submitted, and as a Slurm job."""
 
 import json
+import os
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.integration.ray_cluster import Host, StartedCluster, started_cluster
+from tests.integration.ray_cluster import (
+    Host,
+    StartedCluster,
+    environment_of,
+    free_port,
+    short_folder,
+    started_cluster,
+)
 from tests.integration.task import REPOSITORY, read_metrics, write_task
 
 OVERRIDES = (
@@ -71,4 +81,45 @@ def test_a_submitted_run_brings_its_weights_to_an_engine_on_another_node(tmp_pat
     with started_cluster([Host(), Host("127.0.0.2")]) as cluster:
         submit(cluster, config)
         assert len(nodes_of_engines(cluster)) == 2
+    assert_weights_arrived(tmp_path / "task")
+
+
+SLURM = {
+    "scontrol": 'printf "127.0.0.1\\n127.0.0.2\\n"',
+    "srun": "host=127.0.0.2\n"
+    "while [[ $1 == --* ]]; do [[ $1 == --nodelist=* ]] && host=${1#*=}; shift; done\n"
+    '[[ $1 == hostname ]] && exec echo "$host"\n'
+    'exec "$@" --node-ip-address="$host" --dashboard-agent-listen-port=$((52400 + ${host##*.})) '
+    "--num-cpus=1 --object-store-memory=200000000",
+}
+"""Slurm's own programs, for two nodes on one machine; all else that the script starts is real."""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_slurm_job_trains_on_both_of_its_nodes(tmp_path: Path):
+    config = write_task(tmp_path / "task")
+    programs = config.parent / ".venv/bin"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
+    for name, text in SLURM.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    with short_folder() as folder, (tmp_path / "log").open("w+") as log:
+        job = subprocess.Popen(
+            [str(REPOSITORY / "examples/cluster/slurm.sh"), str(config), *OVERRIDES],
+            env=environment_of(Host())
+            | {"SLURM_JOB_NODELIST": "two", "SLURM_JOB_NUM_NODES": "2", "RAYPO_WAIT_S": "120"}
+            | {"RAY_PORT": str(free_port()), "RAY_TMPDIR": folder, "HOME": folder},
+            cwd=config.parent,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = job.wait(500)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGTERM)  # as Slurm ends what a job has left
+        log.seek(0)
+        assert status == 0, log.read()[-5000:]
     assert_weights_arrived(tmp_path / "task")

@@ -1,5 +1,6 @@
 import asyncio
 import sqlite3
+import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -112,17 +113,25 @@ def test_a_query_whose_caller_stops_waiting_is_ended(path):
 
 def test_a_query_that_is_left_ends_no_other_of_another_event_loop(path):
     database = Database(path, time_limit_s=100)
-    slow = ENDLESS.replace("FROM n)", "FROM n WHERE x < 1000000)")
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def one() -> int:
+        begun.set()
+        return int(goes_on.wait(60))
+
+    database._connection.create_function("one", 0, one)
+    held = ENDLESS.replace("SELECT 1", "SELECT one()").replace("FROM n)", "FROM n WHERE x < 9999)")
 
     async def left() -> None:
         await asyncio.wait_for(database.sql("SELECT 1"), 0.05)
 
     with closing(database), ThreadPoolExecutor() as pool:
-        answer = pool.submit(asyncio.run, database.sql(slow))
-        time.sleep(0.2)
+        answer = pool.submit(asyncio.run, database.sql(held))
+        assert begun.wait(60)
         with pytest.raises(TimeoutError):
             asyncio.run(left())  # it waits for its turn
-        assert answer.result().startswith("sum(x)\n")
+        goes_on.set()
+        assert answer.result() == "sum(x)\n49995000"
 
 
 def test_one_database_serves_event_loop_after_event_loop(path):
