@@ -91,7 +91,7 @@ class Learner:
         self._is_reference = ppo.needs_reference and model.is_own_reference
         self._trained_policy = None
         if roles.trains_policy:
-            with in_shares(section, dtype=model.dtype, roles=roles):
+            with in_shares(section, dtype=model.dtype, workers=workers):
                 network = load_policy(model)
             policy = Policy(network, temperature=temperature)
             self._trained_policy = TrainedModel(policy, **shared)
@@ -106,7 +106,7 @@ class Learner:
         """In words, which weights the critic starts from."""
         if ppo.needs_critic and roles.trains_critic:
             start = critic_start or CriticStart(model.critic or model.policy)
-            with in_shares(section, dtype=model.dtype, roles=roles):
+            with in_shares(section, dtype=model.dtype, workers=workers):
                 critic, self.critic_start = Critic.load(
                     start, lora=model.lora, dtype=model.dtype, attention=model.attention
                 )

@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
 from raypo.learner.offload import Offload, OffloadPlan
-from raypo.learner.roles import DataParallel, Roles
+from raypo.learner.roles import DataParallel
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 
@@ -253,18 +253,16 @@ def deepspeed_config(
 
 
 @contextmanager
-def in_shares(section: WorkersSection, *, dtype: str, roles: Roles) -> Iterator[None]:
+def in_shares(section: WorkersSection, *, dtype: str, workers: Workers) -> Iterator[None]:
     """At ZeRO stage 3, what transformers loads within lies in the workers' shares from the start.
 
     Each layer is made whole on every worker, cut, and filled by rank 0 from the file's pages; no
-    process holds a whole model. One worker alone, and other stages, load as ever. So do policy and
-    critic on workers of their own: transformers fills shares from rank 0 of all workers only.
+    process holds a whole model. One worker alone, and other stages, load as ever.
     """
-    count = roles.own.count
     config = deepspeed_config(
-        section, dtype=dtype, num_workers=count, on_gpu=torch.cuda.is_available()
+        section, dtype=dtype, num_workers=workers.count, on_gpu=torch.cuda.is_available()
     )
-    if roles.are_apart or count == 1 or config["zero_optimization"]["stage"] < 3:
+    if workers.count == 1 or config["zero_optimization"]["stage"] < 3:
         yield
         return
     _import_deepspeed()

@@ -54,7 +54,6 @@ def peak(found: dict[str, int], name: str) -> Iterator[None]:
 def main() -> None:
     from raypo.learner import export
     from raypo.learner.learner import Learner
-    from raypo.learner.roles import Roles
     from raypo.learner.trained_model import _import_deepspeed, in_shares
     from raypo.models.critic import Critic, CriticStart
     from raypo.models.loading import load_causal_lm
@@ -68,13 +67,13 @@ def main() -> None:
     _import_deepspeed()
     section = LearnerSection(zero_stage=3)
     export.SHARD_BYTES = task["bucket_bytes"]
-    with in_shares(section, dtype="bfloat16", roles=Roles.shared(workers)):
+    with in_shares(section, dtype="bfloat16", workers=workers):
         load_causal_lm(task["small_model"], dtype="bfloat16")  # what is imported is no model
         start = CriticStart(task["reward_model"], reward_weight=2.0)
         critic, _ = Critic.load(start, dtype="bfloat16")
     assert all(hasattr(each, "ds_id") for each in critic.backbone.parameters())
     head = critic.value_head.weight.flatten().tolist()
-    with peak(found, "load"), in_shares(section, dtype="bfloat16", roles=Roles.shared(workers)):
+    with peak(found, "load"), in_shares(section, dtype="bfloat16", workers=workers):
         model = load_causal_lm(task["model"], dtype="bfloat16")
     assert all(hasattr(each, "ds_id") for each in model.parameters())
     del model
