@@ -384,6 +384,8 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
             f"{state['step']}, and steps count on. Set num_steps above {state['step']}."
         )
     config = _decided_as(config, earlier)
+    if earlier:  # with the defaults of keys that are younger than it
+        earlier = parse_run_config(earlier, origin=f"{place}/config.yaml").model_dump(mode="json")
     theirs, mine = flatten(earlier), flatten(config.model_dump(mode="json"))
     for key in _OF_A_CHECKPOINT:
         names = {n for n in theirs.keys() | mine.keys() if f"{n}.".startswith(f"{key}.")}

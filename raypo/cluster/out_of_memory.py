@@ -10,9 +10,9 @@ import torch
 from raypo.cluster.actors import DeploymentError
 
 LEARNER_REMEDY = (
-    "Lower learner.max_tokens_per_microbatch, raise learner.zero_stage or learner.num_workers, use "
-    "model.dtype bfloat16, or lower rollout.engine.gpu_memory_fraction; `raypo plan` shows what "
-    "each of them saves."
+    "Lower learner.max_tokens_per_microbatch, raise learner.zero_stage or learner.num_workers "
+    "(learner.critic_workers for a critic that has its own), use model.dtype bfloat16, or lower "
+    "rollout.engine.gpu_memory_fraction; `raypo plan` shows what each of them saves."
 )
 ENGINE_REMEDY = (
     "Lower rollout.engine.gpu_memory_fraction or set rollout.engine.kv_cache_gb, lower "

@@ -131,7 +131,7 @@ def roles_of(
 def _of_its_own(config: OnlineConfig, sharding: Sharding, workers: int, device: Device) -> Sharding:
     """How a critic's own workers hold it, where the policy's hold theirs as `sharding` says."""
     own = memory.sharding_of(
-        sharding.stage or config.learner.zero_stage,
+        config.learner.zero_stage,
         workers,
         config.learner.deepspeed,
         dtype=config.model.dtype,
@@ -139,6 +139,7 @@ def _of_its_own(config: OnlineConfig, sharding: Sharding, workers: int, device: 
     )
     return replace(
         own,
+        stage=sharding.stage if min(workers, sharding.workers) > 1 else own.stage,
         offload_optimizer=sharding.offload_optimizer,
         offload_param=sharding.offload_param,
     )

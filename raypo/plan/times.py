@@ -302,32 +302,43 @@ class _Work:
             passes.append(models.critic)
         moved = 0.0
         if self._sharding.stage == 3:
-            moved = self._microbatches * sum(map(self._whole, passes)) * self._ring
+            moved = self._microbatches(self._workers) * sum(map(self._whole, passes)) * self._ring
         beside = {"arithmetic": flops / self._rates.flops}
         return PhaseTime("evaluate", beside | self._links(moved), moved=moved)
 
     def update(self) -> PhaseTime:
+        """The policy's and the critic's, or the longer of the two where they are apart."""
+        models, apart = self._plan.models, self.config.learner.critic_workers
+        critic = [models.critic] if models.critic else []
+        if not apart:
+            return self._updated([models.policy], critic, self._workers)
+        sides = (
+            self._updated([models.policy], [], self._workers),
+            self._updated([], critic, apart),
+        )
+        return max(sides, key=lambda side: side.seconds)
+
+    def _updated(
+        self, policy: list[ModelShape], critic: list[ModelShape], workers: int
+    ) -> PhaseTime:
         """Forward and backward of all minibatches, gradients summed, and the optimizer's steps."""
-        config, models, rates = self.config, self._plan.models, self._rates
-        epochs, sharding = config.ppo.num_epochs, self._sharding
-        steps = epochs * max(1, config.responses_per_step // config.ppo.minibatch_size)
-        is_apart = config.learner.critic_workers > 0  # then it sums its gradients meanwhile
-        learned = [models.policy, *([models.critic] if models.critic and not is_apart else [])]
-        flops = self._slowest(self._pass(models.policy))
+        config, rates, stage = self.config, self._rates, self._sharding.stage
+        epochs, ring = config.ppo.num_epochs, (workers - 1) / workers
+        steps = epochs * self._minibatches
+        flops = sum(map(self._pass, policy))
+        flops += sum(self._pass(shape, with_logits=False) for shape in critic)
         passes = 2 if config.model.lora else 3  # frozen weights have no gradients of their own
         passes += 1 if config.learner.activation_checkpointing else 0
-        whole = sum(map(self._whole, learned))
+        whole = sum(map(self._whole, [*policy, *critic]))
         trained = whole if not config.model.lora else 0.0
-        a_pass = {0: 2 * trained, 1: 0.0, 2: trained, 3: 2 * whole + trained}[sharding.stage]
-        a_step = {0: 0.0, 1: (8 / self._itemsize + 1) * trained, 2: trained, 3: 0.0}
-        moved = epochs * self._microbatches * a_pass + steps * a_step[sharding.stage]
-        moved *= self._ring
-        parts = 1 if sharding.stage == 0 else self._workers
-        share = trained / self._itemsize / parts
+        a_pass = {0: 2 * trained, 1: 0.0, 2: trained, 3: 2 * whole + trained}[stage]
+        a_step = {0: 0.0, 1: (8 / self._itemsize + 1) * trained, 2: trained, 3: 0.0}[stage]
+        moved = ring * (epochs * self._microbatches(workers) * a_pass + steps * a_step)
+        share = trained / self._itemsize / (1 if stage == 0 else workers)
         after = {"optimizer": steps * OPTIMIZER_BYTES * share / rates.memory}
-        if sharding.offload_optimizer:
+        if self._sharding.offload_optimizer:
             after = {"PCIe and the processors' AdamW": steps * OPTIMIZER_BYTES * share / rates.host}
-        beside = {"arithmetic": passes * epochs * flops / rates.flops}
+        beside = {"arithmetic": passes * epochs * flops / workers / rates.flops}
         return PhaseTime("update", beside | self._links(moved), after, moved)
 
     def push(self) -> PhaseTime:
@@ -371,14 +382,18 @@ class _Work:
         return self._plan.sharding
 
     @property
-    def _microbatches(self) -> int:
-        """Of a worker, in one pass over the step's experience."""
+    def _minibatches(self) -> int:
+        """Optimizer steps of an epoch."""
+        return max(1, self.config.responses_per_step // self.config.ppo.minibatch_size)
+
+    def _microbatches(self, workers: int) -> int:
+        """Of each of some workers, in one pass over the step's experience."""
         config = self.config
-        steps = max(1, config.responses_per_step // config.ppo.minibatch_size)
-        rows = config.responses_per_step / steps / self._workers
+        rows = config.responses_per_step / self._minibatches / workers
         tokens = rows * config.rollout.max_response_tokens
         tokens += rows / config.rollout.samples_per_prompt * config.data.max_prompt_tokens
-        return steps * max(1, -(-int(tokens) // config.learner.max_tokens_per_microbatch))
+        of_one = max(1, -(-int(tokens) // config.learner.max_tokens_per_microbatch))
+        return self._minibatches * of_one
 
     def _slowest(self, policy: float) -> float:
         """FLOPs of a worker, of all that the policy's share and one pass of the critic.

@@ -176,10 +176,13 @@ def _asked_first(
 
 
 def own_engines(workers: Workers, count: int) -> list[int]:
-    """Numbers of the engines that a worker asks: one, or where there are more than workers several.
+    """Numbers of the engines that a worker asks, so that all have the same to do.
 
-    Example: of five engines and two workers, worker 0 has 0, 2 and 4.
+    Example: of five engines and two workers, worker 0 has 0, 2 and 4; of two engines and five
+    workers, workers 0 and 2 have engine 0, 1 and 3 have engine 1, and worker 4 has both.
     """
+    if workers.rank >= workers.count // count * count > 0:
+        return list(range(count))
     return list(range(workers.rank, count, workers.count)) or [workers.rank % count]
 
 

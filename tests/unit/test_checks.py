@@ -239,6 +239,16 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
         beginning(values, checkpoint.parent.parent / "nowhere")
 
 
+def test_a_checkpoint_from_before_a_key_has_its_default(values: dict, checkpoint: Path):
+    files = RunFiles(values["storage_path"], "earlier")
+    recorded = PPOConfig.parse(values | {"name": "earlier"}).model_dump(mode="json")
+    del recorded["learner"]["critic_workers"]
+    files.write_config(recorded)
+    beginning(values, checkpoint)
+    with pytest.raises(ConfigError, match=r"learner.critic_workers \(1\): .* of a run with 0"):
+        beginning(values, checkpoint, learner={"critic_workers": 1})
+
+
 def test_how_an_adapter_travels_is_no_part_of_a_checkpoint(values: dict, checkpoint: Path):
     values["model"] |= {"lora": {"rank": 4}}
     files = RunFiles(values["storage_path"], "earlier")

@@ -118,3 +118,13 @@ def test_each_engine_belongs_to_a_worker_and_each_worker_has_one():
     assert [of(rank, 4, 2) for rank in range(4)] == [[0], [1], [0], [1]]
     assert [of(rank, 2, 5) for rank in range(2)] == [[0, 2, 4], [1, 3]]
     assert of(0, 1, 1) == [0]
+
+
+@pytest.mark.parametrize(("workers", "engines"), [(5, 4), (6, 4), (3, 2), (4, 3), (8, 4)])
+def test_engines_have_the_same_to_do_whatever_the_number_of_workers(workers: int, engines: int):
+    """With a critic on workers of its own there are more workers than engines."""
+    asked = [own_engines(Workers(rank, workers), engines) for rank in range(workers)]
+    of_each = [
+        sum(1 / len(own) for own in asked if number in own) / workers for number in range(engines)
+    ]
+    assert of_each == pytest.approx([1 / engines] * engines)
