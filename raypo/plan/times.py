@@ -45,7 +45,7 @@ class CpuShares:
 ON_CPU = {"float32": CpuShares(1.0, 0.55), "bfloat16": CpuShares(0.35, 0.16)}
 CPU_ENGINE_STEP_S = 0.005
 CPU_STORE_BYTES_S = 4e8
-"""Measured with four sizes of Llama on two cores (docs/scale.md)."""
+"""Of SmolLM2-135M on two cores: docs/performance.md. How far they carry: docs/scale.md."""
 WORTH = 0.03
 """Share of a step that a change must save to be told."""
 MAX_CHANGES = 3

@@ -95,7 +95,7 @@ def test_a_worker_whose_groups_were_all_filtered_is_fed_its_share_of_tokens(
     assert max(tokens) <= 1.2 * min(tokens)
 
 
-APART = [("float32", 0), ("float32", 1), ("float32", 2), ("bfloat16", 2)]
+APART = [("float32", 0), ("float32", 2), ("bfloat16", 2)]
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +107,12 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dic
         (count, critics): run_workers(
             folder, count, APART, critic_workers=critics, checkpoints=str(folder)
         )
-        for count, critics in ((1, 0), (3, 1), (4, 2))
+        for count, critics in ((1, 0), (3, 1), (3, 2))
     }
 
 
 @pytest.mark.parametrize("case", APART)
-@pytest.mark.parametrize("workers", [(3, 1), (4, 2)])
+@pytest.mark.parametrize("workers", [(3, 1), (3, 2)])
 def test_a_critic_on_workers_of_its_own_learns_the_same(
     apart: dict[tuple[int, int], dict[Any, Any]], workers: tuple[int, int], case: tuple[str, int]
 ):
