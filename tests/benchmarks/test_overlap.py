@@ -48,7 +48,8 @@ def test_sampling_beside_the_update_against_one_after_the_other(task: Path, adva
     rows: dict[str, list[dict[str, Any]]] = {}
     trained = []
     for mode, overrides in MODES.items():
-        config = PPOConfig.load(task, overrides={**common, **overrides, "name": f"overlap_{mode}"})
+        name = f"overlap_{advantage}_{mode}"
+        config = PPOConfig.load(task, overrides={**common, **overrides, "name": name})
         PPOTrainer(config).fit()
         folder = task.parent / "runs" / config.name
         rows[mode] = read_metrics(folder)[FIRST:-1]  # the last step saves the policy
