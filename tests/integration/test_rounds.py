@@ -92,23 +92,6 @@ def test_a_run_that_fails_goes_on_from_its_last_round_to_the_same_figures(
     assert figures(rows) == figures(whole)
 
 
-def test_two_workers_with_an_adapter_select_the_same_and_may_leave_it_at_that(
-    folder: Path, local_ray: None, whole
-):
-    model = {"policy": f"{folder}/model", "lora": {"rank": 4}}
-    learner = rounds_values(folder, "rejection_sampling")["learner"] | {"num_workers": 2}
-    section = {"train": False}
-    changes: dict[str, Any] = {"model": model, "learner": learner, "rejection_sampling": section}
-    (row,) = rejection_sampling(folder, "two", num_steps=1, **changes)
-    assert row["selection/score_mean"] == whole[0]["selection/score_mean"]
-    assert row["train/updates"] == 0
-    tables = [
-        pq.read_table(folder / f"runs/{name}/selected/round_00001.parquet")
-        for name in ("whole", "two")
-    ]
-    assert tables[0].equals(tables[1])
-
-
 def test_iterative_dpo_learns_from_pairs_of_its_own_samples(folder: Path, local_ray: None):
     values = rounds_values(folder, "iterative_dpo") | {"dpo": {"sft_coef": 0.2}}
     IterativeDPOTrainer(IterativeDPOConfig.parse(values)).fit()
@@ -143,28 +126,6 @@ def test_distillation_comes_closer_to_its_teacher_on_its_own_samples_and_on_text
         assert 0.0 < row["train/teacher_told"] < 1.0
         assert "rollout/score_mean" not in row
         assert row["mismatch/probe_gap_max"] < 1e-3
-
-
-def test_each_source_has_a_teacher_of_its_own(folder: Path, local_ray: None):
-    """Two deployments of the same weights teach what one does."""
-    teachers = [str(tiny_policy(folder / name, seed=1)) for name in ("once", "again")]
-    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
-    for name, part in (("few", rows[:16]), ("many", rows[16:])):
-        (folder / f"{name}.jsonl").write_text("".join(part))
-    losses = []
-    each: dict[str, Any] = {
-        "one": teachers[0],
-        "two": {"few": teachers[0], "many": teachers[1]},
-    }
-    for name, teacher in each.items():
-        values: dict[str, Any] = rounds_values(folder, "distillation")
-        values |= {"name": f"teacher_{name}", "num_steps": 1}
-        values["model"] |= {"teacher": teacher}
-        values["data"]["prompts"] = [f"{folder}/few.jsonl", f"{folder}/many.jsonl"]
-        DistillationTrainer(DistillationConfig.parse(values)).fit()
-        (figures,) = metrics_of(folder / "runs" / values["name"])
-        losses.append(figures["train/loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_teacher_with_other_tokens_is_refused_before_a_model_is_loaded(
