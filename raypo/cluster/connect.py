@@ -30,14 +30,10 @@ _WORKER_DEFAULTS = {
     "NCCL_CUMEM_ENABLE": "0",
     "TOKENIZERS_PARALLELISM": "false",
     # Learner, engine and reference take turns on the same cores: threads that spin while they
-    # wait take them from the others (20 times slower sampling was measured).
+    # wait take them from the others (20 times slower sampling was measured). A thread that sleeps
+    # at once pays at each of a pass's thousands of small products: it spins a moment first.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # Activations and gradients are of the same sizes in every pass. glibc would give their memory
-    # back to the system each time and take it again, page by page: a tenth of a pass on CPU.
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(1 << 26),
+    "GOMP_SPINCOUNT": "20000",
 }
 _LOCAL_DEFAULTS = {
     # A process that imports ray.train: seconds of a small machine's start-up, and the one machine

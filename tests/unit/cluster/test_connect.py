@@ -106,8 +106,7 @@ def test_every_nccl_variable_and_device_flag_of_the_user_reaches_the_workers(
 
 
 ALL_BUT_NCCL_DEBUG = [
-    *("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_"),
-    *("NCCL_CUMEM_ENABLE", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM"),
+    *("GOMP_SPINCOUNT", "NCCL_CUMEM_ENABLE", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM")
 ]
 
 
