@@ -318,10 +318,8 @@ def with_steps_of_epochs(config: AnyConfig) -> AnyConfig:
             f"learner.batch_size {config.learner.batch_size} are {steps} steps. Remove one of "
             f"the two."
         )
-    try:
-        config.learner.require_steps(steps, "num_epochs")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    for problem in config.learner.endless_warmup(steps, "num_epochs"):
+        raise ConfigError(problem)
     return config.model_copy(update={"num_steps": steps})
 
 
