@@ -34,7 +34,7 @@ from raypo.data.prompts import peek
 from raypo.data.rows import read_rows
 from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape
-from raypo.plan.placement import place, worker_bundles
+from raypo.plan.placement import place, served_roles, worker_bundles
 from raypo.rewards.loader import check_class, check_function
 from raypo.rollout.interface import AGENT, ENVIRONMENT
 from raypo.serving.vllm_arguments import check_extra
@@ -207,24 +207,19 @@ def _pair_columns(data: PairsSection) -> dict[str, str]:
 
 def _check_shards(config: OnlineConfig) -> None:
     """Models that vLLM cannot cut; those of a hub id are left to vLLM."""
-    model = config.model
-    paths = {
-        "engine": [("model.policy", model.policy)],
-        "reference": [("model.reference", path) for path in config.references.values()],
-        "reward": [("model.reward", entry.path) for entry in model.reward or ()],
-    }
-    for key, (role, size) in config.devices_of_replicas().items():
-        for name, path in paths[role] if size > 1 else ():
-            shape = _local_shape(path)
-            if shape and (rest := shape.does_not_divide(size)):
-                fits = max(n for n in range(1, size) if shape.does_not_divide(n) is None)
-                raise ConfigError(
-                    f"{key} ({size}): must divide the {rest} of {name} ({path}). Set it to {fits}."
-                )
+    for role in served_roles(config, num_workers=1, use_gpu=False):
+        size, shape = role.num_devices, _local_shape(role.model)
+        if size > 1 and shape and (rest := shape.does_not_divide(size)):
+            fits = max(n for n in range(1, size) if shape.does_not_divide(n) is None)
+            name = "policy" if role.kind == "engine" else role.kind
+            raise ConfigError(
+                f"{role.devices_key} ({size}): must divide the {rest} of model.{name} "
+                f"({role.model}). Set it to {fits}."
+            )
 
 
-def _local_shape(path: str | None) -> ModelShape | None:
-    if path is None or not (Path(path) / "config.json").exists():
+def _local_shape(path: str) -> ModelShape | None:
+    if not (Path(path) / "config.json").exists():
         return None
     try:
         return ModelShape.read(path)

@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Field
 
 from raypo.config.base import ConfigError, ImportPath, RunFile, is_import_path
 from raypo.config.paths import is_uri
-from raypo.config.placement_section import PlacementSection, RoleKind
+from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
 from raypo.config.ppo_section import PPOSection
-from raypo.config.rollout_section import RolloutSection
+from raypo.config.rollout_section import EngineSection, RolloutSection
 from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
@@ -21,6 +21,7 @@ from raypo.config.sections import (
     LearnerSection,
     LoggingSection,
     ModelSection,
+    RewardModelEntry,
     RewardSection,
     StopSection,
     WorkersSection,
@@ -168,6 +169,11 @@ class OnlineConfig(RecipeConfig):
         return {"reference": self.reference} if self.reference else {}
 
     @property
+    def reward_models(self) -> dict[str, RewardModelEntry]:
+        """Role of each reward model's deployment -> its entry of `model.reward`."""
+        return {f"reward_{number}": entry for number, entry in enumerate(self.model.reward or ())}
+
+    @property
     def judges(self) -> dict[str, Any]:
         """Config key -> value, of what scores responses in training."""
         of_sources = functions_of(self.data.prompts)
@@ -206,18 +212,6 @@ class OnlineConfig(RecipeConfig):
         count = engine.resolved_count(num_workers=self.learner.num_workers, use_gpu=True)
         is_dedicated = self.placement.group_of("engine") == "dedicated"
         return is_dedicated and count > 1 and 2 * share <= 1.0
-
-    def devices_of_replicas(self) -> dict[str, tuple[RoleKind, int]]:
-        """By key: the role that it is about, and how many devices share one replica of it."""
-        frozen = self.placement.frozen
-        return {
-            "rollout.engine.tensor_parallel": ("engine", self.rollout.engine.tensor_parallel),
-            "placement.frozen.reference.tensor_parallel": (
-                "reference",
-                frozen.reference.tensor_parallel,
-            ),
-            "placement.frozen.reward.tensor_parallel": ("reward", frozen.reward.tensor_parallel),
-        }
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
@@ -268,7 +262,14 @@ class OnlineConfig(RecipeConfig):
 
     def _problems_of_replicas(self) -> Iterator[str]:
         strategy, num_workers = self.placement.strategy, self.learner.total_workers
-        for key, (role, size) in self.devices_of_replicas().items():
+        frozen, engine = self.placement.frozen, self.rollout.engine
+        sections: dict[RoleKind, tuple[str, EngineSection | FrozenSection]] = {
+            "engine": ("rollout.engine", engine),
+            "reference": ("placement.frozen.reference", frozen.reference),
+            "reward": ("placement.frozen.reward", frozen.reward),
+        }
+        for role, (where, asked) in sections.items():
+            key, size = f"{where}.tensor_parallel", asked.tensor_parallel
             is_colocated = self.placement.group_of(role) == "colocated"
             if size > 1 and is_colocated and strategy == "STRICT_SPREAD":
                 yield (
@@ -277,15 +278,14 @@ class OnlineConfig(RecipeConfig):
                     f"or placement.mode to dedicated for it."
                 )
             share = getattr(self.placement.gpus, role)
-            if size > 1 and share < 1.0 and (not is_colocated or role == "engine"):
+            if size > 1 and share < 1.0 and (not is_colocated or asked is engine):
                 yield (
                     f"placement.gpus.{role} ({share:g}): a replica on several GPUs "
                     f"({key} = {size}) takes whole ones. Set it to 1."
                 )
-            if role == "engine" or not is_colocated:
+            if isinstance(asked, EngineSection) or not is_colocated:
                 continue
-            asked = getattr(self.placement.frozen, role).num_replicas
-            replicas = 1 if asked == "auto" else asked
+            replicas = 1 if asked.num_replicas == "auto" else asked.num_replicas
             if replicas * size > num_workers:
                 yield (
                     f"placement.frozen.{role}.tensor_parallel ({size}): each colocated replica "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,10 +14,9 @@ from omegaconf import OmegaConf
 
 from raypo.config import AnyConfig, ConfigError, OnlineConfig, PolicyExamplesConfig
 from raypo.config.sweep_config import with_values
-from raypo.plan import estimate, memory
+from raypo.plan import estimate
 from raypo.plan.estimate import Device, Models, Role, roles_of
 from raypo.plan.hardware import GB, Node
-from raypo.plan.memory import ITEMSIZE, Sharding
 from raypo.plan.phase_table import (
     ENGINE_WEIGHTS,
     FROZEN_MODELS,
@@ -28,6 +27,7 @@ from raypo.plan.phase_table import (
     Phase,
 )
 from raypo.plan.placement import LEARNERS, PlacedBundle, lay_out, served_roles, torn_apart
+from raypo.plan.sharding import Sharding
 from raypo.plan.sizes import cpu_sequence_bytes
 
 USABLE = 0.95
@@ -140,12 +140,8 @@ class Plan:
     def sharding(self) -> Sharding:
         """How the learner holds its models."""
         learner, dtype = self.config.learner, self.config.model.dtype
-        return memory.sharding_of(
-            learner.zero_stage,
-            learner.num_workers,
-            learner.deepspeed,
-            dtype=dtype,
-            on_gpu=self.device == "cuda",
+        return Sharding.of(
+            learner, dtype=dtype, num_workers=learner.num_workers, on_gpu=self.device == "cuda"
         )
 
     @property
@@ -254,6 +250,15 @@ def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
     return Plan(config, nodes, "cuda" if use_gpu else "cpu", Models.read(config), bundles)
 
 
+def tried(plan: Plan, changes: Mapping[str, Any]) -> Plan | None:
+    """The plan with other values by dotted key; None where they are refused."""
+    try:
+        config = plan.config.parse(with_values(plan.config.model_dump(), changes))
+        return make_plan(config, plan.nodes)
+    except ConfigError:
+        return None
+
+
 def engine_config(config: AnyConfig) -> OnlineConfig | PolicyExamplesConfig | None:
     """The config of a run that has engines; None where nothing samples."""
     if isinstance(config, PolicyExamplesConfig):
@@ -338,10 +343,8 @@ def _impossible(plan: Plan) -> Iterator[str]:
     if config is None:
         return
     section, length = config.rollout.engine, estimate.max_model_len(config)
-    a_token = memory.kv_bytes_per_token(
-        plan.models.policy,
-        itemsize=ITEMSIZE[config.model.dtype],
-        tensor_parallel=section.tensor_parallel,
+    a_token = plan.models.policy.kv_bytes_per_token(
+        config.model.dtype, tensor_parallel=section.tensor_parallel
     )
     one = cpu_sequence_bytes(a_token, length)
     held = estimate.engine(config, plan.models.policy, plan.device, gpu_bytes).held
@@ -426,12 +429,8 @@ def _that_fit(plan: Plan, ways: Sequence[Way]) -> Iterator[str]:
     """The mildest values of each way with which the run fits, found by planning with them."""
     for way in ways:
         for changes in way:
-            try:
-                config = plan.config.parse(with_values(plan.config.model_dump(), changes))
-                changed = make_plan(config, plan.nodes)
-            except ConfigError:
-                continue
-            if changed.holds:
+            changed = tried(plan, changes)
+            if changed is not None and changed.holds:
                 yield " and ".join(f"{key} to {_flow(value)}" for key, value in changes.items())
                 break
 

@@ -17,10 +17,13 @@ from typing import Literal
 from raypo.config import (
     AnyConfig,
     ConfigError,
+    EngineSection,
+    FrozenSection,
     OnlineConfig,
     PolicyExamplesConfig,
     RewardModelConfig,
 )
+from raypo.config.placement_section import Group, RoleKind
 
 Resources = dict[str, float]
 
@@ -38,20 +41,33 @@ class PlacementError(ConfigError):
 
 @dataclass(frozen=True)
 class ServedRole:
-    """How often a role is there besides the learner, and what each replica of it takes."""
+    """What is deployed besides the learner: what it holds, how often, what a replica takes."""
 
     name: str
-    group: Literal["colocated", "dedicated"]
+    """engine, reference, reward_0, ..."""
+    kind: RoleKind
+    model: str
+    """Path of what it holds."""
+    section: EngineSection | FrozenSection
+    group: Group
     num_replicas: int | Literal["auto"]
     """auto: as many as `on_every_device` says, of a dedicated group one."""
-    num_devices: int
-    """Of each replica: GPUs, on CPU processes."""
-    devices_key: str
-    """The config key of `num_devices`."""
     gpu_share: float
     """What a dedicated replica takes of each of its GPUs."""
     on_every_device: bool = False
     """auto: on the devices of all learner workers, else only on the first of each node."""
+
+    @property
+    def num_devices(self) -> int:
+        """Of each replica: GPUs, on CPU processes."""
+        return self.section.tensor_parallel
+
+    @property
+    def devices_key(self) -> str:
+        """The config key of `num_devices`."""
+        is_engine = self.kind == "engine"
+        where = "rollout.engine" if is_engine else f"placement.frozen.{self.kind}"
+        return f"{where}.tensor_parallel"
 
 
 @dataclass(frozen=True)
@@ -123,37 +139,28 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
     if isinstance(config, PolicyExamplesConfig) and not config.needs_engine:
         return []
     placement, engine = config.placement, config.rollout.engine
-    count = engine.resolved_count(num_workers=num_workers, use_gpu=use_gpu)
-    roles = [
+    held: list[tuple[str, RoleKind, str, EngineSection | FrozenSection]]
+    held = [("engine", "engine", config.model.policy, engine)]
+    if isinstance(config, OnlineConfig):
+        for name, path in config.references.items():
+            held.append((name, "reference", path, placement.frozen.reference))
+        for name, entry in config.reward_models.items():
+            held.append((name, "reward", entry.path, placement.frozen.reward))
+    return [
         ServedRole(
-            name="engine",
-            group=placement.group_of("engine"),
-            num_replicas=count,
-            num_devices=engine.tensor_parallel,
-            devices_key="rollout.engine.tensor_parallel",
-            gpu_share=placement.gpus.engine,
+            name,
+            kind,
+            model,
+            section,
+            group=placement.group_of(kind),
+            num_replicas=section.num_replicas
+            if isinstance(section, FrozenSection)
+            else section.resolved_count(num_workers=num_workers, use_gpu=use_gpu),
+            gpu_share=getattr(placement.gpus, kind),
+            on_every_device=use_gpu and kind != "engine",
         )
+        for name, kind, model, section in held
     ]
-    if isinstance(config, PolicyExamplesConfig):
-        return roles
-    frozen, shares = placement.frozen, placement.gpus
-    names = [*config.references]
-    names += [f"reward_{number}" for number in range(len(config.model.reward or ()))]
-    for name in names:
-        kind = "reference" if name in config.references else "reward"
-        section = frozen.reference if kind == "reference" else frozen.reward
-        roles.append(
-            ServedRole(
-                name=name,
-                group=placement.group_of(kind),
-                num_replicas=section.num_replicas,
-                num_devices=section.tensor_parallel,
-                devices_key=f"placement.frozen.{kind}.tensor_parallel",
-                gpu_share=shares.reference if kind == "reference" else shares.reward,
-                on_every_device=use_gpu,
-            )
-        )
-    return roles
 
 
 def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:

@@ -7,8 +7,8 @@ import warnings
 from typing import Any
 
 from raypo.config import EngineSection
+from raypo.plan.model_shape import ModelShape
 from raypo.plan.sizes import default_cpu_kv_bytes
-from raypo.serving.model_tensors import kv_bytes_per_token
 from raypo.serving.vllm_arguments import check_extra
 
 OLDEST, NEWEST = (0, 23), (0, 32)
@@ -129,8 +129,9 @@ def engine_arguments(
     if section.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
     elif device == "cpu":
-        per_token = kv_bytes_per_token(model, dtype=dtype, tensor_parallel=section.tensor_parallel)
-        arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
+        shape = ModelShape.read(model)
+        a_token = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
+        arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(a_token, max_model_len)
     return arguments | section.extra
 
 
