@@ -1,4 +1,4 @@
-"""How a run file becomes a frozen, validated config, and how its mistakes are told."""
+"""How a run file becomes a frozen, validated config, and how its mistakes are reported."""
 
 from __future__ import annotations
 
@@ -243,11 +243,11 @@ def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
     by_key: dict[str, list[Any]] = {}
     for detail in details:
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # only what is left without the wrong entries, which are told, is too short
+            continue  # only without the wrong entries, which are reported, is it too short
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():
-        apart = [d for d in found if d["type"] in _TOLD_ALONE or not key]
+        apart = [d for d in found if d["type"] in _SENTENCES or not key]
         lines += [line for detail in apart for line in _explain(model, key, detail).split("\n")]
         rules = [_rule(detail) for detail in found if detail not in apart]
         if rules:
@@ -256,7 +256,7 @@ def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
     return lines
 
 
-_TOLD_ALONE = ("extra_forbidden", "missing", "value_error")
+_SENTENCES = ("extra_forbidden", "missing", "value_error")
 
 
 def _key_of(model: type[BaseModel], detail: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -26,11 +27,37 @@ Preset = Literal[
 ]
 DUAL_CLIPPED = ("ppo", "gspo", "clip_cov")
 """Policy losses that `dual_clip` may bound."""
-GROUP_ADVANTAGES = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
-"""Estimators that compare the samples of a prompt."""
+MAX_KL_ERROR = 0.2
+"""How far off its target the adaptive KL controller takes a KL to be, relatively, at most."""
 OVERLONG_SHARE = 5
 """`overlong_buffer_tokens: auto` is one token in so many of the longest response (DAPO: 4096 of
 20480)."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """What an estimator is made of."""
+
+    needs_critic: bool = False
+    """Values of a critic are its baseline; otherwise advantages are discounted returns."""
+    needs_group: bool = False
+    """Scores are compared within the group of a prompt's samples, a KL penalty in the reward
+    included: a penalty that the group's mean does not share in would push down on every response.
+    """
+    whitens: bool = False
+    """Advantages get mean 0 and variance 1 over all tokens of the step that the losses count."""
+
+
+ESTIMATORS = {
+    "gae": Estimator(needs_critic=True, whitens=True),
+    "reinforce": Estimator(whitens=True),
+    "rloo": Estimator(needs_group=True),
+    "reinforce_baseline": Estimator(needs_group=True, whitens=True),
+    "grpo": Estimator(needs_group=True),
+    "dr_grpo": Estimator(needs_group=True),
+}
+"""What each of `ppo.advantage` is made of; one's own has neither."""
+GROUP_ADVANTAGES = tuple(kind for kind, each in ESTIMATORS.items() if each.needs_group)
 
 
 def _crossed(key: str, low: float | None, high_name: str, high: float | None) -> Iterator[str]:
@@ -422,7 +449,7 @@ class PPOSection(Config):
     @property
     def needs_critic(self) -> bool:
         """Whether the advantage estimator uses values."""
-        return self.advantage == "gae"
+        return ESTIMATORS.get(self.advantage, Estimator()).needs_critic
 
     @property
     def needs_group(self) -> bool:

@@ -39,7 +39,7 @@ class EngineSection(Config):
     push_timeout_s: float = Field(default=300.0, gt=0.0)
     """nccl: seconds that the broadcast of one bucket (256 MB) may take."""
     sleep: bool = True
-    """GPU, colocated: engine, frozen models and learner take turns in the GPU's memory; whoever
+    """GPU, colocated: engine, frozen models and learner take turns in the GPU's memory; what
     does not work is off-loaded to the host. false: all stay, which is faster where they fit."""
     prefix_caching: bool = True
     """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
@@ -105,7 +105,7 @@ class SamplingSection(Config):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling. Below 1, as with `top_k` and `min_p`, the engine's log-probs are of what is
     left of the distribution, and the learner's of all of it, so that they cannot be compared:
-    ppo.correction is refused, and the figures of mismatch tell the truncation too."""
+    ppo.correction is refused, and the metrics of mismatch contain the truncation too."""
     top_k: int | None = Field(default=None, ge=1)
     """Sample among the likeliest so many tokens; null: among all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)

@@ -98,7 +98,7 @@ class DistillationSection(Config):
     """jsd: the teacher's share of the mixture; towards 0 its gradient is forward_kl's, towards 1
     reverse_kl's."""
     top_k: Annotated[int, Field(ge=1)] | None = 64
-    """Tokens whose probabilities the teacher tells in each place, the likeliest; all others count
+    """Tokens whose probabilities the teacher gives in each place, the likeliest; all others count
     as one event, so what is minimised is a lower bound. null: the whole vocabulary."""
     on_policy_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of a round's prompts that the policy answers itself; the others come with the texts of
@@ -263,7 +263,7 @@ class IterativeDPOConfig(RoundsConfig):
 
     @property
     def rows_per_update(self) -> int:
-        """Both responses of a batch's pairs."""
+        """Responses of a batch's pairs, two each."""
         return 2 * self.learner.batch_size
 
     def _problems(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from raypo.config.base import ConfigError, ImportPath, RunFile, is_import_path
 from raypo.config.paths import is_uri
 from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
-from raypo.config.ppo_section import PPOSection
+from raypo.config.ppo_section import MAX_KL_ERROR, PPOSection
 from raypo.config.rollout_section import EngineSection, RolloutSection
 from raypo.config.sections import (
     CheckpointSection,
@@ -41,8 +41,6 @@ NUMBERS_DO_NOT_DEPEND_ON = (
 )
 """Sections and keys that may change when a run is resumed; `num_steps` may where no learning rate
 follows from it."""
-MAX_KL_ERROR = 0.2
-"""Of the adaptive KL controller: `raypo.ppo.kl.MAX_RELATIVE_ERROR`, from a floor above."""
 
 
 class RecipeConfig(RunFile):
@@ -61,7 +59,7 @@ class RecipeConfig(RunFile):
     from_checkpoint: str | None = None
     """Begin with the whole state of another run of this recipe, whatever other values this one has:
     the folder or URI of that run (its newest checkpoint), its `best/`, or one of its checkpoints.
-    Steps count on from there. Weights alone: name that run's policy/ as model.policy."""
+    Steps count on from there. For its weights only, name that run's policy/ as model.policy."""
     max_failures: int = Field(default=0, ge=-1)
     """How often a run whose learner worker or Ray Train controller is lost goes on from its last
     checkpoint by itself, as Ray's `FailureConfig(max_failures)` counts; -1: every time. An error
@@ -197,7 +195,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def trained_temperature(self) -> float:
-        """Of the distribution whose log-probs learner and reference give."""
+        """Temperature of the distribution whose log-probs learner and reference give."""
         return self.rollout.temperature
 
     @property
@@ -347,7 +345,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def scheduled_steps(self) -> tuple[int, str]:
-        """Those that update the policy; without any, those of the critic."""
+        """Steps that update the policy; without any, those of the critic."""
         waits = self.ppo.critic_warmup_steps
         if not 0 < waits < self.num_steps:
             return self.num_steps, "num_steps"
@@ -364,10 +362,11 @@ class PPOConfig(OnlineConfig):
     def _problems_of_minibatches(self) -> Iterator[str]:
         responses, size = self.responses_per_step, self.ppo.minibatch_size
         if responses % size:
+            divisor = next(d for d in range(min(size, responses), 0, -1) if responses % d == 0)
             yield (
                 f"ppo.minibatch_size ({size}): must divide the responses of a step "
                 f"(rollout.prompts_per_step x rollout.samples_per_prompt = {responses}). "
-                f"Set ppo.minibatch_size to {_largest_divisor(responses, at_most=size)}."
+                f"Set ppo.minibatch_size to {divisor}."
             )
         is_one_update = self.ppo.num_epochs == 1 and responses == size
         is_unmoved = is_one_update and self.ppo.old_log_probs == "learner"
@@ -403,7 +402,7 @@ class PPOConfig(OnlineConfig):
                 f"ppo.critic_warmup_steps ({warmup}): leaves no step of num_steps "
                 f"({self.num_steps}) to the policy. Set num_steps to {warmup + 1} or more, "
                 f"ppo.critic_warmup_steps lower, or learner.save_critic to true for a run that "
-                f"trains its critic alone."
+                f"trains only its critic."
             )
         if apart and not self.ppo.needs_critic:
             yield (
@@ -514,7 +513,3 @@ class PPOConfig(OnlineConfig):
                 f"(rollout.mode {self.rollout.mode}, rollout.max_staleness). Set it lower, or to "
                 f"null."
             )
-
-
-def _largest_divisor(number: int, *, at_most: int) -> int:
-    return next(d for d in range(min(at_most, number), 0, -1) if number % d == 0)

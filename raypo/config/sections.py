@@ -125,7 +125,7 @@ class DataSection(Config):
     """Column handed to reward functions as `rollout.label`."""
     system_prompt: str | None = Field(default=None, min_length=1)
     """System message that is put before each row's chat messages, which must not bring one of their
-    own; prompts that are text alone have no place for it, and are refused."""
+    own; prompts that are plain text have no place for it, and are refused."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Longest prompt in tokens."""
     too_long: Literal["skip", "error"] = "skip"
@@ -218,8 +218,8 @@ class WorkersSection(Config):
     """Gradients are clipped to this global norm."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights. One worker
-    has nobody to share with: there 1 and 2 run as 0. In bfloat16 0 runs as 1, whose updates are the
-    same: DeepSpeed's own 0 would sum gradients in bfloat16."""
+    shards nothing: there 1 and 2 run as 0. In bfloat16 0 runs as 1, whose updates are the same:
+    DeepSpeed's own 0 would sum gradients in bfloat16."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Tokens of one forward and backward pass; a prompt of several responses counts once."""
     activation_checkpointing: bool = False
@@ -273,8 +273,8 @@ class LearnerSection(WorkersSection):
     """The workers that hold policy and critic under DeepSpeed."""
 
     critic_workers: int = Field(default=0, ge=0)
-    """Ray Train workers that hold the critic alone, beside `num_workers` that then hold the policy
-    alone: the two are updated at the same time. 0: `num_workers` hold both. The numbers of a step
+    """Ray Train workers that hold only the critic, beside `num_workers` that then hold only the
+    policy: the two are updated at the same time. 0: `num_workers` hold both. The numbers of a step
     are the same."""
     policy_lr: float = Field(default=1e-6, ge=0.0)
     """Highest learning rate of the policy (AdamW)."""

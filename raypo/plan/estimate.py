@@ -53,9 +53,9 @@ class Models:
     policy: ModelShape
     critic: ModelShape | None
     references: dict[str, ModelShape]
-    """By role."""
+    """Reference models by role."""
     rewards: dict[str, ModelShape]
-    """By role; they are read without a language-model head."""
+    """Reward models by role; they are read without a language-model head."""
 
     @property
     def frozen(self) -> dict[str, ModelShape]:
@@ -64,7 +64,7 @@ class Models:
 
     @classmethod
     def read(cls, config: AnyConfig) -> Models:
-        """From the folders or the hub; the same path is read once."""
+        """The shapes read from folders or the hub; the same path is read once."""
         read: dict[str, ModelShape] = {}
 
         def shape(key: str, path: str) -> ModelShape:
@@ -305,7 +305,7 @@ def _in_vllm(
     max_model_len: int,
     more: Bytes | None = None,
 ) -> Memory:
-    """Of a GPU vLLM takes `gpu_memory_fraction`, and makes the rest of that its KV cache."""
+    """vLLM takes `gpu_memory_fraction` of a GPU, and what it leaves free of that is KV cache."""
     size = section.tensor_parallel
     runtime = RUNTIME[device]["engine"]
     if device == "cpu" and size > 1:  # each bears its part of the process that asks them

@@ -64,7 +64,7 @@ class DeviceLoad:
     phase: str
     needed: int
     available: int | None
-    """Bytes; None: nobody said."""
+    """Bytes; None: not stated."""
 
     @property
     def fits(self) -> bool:
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def holds(self) -> bool:
-        """Whether every device holds its part, told without the search for what would help."""
+        """Whether every device holds its part; does not search for what would help."""
         return not any(_impossible(self)) and all(load.fits for load in self.loads)
 
     @cached_property
@@ -178,7 +178,7 @@ class Plan:
 
     @property
     def gpu_bytes(self) -> int | None:
-        """Of the smallest GPU that is used; None: nobody said."""
+        """Memory of the smallest GPU that is used; None: not stated."""
         sizes = [self.nodes[each.node].gpu_bytes for each in self.bundles]
         return min((size for size in sizes if size), default=None)
 
@@ -195,7 +195,7 @@ class Plan:
         config, device = self.config, self.device
         roles = roles_of(config, self.models, sharding, device, self.gpu_bytes)
         by_name = {role.name: role for role in roles}
-        # Who does not work on a learner worker's GPU is moved to the host.
+        # What does not work on a learner worker's GPU is moved to the host.
         takes_turns = (
             isinstance(config, OnlineConfig)
             and device == "cuda"
@@ -286,7 +286,7 @@ def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
 
 
 def _worst_turn(roles: Sequence[Role]) -> tuple[int, str]:
-    """The same of a GPU whose processes take turns; at the start one after the other."""
+    """The same as `_worst` for a GPU whose processes take turns; at the start one by one."""
     turns = {moment: sum(_here(role, moment) for role in roles) for moment in MOMENTS}
     start = Phase.START.value
     served = [role for role in roles if role.name not in LEARNERS]
@@ -338,7 +338,7 @@ def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
 
 
 def _impossible(plan: Plan) -> Iterator[str]:
-    """What no memory could heal, or what the engine alone cannot hold."""
+    """What more memory elsewhere cannot mend: the engine's own part is too small."""
     config, gpu_bytes = engine_config(plan.config), plan.gpu_bytes
     if config is None:
         return
@@ -394,7 +394,7 @@ Way = list[dict[str, Any]]
 
 
 def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
-    """With one key and with several, in the order in which they should be tried."""
+    """Changes of one key and of several, in the order in which they should be tried."""
     learner, sampled = config.learner, engine_config(config)
     fraction = sampled.rollout.engine.gpu_memory_fraction if sampled else 0.0
     halves = [learner.max_tokens_per_microbatch // 2**n for n in range(1, 32)]
@@ -436,6 +436,6 @@ def _that_fit(plan: Plan, ways: Sequence[Way]) -> Iterator[str]:
 
 
 def _flow(value: Any) -> str:
-    """As it stands in a run file, on one line."""
+    """A value as it stands in a run file, on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -59,7 +59,7 @@ class Groups:
 
     @property
     def tokens(self) -> float:
-        """Of all groups; a prompt is read once."""
+        """Tokens of all groups; a prompt is read once."""
         return self.prompts * (self.prompt_tokens + self.samples * self.response_tokens)
 
     def forward_flops(self, shape: ModelShape, *, with_logits: bool = True) -> float:

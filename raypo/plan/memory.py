@@ -27,9 +27,9 @@ class Batch:
 
     prompts: int
     responses: int
-    """To each prompt."""
+    """Responses to each prompt."""
     prompt_tokens: int
-    """Of each prompt."""
+    """Tokens of each prompt."""
     tokens: int
     """All of them; a prompt is read once."""
 
@@ -42,7 +42,7 @@ class Memory:
     phases: dict[str, Bytes] = field(default_factory=dict)
     """Phase -> what it adds at its peak."""
     host: Bytes = field(default_factory=dict)
-    """In the node's RAM, where the process works on a GPU: off-loaded parts."""
+    """Off-loaded parts in the node's RAM, where the process works on a GPU."""
 
     @property
     def steady(self) -> int:
@@ -125,7 +125,7 @@ def trained(
 
     Frozen weights have no gradients and no moments; stage 3 shards them like the others.
 
-    Stage 0 (float32 alone) keeps weights, gradients and AdamW's moments whole: 16 bytes a weight.
+    Stage 0 (float32 only) keeps weights, gradients and AdamW's moments whole: 16 bytes a weight.
     Stages 1 and 2 hold all weights, and of master weights and moments one part in W; stage 2 of
     the summed gradients too, where stage 1 sums all of them on every worker, in bfloat16
     (BF16_Optimizer) beside those of the last micro-batch. Gradients pass a bucket of

@@ -108,7 +108,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: str, *, key: str = "model.policy") -> ModelShape:
-        """The shape of a Hugging Face folder or hub id (then config.json alone is fetched).
+        """The shape of a Hugging Face folder or hub id (then only config.json is fetched).
 
         Raises:
             ConfigError: there is no config.json, or it names no sizes of a transformer.

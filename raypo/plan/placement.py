@@ -29,7 +29,7 @@ Resources = dict[str, float]
 
 LEARNER = "learner worker"
 CRITIC = "critic worker"
-"""One that trains the critic alone (`learner.critic_workers`)."""
+"""A worker that trains only the critic (`learner.critic_workers`)."""
 LEARNERS = (LEARNER, CRITIC)
 """Names of those roles; what is served is called engine, reference, reward_0, reward_1, ..."""
 _ROUNDING = 1e-9
@@ -59,7 +59,7 @@ class ServedRole:
 
     @property
     def num_devices(self) -> int:
-        """Of each replica: GPUs, on CPU processes."""
+        """GPUs of each replica, on CPUs its processes."""
         return self.section.tensor_parallel
 
     @property
@@ -72,14 +72,14 @@ class ServedRole:
 
 @dataclass(frozen=True)
 class Guest:
-    """Who lies in a bundle: a learner worker, or (a part of) a replica of what is served."""
+    """What lies in a bundle: a learner worker, or (a part of) a replica of what is served."""
 
     role: str
     index: int
     gpus: float = 0.0
     """What it takes of a dedicated bundle's GPUs."""
     processes: int = 1
-    """Those in this bundle."""
+    """Its processes in this bundle."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.index}" if self.role in LEARNERS else f"{self.role}:{self.index}"
@@ -87,7 +87,7 @@ class Guest:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Resources that are reserved together, on one node, and who shares them."""
+    """Resources that are reserved together, on one node, and what shares them."""
 
     resources: Resources
     guests: tuple[Guest, ...]
@@ -107,7 +107,7 @@ class PlacedBundle:
 
     group: Literal["dedicated", "workers"]
     index: int
-    """In its group; of the workers' the rank."""
+    """Its number in its group; of the workers' group the rank."""
     bundle: Bundle
     node: int
     """Index of the node."""
@@ -116,7 +116,7 @@ class PlacedBundle:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Who lies in it, for people."""
+        """What lies in it, for people."""
         return tuple(map(str, self.bundle.guests))
 
     @property
@@ -390,7 +390,7 @@ def groups_side_by_side(
 
 
 def _room(bundle: Bundle, node: Resources) -> int:
-    """How often a node holds a bundle; at most a million times where nobody said what it has."""
+    """How often a node holds a bundle; a million times where its resources are not stated."""
     parts = [node.get(name, 0.0) / each for name, each in bundle.resources.items() if each]
     return int(min(1e6, *parts) + _ROUNDING)
 
@@ -401,7 +401,7 @@ def _refusal(
     nodes: Sequence[Resources],
     strategy: str,
 ) -> str:
-    """A sentence where the learner workers do not fit even alone, else a table of all groups."""
+    """A sentence where not even the learner workers fit, else a table of all groups."""
     names = sorted({name for bundle in (*dedicated, *workers) for name in bundle.resources})
     total = {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
     largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in names}

@@ -63,8 +63,8 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """The generated DeepSpeed config with `learner.deepspeed` merged over it.
 
-    One worker alone has nobody to share with: its stages 1 and 2 are stage 0, whose updates are the
-    same, and whose gradients are not copied into buckets and partitions.
+    A single worker shards nothing: its stages 1 and 2 are stage 0, whose updates are the same, and
+    whose gradients are not copied into buckets and partitions.
 
     In bfloat16 sums over micro-batches and master weights are float32 at every stage. DeepSpeed's
     own stage 0 cannot: FP16_UnfusedOptimizer sums in bfloat16, and its first Adam updates are too

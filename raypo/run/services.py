@@ -47,9 +47,9 @@ class Services:
 
     engine: EngineHandle
     references: dict[str, ReferenceHandle]
-    """By role: of PPO at most one, of a distillation a teacher each."""
+    """Reference models by role: of PPO at most one, of a distillation one for each teacher."""
     rewards: dict[str, RewardModelHandle] = field(default_factory=dict)
-    """By role: one deployment a model, in the order of `model.reward`."""
+    """Reward models by role, in the order of `model.reward`."""
     elsewhere: frozenset[str] = frozenset()
     """Roles that do not live beside these workers: engine, reference, reward_0, ..."""
     in_pool: bool = False
@@ -69,7 +69,7 @@ class Services:
         """By role, what `raypo.metrics.process_memory` says in each replica that answers."""
         asked = {"engine": self.engine.pinned().peak_memory.on_all()}
         asked |= {role: each.pinned().peak_memory.on_all() for role, each in self.frozen}
-        # What a replica cannot do any more is told by what needs it.
+        # What a replica cannot do any more is reported by what needs it.
         return {role: survivors(each, passing_over=DeploymentError) for role, each in asked.items()}
 
     def wait(self, timeout_s: float) -> None:
@@ -220,7 +220,7 @@ def _start(
     """Rank 0 starts them for all.
 
     Args:
-        in_turn: They share GPUs: vLLM measures what is free there, while nobody else starts.
+        in_turn: They share GPUs: vLLM measures what is free there, while nothing else starts.
         sleeps: Then also: each gives its memory up before the next one starts.
     """
     handles: dict[str, DeploymentHandle] = {}
