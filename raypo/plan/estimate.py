@@ -24,7 +24,7 @@ from raypo.plan.memory import Batch, Bytes, Memory
 from raypo.plan.model_shape import ITEMSIZE, ModelShape
 from raypo.plan.placement import CRITIC, LEARNER, ServedRole, served_roles
 from raypo.plan.sharding import Sharding
-from raypo.plan.sizes import default_cpu_kv_bytes
+from raypo.plan.sizes import default_cpu_kv_bytes, engine_sequences
 
 Device = Literal["cpu", "cuda"]
 RUNTIME = {
@@ -42,8 +42,6 @@ RAY_BYTES = 10**9
 """RAM of Ray's own processes on a node."""
 CPU_HEAP = 1.4
 """Resident bytes a byte of activations on CPU: glibc's heap keeps what is freed (measured)."""
-ENGINE_SEQUENCES = 256
-"""Sequences that vLLM samples at a time; each has a row of float32 logits, three times."""
 
 
 @dataclass(frozen=True)
@@ -235,10 +233,11 @@ def _trained(config: AnyConfig, model: Learned) -> tuple[int, int]:
     if model.name == "critic" and isinstance(lora, PolicyLoraSection) and lora.critic == "head":
         return shape.hidden + 1, shape.hidden
     widest = max(shape.hidden, shape.intermediate, shape.attention)
-    return _adapter(lora, shape), lora.rank * widest
+    return adapter_weights(lora, shape), lora.rank * widest
 
 
-def _adapter(lora: LoraSection, shape: ModelShape) -> int:
+def adapter_weights(lora: LoraSection, shape: ModelShape) -> int:
+    """Elements of an adapter of a model."""
     targets = None if lora.target_modules == "all-linear" else lora.target_modules
     return shape.adapter_parameters(lora.rank, targets)
 
@@ -277,12 +276,12 @@ def engine(
     """A vLLM engine on one of its devices, or its process there."""
     itemsize = ITEMSIZE[config.model.dtype]
     section, lora = config.rollout.engine, config.model.lora
-    sequences = ENGINE_SEQUENCES
+    sequences = sequences_at_once(section, gpu_bytes)
     if device == "cpu" and isinstance(config, OnlineConfig):
-        sequences = min(config.responses_per_step, ENGINE_SEQUENCES)
+        sequences = min(config.responses_per_step, sequences)
     more = {"sampling": 3 * 4 * sequences * shape.vocabulary}
     if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
-        more["adapter"] = _adapter(lora, shape) * itemsize
+        more["adapter"] = adapter_weights(lora, shape) * itemsize
     weights, length = shape.parameters * itemsize, max_model_len(config)
     dtype = config.model.dtype
     result = _in_vllm(section, shape, device, gpu_bytes, weights, dtype, length, more)
@@ -293,6 +292,11 @@ def engine(
         else:
             result.host |= received
     return result
+
+
+def sequences_at_once(section: EngineSection, gpu_bytes: int | None) -> int:
+    """Most sequences that each engine samples at a time."""
+    return section.extra.get("max_num_seqs") or engine_sequences(gpu_bytes)
 
 
 def _in_vllm(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypo.config import PPOConfig
-from raypo.plan.estimate import ENGINE_SEQUENCES
+from raypo.plan.estimate import adapter_weights, sequences_at_once
 from raypo.plan.fit import Plan, tried
 from raypo.plan.flops import Groups
 from raypo.plan.model_shape import ITEMSIZE, ModelShape
@@ -266,7 +266,8 @@ class _Work:
         cache = self._memory["engine"].held.get("KV cache", 0)
         tokens_each = prompt / config.rollout.samples_per_prompt + response
         fitting = int(cache / a_token / tokens_each) if cache else share
-        at_once = max(1, min(share, ENGINE_SEQUENCES, fitting))
+        most = sequences_at_once(config.rollout.engine, self._plan.gpu_bytes)
+        at_once = max(1, min(share, most, fitting))
         steps = response * max(1.0, share / at_once)
         weights = shape.parameters * self._itemsize / size
         read = steps * (weights + at_once * (prompt + response / 2) * a_token)
@@ -343,8 +344,12 @@ class _Work:
         return PhaseTime("update", beside | self._links(moved), after, moved)
 
     def push(self) -> PhaseTime:
-        """Whole weights to every engine, bucket by bucket."""
-        whole, rates = self._whole(self._plan.models.policy), self._rates
+        """Weights to every engine, bucket by bucket: all of them, or only an adapter's."""
+        shape, rates, lora = self._plan.models.policy, self._rates, self.config.model.lora
+        if lora is not None and lora.push == "adapter":
+            size = float(adapter_weights(lora, shape) * self._itemsize)
+            return PhaseTime("push", after={"object": size / rates.store})
+        whole = self._whole(shape)
         gathered = whole * self._ring if self._sharding.stage == 3 else 0.0
         engine = self.config.rollout.engine
         way = engine.resolved_transport(
