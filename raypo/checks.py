@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from raypo.config import (
     NUMBERS_DO_NOT_DEPEND_ON,
+    AnyConfig,
     ConfigError,
+    DataSection,
     DistillationConfig,
     DPOConfig,
     ExamplesConfig,
@@ -21,6 +23,7 @@ from raypo.config import (
     PPOConfig,
     PromptSource,
     RecipeConfig,
+    ResponsesSection,
     RewardModelConfig,
     SFTConfig,
     flatten,
@@ -34,7 +37,7 @@ from raypo.data.prompts import peek
 from raypo.data.rows import read_rows
 from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape
-from raypo.plan.placement import place, worker_bundles
+from raypo.plan.placement import place, served_roles, worker_bundles
 from raypo.rewards.loader import check_class, check_function
 from raypo.rollout.interface import AGENT, ENVIRONMENT
 from raypo.serving.vllm_arguments import check_extra
@@ -42,11 +45,11 @@ from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoi
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.sinks import check_installed
 
-AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
+Run = TypeVar("Run", bound=RecipeConfig)
 
 
 def check_inputs(
-    config: RecipeConfig, *, has_reward_fn: bool = False, on_this_machine: bool = True
+    config: AnyConfig, *, has_reward_fn: bool = False, on_this_machine: bool = True
 ) -> list[str]:
     """Refuse files that are missing or wrong, and what this machine can never hold.
 
@@ -61,24 +64,23 @@ def check_inputs(
         ConfigError: the first thing that is wrong, as key (value), rule and remedy.
     """
     check_installed(config.logging)
-    notes: list[str] = []
     for spec in config.callbacks:
         check_function(spec, key="callbacks")
+    for key, path in _models(config):
+        check_model(key, path)
     if isinstance(config, OnlineConfig | PolicyExamplesConfig):
         check_extra(config.rollout.engine)
+        _check_shards(config)
+    num_prompts = _check_rows(config)
+    notes: list[str] = []
     if isinstance(config, OnlineConfig):
-        notes = _check_online(config, has_reward_fn=has_reward_fn)
-    elif isinstance(config, SFTConfig):
-        _check_sft(config)
-    elif isinstance(config, RewardModelConfig):
-        check_model("model.policy", config.model.policy)
-        _check_data(config, _pair_columns(config.data))
-    elif isinstance(config, DPOConfig):
-        _check_dpo(config)
-    if isinstance(config, PolicyExamplesConfig):
-        if config.eval.function is not None:
-            check_function(config.eval.function, key="eval.function")
+        _check_scoring(config, has_reward_fn=has_reward_fn)
+        note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
+        notes += [note] if note else []
+    elif isinstance(config, PolicyExamplesConfig):
         _check_own_functions(config, common=None)
+    if isinstance(config, PPOConfig):
+        notes += _seldom_meant(config)
     if on_this_machine:
         _check_cpus(config)
     return notes
@@ -92,38 +94,34 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
     """
     check_model("MODEL", model)
     check_extra(config.rollout.engine)
-    _peek_held_out(config)
-    if config.eval.function is not None:
-        check_function(config.eval.function, key="eval.function")
+    _peek(config, "eval.prompts", config.eval.prompts)
     is_online = isinstance(config, OnlineConfig)
     _check_own_functions(config, common=config.reward.function if is_online else None)
 
 
-def _check_online(config: OnlineConfig, *, has_reward_fn: bool) -> list[str]:
-    named = config.model.model_dump(include={"policy", "critic", "reference"})
+def _models(config: AnyConfig) -> Iterator[tuple[str, str]]:
+    """Config key and path of each model that is named."""
+    model: Any = config.model
+    for name in ("policy", "critic", "reference"):
+        if (path := getattr(model, name, None)) is not None:
+            yield f"model.{name}", path
     if isinstance(config, DistillationConfig):
-        named |= {f"teacher.{name}": path for name, path in config.teacher_of.items()}
-    for key, path in named.items():
-        if path is not None:
-            check_model(f"model.{key}", path)
-    for entry in config.model.reward or ():
-        check_model("model.reward", entry.path)
-    _check_shards(config)
-    column = config.data.response_key if isinstance(config, DistillationConfig) else None
-    num_prompts = _check_data(config)
-    if column:  # of held-out prompts no response is read
-        _peek(config.data, "data.prompts", config.data.prompts, {"data.response_key": column})
+        for name, path in config.teacher_of.items():
+            yield f"model.teacher.{name}", path
+    for entry in getattr(model, "reward", None) or ():
+        yield "model.reward", entry.path
+
+
+def _check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
+    """What scores responses is there, and so are other functions of the user's."""
     _check_own_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)
-    functions = config.own_functions | {"eval.function": config.eval.function}
-    for key, spec in functions.items():
-        if spec is not None:
-            check_function(spec, key=key)
-    _check_player(config)
-    note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
-    notes = [note] if note else []
-    return notes + _seldom_meant(config) if isinstance(config, PPOConfig) else notes
+    for key, spec in config.own_functions.items():
+        check_function(spec, key=key)
+    for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):
+        if (spec := getattr(config.rollout, key)) is not None:
+            check_class(spec, methods, key=f"rollout.{key}")
 
 
 def _seldom_meant(config: PPOConfig) -> list[str]:
@@ -148,26 +146,6 @@ def _seldom_meant(config: PPOConfig) -> list[str]:
     return notes
 
 
-def _check_player(config: OnlineConfig) -> None:
-    for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):
-        if (spec := getattr(config.rollout, key)) is not None:
-            check_class(spec, methods, key=f"rollout.{key}")
-
-
-def _check_sft(config: SFTConfig) -> None:
-    check_model("model.policy", config.model.policy)
-    data, held_out = config.data, config.eval.prompts
-    if data.messages_key is None:
-        _check_data(config, {"data.response_key": data.response_key})
-        return
-    system = data.system_prompt
-    peek_conversations(data.prompts, data.messages_key, key="data.prompts", system_prompt=system)
-    if held_out:
-        peek_conversations(held_out, data.messages_key, key="eval.prompts", system_prompt=system)
-        if config.needs_engine:  # it answers prompts, not conversations
-            _peek_held_out(config)
-
-
 def _check_judged(config: OnlineConfig) -> None:
     """Nobody need judge what a teacher teaches, but held-out answers need a judge."""
     if config.reward.function is not None:
@@ -188,43 +166,21 @@ def _check_judged(config: OnlineConfig) -> None:
         )
 
 
-def _check_dpo(config: DPOConfig) -> None:
-    check_model("model.policy", config.model.policy)
-    if config.model.reference is not None:
-        check_model("model.reference", config.model.reference)
-    data = config.data
-    columns = {"data.response_key": data.response_key} if data.desirable_key else None
-    columns = columns or _pair_columns(data)
-    for key, sources in (("data.prompts", data.prompts), ("eval.pairs", config.eval.pairs)):
-        _peek(data, key, sources, columns)
-    _peek_held_out(config)
-
-
-def _pair_columns(data: PairsSection) -> dict[str, str]:
-    """Config key -> column of the responses of a pair."""
-    return {"data.chosen_key": data.chosen_key, "data.rejected_key": data.rejected_key}
-
-
-def _check_shards(config: OnlineConfig) -> None:
+def _check_shards(config: OnlineConfig | PolicyExamplesConfig) -> None:
     """Models that vLLM cannot cut; those of a hub id are left to vLLM."""
-    model = config.model
-    paths = {
-        "engine": [("model.policy", model.policy)],
-        "reference": [("model.reference", path) for path in config.references.values()],
-        "reward": [("model.reward", entry.path) for entry in model.reward or ()],
-    }
-    for key, (role, size) in config.devices_of_replicas().items():
-        for name, path in paths[role] if size > 1 else ():
-            shape = _local_shape(path)
-            if shape and (rest := shape.does_not_divide(size)):
-                fits = max(n for n in range(1, size) if shape.does_not_divide(n) is None)
-                raise ConfigError(
-                    f"{key} ({size}): must divide the {rest} of {name} ({path}). Set it to {fits}."
-                )
+    for role in served_roles(config, num_workers=1, use_gpu=False):
+        size, shape = role.num_devices, _local_shape(role.model)
+        if size > 1 and shape and (rest := shape.does_not_divide(size)):
+            fits = max(n for n in range(1, size) if shape.does_not_divide(n) is None)
+            name = "policy" if role.kind == "engine" else role.kind
+            raise ConfigError(
+                f"{role.devices_key} ({size}): must divide the {rest} of model.{name} "
+                f"({role.model}). Set it to {fits}."
+            )
 
 
-def _local_shape(path: str | None) -> ModelShape | None:
-    if path is None or not (Path(path) / "config.json").exists():
+def _local_shape(path: str) -> ModelShape | None:
+    if not (Path(path) / "config.json").exists():
         return None
     try:
         return ModelShape.read(path)
@@ -232,30 +188,44 @@ def _local_shape(path: str | None) -> ModelShape | None:
         return None
 
 
-def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> int | None:
-    """The number of rows in `data.prompts`, where it is known."""
-    _peek_held_out(config, response_keys)
-    data = config.data
-    return _peek(data, "data.prompts", data.prompts, response_keys, label_key=data.label_key)
+def _check_rows(config: AnyConfig) -> int | None:
+    """Look at the first rows of all sources; the number of those in `data.prompts`, if known."""
+    data, evaluation = config.data, config.eval
+    if isinstance(data, ResponsesSection) and data.messages_key is not None:
+        for key, sources in (("data.prompts", data.prompts), ("eval.prompts", evaluation.prompts)):
+            peek_conversations(
+                sources or (), data.messages_key, key=key, system_prompt=data.system_prompt
+            )
+        if isinstance(config, SFTConfig) and config.needs_engine:  # it answers prompts
+            _peek(config, "eval.prompts", evaluation.prompts)
+        return None
+    columns = _response_columns(data)
+    are_answered = not isinstance(config, SFTConfig | RewardModelConfig)  # or learned from
+    _peek(config, "eval.prompts", evaluation.prompts, {} if are_answered else columns)
+    _peek(config, "eval.pairs", getattr(evaluation, "pairs", None), columns)
+    return _peek(config, "data.prompts", data.prompts, columns)
 
 
-def _peek_held_out(config: Any, response_keys: dict[str, str] | None = None) -> None:
-    data, held_out = config.data, config.eval.prompts
-    _peek(data, "eval.prompts", held_out, response_keys, label_key=data.label_key)
+def _response_columns(data: DataSection) -> dict[str, str]:
+    """Config key -> column of what is learned in each row besides its prompt."""
+    if isinstance(data, PairsSection) and not getattr(data, "desirable_key", None):
+        return {"data.chosen_key": data.chosen_key, "data.rejected_key": data.rejected_key}
+    column = getattr(data, "response_key", None)
+    return {"data.response_key": column} if column else {}
 
 
 def _peek(
-    data: Any,
+    config: AnyConfig,
     key: str,
     sources: Sequence[PromptSource] | None,
-    response_keys: dict[str, str] | None = None,
-    *,
-    label_key: str | None = None,
+    response_keys: Mapping[str, str] | None = None,
 ) -> int | None:
+    data = config.data
+    has_labels = key == "eval.prompts" or not isinstance(config, DPOConfig)
     return peek(
         sources or (),
         data.prompt_key,
-        label_key,
+        data.label_key if has_labels else None,
         key=key,
         response_keys=response_keys,
         system_prompt=data.system_prompt,
@@ -265,7 +235,7 @@ def _peek(
 def _check_own_functions(
     config: OnlineConfig | PolicyExamplesConfig, *, common: str | bool | None
 ) -> None:
-    """Functions of single sources: each is there, and no source is left without one.
+    """Functions of single sources, and of evaluation: they are there, and no source lacks one.
 
     Args:
         common: Whether there is a function for all sources that have none.
@@ -274,6 +244,8 @@ def _check_own_functions(
     for key, functions in (("data.prompts", trained), ("eval.prompts", held_out)):
         for spec in functions.values():
             check_function(spec, key=f"{key}.function")
+    if config.eval.function is not None:
+        check_function(config.eval.function, key="eval.function")
     if trained and not common:
         _require_functions("data.prompts", config.data.prompts, trained, "reward.function")
     if config.eval.function:
@@ -298,7 +270,7 @@ def _require_functions(
             )
 
 
-def with_steps_of_epochs(config: AnyConfig) -> AnyConfig:
+def with_steps_of_epochs(config: Run) -> Run:
     """The config with the `num_steps` that its `num_epochs` makes; without them as it is.
 
     Raises:
@@ -318,10 +290,8 @@ def with_steps_of_epochs(config: AnyConfig) -> AnyConfig:
             f"learner.batch_size {config.learner.batch_size} are {steps} steps. Remove one of "
             f"the two."
         )
-    try:
-        config.learner.require_steps(steps, "num_epochs")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    for problem in config.learner.endless_warmup(steps, "num_epochs"):
+        raise ConfigError(problem)
     return config.model_copy(update={"num_steps": steps})
 
 
@@ -393,7 +363,7 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
             if earlier and theirs.get(name) != mine.get(name):
                 raise ConfigError(
                     f"{name} ({mine.get(name)}): from_checkpoint ({place}) holds the state of a "
-                    f"run with {theirs.get(name)}. Set {name} to that; for its weights alone, "
+                    f"run with {theirs.get(name)}. Set {name} to that; for only its weights, "
                     f"remove from_checkpoint and set model.policy to that run's policy/."
                 )
 
@@ -450,7 +420,9 @@ def check_model(key: str, path: str) -> None:
 
 def _check_cpus(config: Any) -> None:
     """Too few cores for a local Ray; a cluster is asked once it is connected."""
-    if config.cluster.address or os.environ.get("RAY_ADDRESS") or _ray_is_running():
+    ray = sys.modules.get("ray")  # asked without importing it
+    is_connected = ray is not None and ray.is_initialized()
+    if config.cluster.address or os.environ.get("RAY_ADDRESS") or is_connected:
         return
     learner, cores = config.learner, cpu_count()
     workers = worker_bundles(config, use_gpu=False)
@@ -461,9 +433,3 @@ def _check_cpus(config: Any) -> None:
             f"workers ask for {asked} CPU cores, this machine has {cores}. Lower "
             f"learner.num_workers or learner.cpus_per_worker, or set cluster.address."
         )
-
-
-def _ray_is_running() -> bool:
-    """Whether this process is connected to Ray already; asks without importing it."""
-    ray = sys.modules.get("ray")
-    return ray is not None and ray.is_initialized()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raypo.config import PPOConfig
-from raypo.plan.fit import Plan, make_plan
+from raypo.plan.fit import OFF_LOAD, Plan, make_plan
 from raypo.plan.hardware import GB, parse_cluster
 from raypo.plan.times import Rates, faster, step_time
 
@@ -46,10 +46,13 @@ SIZES: dict[str, dict[str, Any]] = {
 TENSOR_PARALLEL = {"7B": 1, "32B": 4, "70B": 8}
 GPUS = (8, 64, 512)
 NODE = "8xH100,2000G"
+OFF_LOADED = "32B, optimizer in RAM"
+"""What fits on one node of what else does not."""
 
 
-def plan(folder: Path, size: str, gpus: int) -> Plan:
+def plan(folder: Path, name: str, gpus: int) -> Plan:
     """GRPO with a KL penalty: 4,096 responses of up to 2,048 tokens a step, two updates."""
+    size = name.partition(",")[0]
     path = folder / size
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({**QWEN, **SIZES[size]}))
@@ -71,6 +74,7 @@ def plan(folder: Path, size: str, gpus: int) -> Plan:
             "zero_stage": 3,
             "max_tokens_per_microbatch": 8192,
             "activation_checkpointing": True,
+            "deepspeed": OFF_LOAD if name == OFF_LOADED else {},
         },
         "placement": {"frozen": {"reference": frozen}},
     }
@@ -88,8 +92,8 @@ HEAD = (
 def rows(counts: tuple[int, ...] = GPUS) -> list[str]:
     """Lines of a Markdown table, without its head."""
     with tempfile.TemporaryDirectory() as folder:
-        made = [(size, gpus, plan(Path(folder), size, gpus)) for size in SIZES for gpus in counts]
-        return [_row(*each) for each in made]
+        asked = [(size, gpus) for size in SIZES for gpus in counts] + [(OFF_LOADED, 8)]
+        return [_row(*each, plan(Path(folder), *each)) for each in asked]
 
 
 def _row(size: str, gpus: int, made: Plan) -> str:

@@ -1,14 +1,13 @@
-"""Every config class: frozen pydantic, torch-free."""
+"""The config classes that other rooms use: frozen pydantic, torch-free."""
 
-from raypo.config.base import Config, ConfigError, RunFile, flatten, is_import_path
+from raypo.config.base import Config, ConfigError, flatten, is_import_path
 from raypo.config.dpo_config import DPOConfig, DPOSection, PreferencesSection
-from raypo.config.placement_section import DeploymentSection, FrozenSection, PlacementSection
+from raypo.config.placement_section import FrozenSection, PlacementSection
 from raypo.config.ppo_section import (
     CorrectionSection,
     FilterSection,
     KLSection,
     PPOSection,
-    ShapingSection,
 )
 from raypo.config.presets import PRESETS
 from raypo.config.recipe_config import (
@@ -22,10 +21,8 @@ from raypo.config.rounds_config import (
     DistillationConfig,
     DistillationSection,
     IterativeDPOConfig,
-    PairingSection,
     RejectionSamplingConfig,
     RoundsConfig,
-    RoundsLearnerSection,
     SelectionSection,
 )
 from raypo.config.run_config import (
@@ -45,7 +42,6 @@ from raypo.config.sections import (
     MLflowSection,
     ModelSection,
     PolicyLoraSection,
-    RewardModelEntry,
     RewardSection,
     RewardWeights,
     StopSection,
@@ -63,70 +59,3 @@ from raypo.config.supervised_config import (
     SFTConfig,
     TrainedModelSection,
 )
-
-__all__ = [
-    "NUMBERS_DO_NOT_DEPEND_ON",
-    "PRESETS",
-    "RECIPES",
-    "AnyConfig",
-    "CheckpointSection",
-    "ClusterSection",
-    "Config",
-    "ConfigError",
-    "CorrectionSection",
-    "DPOConfig",
-    "DPOSection",
-    "DataSection",
-    "DeploymentSection",
-    "DistillationConfig",
-    "DistillationSection",
-    "EngineSection",
-    "EvalSection",
-    "ExamplesConfig",
-    "ExamplesLearnerSection",
-    "FilterSection",
-    "FrozenSection",
-    "IterativeDPOConfig",
-    "KLSection",
-    "LearnerSection",
-    "LoggingSection",
-    "LoraSection",
-    "MLflowSection",
-    "ModelSection",
-    "OnlineConfig",
-    "PPOConfig",
-    "PPOSection",
-    "PairingSection",
-    "PairsSection",
-    "PlacementSection",
-    "PolicyExamplesConfig",
-    "PolicyLoraSection",
-    "PreferencesSection",
-    "PromptSource",
-    "RecipeConfig",
-    "RejectionSamplingConfig",
-    "ResponsesSection",
-    "RewardModelConfig",
-    "RewardModelEntry",
-    "RewardSection",
-    "RewardWeights",
-    "RolloutSection",
-    "RoundsConfig",
-    "RoundsLearnerSection",
-    "RunFile",
-    "SFTConfig",
-    "SamplingSection",
-    "SelectionSection",
-    "ShapingSection",
-    "SourceEntry",
-    "StopSection",
-    "TrainedModelSection",
-    "WandbSection",
-    "WorkersSection",
-    "flatten",
-    "functions_of",
-    "is_import_path",
-    "load_run_config",
-    "parse_run_config",
-    "source_name",
-]

@@ -1,8 +1,9 @@
-"""How a run file becomes a frozen, validated config, and how its mistakes are told."""
+"""How a run file becomes a frozen, validated config, and how its mistakes are reported."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from yaml import YAMLError
 
 from raypo.config.paths import absolute_paths
@@ -33,11 +34,48 @@ def is_import_path(value: str) -> bool:
 
 
 class Config(BaseModel):
-    """A frozen section of a run file; a key that it does not know is an error."""
+    """A frozen section of a run file; a key that it does not know is an error.
+
+    What its keys may not be together is a sentence that `_problems` yields, `key (value): rule.
+    remedy.`; all of them are reported.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
+    section: ClassVar[str] = ""
+    """Dotted key of the section, with a dot behind it, in messages about its keys."""
+
+    def _problems(self) -> Iterator[str]:
+        yield from ()
+
+    @model_validator(mode="after")
+    def _rules_hold(self) -> Self:
+        if problems := list(self._problems()):
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _usual(self, key: str) -> Any:
+        """The value of a dotted key below this section where a file does not set it."""
+        *sections, name = key.split(".")
+        owner = type(functools.reduce(getattr, sections, self))
+        return owner.model_fields[name].get_default(call_default_factory=True)
+
+    def set_keys(self, *keys: str) -> Iterator[tuple[str, Any]]:
+        """Full dotted key and value of those keys below this section that a file sets.
+
+        A resolved file says every key, so one that is null or has its usual value is not set.
+        """
+        for key in keys:
+            value = functools.reduce(getattr, key.split("."), self)
+            if value is not None and value != self._usual(key):
+                yield f"{self.section}{key}", value
+
+    def _idle(self, keys: str, why: str, remedy: str) -> Iterator[str]:
+        """The problems of keys, named as in `a b.c`, that are set and have no effect."""
+        for key, value in self.set_keys(*keys.split()):
+            said = f"{value:g}" if isinstance(value, float) else value
+            yield f"{key} ({said}): has no effect, {why}. Remove {key}, or {remedy}."
 
 
 class RunFile(Config):
@@ -205,12 +243,12 @@ def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
     by_key: dict[str, list[Any]] = {}
     for detail in details:
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # only what is left without the wrong entries, which are told, is too short
+            continue  # only without the wrong entries, which are reported, is it too short
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():
-        apart = [d for d in found if d["type"] in _TOLD_ALONE or not key]
-        lines += [_explain(model, key, detail) for detail in apart]
+        apart = [d for d in found if d["type"] in _SENTENCES or not key]
+        lines += [line for detail in apart for line in _explain(model, key, detail).split("\n")]
         rules = [_rule(detail) for detail in found if detail not in apart]
         if rules:
             remedy = _remedy(key, found) if len(rules) == 1 else f"Set {key} to one of them."
@@ -218,7 +256,7 @@ def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
     return lines
 
 
-_TOLD_ALONE = ("extra_forbidden", "missing", "value_error")
+_SENTENCES = ("extra_forbidden", "missing", "value_error")
 
 
 def _key_of(model: type[BaseModel], detail: Any) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from raypo.config.base import Config
 from raypo.config.sections import EvalSection
@@ -42,19 +43,19 @@ class PreferencesSection(PairsSection):
     ref_rejected_key: str | None = None
     """The same of the rejected response."""
 
-    @model_validator(mode="after")
-    def _a_reference_is_known_of_both(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if (self.ref_chosen_key is None) != (self.ref_rejected_key is None):
             missing = "ref_chosen_key" if self.ref_chosen_key is None else "ref_rejected_key"
-            raise ValueError(
+            yield (
                 f"data.{missing} (None): the reference's log-probs are given of both responses or "
                 f"of none. Set data.{missing}, or the other one to null."
             )
-        return self
 
 
 class DPOSection(Config):
     """How a policy learns from preferences."""
+
+    section = "dpo."
 
     loss: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "kto"] = "sigmoid"
     """sigmoid: DPO (arXiv:2305.18290); sigmoid_norm: of rewards per token (arXiv:2411.15124);
@@ -83,9 +84,7 @@ class DPOSection(Config):
         """Whether the loss compares the policy with a reference."""
         return self.loss != "simpo"
 
-    @model_validator(mode="after")
-    def _what_is_set_can_act(self) -> Self:
-        usual = type(self).model_fields
+    def _problems(self) -> Iterator[str]:
         reads = {
             "label_smoothing": SMOOTHED,
             "simpo_gamma": ("simpo",),
@@ -94,13 +93,9 @@ class DPOSection(Config):
             "undesirable_weight": ("kto",),
         }
         for key, losses in reads.items():
-            value = getattr(self, key)
-            if value != usual[key].default and self.loss not in losses:
-                raise ValueError(
-                    f"dpo.{key} ({value:g}): has no effect, dpo.loss is {self.loss}. Set dpo.loss "
-                    f"to {' or '.join(losses)}, or remove it."
-                )
-        return self
+            if self.loss not in losses:
+                remedy = f"set dpo.loss to {' or '.join(losses)}"
+                yield from self._idle(key, f"dpo.loss is {self.loss}", remedy)
 
 
 class DPOLearnerSection(ExamplesLearnerSection):
@@ -141,32 +136,18 @@ class DPOConfig(PolicyExamplesConfig):
         """Whether held-out pairs are compared, or answers judged."""
         return bool(self.eval.pairs) or self.needs_engine
 
-    @model_validator(mode="after")
-    def _the_loss_reads_the_data(self) -> Self:
-        data, loss = self.data, self.dpo.loss
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        loss, other = self.dpo.loss, "choose another dpo.loss"
         for key, refused in (
-            ("desirable_key", loss != "kto"),
-            ("margin_key", loss in ("ipo", "kto")),
-            ("ref_chosen_key", loss in ("kto", "simpo")),
+            ("data.desirable_key", loss != "kto"),
+            ("data.margin_key", loss in ("ipo", "kto")),
+            ("data.ref_chosen_key", loss in ("kto", "simpo")),
         ):
-            if getattr(data, key) is not None and refused:
-                raise ValueError(
-                    f"data.{key} ({getattr(data, key)}): has no effect, dpo.loss is {loss}. "
-                    f"Remove it, or choose another dpo.loss."
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _one_reference_is_named(self) -> Self:
-        named = self.model.reference
-        if named is not None and not self.dpo.needs_reference:
-            raise ValueError(
-                f"model.reference ({named}): has no effect, dpo.loss {self.dpo.loss} has no "
-                f"reference. Remove it, or choose another dpo.loss."
-            )
-        if named is not None and self.data.ref_chosen_key is not None:
-            raise ValueError(
-                f"model.reference ({named}): has no effect, data.ref_chosen_key has what it says. "
-                f"Remove one of them."
-            )
-        return self
+            if refused:
+                yield from self._idle(key, f"dpo.loss is {loss}", other)
+        if not self.dpo.needs_reference:
+            yield from self._idle("model.reference", f"dpo.loss {loss} has no reference", other)
+        if self.data.ref_chosen_key is not None:
+            why = "data.ref_chosen_key has what it says"
+            yield from self._idle("model.reference", why, "remove data.ref_chosen_key")

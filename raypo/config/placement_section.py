@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, get_args
+from collections.abc import Iterator
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from raypo.config.base import Config
 
@@ -15,7 +16,7 @@ class DeploymentSection(Config):
     max_queued_requests: int | None = Field(default=None, ge=0)
     """Most requests that wait at a replica; beyond, they wait at the callers; null: no bound."""
     request_timeout_s: float | None = Field(default=None, gt=0.0)
-    """Seconds that a worker waits for an answer before the run stops; null: for ever."""
+    """Seconds that a worker waits for an answer before the run stops; null: without end."""
     health_check_period_s: float = Field(default=10.0, gt=0.0)
     """Seconds that a worker waits for an answer before it checks the replica, and again; a process
     that ends is seen within seconds."""
@@ -56,14 +57,12 @@ class FrozenSection(Config):
     gpu_memory_fraction: float = Field(default=0.4, gt=0.0, le=1.0)
     """vllm: of each of its GPUs, weights included."""
 
-    @model_validator(mode="after")
-    def _several_devices_need_vllm(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.tensor_parallel > 1 and self.backend == "torch":
-            raise ValueError(
+            yield (
                 f"tensor_parallel ({self.tensor_parallel}): backend torch computes on one device. "
                 f"Set backend to vllm, or tensor_parallel to 1."
             )
-        return self
 
 
 class FrozenSections(Config):

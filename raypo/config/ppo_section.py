@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,16 +27,42 @@ Preset = Literal[
 ]
 DUAL_CLIPPED = ("ppo", "gspo", "clip_cov")
 """Policy losses that `dual_clip` may bound."""
-GROUP_ADVANTAGES = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
-"""Estimators that compare the samples of a prompt."""
+MAX_KL_ERROR = 0.2
+"""How far off its target the adaptive KL controller takes a KL to be, relatively, at most."""
 OVERLONG_SHARE = 5
 """`overlong_buffer_tokens: auto` is one token in so many of the longest response (DAPO: 4096 of
 20480)."""
 
 
-def _refuse_crossed(key: str, low: float | None, high_name: str, high: float | None) -> None:
+@dataclass(frozen=True)
+class Estimator:
+    """What an estimator is made of."""
+
+    needs_critic: bool = False
+    """Values of a critic are its baseline; otherwise advantages are discounted returns."""
+    needs_group: bool = False
+    """Scores are compared within the group of a prompt's samples, a KL penalty in the reward
+    included: a penalty that the group's mean does not share in would push down on every response.
+    """
+    whitens: bool = False
+    """Advantages get mean 0 and variance 1 over all tokens of the step that the losses count."""
+
+
+ESTIMATORS = {
+    "gae": Estimator(needs_critic=True, whitens=True),
+    "reinforce": Estimator(whitens=True),
+    "rloo": Estimator(needs_group=True),
+    "reinforce_baseline": Estimator(needs_group=True, whitens=True),
+    "grpo": Estimator(needs_group=True),
+    "dr_grpo": Estimator(needs_group=True),
+}
+"""What each of `ppo.advantage` is made of; one's own has neither."""
+GROUP_ADVANTAGES = tuple(kind for kind, each in ESTIMATORS.items() if each.needs_group)
+
+
+def _crossed(key: str, low: float | None, high_name: str, high: float | None) -> Iterator[str]:
     if low is not None and high is not None and low >= high:
-        raise ValueError(
+        yield (
             f"{key} ({low:g}): must be below {high_name} ({high:g}), or nothing lies between them. "
             f"Set {key} below {high:g}."
         )
@@ -43,6 +70,8 @@ def _refuse_crossed(key: str, low: float | None, high_name: str, high: float | N
 
 class KLSection(Config):
     """The pull to the reference model."""
+
+    section = "ppo.kl."
 
     coef: float = Field(default=0.01, ge=0.0)
     """Weight of the penalty in score per nat, at the start; 0: no reference model is started."""
@@ -64,42 +93,36 @@ class KLSection(Config):
     horizon: float | None = Field(default=None, gt=0.0)
     """Responses over which the adaptive controller spreads a full correction."""
 
-    @model_validator(mode="after")
-    def _estimator_fits_its_place(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.estimator == "k1" and self.placement == "loss":
-            raise ValueError(
+            yield (
                 "ppo.kl.estimator (k1): cannot be a loss term, its gradient is 0 in expectation. "
                 "Set ppo.kl.estimator to k2 or k3, or ppo.kl.placement to reward."
             )
         if self.estimator != "k1" and self.placement == "reward":
-            raise ValueError(
+            yield (
                 f"ppo.kl.estimator ({self.estimator}): cannot be a penalty in the reward, where "
                 "only k1 has the KL's gradient. "
                 "Set ppo.kl.estimator to k1, or ppo.kl.placement to loss."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _controller_has_what_it_needs(self) -> Self:
-        steers = self.controller == "adaptive"
+        if self.controller == "fixed":
+            for key, value in self.set_keys("target", "horizon"):
+                yield (
+                    f"{key} ({value:g}): is used by ppo.kl.controller: adaptive only. "
+                    f"Set {key} to null, or ppo.kl.controller to adaptive."
+                )
+            return
         for key in ("target", "horizon"):
-            value = getattr(self, key)
-            if steers and value is None:
-                raise ValueError(
+            if getattr(self, key) is None:
+                yield (
                     f"ppo.kl.{key} (null): ppo.kl.controller: adaptive needs it. "
                     f"Set ppo.kl.{key} above 0, or ppo.kl.controller to fixed."
                 )
-            if not steers and value is not None:
-                raise ValueError(
-                    f"ppo.kl.{key} ({value:g}): is used by ppo.kl.controller: adaptive alone. "
-                    f"Set ppo.kl.{key} to null, or ppo.kl.controller to adaptive."
-                )
-        if steers and self.coef == 0.0:
-            raise ValueError(
+        if self.coef == 0.0:
+            yield (
                 "ppo.kl.coef (0.0): would stay 0 under ppo.kl.controller: adaptive. "
                 "Set ppo.kl.coef above 0, or ppo.kl.controller to fixed."
             )
-        return self
 
 
 class CorrectionSection(Config):
@@ -108,6 +131,8 @@ class CorrectionSection(Config):
     A ratio is the learner's probability before the update over the engine's. Tokens that are
     dropped get weight 0 and stay in the loss's denominator.
     """
+
+    section = "ppo.correction."
 
     kind: Literal["none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis"] = "none"
     """tis, sequence_tis, geometric_tis: the ratio of the token, the product over the response or
@@ -131,24 +156,21 @@ class CorrectionSection(Config):
     """With any kind, none included: a token is dropped whose weights were more versions older than
     those that the update starts from; null: none is."""
 
-    @model_validator(mode="after")
-    def _what_is_set_can_act(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         users = {
             "cap": ("tis", "sequence_tis", "geometric_tis", "mis"),
             "low": ("icepop", "mis"),
             "high": ("icepop", "mis"),
             "mask_ratio": ("mis",),
         }
-        for key, kinds in users.items():
-            value = getattr(self, key)
-            if value != type(self).model_fields[key].default and self.kind not in kinds:
-                swap = key == "high" and self.kind in users["cap"]
-                remedy = "Set ppo.correction.cap instead" if swap else "Remove it"
-                raise ValueError(
-                    f"ppo.correction.{key} ({value}): is used by {', '.join(kinds)}, not by "
+        for name, kinds in users.items():
+            swap = name == "high" and self.kind in users["cap"]
+            remedy = "Set ppo.correction.cap instead" if swap else "Remove it"
+            for key, value in self.set_keys(name) if self.kind not in kinds else ():
+                yield (
+                    f"{key} ({value}): is used by {', '.join(kinds)}, not by "
                     f"ppo.correction.kind: {self.kind}. {remedy}, or choose such a kind."
                 )
-        return self
 
     @property
     def acts(self) -> bool:
@@ -172,14 +194,14 @@ class CovarianceSection(Config):
     penalty: float = Field(default=1.0, ge=0.0)
     """kl_cov: weight of the change of these tokens' log-probs, in nats, as a loss."""
 
-    @model_validator(mode="after")
-    def _something_lies_between(self) -> Self:
-        _refuse_crossed("ppo.covariance.low", self.low, "high", self.high)
-        return self
+    def _problems(self) -> Iterator[str]:
+        return _crossed("ppo.covariance.low", self.low, "high", self.high)
 
 
 class ShapingSection(Config):
     """From the raw score to the one that is trained on; the steps are taken in this order."""
+
+    section = "ppo.shaping."
 
     function: ImportPath | None = None
     """Your own, `file.py:name`: (`raypo.ppo.own.StepScores`) -> scores; null: none."""
@@ -199,16 +221,14 @@ class ShapingSection(Config):
     clip_high: float | None = None
     """Largest shaped score; null: no bound."""
 
-    @model_validator(mode="after")
-    def _steps_do_not_contradict(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.truncated_score is not None and self.truncated_scale is not None:
-            raise ValueError(
+            yield (
                 f"ppo.shaping.truncated_score ({self.truncated_score:g}): replaces what "
                 f"ppo.shaping.truncated_scale ({self.truncated_scale:g}) would lower. "
                 "Set one of them to null."
             )
-        _refuse_crossed("ppo.shaping.clip_low", self.clip_low, "clip_high", self.clip_high)
-        return self
+        yield from _crossed("ppo.shaping.clip_low", self.clip_low, "clip_high", self.clip_high)
 
     def overlong_tokens(self, max_new_tokens: int) -> int | None:
         """`overlong_buffer_tokens` in tokens, auto resolved."""
@@ -231,14 +251,14 @@ class FilterSection(Config):
     max_refills: int = Field(default=10, ge=0)
     """Most rounds of further prompts in a step; then it trains on what there is, and says so."""
 
-    @model_validator(mode="after")
-    def _some_mean_passes(self) -> Self:
-        _refuse_crossed("ppo.filter.low", self.low, "high", self.high)
-        return self
+    def _problems(self) -> Iterator[str]:
+        return _crossed("ppo.filter.low", self.low, "high", self.high)
 
 
 class PPOSection(Config):
     """What turns scores into an update."""
+
+    section = "ppo."
 
     preset: Preset | None = None
     """A published combination (raypo.config.presets); other keys win over it."""
@@ -330,173 +350,96 @@ class PPOSection(Config):
     def _start_from_the_preset(cls, values: Any) -> Any:
         return with_preset(values) if isinstance(values, Mapping) else values
 
-    @model_validator(mode="after")
-    def _a_correction_has_a_gap_to_weigh(self) -> Self:
+    def _usual(self, key: str) -> Any:
+        """The value of the preset, if it has one."""
+        return flatten(PRESETS.get(self.preset or "", {})).get(key, super()._usual(key))
+
+    def _problems(self) -> Iterator[str]:
         section = self.correction
         if self.old_log_probs == "engine" and section.acts:
             key, off = ("kind", "none") if section.kind != "none" else ("token_veto", "null")
-            raise ValueError(
+            yield (
                 f"ppo.correction.{key} ({getattr(section, key)}): weighs the learner's log-probs "
                 f"before the update against the engine's, and ppo.old_log_probs: engine leaves "
                 f"them uncomputed: the ratio of the loss corrects already. Set "
                 f"ppo.old_log_probs to learner, or ppo.correction.{key} to {off}."
             )
-        return self
+        yield from self._problems_of_the_critic()
+        yield from self._problems_of_the_loss()
+        yield from self._problems_of_what_is_off()
 
-    @model_validator(mode="after")
-    def _dual_clip_has_a_place(self) -> Self:
-        if self.dual_clip is not None and self.policy_loss not in DUAL_CLIPPED:
-            raise ValueError(
-                f"ppo.dual_clip ({self.dual_clip:g}): ppo.policy_loss: {self.policy_loss} bounds "
-                "the loss of negative advantages in its own way. Set ppo.dual_clip to null."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_critic_is_there_where_one_is_meant(self) -> Self:
-        for key in ("bootstrap_truncated", "critic_warmup_steps"):
-            value = getattr(self, key)
-            if value and not self.needs_critic:
-                raise ValueError(
+    def _problems_of_the_critic(self) -> Iterator[str]:
+        needed = ("bootstrap_truncated", "critic_warmup_steps")
+        for key in () if self.needs_critic else needed:
+            if value := getattr(self, key):
+                yield (
                     f"ppo.{key} ({value}): ppo.advantage: {self.advantage} has no critic. "
                     f"Set ppo.{key} to {type(self).model_fields[key].default}, or ppo.advantage to "
                     "gae."
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_set_can_act(self) -> Self:
-        clips = ("clip_low", "clip_high")
-        unused_clips = {"cispo": ("clip_low",), "sapo": clips, "kl_cov": clips}
-        for keys, can_act, reason, remedy in (
-            (
-                ("gae_lambda", "critic_lambda", "value_clip"),
-                self.needs_critic,
-                f"ppo.advantage: {self.advantage} has no critic",
-                "set ppo.advantage to gae",
-            ),
-            (
-                ("lambda_alpha",),
-                self.needs_critic and self.gae_lambda == "adaptive",
-                "ppo.gae_lambda is not adaptive",
-                "set ppo.gae_lambda to adaptive",
-            ),
-            (
-                unused_clips.get(self.policy_loss, ()),
-                False,
-                f"ppo.policy_loss: {self.policy_loss} has no such clip",
-                "set ppo.policy_loss to ppo or gspo",
-            ),
-            (
-                ("cispo_low",),
-                self.policy_loss == "cispo",
-                f"ppo.policy_loss: {self.policy_loss} has no such clip",
-                "set ppo.policy_loss to cispo",
-            ),
-            (
-                ("covariance.fraction",),
-                self.needs_covariance,
-                f"ppo.policy_loss is {self.policy_loss}",
-                "set ppo.policy_loss to clip_cov or kl_cov",
-            ),
-            (
-                ("covariance.low", "covariance.high"),
-                self.policy_loss == "clip_cov",
-                f"ppo.policy_loss is {self.policy_loss}",
-                "set ppo.policy_loss to clip_cov",
-            ),
-            (
-                ("covariance.penalty",),
-                self.policy_loss == "kl_cov",
-                f"ppo.policy_loss is {self.policy_loss}",
-                "set ppo.policy_loss to kl_cov",
-            ),
-            (
-                ("entropy_delta",),
-                self.entropy_target is not None,
-                "ppo.entropy_target is null",
-                "set ppo.entropy_target",
-            ),
-            (
-                ("kl.importance_weights",),
-                self.kl.placement == "loss",
-                "ppo.kl.placement is reward",
-                "set ppo.kl.placement to loss",
-            ),
-            (
-                ("kl.importance_weights",),
-                self.kl.coef > 0.0,
-                "ppo.kl.coef is 0",
-                "set ppo.kl.coef above 0",
-            ),
-            (
-                ("discount_by",),
-                not is_import_path(self.advantage),
-                f"ppo.advantage: {self.advantage} discounts by itself",
-                "set ppo.advantage to one of raypo's",
-            ),
-            (
-                ("discount_by",),
-                self._discounts,
-                "ppo.gamma is 1" + (", and so are the lambdas" if self.needs_critic else ""),
-                "set ppo.gamma below 1",
-            ),
-            (
-                ("nll_min_score",),
-                self.nll_coef > 0.0,
-                "ppo.nll_coef is 0",
-                "set ppo.nll_coef",
-            ),
-            (
-                ("bootstrap_truncated",),
-                not self.mask_truncated,
-                "ppo.mask_truncated keeps truncated responses out of the critic's loss",
-                "set ppo.mask_truncated to false",
-            ),
-            (
-                ("filter.min_std", "filter.low", "filter.high", "filter.max_refills"),
-                self.filter.enabled,
-                "ppo.filter.enabled is false",
-                "set ppo.filter.enabled to true",
-            ),
-            (
-                ("shaping.overlong_factor",),
-                self.shaping.overlong_buffer_tokens is not None,
-                "ppo.shaping.overlong_buffer_tokens is null",
-                "set ppo.shaping.overlong_buffer_tokens",
-            ),
-        ):
-            for key in () if can_act else keys:
-                self._refuse_if_set(key, reason, remedy)
-        return self
-
-    @property
-    def _discounts(self) -> bool:
-        lambdas = (self.gae_lambda, self.critic_lambda) if self.needs_critic else ()
-        return self.gamma < 1.0 or any(each not in (1.0, None) for each in lambdas)
-
-    @model_validator(mode="after")
-    def _lambda_and_turns_count_alike(self) -> Self:
+        if not self.needs_critic:
+            keys = "gae_lambda critic_lambda value_clip"
+            why = f"ppo.advantage: {self.advantage} has no critic"
+            yield from self._idle(keys, why, "set ppo.advantage to gae")
         is_adaptive = self.needs_critic and self.gae_lambda == "adaptive"
+        if not is_adaptive:
+            why, remedy = "ppo.gae_lambda is not adaptive", "set ppo.gae_lambda to adaptive"
+            yield from self._idle("lambda_alpha", why, remedy)
+        if self.mask_truncated:
+            why = "ppo.mask_truncated keeps truncated responses out of the critic's loss"
+            yield from self._idle("bootstrap_truncated", why, "set ppo.mask_truncated to false")
         if is_adaptive and self.discount_by == "turn":
-            raise ValueError(
+            yield (
                 "ppo.gae_lambda (adaptive): follows from the tokens of a response, and "
                 "ppo.discount_by: turn applies it to turns. Set ppo.gae_lambda to a number, or "
                 "ppo.discount_by to token."
             )
-        return self
 
-    def _refuse_if_set(self, key: str, reason: str, remedy: str) -> None:
-        """A resolved file says every key, so one at its default or its preset's is not set."""
-        section, _, name = key.rpartition(".")
-        owner = getattr(self, section) if section else self
-        value, default = getattr(owner, name), type(owner).model_fields[name].default
-        usual = flatten(PRESETS.get(self.preset or "", {})).get(key, default)
-        if value is not None and value != usual:
-            told = f"{value:g}" if isinstance(value, float) else value
-            raise ValueError(
-                f"ppo.{key} ({told}): has no effect, {reason}. Remove ppo.{key}, or {remedy}."
+    def _problems_of_the_loss(self) -> Iterator[str]:
+        loss = self.policy_loss
+        if self.dual_clip is not None and loss not in DUAL_CLIPPED:
+            yield (
+                f"ppo.dual_clip ({self.dual_clip:g}): ppo.policy_loss: {loss} bounds "
+                "the loss of negative advantages in its own way. Set ppo.dual_clip to null."
             )
+        clips = {"cispo": "clip_low", "sapo": "clip_low clip_high", "kl_cov": "clip_low clip_high"}
+        for keys, losses, why in (
+            (clips.get(loss, ""), ("ppo", "gspo"), f"ppo.policy_loss: {loss} has no such clip"),
+            ("cispo_low", ("cispo",), f"ppo.policy_loss: {loss} has no such clip"),
+            ("covariance.fraction", ("clip_cov", "kl_cov"), f"ppo.policy_loss is {loss}"),
+            ("covariance.low covariance.high", ("clip_cov",), f"ppo.policy_loss is {loss}"),
+            ("covariance.penalty", ("kl_cov",), f"ppo.policy_loss is {loss}"),
+        ):
+            if loss not in losses:
+                yield from self._idle(keys, why, f"set ppo.policy_loss to {' or '.join(losses)}")
+
+    def _problems_of_what_is_off(self) -> Iterator[str]:
+        lambdas = (self.gae_lambda, self.critic_lambda) if self.needs_critic else ()
+        if self.entropy_target is None:
+            yield from self._idle(
+                "entropy_delta", "ppo.entropy_target is null", "set ppo.entropy_target"
+            )
+        if self.kl.placement == "reward":
+            why, remedy = "ppo.kl.placement is reward", "set ppo.kl.placement to loss"
+            yield from self._idle("kl.importance_weights", why, remedy)
+        if self.kl.coef == 0.0:
+            why, remedy = "ppo.kl.coef is 0", "set ppo.kl.coef above 0"
+            yield from self._idle("kl.importance_weights", why, remedy)
+        if is_import_path(self.advantage):
+            why = f"ppo.advantage: {self.advantage} discounts by itself"
+            yield from self._idle("discount_by", why, "set ppo.advantage to one of raypo's")
+        if self.gamma == 1.0 and all(each in (1.0, None) for each in lambdas):
+            why = "ppo.gamma is 1" + (", and so are the lambdas" if lambdas else "")
+            yield from self._idle("discount_by", why, "set ppo.gamma below 1")
+        if self.nll_coef == 0.0:
+            yield from self._idle("nll_min_score", "ppo.nll_coef is 0", "set ppo.nll_coef")
+        if not self.filter.enabled:
+            keys = "filter.min_std filter.low filter.high filter.max_refills"
+            why, remedy = "ppo.filter.enabled is false", "set ppo.filter.enabled to true"
+            yield from self._idle(keys, why, remedy)
+        if self.shaping.overlong_buffer_tokens is None:
+            key = "ppo.shaping.overlong_buffer_tokens"
+            yield from self._idle("shaping.overlong_factor", f"{key} is null", f"set {key}")
 
     def critic_lambda_at(self, step: int) -> float | None:
         """Lambda of the critic's targets in a step, counted from 1; None: that of the policy."""
@@ -506,7 +449,7 @@ class PPOSection(Config):
     @property
     def needs_critic(self) -> bool:
         """Whether the advantage estimator uses values."""
-        return self.advantage == "gae"
+        return ESTIMATORS.get(self.advantage, Estimator()).needs_critic
 
     @property
     def needs_group(self) -> bool:

@@ -102,7 +102,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
     # MiniMax 2025, arXiv:2506.13585, eq. 4 and 5, section 3.1: dynamic sampling and overlong
-    # penalty are DAPO's. Its bound is not told; weights of up to 5 are from arXiv:2510.13786.
+    # penalty are DAPO's. Its bound is not published; weights of up to 5 are from arXiv:2510.13786.
     "cispo": {
         "advantage": "grpo",
         "policy_loss": "cispo",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from raypo.config.base import Config, ConfigError
 
@@ -38,7 +39,7 @@ class EngineSection(Config):
     push_timeout_s: float = Field(default=300.0, gt=0.0)
     """nccl: seconds that the broadcast of one bucket (256 MB) may take."""
     sleep: bool = True
-    """GPU, colocated: engine, frozen models and learner take turns in the GPU's memory; whoever
+    """GPU, colocated: engine, frozen models and learner take turns in the GPU's memory; what
     does not work is off-loaded to the host. false: all stay, which is faster where they fit."""
     prefix_caching: bool = True
     """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
@@ -104,7 +105,7 @@ class SamplingSection(Config):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling. Below 1, as with `top_k` and `min_p`, the engine's log-probs are of what is
     left of the distribution, and the learner's of all of it, so that they cannot be compared:
-    ppo.correction is refused, and the figures of mismatch tell the truncation too."""
+    ppo.correction is refused, and the metrics of mismatch contain the truncation too."""
     top_k: int | None = Field(default=None, ge=1)
     """Sample among the likeliest so many tokens; null: among all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -141,6 +142,8 @@ class SamplingSection(Config):
 
 class RolloutSection(SamplingSection):
     """How responses are sampled."""
+
+    section = "rollout."
 
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts of one step, over all workers."""
@@ -216,58 +219,47 @@ class RolloutSection(SamplingSection):
         """Whether requests may be under way when weights are pushed."""
         return self.mode == "async" and self.staleness > 0
 
-    @model_validator(mode="after")
-    def _episodes_have_a_limit_and_their_keys_act(self) -> Self:
-        if self.environment is not None and self.agent is not None:
-            raise ValueError(
-                f"rollout.agent ({self.agent}): takes the place of rollout.environment "
-                f"({self.environment}). Remove one of the two."
-            )
-        for key in _OF_AGENTS if self.agent is None else _OF_ENVIRONMENTS:
-            self._refuse_if_set(key, "agent" if self.agent is None else "environment")
-        if self.is_episodic:
-            if self.max_episode_tokens is None:
-                raise ValueError(
-                    "rollout.max_episode_tokens (None): an episode needs a limit, for engine and "
-                    "learner make room for it. Set it to what all turns and the environment's "
-                    f"texts may take, like {2 * self.max_turns * self.max_new_tokens}."
-                )
-            if self.max_episode_tokens < self.max_new_tokens:
-                raise ValueError(
-                    f"rollout.max_episode_tokens ({self.max_episode_tokens}): must not be below "
-                    f"rollout.max_new_tokens ({self.max_new_tokens}), that of a single turn. Set "
-                    f"it to {self.max_new_tokens} or more."
-                )
-            return self
-        for key in (*_OF_EPISODES, *_OF_ENVIRONMENTS):
-            self._refuse_if_set(key, "environment")
-        return self
-
-    def _refuse_if_set(self, key: str, missing: str) -> None:
-        """A resolved file says every key, so one at its default is not set."""
-        value = getattr(self, key)
-        if value != type(self).model_fields[key].get_default(call_default_factory=True):
-            raise ValueError(
-                f"rollout.{key} ({value}): has no effect without rollout.{missing}. Set that, or "
-                f"remove rollout.{key}."
-            )
-
-    @model_validator(mode="after")
-    def _staleness_is_the_modes(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from self._problems_of_episodes()
         usual = {"sync": 0, "one_step_off": 1}.get(self.mode, self.staleness)
         if self.staleness != usual:
-            raise ValueError(
-                f"max_staleness ({self.max_staleness}): mode {self.mode} has {usual}. Set "
+            yield (
+                f"rollout.max_staleness ({self.max_staleness}): mode {self.mode} has {usual}. Set "
                 f"max_staleness to auto, or mode to async."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _only_what_is_in_flight_meets_new_weights(self) -> Self:
         if self.in_flight != "recompute" and not self.has_requests_in_flight:
-            raise ValueError(
-                f"in_flight ({self.in_flight}): mode {self.mode} with a staleness of "
+            yield (
+                f"rollout.in_flight ({self.in_flight}): mode {self.mode} with a staleness of "
                 f"{self.staleness} has no request under way when weights arrive. Remove in_flight, "
                 f"or set mode to async and max_staleness to 1 or more."
             )
-        return self
+
+    def _problems_of_episodes(self) -> Iterator[str]:
+        if self.environment is not None and self.agent is not None:
+            yield (
+                f"rollout.agent ({self.agent}): takes the place of rollout.environment "
+                f"({self.environment}). Remove one of the two."
+            )
+        for missing, keys in (
+            ("agent", _OF_AGENTS if self.agent is None else ()),
+            ("environment", _OF_ENVIRONMENTS if self.environment is None else ()),
+            ("environment", _OF_EPISODES if not self.is_episodic else ()),
+        ):
+            for key, value in self.set_keys(*keys):
+                yield (
+                    f"{key} ({value}): has no effect without rollout.{missing}. Set that, or "
+                    f"remove {key}."
+                )
+        if self.is_episodic and self.max_episode_tokens is None:
+            yield (
+                "rollout.max_episode_tokens (None): an episode needs a limit, for engine and "
+                "learner make room for it. Set it to what all turns and the environment's "
+                f"texts may take, like {2 * self.max_turns * self.max_new_tokens}."
+            )
+        if self.is_episodic and self.max_response_tokens < self.max_new_tokens:
+            yield (
+                f"rollout.max_episode_tokens ({self.max_episode_tokens}): must not be below "
+                f"rollout.max_new_tokens ({self.max_new_tokens}), that of a single turn. Set "
+                f"it to {self.max_new_tokens} or more."
+            )

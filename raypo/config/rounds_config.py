@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from raypo.config.base import Config
 from raypo.config.dpo_config import DPOSection
@@ -36,43 +37,34 @@ class RoundsConfig(OnlineConfig):
         """What is learned is the distribution itself, however it was sampled."""
         return 1.0
 
-    @model_validator(mode="after")
-    def _nothing_is_set_that_cannot_act(self) -> Self:
-        recipe, lora = self.recipe, self.model.lora
-        if self.rollout.mode != "sync":
-            raise ValueError(
-                f"rollout.mode ({self.rollout.mode}): a round of {recipe} samples with the weights "
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        recipe, lora, rollout = self.recipe, self.model.lora, self.rollout
+        if rollout.mode != "sync":
+            yield (
+                f"rollout.mode ({rollout.mode}): a round of {recipe} samples with the weights "
                 f"that the round before has trained. Set rollout.mode to sync."
             )
-        if self.rollout.is_episodic:
-            key = "agent" if self.rollout.agent else "environment"
-            raise ValueError(
-                f"rollout.{key} ({getattr(self.rollout, key)}): {recipe} learns responses of "
+        if rollout.is_episodic:
+            key = "agent" if rollout.agent else "environment"
+            yield (
+                f"rollout.{key} ({getattr(rollout, key)}): {recipe} learns responses of "
                 f"one turn. Remove it, or use the recipe ppo."
             )
         if self.model.critic is not None:
-            raise ValueError(
-                f"model.critic ({self.model.critic}): {recipe} has no critic. Remove it."
-            )
+            yield f"model.critic ({self.model.critic}): {recipe} has no critic. Remove it."
         named = self.model.reference
         if named is not None and named not in self.references.values():
-            raise ValueError(f"model.reference ({named}): {recipe} compares with none. Remove it.")
+            yield f"model.reference ({named}): {recipe} compares with none. Remove it."
         if lora is not None and lora.push == "adapter":
-            raise ValueError(
-                f"model.lora.push (adapter): {recipe} pushes whole weights. Set it to merged."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _every_worker_has_prompts(self) -> Self:
-        workers, prompts = self.learner.num_workers, self.rollout.prompts_per_step
+            yield f"model.lora.push (adapter): {recipe} pushes whole weights. Set it to merged."
+        workers, prompts = self.learner.num_workers, rollout.prompts_per_step
         if workers > prompts:
-            raise ValueError(
+            yield (
                 f"learner.num_workers ({workers}): every worker needs a prompt of each round "
                 f"(rollout.prompts_per_step = {prompts}). Set learner.num_workers to at most "
                 f"{prompts}."
             )
-        return self
 
 
 class TeacherModelSection(ModelSection):
@@ -96,6 +88,8 @@ class DistilledDataSection(DataSection):
 class DistillationSection(Config):
     """How the policy learns from its teacher, at temperature 1."""
 
+    section = "distillation."
+
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
     """What is minimised at every token (arXiv:2306.13649): forward_kl, of teacher from policy,
     covers all that the teacher does; reverse_kl, of policy from teacher, stays with what it does
@@ -104,20 +98,16 @@ class DistillationSection(Config):
     """jsd: the teacher's share of the mixture; towards 0 its gradient is forward_kl's, towards 1
     reverse_kl's."""
     top_k: Annotated[int, Field(ge=1)] | None = 64
-    """Tokens whose probabilities the teacher tells in each place, the likeliest; all others count
+    """Tokens whose probabilities the teacher gives in each place, the likeliest; all others count
     as one event, so what is minimised is a lower bound. null: the whole vocabulary."""
     on_policy_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of a round's prompts that the policy answers itself; the others come with the texts of
     data.response_key."""
 
-    @model_validator(mode="after")
-    def _beta_can_act(self) -> Self:
-        if self.beta != type(self).model_fields["beta"].default and self.divergence != "jsd":
-            raise ValueError(
-                f"distillation.beta ({self.beta:g}): has no effect, distillation.divergence is "
-                f"{self.divergence}. Set distillation.divergence to jsd, or remove it."
-            )
-        return self
+    def _problems(self) -> Iterator[str]:
+        if self.divergence != "jsd":
+            why = f"distillation.divergence is {self.divergence}"
+            yield from self._idle("beta", why, "set distillation.divergence to jsd")
 
 
 class DistillationConfig(RoundsConfig):
@@ -148,72 +138,59 @@ class DistillationConfig(RoundsConfig):
             return {"reference": models[0]}
         return {f"reference_{number}": model for number, model in enumerate(models)}
 
-    @model_validator(mode="after")
-    def _each_source_has_a_teacher(self) -> Self:
-        names = [source_name(source) for source in self.data.prompts]
-        for name in self.teacher_of:
-            if name not in names:
-                raise ValueError(
-                    f"model.teacher ({name}): no source of data.prompts is called so; they are "
-                    f"called {', '.join(names)}. Correct the name, or remove it."
-                )
-        for name in names:
-            if name not in self.teacher_of:
-                raise ValueError(
-                    f"model.teacher ({', '.join(self.teacher_of)}): the source {name} of "
-                    f"data.prompts has none. Add one, or give one path for all."
-                )
-        return self
-
     @property
     def prompts_answered(self) -> int:
         """Prompts of a round that the policy answers."""
         return round(self.distillation.on_policy_fraction * self.rollout.prompts_per_step)
 
-    @model_validator(mode="after")
-    def _a_share_is_whole_prompts(self) -> Self:
-        fraction, prompts = self.distillation.on_policy_fraction, self.rollout.prompts_per_step
-        if 0.0 < fraction < 1.0 and self.prompts_answered in (0, prompts):
-            raise ValueError(
-                f"distillation.on_policy_fraction ({fraction:g}): of {prompts} prompts "
-                f"(rollout.prompts_per_step) that is {self.prompts_answered}. Set it to "
-                f"{self.prompts_answered / prompts:g}, or rollout.prompts_per_step higher."
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from self._problems_of_teachers()
+        yield from self._problems_of_texts()
+
+    def _problems_of_teachers(self) -> Iterator[str]:
+        names = [source_name(source) for source in self.data.prompts]
+        for name in [name for name in self.teacher_of if name not in names]:
+            yield (
+                f"model.teacher ({name}): no source of data.prompts is called so; they are "
+                f"called {', '.join(names)}. Correct the name, or remove it."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _judges_have_something_to_judge(self) -> Self:
-        for key, value in self.judges.items():
-            if not self.prompts_answered and not self.eval.prompts:
-                raise ValueError(
-                    f"{key} ({value}): judges what the policy answers, and with "
-                    f"distillation.on_policy_fraction 0 it answers nothing. Remove it, or set "
-                    f"eval.prompts or a larger distillation.on_policy_fraction."
+        for name in names:
+            if name not in self.teacher_of:
+                yield (
+                    f"model.teacher ({', '.join(self.teacher_of)}): the source {name} of "
+                    f"data.prompts has none. Add one, or give one path for all."
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _texts_are_there_where_they_are_learned(self) -> Self:
-        fraction, column = self.distillation.on_policy_fraction, self.data.response_key
+    def _problems_of_texts(self) -> Iterator[str]:
+        fraction, prompts = self.distillation.on_policy_fraction, self.rollout.prompts_per_step
+        column, answered = self.data.response_key, self.prompts_answered
+        if 0.0 < fraction < 1.0 and answered in (0, prompts):
+            yield (
+                f"distillation.on_policy_fraction ({fraction:g}): of {prompts} prompts "
+                f"(rollout.prompts_per_step) that is {answered}. Set it to "
+                f"{answered / prompts:g}, or rollout.prompts_per_step higher."
+            )
+        for key, value in self.judges.items() if not (answered or self.eval.prompts) else ():
+            yield (
+                f"{key} ({value}): judges what the policy answers, and with "
+                f"distillation.on_policy_fraction 0 it answers nothing. Remove it, or set "
+                f"eval.prompts or a larger distillation.on_policy_fraction."
+            )
         if fraction < 1.0 and column is None:
-            raise ValueError(
+            yield (
                 f"distillation.on_policy_fraction ({fraction:g}): the other prompts of a round "
                 f"need a teacher's texts. Set data.response_key to their column, or it to 1."
             )
         if fraction == 1.0 and column is not None:
-            raise ValueError(
+            yield (
                 f"data.response_key ({column}): has no effect, distillation.on_policy_fraction is "
                 f"1. Set that below 1, or remove it."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _longest_text_fits_a_microbatch(self) -> Self:
-        if self.data.response_key is not None:
+        if column is not None:
             longest = self.data.max_prompt_tokens + self.data.max_response_tokens
             keys = "data.max_prompt_tokens + data.max_response_tokens"
-            self.learner.require_room_for(longest, keys)
-        return self
+            yield from self.learner.no_room_for(longest, keys)
 
 
 class SelectionSection(Config):
@@ -228,14 +205,12 @@ class SelectionSection(Config):
     train: bool = True
     """Train on them; false: only write them, into `selected/`."""
 
-    @model_validator(mode="after")
-    def _something_is_rejected(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.top_k is None and self.min_score is None:
-            raise ValueError(
+            yield (
                 "rejection_sampling.top_k (null): with min_score null too, nothing is rejected. "
                 "Set one of them."
             )
-        return self
 
 
 class RejectionSamplingConfig(RoundsConfig):
@@ -248,16 +223,15 @@ class RejectionSamplingConfig(RoundsConfig):
     recipe: Literal["rejection_sampling"] = "rejection_sampling"  # pyright: ignore[reportIncompatibleVariableOverride]
     rejection_sampling: SelectionSection = SelectionSection()
 
-    @model_validator(mode="after")
-    def _there_are_samples_to_choose_from(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         samples, top_k = self.rollout.samples_per_prompt, self.rejection_sampling.top_k
         if self.rejection_sampling.min_score is None and top_k is not None and samples <= top_k:
-            raise ValueError(
+            yield (
                 f"rollout.samples_per_prompt ({samples}): the best {top_k} "
                 f"(rejection_sampling.top_k) of so many are all. Set rollout.samples_per_prompt "
                 f"to {top_k + 1} or more, or rejection_sampling.min_score."
             )
-        return self
 
 
 class PairingSection(Config):
@@ -289,32 +263,27 @@ class IterativeDPOConfig(RoundsConfig):
 
     @property
     def rows_per_update(self) -> int:
-        """Both responses of a batch's pairs."""
+        """Responses of a batch's pairs, two each."""
         return 2 * self.learner.batch_size
 
-    @model_validator(mode="after")
-    def _there_are_pairs_to_learn(self) -> Self:
-        samples = self.rollout.samples_per_prompt
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        samples, loss = self.rollout.samples_per_prompt, self.dpo.loss
         if samples < 2:
-            raise ValueError(
+            yield (
                 f"rollout.samples_per_prompt ({samples}): a pair needs two samples of a prompt. "
                 f"Set rollout.samples_per_prompt to 2 or more."
             )
-        if self.dpo.loss == "kto":
-            raise ValueError(
+        if loss == "kto":
+            yield (
                 "dpo.loss (kto): learns from single verdicts, and iterative_dpo makes pairs. Set "
                 "dpo.loss to sigmoid or another loss of pairs."
             )
         if self.iterative_dpo.reference == "start" and not self.dpo.needs_reference:
-            raise ValueError(
-                f"iterative_dpo.reference (start): has no effect, dpo.loss {self.dpo.loss} has no "
+            yield (
+                f"iterative_dpo.reference (start): has no effect, dpo.loss {loss} has no "
                 f"reference. Remove it."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_pair_fits_a_microbatch(self) -> Self:
         longest = self.data.max_prompt_tokens + 2 * self.rollout.max_new_tokens
         keys = "data.max_prompt_tokens + 2 x rollout.max_new_tokens"
-        self.learner.require_room_for(longest, keys)
-        return self
+        yield from self.learner.no_room_for(longest, keys)

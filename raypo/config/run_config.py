@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from raypo.config.base import ImportPath, RunFile, is_import_path
+from raypo.config.base import ConfigError, ImportPath, RunFile, is_import_path
+from raypo.config.paths import is_uri
 from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
-from raypo.config.ppo_section import PPOSection
-from raypo.config.rollout_section import RolloutSection
+from raypo.config.ppo_section import MAX_KL_ERROR, PPOSection
+from raypo.config.rollout_section import EngineSection, RolloutSection
 from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
@@ -19,6 +21,7 @@ from raypo.config.sections import (
     LearnerSection,
     LoggingSection,
     ModelSection,
+    RewardModelEntry,
     RewardSection,
     StopSection,
     WorkersSection,
@@ -38,8 +41,6 @@ NUMBERS_DO_NOT_DEPEND_ON = (
 )
 """Sections and keys that may change when a run is resumed; `num_steps` may where no learning rate
 follows from it."""
-MAX_KL_ERROR = 0.2
-"""Of the adaptive KL controller: `raypo.ppo.kl.MAX_RELATIVE_ERROR`, from a floor above."""
 
 
 class RecipeConfig(RunFile):
@@ -58,7 +59,7 @@ class RecipeConfig(RunFile):
     from_checkpoint: str | None = None
     """Begin with the whole state of another run of this recipe, whatever other values this one has:
     the folder or URI of that run (its newest checkpoint), its `best/`, or one of its checkpoints.
-    Steps count on from there. Weights alone: name that run's policy/ as model.policy."""
+    Steps count on from there. For its weights only, name that run's policy/ as model.policy."""
     max_failures: int = Field(default=0, ge=-1)
     """How often a run whose learner worker or Ray Train controller is lost goes on from its last
     checkpoint by itself, as Ray's `FailureConfig(max_failures)` counts; -1: every time. An error
@@ -88,24 +89,23 @@ class RecipeConfig(RunFile):
         """Steps that learning rates follow, and the keys that say so; None: not known yet."""
         return self.num_steps, "num_steps"
 
-    @model_validator(mode="after")
-    def _learning_rates_reach_their_highest(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         learner, steps = getattr(self, "learner", None), self.scheduled_steps
         if isinstance(learner, WorkersSection) and steps:
-            learner.require_steps(*steps)
-        return self
-
-    @model_validator(mode="after")
-    def _held_out_metrics_are_measured(self) -> Self:
+            yield from learner.endless_warmup(*steps)
         watched = {"checkpoint.best_by": self.checkpoint.best_by}
         watched["stop.metric"] = self.stop.metric if self.stop.watches else None
         for key, metric in watched.items():
             if metric and metric.startswith("eval/") and not self.measures_held_out:
-                raise ValueError(
+                yield (
                     f"{key} ({metric}): is measured on held-out prompts, and eval.prompts is null. "
                     f"Set eval.prompts, or {key} to a metric of the steps, like rollout/score_mean."
                 )
-        return self
+        if not isinstance(self, OnlineConfig) and self.placement.is_dedicated:
+            yield (
+                f"placement.mode (dedicated): the recipe {self.recipe} has nothing that could live "
+                f"in a group of its own. Set placement.mode to colocated."
+            )
 
     def with_dtype(self, *, use_gpu: bool) -> Self:
         """The config with `model.dtype: auto` decided: bfloat16 on GPUs, float32 on CPUs.
@@ -117,15 +117,6 @@ class RecipeConfig(RunFile):
             return self
         decided = {"dtype": "bfloat16" if use_gpu else "float32"}
         return self.model_copy(update={"model": model.model_copy(update=decided)})
-
-    @model_validator(mode="after")
-    def _only_online_recipes_place_roles(self) -> Self:
-        if not isinstance(self, OnlineConfig) and self.placement.is_dedicated:
-            raise ValueError(
-                f"placement.mode (dedicated): the recipe {self.recipe} has nothing that could live "
-                f"in a group of its own. Set placement.mode to colocated."
-            )
-        return self
 
 
 class OnlineConfig(RecipeConfig):
@@ -176,6 +167,11 @@ class OnlineConfig(RecipeConfig):
         return {"reference": self.reference} if self.reference else {}
 
     @property
+    def reward_models(self) -> dict[str, RewardModelEntry]:
+        """Role of each reward model's deployment -> its entry of `model.reward`."""
+        return {f"reward_{number}": entry for number, entry in enumerate(self.model.reward or ())}
+
+    @property
     def judges(self) -> dict[str, Any]:
         """Config key -> value, of what scores responses in training."""
         of_sources = functions_of(self.data.prompts)
@@ -199,120 +195,13 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def trained_temperature(self) -> float:
-        """Of the distribution whose log-probs learner and reference give."""
+        """Temperature of the distribution whose log-probs learner and reference give."""
         return self.rollout.temperature
 
     @property
     @abstractmethod
     def rows_per_update(self) -> int:
         """Most responses of one optimizer step, over all workers."""
-
-    @model_validator(mode="after")
-    def _every_engine_has_a_worker(self) -> Self:
-        engine, num_workers = self.rollout.engine, self.learner.num_workers
-        if self.placement.group_of("engine") == "dedicated":
-            return self
-        if num_workers % engine.tensor_parallel:
-            raise ValueError(
-                f"rollout.engine.tensor_parallel ({engine.tensor_parallel}): must divide "
-                f"learner.num_workers ({num_workers}), whose devices a colocated engine takes. Set "
-                f"it to 1, or placement.mode to dedicated."
-            )
-        most = num_workers // engine.tensor_parallel
-        if engine.count != "auto" and engine.count > most:
-            raise ValueError(
-                f"rollout.engine.count ({engine.count}): a colocated engine lives beside "
-                f"{engine.tensor_parallel} of the {num_workers} learner workers "
-                f"(rollout.engine.tensor_parallel, learner.num_workers). Set rollout.engine.count "
-                f"to at most {most}, or placement.mode to dedicated."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _engines_that_sample_ahead_have_their_own_resources(self) -> Self:
-        if self.rollout.mode != "sync" and self.placement.group_of("engine") == "colocated":
-            raise ValueError(
-                f"rollout.mode ({self.rollout.mode}): samples while the learner updates, and "
-                f"colocated engines take turns with it. Set placement.mode to dedicated (or to "
-                f"{{engine: dedicated}}), or rollout.mode to sync."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _workers_that_share_a_replica_share_a_node(self) -> Self:
-        strategy = self.placement.strategy
-        for key, (role, size) in self.devices_of_replicas().items():
-            is_colocated = self.placement.group_of(role) == "colocated"
-            if size > 1 and is_colocated and strategy == "STRICT_SPREAD":
-                raise ValueError(
-                    f"placement.strategy ({strategy}): every learner worker has a node of its own, "
-                    f"and {size} of them share a replica ({key}). Set placement.strategy to PACK, "
-                    f"or placement.mode to dedicated for it."
-                )
-        return self
-
-    def devices_of_replicas(self) -> dict[str, tuple[RoleKind, int]]:
-        """By key: the role that it is about, and how many devices share one replica of it."""
-        frozen = self.placement.frozen
-        return {
-            "rollout.engine.tensor_parallel": ("engine", self.rollout.engine.tensor_parallel),
-            "placement.frozen.reference.tensor_parallel": (
-                "reference",
-                frozen.reference.tensor_parallel,
-            ),
-            "placement.frozen.reward.tensor_parallel": ("reward", frozen.reward.tensor_parallel),
-        }
-
-    @model_validator(mode="after")
-    def _replicas_on_several_gpus_have_whole_ones(self) -> Self:
-        for key, (role, size) in self.devices_of_replicas().items():
-            share = getattr(self.placement.gpus, role)
-            is_dedicated = self.placement.group_of(role) == "dedicated"
-            if size > 1 and share < 1.0 and (is_dedicated or role == "engine"):
-                raise ValueError(
-                    f"placement.gpus.{role} ({share:g}): a replica on several GPUs "
-                    f"({key} = {size}) takes whole ones. Set it to 1."
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _frozen_models_on_several_devices_find_them(self) -> Self:
-        num_workers = self.learner.total_workers
-        for role in ("reference", "reward"):
-            frozen: FrozenSection = getattr(self.placement.frozen, role)
-            size = frozen.tensor_parallel
-            replicas = 1 if frozen.num_replicas == "auto" else frozen.num_replicas
-            is_colocated = self.placement.group_of(role) == "colocated"
-            if replicas * size > num_workers and is_colocated:
-                raise ValueError(
-                    f"placement.frozen.{role}.tensor_parallel ({size}): each colocated replica "
-                    f"lies on the devices of {size} learner workers, and there are {num_workers} "
-                    f"(learner.num_workers) for "
-                    f"{replicas} of them (placement.frozen.{role}.num_replicas). Set one of the "
-                    f"two lower, or placement.mode to dedicated for it."
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _vllm_knows_prompts_at_temperature_1_alone(self) -> Self:
-        backend = self.placement.frozen.reference.backend
-        temperature = self.trained_temperature
-        if backend == "vllm" and temperature != 1.0 and self.references:
-            raise ValueError(
-                f"placement.frozen.reference.backend (vllm): gives log-probs of prompts at "
-                f"temperature 1 alone, and rollout.temperature is {temperature:g}. Set it to torch."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_reach_the_engines(self) -> Self:
-        if self.learner.use_gpu != "auto":  # else it is checked where the GPUs are known
-            self.rollout.engine.resolved_transport(
-                colocated=self.placement.group_of("engine") == "colocated",
-                use_gpu=self.learner.use_gpu,
-                share_gpus=self.engines_share_gpus,
-            )
-        return self
 
     @property
     def engines_share_gpus(self) -> bool:
@@ -322,12 +211,87 @@ class OnlineConfig(RecipeConfig):
         is_dedicated = self.placement.group_of("engine") == "dedicated"
         return is_dedicated and count > 1 and 2 * share <= 1.0
 
-    @model_validator(mode="after")
-    def _longest_sequence_fits_a_microbatch(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from self._problems_of_engines()
+        yield from self._problems_of_replicas()
+        reference, temperature = self.placement.frozen.reference, self.trained_temperature
+        if reference.backend == "vllm" and temperature != 1.0 and self.references:
+            yield (
+                f"placement.frozen.reference.backend (vllm): gives log-probs of prompts at "
+                f"temperature 1 only, and rollout.temperature is {temperature:g}. Set it to torch."
+            )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         keys = f"data.max_prompt_tokens + {self.rollout.length_key}"
-        self.learner.require_room_for(longest, keys)
-        return self
+        yield from self.learner.no_room_for(longest, keys)
+
+    def _problems_of_engines(self) -> Iterator[str]:
+        engine, num_workers = self.rollout.engine, self.learner.num_workers
+        is_colocated = self.placement.group_of("engine") == "colocated"
+        if is_colocated and num_workers % engine.tensor_parallel:
+            yield (
+                f"rollout.engine.tensor_parallel ({engine.tensor_parallel}): must divide "
+                f"learner.num_workers ({num_workers}), whose devices a colocated engine takes. Set "
+                f"it to 1, or placement.mode to dedicated."
+            )
+        most = num_workers // engine.tensor_parallel
+        if is_colocated and engine.count != "auto" and engine.count > most:
+            yield (
+                f"rollout.engine.count ({engine.count}): a colocated engine lives beside "
+                f"{engine.tensor_parallel} of the {num_workers} learner workers "
+                f"(rollout.engine.tensor_parallel, learner.num_workers). Set rollout.engine.count "
+                f"to at most {most}, or placement.mode to dedicated."
+            )
+        if is_colocated and self.rollout.mode != "sync":
+            yield (
+                f"rollout.mode ({self.rollout.mode}): samples while the learner updates, and "
+                f"colocated engines take turns with it. Set placement.mode to dedicated (or to "
+                f"{{engine: dedicated}}), or rollout.mode to sync."
+            )
+        if self.learner.use_gpu != "auto":  # else it is checked where the GPUs are known
+            try:
+                engine.resolved_transport(
+                    colocated=is_colocated,
+                    use_gpu=self.learner.use_gpu,
+                    share_gpus=self.engines_share_gpus,
+                )
+            except ConfigError as error:
+                yield str(error)
+
+    def _problems_of_replicas(self) -> Iterator[str]:
+        strategy, num_workers = self.placement.strategy, self.learner.total_workers
+        frozen, engine = self.placement.frozen, self.rollout.engine
+        sections: dict[RoleKind, tuple[str, EngineSection | FrozenSection]] = {
+            "engine": ("rollout.engine", engine),
+            "reference": ("placement.frozen.reference", frozen.reference),
+            "reward": ("placement.frozen.reward", frozen.reward),
+        }
+        for role, (where, asked) in sections.items():
+            key, size = f"{where}.tensor_parallel", asked.tensor_parallel
+            is_colocated = self.placement.group_of(role) == "colocated"
+            if size > 1 and is_colocated and strategy == "STRICT_SPREAD":
+                yield (
+                    f"placement.strategy ({strategy}): every learner worker has a node of its own, "
+                    f"and {size} of them share a replica ({key}). Set placement.strategy to PACK, "
+                    f"or placement.mode to dedicated for it."
+                )
+            share = getattr(self.placement.gpus, role)
+            if size > 1 and share < 1.0 and (not is_colocated or asked is engine):
+                yield (
+                    f"placement.gpus.{role} ({share:g}): a replica on several GPUs "
+                    f"({key} = {size}) takes whole ones. Set it to 1."
+                )
+            if isinstance(asked, EngineSection) or not is_colocated:
+                continue
+            replicas = 1 if asked.num_replicas == "auto" else asked.num_replicas
+            if replicas * size > num_workers:
+                yield (
+                    f"placement.frozen.{role}.tensor_parallel ({size}): each colocated replica "
+                    f"lies on the devices of {size} learner workers, and there are {num_workers} "
+                    f"(learner.num_workers) for "
+                    f"{replicas} of them (placement.frozen.{role}.num_replicas). Set one of the "
+                    f"two lower, or placement.mode to dedicated for it."
+                )
 
 
 class PPOConfig(OnlineConfig):
@@ -381,167 +345,153 @@ class PPOConfig(OnlineConfig):
 
     @property
     def scheduled_steps(self) -> tuple[int, str]:
-        """Those that update the policy; without any, those of the critic."""
+        """Steps that update the policy; without any, those of the critic."""
         waits = self.ppo.critic_warmup_steps
         if not 0 < waits < self.num_steps:
             return self.num_steps, "num_steps"
         return self.num_steps - waits, "num_steps - ppo.critic_warmup_steps"
 
-    @model_validator(mode="after")
-    def _the_policy_has_steps_of_its_own(self) -> Self:
-        warmup = self.ppo.critic_warmup_steps
-        if warmup >= self.num_steps and not self.learner.save_critic:
-            raise ValueError(
-                f"ppo.critic_warmup_steps ({warmup}): leaves no step of num_steps "
-                f"({self.num_steps}) to the policy. Set num_steps to {warmup + 1} or more, "
-                f"ppo.critic_warmup_steps lower, or learner.save_critic to true for a run that "
-                f"trains its critic alone."
-            )
-        return self
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from self._problems_of_minibatches()
+        yield from self._problems_of_the_critic()
+        yield from self._problems_of_episodes()
+        yield from self._problems_of_scores()
+        yield from self._problems_of_corrections()
 
-    @model_validator(mode="after")
-    def _step_is_whole_minibatches(self) -> Self:
-        if self.responses_per_step % self.ppo.minibatch_size:
-            divisor = _largest_divisor(self.responses_per_step, at_most=self.ppo.minibatch_size)
-            raise ValueError(
-                f"ppo.minibatch_size ({self.ppo.minibatch_size}): must divide the responses of a "
-                f"step (rollout.prompts_per_step x rollout.samples_per_prompt = "
-                f"{self.responses_per_step}). Set ppo.minibatch_size to {divisor}."
+    def _problems_of_minibatches(self) -> Iterator[str]:
+        responses, size = self.responses_per_step, self.ppo.minibatch_size
+        if responses % size:
+            divisor = next(d for d in range(min(size, responses), 0, -1) if responses % d == 0)
+            yield (
+                f"ppo.minibatch_size ({size}): must divide the responses of a step "
+                f"(rollout.prompts_per_step x rollout.samples_per_prompt = {responses}). "
+                f"Set ppo.minibatch_size to {divisor}."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _what_kl_cov_penalises_can_happen(self) -> Self:
-        is_one_update = self.ppo.num_epochs == 1 and (
-            self.responses_per_step == self.ppo.minibatch_size
-        )
+        is_one_update = self.ppo.num_epochs == 1 and responses == size
         is_unmoved = is_one_update and self.ppo.old_log_probs == "learner"
         if self.ppo.policy_loss == "kl_cov" and is_unmoved:
-            raise ValueError(
+            yield (
                 f"ppo.policy_loss (kl_cov): penalises how log-probs change from update to update "
                 f"of a step, and a step has one (ppo.num_epochs 1, ppo.minibatch_size "
-                f"{self.ppo.minibatch_size} of {self.responses_per_step} responses), before which "
+                f"{size} of {responses} responses), before which "
                 f"nothing has changed. Set ppo.minibatch_size lower, ppo.num_epochs to 2 or more, "
                 f"or ppo.policy_loss to clip_cov."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _every_worker_has_work(self) -> Self:
-        learner, prompts = self.learner, self.rollout.prompts_per_step
-        fewest = min(prompts, self.ppo.minibatch_size)
-        apart, in_all = learner.critic_workers, learner.total_workers
-        if apart and (in_all > prompts or apart > self.ppo.minibatch_size):
-            raise ValueError(
+        prompts, count = self.rollout.prompts_per_step, self.learner.num_workers
+        apart, in_all = self.learner.critic_workers, self.learner.total_workers
+        if apart and (in_all > prompts or apart > size):
+            yield (
                 f"learner.critic_workers ({apart}): every worker needs a prompt of each step "
                 f"(learner.num_workers + learner.critic_workers = {in_all}, "
                 f"rollout.prompts_per_step = {prompts}) and a response of each minibatch "
-                f"(ppo.minibatch_size = {self.ppo.minibatch_size}). Set it lower, or to 0."
+                f"(ppo.minibatch_size = {size}). Set it lower, or to 0."
             )
-        if learner.num_workers > fewest:
-            raise ValueError(
-                f"learner.num_workers ({self.learner.num_workers}): every worker needs a prompt of "
-                f"each step (rollout.prompts_per_step = {self.rollout.prompts_per_step}) and a "
-                f"response of each minibatch (ppo.minibatch_size = {self.ppo.minibatch_size}). "
-                f"Set learner.num_workers to at most {fewest}."
+        if count > min(prompts, size):
+            yield (
+                f"learner.num_workers ({count}): every worker needs a prompt of "
+                f"each step (rollout.prompts_per_step = {prompts}) and a "
+                f"response of each minibatch (ppo.minibatch_size = {size}). "
+                f"Set learner.num_workers to at most {min(prompts, size)}."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_critic_with_workers_exists(self) -> Self:
-        apart = self.learner.critic_workers
+    def _problems_of_the_critic(self) -> Iterator[str]:
+        warmup, apart = self.ppo.critic_warmup_steps, self.learner.critic_workers
+        if warmup >= self.num_steps and not self.learner.save_critic:
+            yield (
+                f"ppo.critic_warmup_steps ({warmup}): leaves no step of num_steps "
+                f"({self.num_steps}) to the policy. Set num_steps to {warmup + 1} or more, "
+                f"ppo.critic_warmup_steps lower, or learner.save_critic to true for a run that "
+                f"trains only its critic."
+            )
         if apart and not self.ppo.needs_critic:
-            raise ValueError(
+            yield (
                 f"learner.critic_workers ({apart}): ppo.advantage: {self.ppo.advantage} has no "
                 f"critic. Set learner.critic_workers to 0, or ppo.advantage to gae."
             )
-        is_uri = "://" in self.storage_path
-        if apart and is_uri and self.learner.save_critic and self.checkpoint.best_by:
-            raise ValueError(
+        is_kept_elsewhere = is_uri(self.storage_path) and self.learner.save_critic
+        if apart and is_kept_elsewhere and self.checkpoint.best_by:
+            yield (
                 f"learner.critic_workers ({apart}): writes the critic on another worker than the "
                 f"policy, and best/ takes both from one disk (storage_path: {self.storage_path}). "
                 f"Set checkpoint.best_by to null, learner.save_critic to false, or storage_path "
                 f"to a folder that all nodes see."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_critic_that_is_kept_exists(self) -> Self:
         if self.learner.save_critic and not self.ppo.needs_critic:
-            raise ValueError(
+            yield (
                 f"learner.save_critic (true): ppo.advantage: {self.ppo.advantage} has no critic. "
                 f"Set learner.save_critic to false, or ppo.advantage to gae."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _an_agent_gives_the_score_itself(self) -> Self:
-        for key, value in self.judges.items() if self.rollout.agent else ():
-            raise ValueError(
+    def _problems_of_episodes(self) -> Iterator[str]:
+        shaping, limit = self.ppo.shaping, self.rollout.max_response_tokens
+        if self.rollout.agent:
+            yield from self._problems_of_agents()
+        of_the_total = ("normalize", "clip_low", "clip_high", "function")
+        is_credited_by_turn = self.rollout.environment and not self.ppo.needs_group
+        for key, value in shaping.set_keys(*of_the_total) if is_credited_by_turn else ():
+            yield (
+                f"{key} ({value}): changes the score of a whole episode, and "
+                f"ppo.advantage: {self.ppo.advantage} credits the rewards of its turns. Remove "
+                f"it, and scale the environment's rewards."
+            )
+        if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
+            yield (
+                "ppo.discount_by (turn): a response is one turn where there is no environment and "
+                "no agent. Remove it, or set rollout.environment."
+            )
+        buffer, key = shaping.overlong_tokens(limit), "ppo.shaping.overlong_buffer_tokens"
+        if buffer is not None and self.rollout.is_episodic:
+            yield (
+                f"{key} ({shaping.overlong_buffer_tokens}): "
+                f"counts what the policy samples, and rollout.max_episode_tokens ({limit}) limits "
+                f"what others write too. Set {key} to null, and let the episode's score say it."
+            )
+        elif buffer is not None and buffer > limit:
+            yield (
+                f"{key} ({buffer}): must be at most rollout.max_new_tokens ({limit}). "
+                f"Set {key} to auto."
+            )
+
+    def _problems_of_agents(self) -> Iterator[str]:
+        for key, value in self.judges.items():
+            yield (
                 f"{key} ({value}): judges single responses, and an episode of rollout.agent "
                 f"may have several, with one score that the agent returns. Remove {key}."
             )
-        if self.rollout.agent and self.ppo.needs_group and self.ppo.has_kl_in_reward:
-            raise ValueError(
+        if not self.ppo.needs_group:
+            return
+        if self.ppo.has_kl_in_reward:
+            yield (
                 "ppo.kl.placement (reward): the KL of a response is taken off its score, and an "
                 "episode of rollout.agent may have several responses with one score. Set "
                 "ppo.kl.placement to loss."
             )
-        shaping = self.ppo.shaping
-        of_a_response = {"overlong_buffer_tokens", "truncated_score", "truncated_scale", "function"}
-        set_keys = shaping.model_dump(include=of_a_response, exclude_defaults=True)
-        for key, value in set_keys.items():
-            if self.rollout.agent and self.ppo.needs_group:
-                raise ValueError(
-                    f"ppo.shaping.{key} ({value}): changes the score of a single response, and an "
-                    f"episode of rollout.agent may have several with one score. Remove it, and "
-                    f"let the agent's score say it."
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _turn_rewards_keep_their_scale(self) -> Self:
-        of_the_total = {"normalize", "clip_low", "clip_high", "function"}
-        set_keys = self.ppo.shaping.model_dump(include=of_the_total, exclude_defaults=True)
-        for key, value in set_keys.items():
-            if self.rollout.environment and not self.ppo.needs_group:
-                raise ValueError(
-                    f"ppo.shaping.{key} ({value}): changes the score of a whole episode, and "
-                    f"ppo.advantage: {self.ppo.advantage} credits the rewards of its turns. Remove "
-                    f"it, and scale the environment's rewards."
-                )
-        if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
-            raise ValueError(
-                "ppo.discount_by (turn): a response is one turn where there is no environment and "
-                "no agent. Remove it, or set rollout.environment."
+        of_a_response = ("overlong_buffer_tokens", "truncated_score", "truncated_scale", "function")
+        for key, value in self.ppo.shaping.set_keys(*of_a_response):
+            yield (
+                f"{key} ({value}): changes the score of a single response, and an "
+                f"episode of rollout.agent may have several with one score. Remove it, and "
+                f"let the agent's score say it."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _groups_have_samples_to_compare(self) -> Self:
-        samples = self.rollout.samples_per_prompt
+    def _problems_of_scores(self) -> Iterator[str]:
+        samples, horizon = self.rollout.samples_per_prompt, self.ppo.kl.horizon
         comparing = f"ppo.advantage: {self.ppo.advantage}" if self.ppo.needs_group else None
         comparing = comparing or ("ppo.filter.enabled" if self.ppo.filter.enabled else None)
         if comparing and samples < 2:
-            raise ValueError(
+            yield (
                 f"rollout.samples_per_prompt ({samples}): {comparing} compares the samples of a "
                 "prompt. Set rollout.samples_per_prompt to 2 or more."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _the_adaptive_kl_coefficient_stays_positive(self) -> Self:
-        horizon = self.ppo.kl.horizon
         if horizon is not None and horizon <= MAX_KL_ERROR * self.responses_per_step:
-            raise ValueError(
+            yield (
                 f"ppo.kl.horizon ({horizon:g}): must be above {MAX_KL_ERROR} x the responses of a "
                 f"step ({self.responses_per_step}), or the coefficient could turn negative. "
                 f"Set ppo.kl.horizon to {self.responses_per_step} or more."
             )
-        return self
 
-    @model_validator(mode="after")
-    def _correction_sees_whole_distributions(self) -> Self:
+    def _problems_of_corrections(self) -> Iterator[str]:
         section, truncation = self.ppo.correction, self.rollout.truncation
         if truncation and (section.acts or self.ppo.old_log_probs == "engine"):
             key, value, off = "ppo.correction.kind", section.kind, "none"
@@ -551,42 +501,15 @@ class PPOConfig(OnlineConfig):
                 key, value, off = "ppo.correction.token_veto", section.token_veto, "null"
             cutting, at = truncation
             usual = {"rollout.top_p": "1", "rollout.top_k": "null", "rollout.min_p": "0"}[cutting]
-            raise ValueError(
+            yield (
                 f"{key} ({value}): compares the engine's log-probs with the learner's, and "
                 f"{cutting} ({at:g}) makes the engine's those of a truncated distribution. Set "
                 f"{cutting} to {usual}, or {key} to {off}."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_token_can_be_too_stale(self) -> Self:
-        most, bound = self.ppo.correction.max_staleness, self.rollout.staleness
+        most, bound = section.max_staleness, self.rollout.staleness
         if most is not None and most >= bound:
-            raise ValueError(
+            yield (
                 f"ppo.correction.max_staleness ({most}): no token is staler than {bound} "
                 f"(rollout.mode {self.rollout.mode}, rollout.max_staleness). Set it lower, or to "
                 f"null."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _the_overlong_buffer_fits_a_response(self) -> Self:
-        limit = self.rollout.max_response_tokens
-        buffer = self.ppo.shaping.overlong_tokens(limit)
-        if buffer is not None and self.rollout.is_episodic:
-            raise ValueError(
-                f"ppo.shaping.overlong_buffer_tokens ({self.ppo.shaping.overlong_buffer_tokens}): "
-                f"counts what the policy samples, and rollout.max_episode_tokens ({limit}) limits "
-                f"what others write too. Set ppo.shaping.overlong_buffer_tokens to null, and let "
-                f"the episode's score say it."
-            )
-        if buffer is not None and buffer > limit:
-            raise ValueError(
-                f"ppo.shaping.overlong_buffer_tokens ({buffer}): must be at most "
-                f"rollout.max_new_tokens ({limit}). Set ppo.shaping.overlong_buffer_tokens to auto."
-            )
-        return self
-
-
-def _largest_divisor(number: int, *, at_most: int) -> int:
-    return next(d for d in range(min(at_most, number), 0, -1) if number % d == 0)

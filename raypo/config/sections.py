@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
@@ -124,7 +125,7 @@ class DataSection(Config):
     """Column handed to reward functions as `rollout.label`."""
     system_prompt: str | None = Field(default=None, min_length=1)
     """System message that is put before each row's chat messages, which must not bring one of their
-    own; prompts that are text alone have no place for it, and are refused."""
+    own; prompts that are plain text have no place for it, and are refused."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Longest prompt in tokens."""
     too_long: Literal["skip", "error"] = "skip"
@@ -174,19 +175,15 @@ class RewardSection(Config):
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of a step's samples that may go without a score (None, NaN) before the run stops."""
 
-    @model_validator(mode="after")
-    def _what_is_set_can_act(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.request != RewardRequestSection() and self.url is None:
-            raise ValueError(
-                "reward.request: has no effect, reward.url is null. Set reward.url, or remove it."
-            )
+            yield "reward.request: has no effect, reward.url is null. Set reward.url, or remove it."
         for url in self.url or ():
             if not re.fullmatch(r"https?://[^/\s]+\S*", url):
-                raise ValueError(
+                yield (
                     f"reward.url ({url}): must begin with http:// or https:// and name a host. "
                     "Write it like http://127.0.0.1:8000/score."
                 )
-        return self
 
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -194,6 +191,8 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 class WorkersSection(Config):
     """Learner workers and their DeepSpeed, whatever they train."""
+
+    section = "learner."
 
     num_workers: int = Field(default=1, ge=1)
     """Ray Train workers."""
@@ -219,8 +218,8 @@ class WorkersSection(Config):
     """Gradients are clipped to this global norm."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights. One worker
-    has nobody to share with: there 1 and 2 run as 0. In bfloat16 0 runs as 1, whose updates are the
-    same: DeepSpeed's own 0 would sum gradients in bfloat16."""
+    shards nothing: there 1 and 2 run as 0. In bfloat16 0 runs as 1, whose updates are the same:
+    DeepSpeed's own 0 would sum gradients in bfloat16."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Tokens of one forward and backward pass; a prompt of several responses counts once."""
     activation_checkpointing: bool = False
@@ -236,44 +235,34 @@ class WorkersSection(Config):
         """Workers of the group, whatever they train."""
         return self.num_workers
 
-    @model_validator(mode="after")
-    def _a_floor_is_reached(self) -> Self:
-        if self.lr_floor and self.lr_schedule == "constant":
-            raise ValueError(
-                f"learner.lr_floor ({self.lr_floor:g}): has no effect, learner.lr_schedule is "
-                "constant. Remove it, or set learner.lr_schedule to linear or cosine."
-            )
-        return self
+    def _problems(self) -> Iterator[str]:
+        if self.lr_schedule == "constant":
+            why = "learner.lr_schedule is constant"
+            yield from self._idle("lr_floor", why, "set learner.lr_schedule to linear or cosine")
 
-    def require_steps(self, count: int, keys: str) -> None:
-        """Refuse a warm-up that is never over.
+    def endless_warmup(self, count: int, keys: str) -> Iterator[str]:
+        """The problem of a warm-up that is never over.
 
         Args:
             count: Steps that the rates follow.
             keys: The config keys that say so, in words.
-
-        Raises:
-            ValueError: it has as many steps, or more.
         """
         if self.lr_warmup_steps >= count:
-            raise ValueError(
+            yield (
                 f"learner.lr_warmup_steps ({self.lr_warmup_steps}): the rates would never reach "
                 f"their highest in {count} steps ({keys}). Set learner.lr_warmup_steps to at most "
                 f"{count - 1}, or num_steps higher."
             )
 
-    def require_room_for(self, longest: int, keys: str) -> None:
-        """Refuse sequences that are longer than a microbatch.
+    def no_room_for(self, longest: int, keys: str) -> Iterator[str]:
+        """The problem of sequences that are longer than a microbatch.
 
         Args:
             longest: Tokens that one sequence may have.
             keys: The config keys that say so, in words.
-
-        Raises:
-            ValueError: they are.
         """
         if longest > self.max_tokens_per_microbatch:
-            raise ValueError(
+            yield (
                 f"learner.max_tokens_per_microbatch ({self.max_tokens_per_microbatch}): one "
                 f"sequence may have {longest} tokens ({keys}). Set "
                 f"learner.max_tokens_per_microbatch to at least {longest}, or the other two lower."
@@ -284,8 +273,8 @@ class LearnerSection(WorkersSection):
     """The workers that hold policy and critic under DeepSpeed."""
 
     critic_workers: int = Field(default=0, ge=0)
-    """Ray Train workers that hold the critic alone, beside `num_workers` that then hold the policy
-    alone: the two are updated at the same time. 0: `num_workers` hold both. The numbers of a step
+    """Ray Train workers that hold only the critic, beside `num_workers` that then hold only the
+    policy: the two are updated at the same time. 0: `num_workers` hold both. The numbers of a step
     are the same."""
     policy_lr: float = Field(default=1e-6, ge=0.0)
     """Highest learning rate of the policy (AdamW)."""
@@ -302,17 +291,16 @@ class LearnerSection(WorkersSection):
         """Workers of the group, those of the policy and those of the critic."""
         return self.num_workers + self.critic_workers
 
-    @model_validator(mode="after")
-    def _workers_of_a_role_hold_whole_weights(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         stage = self.deepspeed.get("zero_optimization", {}).get("stage", self.zero_stage)
         if self.critic_workers and stage == 3:
-            raise ValueError(
+            yield (
                 f"learner.critic_workers ({self.critic_workers}): at ZeRO stage 3 "
                 f"(learner.zero_stage, learner.deepspeed) DeepSpeed compares the order of weights "
                 f"over all workers, and here each model has workers of its own. Set "
                 f"learner.zero_stage to 2, or learner.critic_workers to 0."
             )
-        return self
 
 
 class EvalSection(Config):
@@ -333,19 +321,19 @@ class EvalSection(Config):
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """k of pass@k (arXiv:2107.03374), at most samples_per_prompt; a score of 1 or more passes."""
 
-    @model_validator(mode="after")
-    def _pass_at_has_its_samples(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.pass_at and max(self.pass_at) > self.samples_per_prompt:
-            raise ValueError(
+            yield (
                 f"eval.pass_at ({list(self.pass_at)}): pass@k needs k samples of a prompt, and "
                 f"eval.samples_per_prompt is {self.samples_per_prompt}. Set "
                 f"eval.samples_per_prompt to at least {max(self.pass_at)}."
             )
-        return self
 
 
 class CheckpointSection(Config):
     """When the whole state is saved."""
+
+    section = "checkpoint."
 
     every: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step always has one."""
@@ -357,14 +345,10 @@ class CheckpointSection(Config):
     best_mode: Literal["max", "min"] = "max"
     """Whether the best is the largest or the smallest."""
 
-    @model_validator(mode="after")
-    def _the_mode_is_of_a_metric(self) -> Self:
-        if self.best_mode != "max" and self.best_by is None:
-            raise ValueError(
-                f"checkpoint.best_mode ({self.best_mode}): has no effect, checkpoint.best_by is "
-                "null. Set checkpoint.best_by to a metric, or remove it."
-            )
-        return self
+    def _problems(self) -> Iterator[str]:
+        if self.best_by is None:
+            why, remedy = "checkpoint.best_by is null", "set checkpoint.best_by to a metric"
+            yield from self._idle("best_mode", why, remedy)
 
     def is_due(self, step: int, *, last_step: int) -> bool:
         """Whether a checkpoint is due after `step` (counted from 1)."""
@@ -373,6 +357,8 @@ class CheckpointSection(Config):
 
 class StopSection(Config):
     """What ends a run before its last step, with a checkpoint; each rule that is set can."""
+
+    section = "stop."
 
     metric: str = "eval/score_mean"
     """What `at` and `patience` look at, each time that it is measured."""
@@ -393,21 +379,12 @@ class StopSection(Config):
         """Whether a metric can end the run."""
         return self.at is not None or self.patience is not None
 
-    @model_validator(mode="after")
-    def _what_is_set_can_act(self) -> Self:
-        if self.min_change and self.patience is None:
-            raise ValueError(
-                f"stop.min_change ({self.min_change:g}): has no effect, stop.patience is null. "
-                "Set stop.patience, or remove it."
-            )
-        for key in ("metric", "mode"):
-            value = getattr(self, key)
-            if value != type(self).model_fields[key].default and not self.watches:
-                raise ValueError(
-                    f"stop.{key} ({value}): has no effect, neither stop.at nor stop.patience is "
-                    "set. Set one of them, or remove it."
-                )
-        return self
+    def _problems(self) -> Iterator[str]:
+        if self.patience is None:
+            yield from self._idle("min_change", "stop.patience is null", "set stop.patience")
+        if not self.watches:
+            why = "neither stop.at nor stop.patience is set"
+            yield from self._idle("metric mode", why, "set one of them")
 
 
 class ClusterSection(Config):

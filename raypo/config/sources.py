@@ -72,7 +72,7 @@ class SourceEntry(Config):
 
 
 PromptSource = str | SourceEntry
-"""A source by its path alone, or an entry."""
+"""A source by its path, or an entry."""
 
 
 def _kind_of_source(value: Any) -> str:
@@ -97,8 +97,8 @@ def source_name(source: PromptSource) -> str:
         return source.name
     for part in reversed(path_of(source).partition("?")[0].split("/")):
         file = PurePath(part)
-        told = file.stem if file.suffix.lower() in DATA_FILES else part
-        if name := re.sub(r"[^\w.-]+", "-", told).strip("-._"):  # of a pattern, what is no wildcard
+        word = file.stem if file.suffix.lower() in DATA_FILES else part
+        if name := re.sub(r"[^\w.-]+", "-", word).strip("-._"):  # of a pattern, what is no wildcard
             return name
     return "data"
 
@@ -122,7 +122,7 @@ def _distinct(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
 
 
 def _all_weighted_or_none(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
-    """Refuse weights of which nobody could say what they are shares of."""
+    """Refuse weights beside sources without one: they would be shares of nothing known."""
     without = [s for s in sources if isinstance(s, str) or s.weight is None]
     if without and len(without) < len(sources):
         raise ValueError(

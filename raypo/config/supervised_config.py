@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from raypo.config.base import Config
 from raypo.config.rollout_section import SamplingSection
@@ -108,40 +109,28 @@ class ExamplesConfig(RecipeConfig):
         """None where `num_epochs` will say how many."""
         return super().scheduled_steps if self.num_epochs is None else None
 
-    @model_validator(mode="after")
-    def _every_worker_has_work(self) -> Self:
-        learner = self.learner
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        learner, data, evaluation = self.learner, self.data, vars(self)["eval"]
         if learner.num_workers > learner.batch_size:
-            raise ValueError(
+            yield (
                 f"learner.num_workers ({learner.num_workers}): every worker needs an example of "
                 f"each step (learner.batch_size = {learner.batch_size}). Set learner.num_workers "
                 f"to at most {learner.batch_size}."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _functions_judge_answers_alone(self) -> Self:
-        evaluation = vars(self)["eval"]
-        sources: dict[str, Any] = {"data.prompts": self.data.prompts}
-        sources["eval.pairs"] = getattr(evaluation, "pairs", None)
+        sources = {"data.prompts": data.prompts, "eval.pairs": getattr(evaluation, "pairs", None)}
         if not isinstance(evaluation, EvalSection):
             sources["eval.prompts"] = evaluation.prompts
         for key, given in sources.items():
             if functions := functions_of(given):
-                raise ValueError(
+                yield (
                     f"{key}.function ({next(iter(functions.values()))}): has no effect, nobody "
                     f"answers these rows, the recipe {self.recipe} learns from them. Remove it."
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _longest_sequence_fits_a_microbatch(self) -> Self:
-        is_pair = isinstance(self.data, PairsSection)  # its responses share the prompt
-        count, times = (2, "2 x ") if is_pair else (1, "")
-        longest = self.data.max_prompt_tokens + count * self.data.max_response_tokens
+        count, times = (2, "2 x ") if isinstance(data, PairsSection) else (1, "")  # one prompt
+        longest = data.max_prompt_tokens + count * data.max_response_tokens
         keys = f"data.max_prompt_tokens + {times}data.max_response_tokens"
-        self.learner.require_room_for(longest, keys)
-        return self
+        yield from learner.no_room_for(longest, keys)
 
 
 class PolicyExamplesConfig(ExamplesConfig):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
@@ -22,6 +21,7 @@ from raypo.learner.offload import Offload, OffloadPlan
 from raypo.learner.roles import DataParallel
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
+from raypo.plan.sharding import deepspeed_config
 
 
 class TrainedModel:
@@ -211,45 +211,6 @@ def _adamw(section: WorkersSection) -> dict[str, Any]:
         "eps": section.adam_eps,
         "weight_decay": section.weight_decay,
     }
-
-
-def deepspeed_config(
-    section: WorkersSection, *, dtype: str, num_workers: int, on_gpu: bool = False
-) -> dict[str, Any]:
-    """The generated DeepSpeed config with `learner.deepspeed` merged over it.
-
-    One worker alone has nobody to share with: its stages 1 and 2 are stage 0, whose updates are the
-    same, and whose gradients are not copied into buckets and partitions.
-
-    In bfloat16 sums over micro-batches and master weights are float32 at every stage. DeepSpeed's
-    own stage 0 cannot: FP16_UnfusedOptimizer sums in bfloat16, and its first Adam updates are too
-    small. So stage 0 is DeepSpeed's stage 1 there, whose updates are the same; and what stage 1
-    sends at the end of a step are sums, which must not be rounded.
-
-    Args:
-        on_gpu: Gradients are summed while the backward pass goes on, on a stream of their own.
-    """
-    is_alone = num_workers == 1 and section.zero_stage < 3
-    stage = 0 if is_alone and not section.deepspeed.get("zero_optimization") else section.zero_stage
-    generated: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": section.max_grad_norm,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "overlap_comm": on_gpu},
-        "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
-        "steps_per_print": None,
-    }
-    if dtype == "bfloat16":
-        generated["data_types"] = {"grad_accum_dtype": "fp32"}
-    merged = OmegaConf.to_container(OmegaConf.merge(generated, section.deepspeed))
-    assert isinstance(merged, dict)
-    config = {str(key): value for key, value in merged.items()}
-    if dtype == "bfloat16" and config["zero_optimization"]["stage"] <= 1:
-        config["zero_optimization"]["stage"] = 1
-        config.setdefault("communication_data_type", "fp32")
-    return config
 
 
 @contextmanager

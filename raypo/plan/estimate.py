@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from raypo.config import (
+    AnyConfig,
     DPOConfig,
     EngineSection,
     ExamplesConfig,
@@ -19,10 +20,11 @@ from raypo.config import (
     SFTConfig,
 )
 from raypo.plan import memory
-from raypo.plan.memory import ITEMSIZE, Batch, Bytes, Memory, Sharding
-from raypo.plan.model_shape import ModelShape
-from raypo.plan.placement import CRITIC, LEARNER
-from raypo.plan.sizes import default_cpu_kv_bytes
+from raypo.plan.memory import Batch, Bytes, Memory
+from raypo.plan.model_shape import ITEMSIZE, ModelShape
+from raypo.plan.placement import CRITIC, LEARNER, ServedRole, served_roles
+from raypo.plan.sharding import Sharding
+from raypo.plan.sizes import default_cpu_kv_bytes, engine_sequences
 
 Device = Literal["cpu", "cuda"]
 RUNTIME = {
@@ -40,8 +42,6 @@ RAY_BYTES = 10**9
 """RAM of Ray's own processes on a node."""
 CPU_HEAP = 1.4
 """Resident bytes a byte of activations on CPU: glibc's heap keeps what is freed (measured)."""
-ENGINE_SEQUENCES = 256
-"""Sequences that vLLM samples at a time; each has a row of float32 logits, three times."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,18 @@ class Models:
     policy: ModelShape
     critic: ModelShape | None
     references: dict[str, ModelShape]
-    """By role."""
-    rewards: tuple[ModelShape, ...] = ()
+    """Reference models by role."""
+    rewards: dict[str, ModelShape]
+    """Reward models by role; they are read without a language-model head."""
+
+    @property
+    def frozen(self) -> dict[str, ModelShape]:
+        """Reward models and references, by role."""
+        return self.rewards | self.references
 
     @classmethod
-    def read(cls, config: OnlineConfig | ExamplesConfig) -> Models:
-        """From the folders or the hub; the same path is read once."""
-        if isinstance(config, ExamplesConfig):
-            policy = ModelShape.read(config.model.policy)
-            named = config.model.reference if isinstance(config, DPOConfig) else None
-            asked = {"reference": ModelShape.read(named, key="model.reference")} if named else {}
-            return cls(policy, None, asked)
+    def read(cls, config: AnyConfig) -> Models:
+        """The shapes read from folders or the hub; the same path is read once."""
         read: dict[str, ModelShape] = {}
 
         def shape(key: str, path: str) -> ModelShape:
@@ -69,17 +70,22 @@ class Models:
                 read[path] = ModelShape.read(path, key=key)
             return read[path]
 
-        model = config.model
-        policy = shape("model.policy", model.policy)
-        rewards = tuple(shape("model.reward", entry.path) for entry in model.reward or ())
-        shares_words = bool(rewards) and rewards[0].vocabulary == policy.vocabulary
-        critic = rewards[0] if shares_words else policy
-        if model.critic:
-            critic = shape("model.critic", model.critic)
+        policy = shape("model.policy", config.model.policy)
+        if isinstance(config, ExamplesConfig):
+            named = config.model.reference if isinstance(config, DPOConfig) else None
+            asked = {"reference": shape("model.reference", named)} if named else {}
+            return cls(policy, None, asked, {})
+        rewards = {
+            role: shape("model.reward", entry.path) for role, entry in config.reward_models.items()
+        }
+        first = next(iter(rewards.values()), policy)
+        critic = first if first.vocabulary == policy.vocabulary else policy
+        if config.model.critic:
+            critic = shape("model.critic", config.model.critic)
         return cls(
             policy,
             critic if config.needs_critic else None,
-            {role: shape("model.reference", path) for role, path in config.references.items()},
+            {r: shape("model.reference", path) for r, path in config.references.items()},
             rewards,
         )
 
@@ -92,134 +98,122 @@ class Role:
     memory: Memory
 
 
+@dataclass(frozen=True)
+class Learned:
+    """A model that a learner worker trains."""
+
+    name: str
+    shape: ModelShape
+    weights: int
+    """Elements of all it has, its head included."""
+
+
 def roles_of(
-    config: OnlineConfig | ExamplesConfig,
+    config: AnyConfig,
     models: Models,
     sharding: Sharding,
     device: Device,
     gpu_bytes: int | None,
 ) -> list[Role]:
     """Each kind of process with its memory; replicas of one kind are alike."""
-    if isinstance(config, ExamplesConfig):
-        learner = Role(LEARNER, _examples_learner(config, models, sharding, device))
-        if not (isinstance(config, PolicyExamplesConfig) and config.needs_engine):
-            return [learner]
-        return [learner, Role("engine", engine(config, models.policy, device, gpu_bytes))]
-    count, in_all = config.learner.num_workers, config.learner.total_workers
-    learned = [("policy", models.policy, models.policy.parameters)]
-    critic = models.critic
-    critics = [("critic", critic, critic.backbone_parameters)] if critic else []
-    if in_all > count:
-        own = _of_its_own(config, sharding, in_all - count, device)
-        roles = [
-            Role(LEARNER, _learner(config, learned, sharding, device)),
-            Role(CRITIC, _learner(config, critics, own, device)),
-        ]
-    else:
-        roles = [Role(LEARNER, _learner(config, learned + critics, sharding, device))]
-    roles.append(Role("engine", engine(config, models.policy, device, gpu_bytes)))
-    frozen = config.placement.frozen
-    for name, shape in models.references.items():
-        held = _frozen(config, shape, device, gpu_bytes, section=frozen.reference)
-        roles.append(Role(name, held))
-    for number, shape in enumerate(models.rewards):
-        held = _frozen(config, shape, device, gpu_bytes, section=frozen.reward, head=False)
-        roles.append(Role(f"reward_{number}", held))
+    roles = [Role(name, memory) for name, memory in _learners(config, models, sharding, device)]
+    for role in served_roles(config, num_workers=1, use_gpu=device == "cuda"):
+        if role.kind == "engine":
+            assert not isinstance(config, RewardModelConfig), "it samples nothing"
+            held = engine(config, models.policy, device, gpu_bytes)
+        else:
+            held = _frozen(config, role, models.frozen[role.name], device, gpu_bytes)
+        roles.append(Role(role.name, held))
     return roles
 
 
-def _of_its_own(config: OnlineConfig, sharding: Sharding, workers: int, device: Device) -> Sharding:
-    """How a critic's own workers hold it, where the policy's hold theirs as `sharding` says."""
-    own = memory.sharding_of(
-        config.learner.zero_stage,
-        workers,
-        config.learner.deepspeed,
-        dtype=config.model.dtype,
-        on_gpu=device == "cuda",
+def _learners(
+    config: AnyConfig, models: Models, sharding: Sharding, device: Device
+) -> Iterator[tuple[str, Memory]]:
+    """The learner workers: of both models, or of policy and critic each."""
+    policy, critic = models.policy, models.critic
+    weights = policy.parameters
+    if isinstance(config, RewardModelConfig):
+        weights = policy.backbone_parameters + policy.hidden
+    learned = [Learned("policy", policy, weights)]
+    critics = [Learned("critic", critic, critic.backbone_parameters)] if critic else []
+    apart = config.learner.total_workers - config.learner.num_workers
+    if not apart:
+        yield LEARNER, _learner(config, models, learned + critics, sharding, device)
+        return
+    yield LEARNER, _learner(config, models, learned, sharding, device)
+    own = Sharding.of(
+        config.learner, dtype=config.model.dtype, num_workers=apart, on_gpu=device == "cuda"
     )
-    return replace(
+    own = replace(
         own,
-        stage=sharding.stage if min(workers, sharding.workers) > 1 else own.stage,
+        stage=sharding.stage if min(apart, sharding.workers) > 1 else own.stage,
         offload_optimizer=sharding.offload_optimizer,
         offload_param=sharding.offload_param,
     )
+    yield CRITIC, _learner(config, models, critics, own, device)
 
 
 def _learner(
-    config: OnlineConfig,
-    learned: Sequence[tuple[str, ModelShape, int]],
+    config: AnyConfig,
+    models: Models,
+    learned: Sequence[Learned],
     sharding: Sharding,
     device: Device,
 ) -> Memory:
-    """A learner worker: policy, critic or both under DeepSpeed.
+    """A learner worker under DeepSpeed.
 
-    Args:
-        learned: Name, shape and weights of what it trains.
+    One that learns from examples has a reference of its own while that is asked, before the first
+    update, and no engine that it must push all weights to.
     """
-    itemsize = ITEMSIZE[config.model.dtype]
+    itemsize, first = ITEMSIZE[config.model.dtype], learned[0].shape
+    has_words = learned[0].name == "policy" and not isinstance(config, RewardModelConfig)
     result = Memory(held={"runtime": RUNTIME[device]["learner"]})
-    has_policy, workers = learned[0][0] == "policy", sharding.workers
     update: Bytes = {}
-    for name, shape, parameters in learned:
-        trained, largest = _trained(config, name, shape, parameters)
-        frozen = parameters if config.model.lora else 0
-        held, extra, host = memory.trained(
+    for each in learned:
+        trained, largest = _trained(config, each)
+        frozen = each.weights if config.model.lora else 0
+        held, added, host = memory.trained(
             trained, largest, sharding, itemsize=itemsize, frozen=frozen
         )
-        for what, size in held.items():
-            result.held[f"{name} {what}"] = size
-        for what, size in host.items():
-            result.host[f"{name} {what}"] = size
-        for what, size in extra.items():
+        result.held |= {f"{each.name} {what}": size for what, size in held.items()}
+        result.host |= {f"{each.name} {what}": size for what, size in host.items()}
+        for what, size in added.items():
             update[what] = max(update.get(what, 0), size)
     gathered = update.pop("gathered weights", 0)
-    step = sum(update.values())
-    first = learned[0][1]
-    batch = _batch(config, rows=config.rows_per_update, workers=workers)
-    made = memory.logits(first, batch, itemsize=itemsize, copies=2) if has_policy else 0
+    learning, reading = _batches(config, workers=sharding.workers)
+    checkpointing = config.learner.activation_checkpointing
     saved = max(
-        memory.activations(
-            shape, batch, itemsize=itemsize, checkpointing=config.learner.activation_checkpointing
-        )
-        for _, shape, _ in learned
+        memory.activations(each.shape, learning, itemsize=itemsize, checkpointing=checkpointing)
+        for each in learned
     )
-    batch = _batch(config, rows=config.responses_per_step, workers=workers)
-    scratch = memory.layer_scratch(first, batch, itemsize=itemsize)
-    scratch += memory.logits(first, batch, itemsize=itemsize, copies=1) if has_policy else 0
+    made = memory.logits(first, learning, itemsize=itemsize, copies=2) if has_words else 0
+    scratch = memory.layer_scratch(first, reading, itemsize=itemsize)
+    scratch += memory.logits(first, reading, itemsize=itemsize, copies=1) if has_words else 0
     evaluate = _named(gathered, {"activations": scratch})
+    step = sum(update.values())
     result.phases = {
         "evaluate": evaluate,
         "update": _update(device, gathered, saved, made, step),
     }
-    if not has_policy:
-        return result
-    pushed = {"push bucket": memory.push_bytes(first, itemsize=itemsize)}
-    if device == "cuda":
-        result.host |= pushed
-    elif sharding.stage < 3 and not config.model.lora:  # it goes to the store from where it lies
-        pushed = {"push bucket": 0}
-    result.phases |= {"push": pushed, "probe": evaluate}
+    if isinstance(config, ExamplesConfig):
+        for name, reference in models.references.items():
+            evaluate[name] = reference.parameters * itemsize
+    elif has_words:
+        pushed = {"push bucket": memory.push_bytes(first, itemsize=itemsize)}
+        if device == "cuda":
+            result.host |= pushed
+        elif sharding.stage < 3 and not config.model.lora:
+            pushed = {"push bucket": 0}  # it goes to the store from where it lies
+        result.phases |= {"push": pushed, "probe": evaluate}
     return result
 
 
-def _examples_learner(
-    config: ExamplesConfig, models: Models, sharding: Sharding, device: Device
-) -> Memory:
-    """A learner worker that learns from examples: one model under DeepSpeed.
-
-    A reference of its own is there while it is asked, before the first update.
-    """
-    itemsize, shape = ITEMSIZE[config.model.dtype], models.policy
-    has_words = not isinstance(config, RewardModelConfig)
-    parameters = shape.parameters if has_words else shape.backbone_parameters + shape.hidden
-    trained, largest = _trained(config, "policy", shape, parameters)
-    frozen = parameters if config.model.lora else 0
-    held, update, host = memory.trained(
-        trained, largest, sharding, itemsize=itemsize, frozen=frozen
-    )
-    result = Memory(held={"runtime": RUNTIME[device]["learner"]})
-    result.held |= {f"policy {what}": size for what, size in held.items()}
-    result.host |= {f"policy {what}": size for what, size in host.items()}
+def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:
+    """The largest micro-batch of an update on one of so many workers, and of passes before it."""
+    if isinstance(config, OnlineConfig):
+        rows = config.rows_per_update, config.responses_per_step
+        return _batch(config, rows[0], workers), _batch(config, rows[1], workers)
     learner, answers = config.learner, 1 if isinstance(config, SFTConfig) else 2
     batch = memory.worst_batch(
         max_tokens=learner.max_tokens_per_microbatch,
@@ -228,68 +222,47 @@ def _examples_learner(
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=config.data.max_response_tokens,
     )
-    checkpointing = learner.activation_checkpointing
-    saved = memory.activations(shape, batch, itemsize=itemsize, checkpointing=checkpointing)
-    made = memory.logits(shape, batch, itemsize=itemsize, copies=2) if has_words else 0
-    gathered = update.pop("gathered weights", 0)
-    scratch = memory.layer_scratch(shape, batch, itemsize=itemsize)
-    scratch += memory.logits(shape, batch, itemsize=itemsize, copies=1) if has_words else 0
-    evaluate = _named(gathered, {"activations": scratch})
-    for name, reference in models.references.items():
-        evaluate[name] = reference.parameters * itemsize
-    result.phases = {
-        "evaluate": evaluate,
-        "update": _update(device, gathered, saved, made, sum(update.values())),
-    }
-    return result
+    return batch, batch
 
 
-def _trained(
-    config: OnlineConfig | ExamplesConfig, name: str, shape: ModelShape, parameters: int
-) -> tuple[int, int]:
+def _trained(config: AnyConfig, model: Learned) -> tuple[int, int]:
     """Elements that a model trains, and of the largest tensor among them."""
-    lora = config.model.lora
+    lora, shape = config.model.lora, model.shape
     if lora is None:
-        return parameters, shape.largest_tensor
-    if name == "critic" and isinstance(lora, PolicyLoraSection) and lora.critic == "head":
+        return model.weights, shape.largest_tensor
+    if model.name == "critic" and isinstance(lora, PolicyLoraSection) and lora.critic == "head":
         return shape.hidden + 1, shape.hidden
     widest = max(shape.hidden, shape.intermediate, shape.attention)
-    return _adapter(lora, shape), lora.rank * widest
+    return adapter_weights(lora, shape), lora.rank * widest
 
 
-def _adapter(lora: LoraSection, shape: ModelShape) -> int:
+def adapter_weights(lora: LoraSection, shape: ModelShape) -> int:
+    """Elements of an adapter of a model."""
     targets = None if lora.target_modules == "all-linear" else lora.target_modules
     return shape.adapter_parameters(lora.rank, targets)
 
 
 def _frozen(
-    config: OnlineConfig,
+    config: AnyConfig,
+    role: ServedRole,
     shape: ModelShape,
     device: Device,
     gpu_bytes: int | None,
-    *,
-    section: FrozenSection,
-    head: bool = True,
 ) -> Memory:
-    """The reference, or another frozen model without its head."""
-    itemsize = ITEMSIZE[config.model.dtype]
-    parameters = shape.parameters if head else shape.backbone_parameters
-    if section.backend == "vllm":
-        return _in_vllm(
-            shape,
-            device,
-            gpu_bytes,
-            section=section,
-            parameters=parameters,
-            itemsize=itemsize,
-            max_model_len=max_model_len(config) + 1,
-        )
-    batch = _batch(config, rows=config.responses_per_step, workers=config.learner.total_workers)
+    """A reference, or a reward model, which is read without a language-model head."""
+    assert isinstance(config, OnlineConfig)
+    assert isinstance(role.section, FrozenSection)
+    itemsize, head = ITEMSIZE[config.model.dtype], role.kind == "reference"
+    weights = (shape.parameters if head else shape.backbone_parameters) * itemsize
+    if role.section.backend == "vllm":
+        length = max_model_len(config) + 1
+        return _in_vllm(role.section, shape, device, gpu_bytes, weights, config.model.dtype, length)
+    batch = _batch(config, config.responses_per_step, config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
     if head:
         added["logits"] = memory.logits(shape, batch, itemsize=itemsize, copies=1)
     return Memory(
-        held={"runtime": RUNTIME[device]["frozen"], "weights": parameters * itemsize},
+        held={"runtime": RUNTIME[device]["frozen"], "weights": weights},
         phases={"score": added},
     )
 
@@ -303,25 +276,15 @@ def engine(
     """A vLLM engine on one of its devices, or its process there."""
     itemsize = ITEMSIZE[config.model.dtype]
     section, lora = config.rollout.engine, config.model.lora
-    sequences = ENGINE_SEQUENCES
+    sequences = sequences_at_once(section, gpu_bytes)
     if device == "cpu" and isinstance(config, OnlineConfig):
-        sequences = min(config.responses_per_step, ENGINE_SEQUENCES)
-    result = _in_vllm(
-        shape,
-        device,
-        gpu_bytes,
-        section=section,
-        parameters=shape.parameters,
-        itemsize=itemsize,
-        max_model_len=max_model_len(config),
-        more={"sampling": 3 * 4 * sequences * shape.vocabulary}
-        | (
-            {"adapter": _adapter(lora, shape) * itemsize}
-            if isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
-            else {}
-        ),
-        kv_cache_gb=section.kv_cache_gb,
-    )
+        sequences = min(config.responses_per_step, sequences)
+    more = {"sampling": 3 * 4 * sequences * shape.vocabulary}
+    if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
+        more["adapter"] = adapter_weights(lora, shape) * itemsize
+    weights, length = shape.parameters * itemsize, max_model_len(config)
+    dtype = config.model.dtype
+    result = _in_vllm(section, shape, device, gpu_bytes, weights, dtype, length, more)
     if section.tensor_parallel > 1 and by_object(config, device):  # each process gets a copy
         received = {"received bucket": memory.push_bytes(shape, itemsize=itemsize)}
         if device == "cpu":
@@ -331,28 +294,31 @@ def engine(
     return result
 
 
+def sequences_at_once(section: EngineSection, gpu_bytes: int | None) -> int:
+    """Most sequences that each engine samples at a time."""
+    return section.extra.get("max_num_seqs") or engine_sequences(gpu_bytes)
+
+
 def _in_vllm(
+    section: EngineSection | FrozenSection,
     shape: ModelShape,
     device: Device,
     gpu_bytes: int | None,
-    *,
-    section: EngineSection | FrozenSection,
-    parameters: int,
-    itemsize: int,
+    weights: int,
+    dtype: str,
     max_model_len: int,
     more: Bytes | None = None,
-    kv_cache_gb: float | None = None,
 ) -> Memory:
-    """Of a GPU vLLM takes `gpu_memory_fraction`, and makes the rest of that its KV cache."""
+    """vLLM takes `gpu_memory_fraction` of a GPU, and what it leaves free of that is KV cache."""
     size = section.tensor_parallel
     runtime = RUNTIME[device]["engine"]
     if device == "cpu" and size > 1:  # each bears its part of the process that asks them
         runtime = SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["asks"] // size
-    held: Bytes = {"runtime": runtime, "weights": parameters * itemsize // size, **(more or {})}
-    if kv_cache_gb is not None:
-        held["KV cache"] = int(kv_cache_gb * 1e9)
+    held: Bytes = {"runtime": runtime, "weights": weights // size, **(more or {})}
+    if isinstance(section, EngineSection) and section.kv_cache_gb is not None:
+        held["KV cache"] = int(section.kv_cache_gb * 1e9)
     elif device == "cpu":
-        a_token = memory.kv_bytes_per_token(shape, itemsize=itemsize, tensor_parallel=size)
+        a_token = shape.kv_bytes_per_token(dtype, tensor_parallel=size)
         held["KV cache"] = default_cpu_kv_bytes(a_token, max_model_len)
     elif gpu_bytes:
         taken = int(section.gpu_memory_fraction * gpu_bytes)
@@ -376,7 +342,7 @@ def max_model_len(config: OnlineConfig | PolicyExamplesConfig) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-def _batch(config: OnlineConfig, *, rows: int, workers: int) -> Batch:
+def _batch(config: OnlineConfig, rows: int, workers: int) -> Batch:
     """The largest micro-batch on one of so many workers, of so many responses over all of them."""
     return memory.worst_batch(
         max_tokens=config.learner.max_tokens_per_microbatch,

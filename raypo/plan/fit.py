@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,10 +14,9 @@ from omegaconf import OmegaConf
 
 from raypo.config import AnyConfig, ConfigError, OnlineConfig, PolicyExamplesConfig
 from raypo.config.sweep_config import with_values
-from raypo.plan import estimate, memory
+from raypo.plan import estimate
 from raypo.plan.estimate import Device, Models, Role, roles_of
 from raypo.plan.hardware import GB, Node
-from raypo.plan.memory import ITEMSIZE, Sharding
 from raypo.plan.phase_table import (
     ENGINE_WEIGHTS,
     FROZEN_MODELS,
@@ -28,6 +27,7 @@ from raypo.plan.phase_table import (
     Phase,
 )
 from raypo.plan.placement import LEARNERS, PlacedBundle, lay_out, served_roles, torn_apart
+from raypo.plan.sharding import Sharding
 from raypo.plan.sizes import cpu_sequence_bytes
 
 USABLE = 0.95
@@ -64,7 +64,7 @@ class DeviceLoad:
     phase: str
     needed: int
     available: int | None
-    """Bytes; None: nobody said."""
+    """Bytes; None: not stated."""
 
     @property
     def fits(self) -> bool:
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def holds(self) -> bool:
-        """Whether every device holds its part, told without the search for what would help."""
+        """Whether every device holds its part; does not search for what would help."""
         return not any(_impossible(self)) and all(load.fits for load in self.loads)
 
     @cached_property
@@ -140,12 +140,8 @@ class Plan:
     def sharding(self) -> Sharding:
         """How the learner holds its models."""
         learner, dtype = self.config.learner, self.config.model.dtype
-        return memory.sharding_of(
-            learner.zero_stage,
-            learner.num_workers,
-            learner.deepspeed,
-            dtype=dtype,
-            on_gpu=self.device == "cuda",
+        return Sharding.of(
+            learner, dtype=dtype, num_workers=learner.num_workers, on_gpu=self.device == "cuda"
         )
 
     @property
@@ -182,7 +178,7 @@ class Plan:
 
     @property
     def gpu_bytes(self) -> int | None:
-        """Of the smallest GPU that is used; None: nobody said."""
+        """Memory of the smallest GPU that is used; None: not stated."""
         sizes = [self.nodes[each.node].gpu_bytes for each in self.bundles]
         return min((size for size in sizes if size), default=None)
 
@@ -199,7 +195,7 @@ class Plan:
         config, device = self.config, self.device
         roles = roles_of(config, self.models, sharding, device, self.gpu_bytes)
         by_name = {role.name: role for role in roles}
-        # Who does not work on a learner worker's GPU is moved to the host.
+        # What does not work on a learner worker's GPU is moved to the host.
         takes_turns = (
             isinstance(config, OnlineConfig)
             and device == "cuda"
@@ -254,6 +250,15 @@ def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
     return Plan(config, nodes, "cuda" if use_gpu else "cpu", Models.read(config), bundles)
 
 
+def tried(plan: Plan, changes: Mapping[str, Any]) -> Plan | None:
+    """The plan with other values by dotted key; None where they are refused."""
+    try:
+        config = plan.config.parse(with_values(plan.config.model_dump(), changes))
+        return make_plan(config, plan.nodes)
+    except ConfigError:
+        return None
+
+
 def engine_config(config: AnyConfig) -> OnlineConfig | PolicyExamplesConfig | None:
     """The config of a run that has engines; None where nothing samples."""
     if isinstance(config, PolicyExamplesConfig):
@@ -281,7 +286,7 @@ def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
 
 
 def _worst_turn(roles: Sequence[Role]) -> tuple[int, str]:
-    """The same of a GPU whose processes take turns; at the start one after the other."""
+    """The same as `_worst` for a GPU whose processes take turns; at the start one by one."""
     turns = {moment: sum(_here(role, moment) for role in roles) for moment in MOMENTS}
     start = Phase.START.value
     served = [role for role in roles if role.name not in LEARNERS]
@@ -333,15 +338,13 @@ def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
 
 
 def _impossible(plan: Plan) -> Iterator[str]:
-    """What no memory could heal, or what the engine alone cannot hold."""
+    """What more memory elsewhere cannot mend: the engine's own part is too small."""
     config, gpu_bytes = engine_config(plan.config), plan.gpu_bytes
     if config is None:
         return
     section, length = config.rollout.engine, estimate.max_model_len(config)
-    a_token = memory.kv_bytes_per_token(
-        plan.models.policy,
-        itemsize=ITEMSIZE[config.model.dtype],
-        tensor_parallel=section.tensor_parallel,
+    a_token = plan.models.policy.kv_bytes_per_token(
+        config.model.dtype, tensor_parallel=section.tensor_parallel
     )
     one = cpu_sequence_bytes(a_token, length)
     held = estimate.engine(config, plan.models.policy, plan.device, gpu_bytes).held
@@ -391,7 +394,7 @@ Way = list[dict[str, Any]]
 
 
 def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
-    """With one key and with several, in the order in which they should be tried."""
+    """Changes of one key and of several, in the order in which they should be tried."""
     learner, sampled = config.learner, engine_config(config)
     fraction = sampled.rollout.engine.gpu_memory_fraction if sampled else 0.0
     halves = [learner.max_tokens_per_microbatch // 2**n for n in range(1, 32)]
@@ -426,17 +429,13 @@ def _that_fit(plan: Plan, ways: Sequence[Way]) -> Iterator[str]:
     """The mildest values of each way with which the run fits, found by planning with them."""
     for way in ways:
         for changes in way:
-            try:
-                config = plan.config.parse(with_values(plan.config.model_dump(), changes))
-                changed = make_plan(config, plan.nodes)
-            except ConfigError:
-                continue
-            if changed.holds:
+            changed = tried(plan, changes)
+            if changed is not None and changed.holds:
                 yield " and ".join(f"{key} to {_flow(value)}" for key, value in changes.items())
                 break
 
 
 def _flow(value: Any) -> str:
-    """As it stands in a run file, on one line."""
+    """A value as it stands in a run file, on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")

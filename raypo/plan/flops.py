@@ -47,6 +47,31 @@ class Lengths:
         return astuple(self)
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Prompts and the responses to each, all as long as they may be."""
+
+    prompts: float
+    samples: int
+    """Responses to each prompt."""
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all groups; a prompt is read once."""
+        return self.prompts * (self.prompt_tokens + self.samples * self.response_tokens)
+
+    def forward_flops(self, shape: ModelShape, *, with_logits: bool = True) -> float:
+        """FLOPs of one forward pass, each prompt read once for its responses."""
+        count, again = self.prompts * self.samples, self.prompts * (self.samples - 1)
+        prompt, long = self.prompt_tokens, self.prompt_tokens + self.response_tokens
+        every = Lengths(count, count * long, count * self.response_tokens, count * long**2)
+        shared = Lengths(again, again * prompt, 0.0, again * prompt**2)
+        both = [forward_flops(shape, each, with_logits=with_logits) for each in (every, shared)]
+        return both[0] - both[1]
+
+
 def forward_flops(shape: ModelShape, lengths: Lengths, *, with_logits: bool = True) -> float:
     """FLOPs of one forward pass over all sequences; without logits for a model with a score head.
 
@@ -55,8 +80,6 @@ def forward_flops(shape: ModelShape, lengths: Lengths, *, with_logits: bool = Tr
 
     Paper: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    attention = 2 * shape.hidden * (shape.attention + shape.key_value)
-    mlp = (3 if shape.gated else 2) * shape.hidden * shape.intermediate
     logits = shape.hidden * shape.vocabulary * lengths.responses if with_logits else 0.0
-    products = 2 * (shape.layers * (attention + mlp) * lengths.tokens + logits)
+    products = 2 * (shape.layers * shape.layer_weights * lengths.tokens + logits)
     return products + 4 * shape.layers * shape.attention * lengths.squares

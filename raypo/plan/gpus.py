@@ -1,4 +1,4 @@
-"""What data sheets say of GPUs; dense rates, and links in one direction."""
+"""GPUs by their data sheets; dense rates, and links in one direction."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Gpu:
     memory_gbs: float
     """Bandwidth of its own memory."""
     link_gbs: float
-    """To another GPU of its node: NVLink, else PCIe."""
+    """Bandwidth to another GPU of its node: NVLink, else PCIe."""
     host_gbs: float
-    """To its node's RAM: PCIe."""
+    """Bandwidth to its node's RAM: PCIe."""
     network_gbs: float
-    """Its part of what a node of the usual make has to other nodes."""
+    """Its part of the bandwidth that a node of the usual make has to other nodes."""
 
     def tflops(self, dtype: str) -> float:
-        """Of products of matrices of a dtype."""
+        """TFLOP/s in products of matrices of a dtype."""
         return self.bfloat16_tflops if dtype == "bfloat16" else self.float32_tflops
 
 

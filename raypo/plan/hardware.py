@@ -3,7 +3,7 @@
     text  = group *("+" group)        8xGPU80G,2 + 64xCPU,256G
     group = item *("," item)
     item  = N "x" KIND                N GPUs of a kind, like 8xH100 or 8xA100-80G, on a node
-          | N "xGPU" M "G"            N GPUs of M GB each: without their kind no times are told
+          | N "xGPU" M "G"            N GPUs of M GB each: without their kind no times are given
           | N "xCPU"                  N CPU cores on a node
           | M "G"                     M GB of memory on a node
           | M "Gbit"                  M Gbit/s from a node to others; else as such nodes have it
@@ -26,32 +26,30 @@ from raypo.config import ConfigError
 from raypo.plan.gpus import GPUS, Gpu, gpu_of
 
 GB = 10**9
-EXAMPLES = "8xH100,2 (two nodes, each with 8 GPUs; 8xGPU80G says their memory alone) or 4xCPU,16G"
+EXAMPLES = "8xH100,2 (two nodes, each with 8 GPUs; 8xGPU80G says only their memory) or 4xCPU,16G"
 NVIDIA_SMI = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
 NVIDIA_SMI_TIMEOUT_S = 2.0
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux tells a container its limits, in files of its second version or its first."""
+"""Where Linux keeps a container's limits, in files of cgroup version 2 or 1."""
 
-_GPUS = re.compile(r"(\d+)xGPU(\d+(?:\.\d+)?)G", re.IGNORECASE)
-_CPUS = re.compile(r"(\d+)xCPU", re.IGNORECASE)
-_KIND = re.compile(r"(\d+)x(\w[\w-]*)", re.IGNORECASE)
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)G", re.IGNORECASE)
-_NETWORK = re.compile(r"(\d+(?:\.\d+)?)Gbit", re.IGNORECASE)
-_COUNT = re.compile(r"(\d+)")
-_ITEMS = (
-    (_GPUS, ("gpus", "gpu_gb")),
-    (_CPUS, ("cpus",)),
-    (_NETWORK, ("gbit",)),
-    (_MEMORY, ("ram_gb",)),
-    (_COUNT, ("count",)),
-)
-"""What an item may be, and the names of its numbers."""
+_ITEMS = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(?P<gpus>\d+)xGPU(?P<gpu_gb>\d+(?:\.\d+)?)G",
+        r"(?P<cpus>\d+)xCPU",
+        r"(?P<gpus>\d+)x(?P<kind>\w[\w-]*)",
+        r"(?P<gbit>\d+(?:\.\d+)?)Gbit",
+        r"(?P<ram_gb>\d+(?:\.\d+)?)G",
+        r"(?P<count>\d+)",
+    )
+]
+"""What an item may be, with the names of its numbers."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine; None: nobody said, so it is not checked."""
+    """One machine; what is None is not stated, so it is not checked."""
 
     name: str
     gpus: int = 0
@@ -60,13 +58,13 @@ class Node:
     cpus: int | None = None
     ram_bytes: int | None = None
     gpu: Gpu | None = None
-    """Its kind."""
+    """The kind of its GPUs."""
     network_gbs: float | None = None
     """GB/s to other nodes."""
 
     @property
     def resources(self) -> dict[str, float]:
-        """As Ray counts them; what nobody said is without bounds."""
+        """Resources as Ray counts them; what is not stated is without bounds."""
         return {"CPU": math.inf if self.cpus is None else self.cpus, "GPU": self.gpus}
 
 
@@ -114,27 +112,24 @@ def cpu_count() -> int:
 
 def _group(group: str, text: str) -> tuple[Node, int]:
     found: dict[str, float] = {}
-    kind: Gpu | None = None
-
-    def put(name: str, number: str) -> None:
-        value = float(number)
-        if name in found or value <= 0:
-            problem = "comes twice" if name in found else "must be above 0"
-            raise _refusal(text, f"{item!r} {problem}")
-        found[name] = value
-
+    gpu: Gpu | None = None
     for item in map(str.strip, group.split(",")):
-        read = next(((names, m.groups()) for p, names in _ITEMS if (m := p.fullmatch(item))), None)
-        if read is None and (match := _KIND.fullmatch(item)) and (kind := _kind(match[2])):
-            read = ("gpus", "gpu_gb"), (match[1], f"{kind.memory_gb}")
-        if read is None:
-            known = ", ".join(gpu.name for gpu in GPUS)
+        match = next(filter(None, (pattern.fullmatch(item) for pattern in _ITEMS)), None)
+        said: dict[str, str | float] = dict(match.groupdict()) if match else {}
+        if kind := str(said.pop("kind", "")):
+            gpu = next((each for each in GPUS if each.name.lower() == kind.lower()), None)
+            said = {**said, "gpu_gb": gpu.memory_gb} if gpu else {}
+        if not said:
+            known = ", ".join(each.name for each in GPUS)
             raise _refusal(
                 text,
                 f"{item!r} is no NxKIND ({known}), NxGPUmG, NxCPU, mG, mGbit or number of nodes",
             )
-        for name, number in zip(*read, strict=True):
-            put(name, number)
+        for name, number in said.items():
+            if name in found or float(number) <= 0:
+                problem = "comes twice" if name in found else "must be above 0"
+                raise _refusal(text, f"{item!r} {problem}")
+            found[name] = float(number)
     if not found.keys() - {"count", "gbit"}:
         raise _refusal(text, f"{group.strip()!r} does not say what a node has")
     node = Node(
@@ -143,7 +138,7 @@ def _group(group: str, text: str) -> tuple[Node, int]:
         gpu_bytes=int(found["gpu_gb"] * GB) if "gpu_gb" in found else None,
         cpus=int(found["cpus"]) if "cpus" in found else None,
         ram_bytes=int(found["ram_gb"] * GB) if "ram_gb" in found else None,
-        gpu=kind,
+        gpu=gpu,
         network_gbs=found["gbit"] / 8 if "gbit" in found else None,
     )
     return node, int(found.get("count", 1))
@@ -151,10 +146,6 @@ def _group(group: str, text: str) -> tuple[Node, int]:
 
 def _refusal(text: str, problem: str) -> ConfigError:
     return ConfigError(f"--cluster ({text}): {problem}. Write it like {EXAMPLES}.")
-
-
-def _kind(name: str) -> Gpu | None:
-    return next((gpu for gpu in GPUS if gpu.name.lower() == name.lower()), None)
 
 
 def _own_gpus() -> list[tuple[int, str]]:

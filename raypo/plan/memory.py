@@ -7,18 +7,13 @@ vocabulary, h hidden, a all query heads, i MLP width. Every formula names what i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from raypo.plan.model_shape import ModelShape
+from raypo.plan.sharding import Sharding
 from raypo.plan.sizes import BUCKET_BYTES, CHUNK_ELEMENTS
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 MASTER = 4
 """Bytes of a master weight, of each of AdamW's two moments and of an accumulated gradient: fp32."""
-REDUCE_BUCKET = 500_000_000
-"""Elements; DeepSpeed's zero_optimization.reduce_bucket_size."""
-MAX_LIVE = 1_000_000_000
-"""Elements; DeepSpeed's zero_optimization.stage3_max_live_parameters."""
 SCRATCH_COPIES = 3
 """Chunks of float32 logits that `_TokenLogProbs` holds at a time: z, exp(z) and a product."""
 
@@ -32,33 +27,11 @@ class Batch:
 
     prompts: int
     responses: int
-    """To each prompt."""
+    """Responses to each prompt."""
     prompt_tokens: int
-    """Of each prompt."""
+    """Tokens of each prompt."""
     tokens: int
     """All of them; a prompt is read once."""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How DeepSpeed holds a model that is trained: what `deepspeed_config` says of memory."""
-
-    stage: int
-    workers: int = 1
-    offload_optimizer: bool = False
-    offload_param: bool = False
-    overlaps: bool = False
-    """Gradients are summed while the backward pass goes on: stage 2 then has a second bucket."""
-    reduce_bucket: int = REDUCE_BUCKET
-    max_live: int = MAX_LIVE
-
-    def __str__(self) -> str:
-        moved = [
-            w
-            for w, on in (("optimizer", self.offload_optimizer), ("weights", self.offload_param))
-            if on
-        ]
-        return f"{self.stage}" + (f" + {' and '.join(moved)} off-loaded" if moved else "")
 
 
 @dataclass
@@ -69,7 +42,7 @@ class Memory:
     phases: dict[str, Bytes] = field(default_factory=dict)
     """Phase -> what it adds at its peak."""
     host: Bytes = field(default_factory=dict)
-    """In the node's RAM, where the process works on a GPU: off-loaded parts."""
+    """Off-loaded parts in the node's RAM, where the process works on a GPU."""
 
     @property
     def steady(self) -> int:
@@ -152,7 +125,7 @@ def trained(
 
     Frozen weights have no gradients and no moments; stage 3 shards them like the others.
 
-    Stage 0 (float32 alone) keeps weights, gradients and AdamW's moments whole: 16 bytes a weight.
+    Stage 0 (float32 only) keeps weights, gradients and AdamW's moments whole: 16 bytes a weight.
     Stages 1 and 2 hold all weights, and of master weights and moments one part in W; stage 2 of
     the summed gradients too, where stage 1 sums all of them on every worker, in bfloat16
     (BF16_Optimizer) beside those of the last micro-batch. Gradients pass a bucket of
@@ -206,39 +179,7 @@ def trained(
     return held, update, host
 
 
-def kv_bytes_per_token(shape: ModelShape, *, itemsize: int, tensor_parallel: int = 1) -> int:
-    """Keys and values of one token over all layers, as `raypo.serving.model_tensors` has it."""
-    heads = max(1, shape.kv_heads // tensor_parallel)
-    return 2 * shape.layers * heads * shape.head_dim * itemsize
-
-
 def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
     """RAM of one bucket of `raypo.weights.buckets` whose tensors are made for the push."""
     largest = max(BUCKET_BYTES, shape.largest_tensor * itemsize)
     return min(largest, shape.parameters * itemsize)
-
-
-def sharding_of(
-    stage: int, workers: int, deepspeed: dict[str, Any], *, dtype: str, on_gpu: bool = False
-) -> Sharding:
-    """What `learner.zero_stage` and `learner.deepspeed` say together; the latter wins.
-
-    As `raypo.learner.trained_model.deepspeed_config` has it, stages 1 and 2 of one worker are
-    stage 0, and stage 0 is stage 1 in bfloat16.
-    """
-    zero = deepspeed.get("zero_optimization", {})
-    if workers == 1 and stage < 3 and not zero:
-        stage = 0
-
-    def is_off(name: str) -> bool:
-        return (zero.get(name) or {}).get("device", "none") not in ("none", None)
-
-    return Sharding(
-        stage=max(int(zero.get("stage", stage)), 1 if dtype == "bfloat16" else 0),
-        workers=workers,
-        offload_optimizer=is_off("offload_optimizer"),
-        offload_param=is_off("offload_param"),
-        overlaps=bool(zero.get("overlap_comm", on_gpu)),
-        reduce_bucket=int(float(zero.get("reduce_bucket_size", REDUCE_BUCKET))),
-        max_live=int(float(zero.get("stage3_max_live_parameters", MAX_LIVE))),
-    )

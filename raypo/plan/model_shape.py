@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from raypo.config import ConfigError
 
@@ -21,6 +22,7 @@ OTHER_NAMES = {
     "intermediate_size": ("n_inner", "ffn_dim"),
 }
 """What older architectures call the same numbers."""
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
 VOCABULARY_PAD = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
 
@@ -61,6 +63,17 @@ class ModelShape:
         """Width of all key heads together; the values have as much."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def layer_weights(self) -> int:
+        """Elements of a layer's matrices that one token passes."""
+        attention = 2 * self.hidden * (self.attention + self.key_value)
+        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
+
+    def kv_bytes_per_token(self, dtype: str, *, tensor_parallel: int = 1) -> int:
+        """Bytes of keys and values of one token in a device's cache, over all layers."""
+        heads = max(1, self.kv_heads // tensor_parallel)  # at least one on each device, as in vLLM
+        return 2 * self.layers * heads * self.head_dim * ITEMSIZE[dtype]
+
     def does_not_divide(self, size: int) -> str | None:
         """What vLLM cannot cut into as many equal shards; None: it can."""
         shared_heads = size > self.kv_heads and size % self.kv_heads == 0  # then they are repeated
@@ -95,7 +108,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: str, *, key: str = "model.policy") -> ModelShape:
-        """The shape of a Hugging Face folder or hub id (then config.json alone is fetched).
+        """The shape of a Hugging Face folder or hub id (then only config.json is fetched).
 
         Raises:
             ConfigError: there is no config.json, or it names no sizes of a transformer.
@@ -202,22 +215,15 @@ def _json(path: Path, what: str) -> dict[str, Any]:
 
 
 def _count_in_headers(folder: Path) -> tuple[int, int] | None:
-    """Elements of all weights and of the largest one; None without safetensors files.
-
-    A safetensors file begins with 8 bytes, the length of the JSON header that follows.
-    """
+    """Elements of all weights and of the largest one; None without safetensors files."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.glob("model*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > os.path.getsize(path):
-                return None  # a pointer of Git LFS, or half a file
-            try:
-                header = json.loads(file.read(length))
-            except ValueError:
-                return None
-        header.pop("__metadata__", None)
-        sizes |= {name: math.prod(tensor["shape"]) for name, tensor in header.items()}
+        try:
+            with safe_open(path, framework="numpy") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError:  # a pointer of Git LFS, or half a file
+            return None
+        sizes |= {name: math.prod(each.get_shape()) for name, each in slices.items()}
     index = folder / "model.safetensors.index.json"
     if index.is_file() and set(_json(index, str(folder)).get("weight_map", ())) - set(sizes):
         return None  # a part is missing

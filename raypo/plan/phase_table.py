@@ -1,4 +1,4 @@
-"""In which phase of a colocated step on GPUs who lies in the devices' memory.
+"""What lies in the devices' memory in which phase of a colocated step on GPUs.
 
 `raypo.run.phases` moves models by this table, and `raypo plan` predicts memory by it.
 """
@@ -37,7 +37,7 @@ PRESENT: dict[Phase, tuple[str, ...]] = {
     Phase.GENERATE: (ENGINE_WEIGHTS, KV_CACHE),
     Phase.SCORE: (FROZEN_MODELS,),
 }
-"""Who lies in the devices' memory. Training state: optimizer, master weights, gradients, and the
+"""What lies in the devices' memory. Training state: optimizer, master weights, gradients, and the
 whole critic, which no push needs."""
 
 ALLOWED: dict[Phase, tuple[Phase, ...]] = {

@@ -17,16 +17,19 @@ from typing import Literal
 from raypo.config import (
     AnyConfig,
     ConfigError,
+    EngineSection,
+    FrozenSection,
     OnlineConfig,
     PolicyExamplesConfig,
     RewardModelConfig,
 )
+from raypo.config.placement_section import Group, RoleKind
 
 Resources = dict[str, float]
 
 LEARNER = "learner worker"
 CRITIC = "critic worker"
-"""One that trains the critic alone (`learner.critic_workers`)."""
+"""A worker that trains only the critic (`learner.critic_workers`)."""
 LEARNERS = (LEARNER, CRITIC)
 """Names of those roles; what is served is called engine, reference, reward_0, reward_1, ..."""
 _ROUNDING = 1e-9
@@ -38,32 +41,45 @@ class PlacementError(ConfigError):
 
 @dataclass(frozen=True)
 class ServedRole:
-    """How often a role is there besides the learner, and what each replica of it takes."""
+    """What is deployed besides the learner: what it holds, how often, what a replica takes."""
 
     name: str
-    group: Literal["colocated", "dedicated"]
+    """engine, reference, reward_0, ..."""
+    kind: RoleKind
+    model: str
+    """Path of what it holds."""
+    section: EngineSection | FrozenSection
+    group: Group
     num_replicas: int | Literal["auto"]
     """auto: as many as `on_every_device` says, of a dedicated group one."""
-    num_devices: int
-    """Of each replica: GPUs, on CPU processes."""
-    devices_key: str
-    """The config key of `num_devices`."""
     gpu_share: float
     """What a dedicated replica takes of each of its GPUs."""
     on_every_device: bool = False
     """auto: on the devices of all learner workers, else only on the first of each node."""
 
+    @property
+    def num_devices(self) -> int:
+        """GPUs of each replica, on CPUs its processes."""
+        return self.section.tensor_parallel
+
+    @property
+    def devices_key(self) -> str:
+        """The config key of `num_devices`."""
+        is_engine = self.kind == "engine"
+        where = "rollout.engine" if is_engine else f"placement.frozen.{self.kind}"
+        return f"{where}.tensor_parallel"
+
 
 @dataclass(frozen=True)
 class Guest:
-    """Who lies in a bundle: a learner worker, or (a part of) a replica of what is served."""
+    """What lies in a bundle: a learner worker, or (a part of) a replica of what is served."""
 
     role: str
     index: int
     gpus: float = 0.0
     """What it takes of a dedicated bundle's GPUs."""
     processes: int = 1
-    """Those in this bundle."""
+    """Its processes in this bundle."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.index}" if self.role in LEARNERS else f"{self.role}:{self.index}"
@@ -71,7 +87,7 @@ class Guest:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Resources that are reserved together, on one node, and who shares them."""
+    """Resources that are reserved together, on one node, and what shares them."""
 
     resources: Resources
     guests: tuple[Guest, ...]
@@ -91,7 +107,7 @@ class PlacedBundle:
 
     group: Literal["dedicated", "workers"]
     index: int
-    """In its group; of the workers' the rank."""
+    """Its number in its group; of the workers' group the rank."""
     bundle: Bundle
     node: int
     """Index of the node."""
@@ -100,7 +116,7 @@ class PlacedBundle:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Who lies in it, for people."""
+        """What lies in it, for people."""
         return tuple(map(str, self.bundle.guests))
 
     @property
@@ -123,37 +139,28 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
     if isinstance(config, PolicyExamplesConfig) and not config.needs_engine:
         return []
     placement, engine = config.placement, config.rollout.engine
-    count = engine.resolved_count(num_workers=num_workers, use_gpu=use_gpu)
-    roles = [
+    held: list[tuple[str, RoleKind, str, EngineSection | FrozenSection]]
+    held = [("engine", "engine", config.model.policy, engine)]
+    if isinstance(config, OnlineConfig):
+        for name, path in config.references.items():
+            held.append((name, "reference", path, placement.frozen.reference))
+        for name, entry in config.reward_models.items():
+            held.append((name, "reward", entry.path, placement.frozen.reward))
+    return [
         ServedRole(
-            name="engine",
-            group=placement.group_of("engine"),
-            num_replicas=count,
-            num_devices=engine.tensor_parallel,
-            devices_key="rollout.engine.tensor_parallel",
-            gpu_share=placement.gpus.engine,
+            name,
+            kind,
+            model,
+            section,
+            group=placement.group_of(kind),
+            num_replicas=section.num_replicas
+            if isinstance(section, FrozenSection)
+            else section.resolved_count(num_workers=num_workers, use_gpu=use_gpu),
+            gpu_share=getattr(placement.gpus, kind),
+            on_every_device=use_gpu and kind != "engine",
         )
+        for name, kind, model, section in held
     ]
-    if isinstance(config, PolicyExamplesConfig):
-        return roles
-    frozen, shares = placement.frozen, placement.gpus
-    names = [*config.references]
-    names += [f"reward_{number}" for number in range(len(config.model.reward or ()))]
-    for name in names:
-        kind = "reference" if name in config.references else "reward"
-        section = frozen.reference if kind == "reference" else frozen.reward
-        roles.append(
-            ServedRole(
-                name=name,
-                group=placement.group_of(kind),
-                num_replicas=section.num_replicas,
-                num_devices=section.tensor_parallel,
-                devices_key=f"placement.frozen.{kind}.tensor_parallel",
-                gpu_share=shares.reference if kind == "reference" else shares.reward,
-                on_every_device=use_gpu,
-            )
-        )
-    return roles
 
 
 def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
@@ -383,7 +390,7 @@ def groups_side_by_side(
 
 
 def _room(bundle: Bundle, node: Resources) -> int:
-    """How often a node holds a bundle; at most a million times where nobody said what it has."""
+    """How often a node holds a bundle; a million times where its resources are not stated."""
     parts = [node.get(name, 0.0) / each for name, each in bundle.resources.items() if each]
     return int(min(1e6, *parts) + _ROUNDING)
 
@@ -394,7 +401,7 @@ def _refusal(
     nodes: Sequence[Resources],
     strategy: str,
 ) -> str:
-    """A sentence where the learner workers do not fit even alone, else a table of all groups."""
+    """A sentence where not even the learner workers fit, else a table of all groups."""
     names = sorted({name for bundle in (*dedicated, *workers) for name in bundle.resources})
     total = {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
     largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in names}

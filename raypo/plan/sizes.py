@@ -6,11 +6,24 @@ CHUNK_ELEMENTS = 1 << 24
 """Logits that are made, and held in float32 besides, at any time (64 MB)."""
 BUCKET_BYTES = 256 * 1024**2
 """Weights that are pushed together."""
+LARGE_GPU_BYTES = 70 * 1024**3
+"""From here on an engine samples more sequences at a time."""
 CPU_BLOCK_TOKENS = 128
 """Of a block of an engine's KV cache on CPU."""
 CPU_SEQUENCES = 32
 """Sequences of full length that the default KV cache on CPU holds, within the limits below."""
 CPU_KV_BYTES = (1 << 29, 1 << 31)
+
+
+def engine_sequences(gpu_bytes: int | None) -> int:
+    """Most sequences that an engine samples at a time, as vLLM 0.32 chooses by itself.
+
+    Each has a row of logits in float32, three times.
+
+    Args:
+        gpu_bytes: Memory of a GPU; None: it is not known, or the engine is on CPUs.
+    """
+    return 1024 if gpu_bytes and gpu_bytes >= LARGE_GPU_BYTES else 256
 
 
 def cpu_sequence_bytes(bytes_per_token: int, max_model_len: int) -> int:

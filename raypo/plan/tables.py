@@ -30,10 +30,12 @@ def times(step: StepTime, changes: Sequence[tuple[str, float]]) -> Table:
         table.add_row(each.phase, each.limit, f"{each.seconds:.3g}", gb(int(each.moved)))
     how = "the longer of rollouts and update" if step.is_ahead else "all after one another"
     table.add_row("step", how, f"{step.seconds:.3g}", "", style="bold")
-    told = "; ".join(f"{change}: {seconds:.3g} s" for change, seconds in changes)
+    faster = "; ".join(f"{change}: {seconds:.3g} s" for change, seconds in changes)
     longest = step.longest
     table.caption = f"Longest: {longest.phase}, limited by {longest.limit}. " + (
-        f"Faster with one key: {told}." if told else "No single key saves 3 %: use more devices."
+        f"Faster with one key: {faster}."
+        if faster
+        else "No single key saves 3 %: use more devices."
     )
     table.caption_justify = "left"
     return table
@@ -99,7 +101,7 @@ def _choices(plan: Plan) -> Table:
 
 
 def _verdict(*loads: DeviceLoad) -> str:
-    """Of all of them together."""
+    """Whether all of them together fit."""
     if not all(load.fits for load in loads):
         return "too much"
     return "not checked" if any(load.available is None for load in loads) else "fits"

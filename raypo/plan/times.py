@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypo.config import ConfigError, PPOConfig
-from raypo.config.sweep_config import with_values
-from raypo.plan.estimate import ENGINE_SEQUENCES
-from raypo.plan.fit import Plan, make_plan
-from raypo.plan.flops import Lengths, forward_flops
-from raypo.plan.memory import ITEMSIZE, Sharding, kv_bytes_per_token
-from raypo.plan.model_shape import ModelShape
+from raypo.config import PPOConfig
+from raypo.plan.estimate import adapter_weights, sequences_at_once
+from raypo.plan.fit import Plan, tried
+from raypo.plan.flops import Groups
+from raypo.plan.model_shape import ITEMSIZE, ModelShape
 from raypo.plan.placement import LEARNER, served_roles
+from raypo.plan.sharding import Sharding
 
 COMPUTED, READ, SENT = 0.45, 0.7, 0.7
 """Shares of a data sheet's arithmetic, memory bandwidth and link bandwidth that are reached: what
@@ -164,6 +163,13 @@ class StepTime:
         return max(self.phases, key=lambda phase: phase.seconds)
 
 
+def groups_of(config: PPOConfig) -> Groups:
+    """What is sampled in a step."""
+    rollout = config.rollout
+    lengths = config.data.max_prompt_tokens, rollout.max_response_tokens
+    return Groups(rollout.prompts_per_step, rollout.samples_per_prompt, *lengths)
+
+
 def step_time(plan: Plan, rates: Rates) -> StepTime:
     """The roofline of each phase of a step of a ppo run."""
     work = _Work(plan, rates)
@@ -189,13 +195,9 @@ def faster(
         return []
     now, found = step_time(plan, rates).seconds, []
     for key, value in _changes(plan.config, plan.models.policy):
-        try:
-            config = plan.config.parse(with_values(plan.config.model_dump(), {key: value}))
-            changed = make_plan(config, plan.nodes)
-        except ConfigError:
-            continue
-        changed_rates = rates_of(changed)
-        if changed_rates is None or not (changed.holds and changed.fits):
+        changed = tried(plan, {key: value})
+        changed_rates = None if changed is None else rates_of(changed)
+        if changed is None or changed_rates is None or not (changed.holds and changed.fits):
             continue
         seconds = step_time(changed, changed_rates).seconds
         if seconds < (1 - WORTH) * now:
@@ -241,6 +243,7 @@ class _Work:
         self._itemsize = ITEMSIZE[plan.config.model.dtype]
         self._workers = plan.config.learner.num_workers
         self._ring = (self._workers - 1) / self._workers
+        self._groups = groups_of(plan.config)
         guests = {
             (guest.role, guest.index) for each in plan.bundles for guest in each.bundle.guests
         }
@@ -259,11 +262,12 @@ class _Work:
         size, engines = self._devices["engine"], self._replicas["engine"]
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
         share = -(-config.responses_per_step // engines)
-        a_token = kv_bytes_per_token(shape, itemsize=self._itemsize, tensor_parallel=size)
+        a_token = shape.kv_bytes_per_token(config.model.dtype, tensor_parallel=size)
         cache = self._memory["engine"].held.get("KV cache", 0)
         tokens_each = prompt / config.rollout.samples_per_prompt + response
         fitting = int(cache / a_token / tokens_each) if cache else share
-        at_once = max(1, min(share, ENGINE_SEQUENCES, fitting))
+        most = sequences_at_once(config.rollout.engine, self._plan.gpu_bytes)
+        at_once = max(1, min(share, most, fitting))
         steps = response * max(1.0, share / at_once)
         weights = shape.parameters * self._itemsize / size
         read = steps * (weights + at_once * (prompt + response / 2) * a_token)
@@ -280,12 +284,10 @@ class _Work:
     def score(self) -> PhaseTime:
         """Frozen models read every sample once; one after the other where they share devices."""
         models = self._plan.models
-        named = [(f"reward_{number}", shape, False) for number, shape in enumerate(models.rewards)]
-        named += [(role, shape, True) for role, shape in models.references.items()]
         seconds = sum(
-            self._pass(shape, with_logits=with_logits)
-            / (self._replicas[name] * self._devices[name] * self._rates.flops)
-            for name, shape, with_logits in named
+            self._pass(shape, with_logits=role in models.references)
+            / (self._replicas[role] * self._devices[role] * self._rates.flops)
+            for role, shape in models.frozen.items()
         )
         return PhaseTime("score", {"arithmetic": seconds})
 
@@ -342,8 +344,12 @@ class _Work:
         return PhaseTime("update", beside | self._links(moved), after, moved)
 
     def push(self) -> PhaseTime:
-        """Whole weights to every engine, bucket by bucket."""
-        whole, rates = self._whole(self._plan.models.policy), self._rates
+        """Weights to every engine, bucket by bucket: all of them, or only an adapter's."""
+        shape, rates, lora = self._plan.models.policy, self._rates, self.config.model.lora
+        if lora is not None and lora.push == "adapter":
+            size = float(adapter_weights(lora, shape) * self._itemsize)
+            return PhaseTime("push", after={"object": size / rates.store})
+        whole = self._whole(shape)
         gathered = whole * self._ring if self._sharding.stage == 3 else 0.0
         engine = self.config.rollout.engine
         way = engine.resolved_transport(
@@ -389,9 +395,7 @@ class _Work:
     def _microbatches(self, workers: int) -> int:
         """Of each of some workers, in one pass over the step's experience."""
         config = self.config
-        rows = config.responses_per_step / self._minibatches / workers
-        tokens = rows * config.rollout.max_response_tokens
-        tokens += rows / config.rollout.samples_per_prompt * config.data.max_prompt_tokens
+        tokens = self._groups.tokens / self._minibatches / workers
         of_one = max(1, -(-int(tokens) // config.learner.max_tokens_per_microbatch))
         return self._minibatches * of_one
 
@@ -415,11 +419,4 @@ class _Work:
 
     def _pass(self, shape: ModelShape, *, with_logits: bool = True) -> float:
         """FLOPs of a forward pass over the step's samples; a prompt is read once for its group."""
-        config = self.config
-        prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-        count, groups = config.responses_per_step, config.rollout.prompts_per_step
-        long, again = prompt + response, count - groups
-        every = Lengths(count, count * long, count * response, count * long**2)
-        shared = Lengths(again, again * prompt, 0.0, again * prompt**2)
-        both = [forward_flops(shape, each, with_logits=with_logits) for each in (every, shared)]
-        return both[0] - both[1]
+        return self._groups.forward_flops(shape, with_logits=with_logits)

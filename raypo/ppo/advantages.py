@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from raypo.config.ppo_section import GROUP_ADVANTAGES
 from raypo.ppo.masked import check_choice, check_same_shape, in_blocks, keep
 
-GROUP_KINDS = ("rloo", "reinforce_baseline", "grpo", "dr_grpo")
 GROUP_STD_EPS = 1e-6
 SCAN_CHUNK = 32
 """Tokens that one product with a triangular matrix sums up; only a matter of speed."""
@@ -242,7 +242,7 @@ def group_baseline(
         arXiv:2501.03262 (reinforce_baseline); Shao et al. 2024, arXiv:2402.03300, section 4.1.2
         (grpo); Liu et al. 2025, arXiv:2503.20783, section 3.2 (dr_grpo).
     """
-    check_choice("kind", kind, GROUP_KINDS)
+    check_choice("kind", kind, GROUP_ADVANTAGES)
     if scores.shape[1] < 2:
         raise ValueError(
             f"samples a prompt ({scores.shape[1]}) must be at least 2 for {kind!r}: "

@@ -6,13 +6,13 @@ of all workers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from raypo.collectives import Workers
+from raypo.config.ppo_section import ESTIMATORS
 from raypo.ppo.advantages import (
     discounted_returns,
     generalized_advantages,
@@ -21,30 +21,6 @@ from raypo.ppo.advantages import (
     token_rewards,
 )
 from raypo.ppo.masked import check_choice, check_same_shape, keep, masked_moments, masked_whiten
-
-
-@dataclass(frozen=True)
-class Estimator:
-    """What an estimator is made of."""
-
-    needs_critic: bool = False
-    """Values of a critic are its baseline; otherwise advantages are discounted returns."""
-    needs_group: bool = False
-    """Scores are compared within the group of a prompt's samples, a KL penalty in the reward
-    included: a penalty that the group's mean does not share in would push down on every response.
-    """
-    whitens: bool = False
-    """Advantages get mean 0 and variance 1 over all tokens of the step that the losses count."""
-
-
-ESTIMATORS = {
-    "gae": Estimator(needs_critic=True, whitens=True),
-    "reinforce": Estimator(whitens=True),
-    "reinforce_baseline": Estimator(needs_group=True, whitens=True),
-    "rloo": Estimator(needs_group=True),
-    "grpo": Estimator(needs_group=True),
-    "dr_grpo": Estimator(needs_group=True),
-}
 
 
 def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)

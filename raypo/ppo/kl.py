@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from raypo.config.ppo_section import MAX_KL_ERROR
 from raypo.ppo.masked import check_choice, check_same_shape, exact_sum, keep
 
 KL_KINDS = ("k1", "k2", "k3")
 KL_LOSS_KINDS = ("k2", "k3", "k3_st")
-MAX_RELATIVE_ERROR = 0.2
-"""How far off its target the adaptive controller takes a KL to be, at most."""
 MAX_LOG_RATIO = 20.0
 """Nats to which a log-ratio is clamped before exp, on the sides where exp would overflow."""
 MIN_LOG_PROB = -1e5
@@ -242,14 +241,14 @@ class KLController:
         """
         if self.target is None or self.horizon is None or math.isnan(kl):
             return self
-        reach = MAX_RELATIVE_ERROR * num_responses / self.horizon
+        reach = MAX_KL_ERROR * num_responses / self.horizon
         if reach >= 1.0:
             raise ValueError(
-                f"horizon ({self.horizon}) must be above {MAX_RELATIVE_ERROR} * the responses of a "
+                f"horizon ({self.horizon}) must be above {MAX_KL_ERROR} * the responses of a "
                 f"step ({num_responses}), or the coefficient could turn negative. "
                 f"Set it to {num_responses} or more."
             )
-        error = min(max(kl / self.target - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        error = min(max(kl / self.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
         return replace(self, coef=self.coef * (1.0 + error * num_responses / self.horizon))
 
     def state_dict(self) -> dict[str, float]:

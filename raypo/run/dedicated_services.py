@@ -10,8 +10,8 @@ from ray.util.placement_group import PlacementGroup
 from raypo.config import OnlineConfig
 from raypo.deployment.deployment import Place, start_deployment
 from raypo.deployment.reserve import Dedicated, reserve
-from raypo.plan.placement import Bundle, dedicated_bundles
-from raypo.run.roles import roles_of, settled
+from raypo.plan.placement import Bundle, dedicated_bundles, served_roles
+from raypo.run.roles import deployment_of
 
 
 def start_dedicated(
@@ -26,7 +26,7 @@ def start_dedicated(
 
     Args:
         config: With absolute paths.
-        more: Of a role, more arguments of its class.
+        more: By role, further arguments of its class.
 
     Raises:
         PlacementError: the group was not free within `placement.timeout_s`.
@@ -38,24 +38,27 @@ def start_dedicated(
     group = reserve(bundles, "the dedicated group", name=name, placement=config.placement)
     dedicated = Dedicated(group=group)
     places = places_in(group, bundles)
-    threads = config.placement.cpus_per_bundle
     try:
-        for role in roles_of(config, engine_threads=threads, frozen_threads=threads):
-            if role.name in places:
-                role = role.with_kwargs((more or {}).get(role.name, {}))
-                deployment = settled(role, config, run_name, logs_dir)
-                handle = start_deployment(deployment, places[role.name])
-                dedicated.handles[role.name] = handle
-                if any(_is_shared_gpu(bundles[place.bundle]) for place in places[role.name]):
-                    handle.wait(config.placement.timeout_s)  # vLLM measures what is free there
+        for role in served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu):
+            if role.name not in places:
+                continue
+            deployment = deployment_of(
+                role,
+                config,
+                num_threads=config.placement.cpus_per_bundle,
+                run_name=run_name,
+                logs_dir=logs_dir,
+                **(more or {}).get(role.name, {}),
+            )
+            handle = start_deployment(deployment, places[role.name])
+            dedicated.handles[role.name] = handle
+            used = [bundles[place.bundle] for place in places[role.name]]
+            if any(bundle.gpus > 0 and len(bundle.guests) > 1 for bundle in used):
+                handle.wait(config.placement.timeout_s)  # vLLM measures what is free there
     except BaseException:
         dedicated.shutdown(graceful=False)
         raise
     return dedicated
-
-
-def _is_shared_gpu(bundle: Bundle) -> bool:
-    return bundle.gpus > 0 and len(bundle.guests) > 1
 
 
 def places_in(group: PlacementGroup, bundles: Sequence[Bundle]) -> dict[str, list[Place]]:

@@ -26,7 +26,7 @@ from raypo.rollout.dealing import balanced_shares
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.run.handles import EngineHandle
 from raypo.run.run import Run
-from raypo.run.services import start_engines
+from raypo.run.services import start_deployments
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.types import Prompt
@@ -175,9 +175,10 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         if not self.config.needs_engine:
             return None
         self.tell.phase("starting the engine")
-        return start_engines(
+        services = start_deployments(
             self.config, self.name, self.workers, logs_dir=str(self.files.logs_dir)
         )
+        return services.engine
 
     def evaluate(
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int

@@ -230,7 +230,7 @@ class OnlineRun(Run[AnyOnline]):
         """Who scores this run's responses."""
         return Judges.of(
             self.reward_function,
-            services.reward_models,
+            tuple(services.rewards.values()),
             servers=self.reward_servers,
             reward=self.config.reward,
             model=self.config.model,

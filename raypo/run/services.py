@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import ray
 import ray.util
@@ -36,7 +36,7 @@ from raypo.run.handles import (
     ReferenceHandle,
     RewardModelHandle,
 )
-from raypo.run.roles import engine_of, roles_of, settled
+from raypo.run.roles import deployment_of
 from raypo.run.setup import Shared
 from raypo.run.shared_services import of_shared
 
@@ -47,9 +47,9 @@ class Services:
 
     engine: EngineHandle
     references: dict[str, ReferenceHandle]
-    """By role: of PPO at most one, of a distillation a teacher each."""
-    reward_models: tuple[RewardModelHandle, ...] = ()
-    """One deployment a model, in the order of `model.reward`."""
+    """Reference models by role: of PPO at most one, of a distillation one for each teacher."""
+    rewards: dict[str, RewardModelHandle] = field(default_factory=dict)
+    """Reward models by role, in the order of `model.reward`."""
     elsewhere: frozenset[str] = frozenset()
     """Roles that do not live beside these workers: engine, reference, reward_0, ..."""
     in_pool: bool = False
@@ -58,8 +58,7 @@ class Services:
     @property
     def frozen(self) -> list[tuple[str, FrozenHandle]]:
         """Reference and reward models that there are, by role."""
-        rewards = [(f"reward_{number}", each) for number, each in enumerate(self.reward_models)]
-        return [*self.references.items(), *rewards]
+        return [*self.references.items(), *self.rewards.items()]
 
     @property
     def reference(self) -> ReferenceHandle | None:
@@ -70,7 +69,7 @@ class Services:
         """By role, what `raypo.metrics.process_memory` says in each replica that answers."""
         asked = {"engine": self.engine.pinned().peak_memory.on_all()}
         asked |= {role: each.pinned().peak_memory.on_all() for role, each in self.frozen}
-        # What a replica cannot do any more is told by what needs it.
+        # What a replica cannot do any more is reported by what needs it.
         return {role: survivors(each, passing_over=DeploymentError) for role, each in asked.items()}
 
     def wait(self, timeout_s: float) -> None:
@@ -84,91 +83,84 @@ class Services:
 
 
 def start_deployments(
-    config: OnlineConfig,
+    config: OnlineConfig | PolicyExamplesConfig,
     run_name: str,
     workers: Workers,
     *,
     logs_dir: str,
-    dedicated: Mapping[str, DeploymentHandle],
+    dedicated: Mapping[str, DeploymentHandle] | None = None,
     shared: Shared | None = None,
 ) -> Services:
     """Start in the workers' own placement group what the driver has not started; all call it.
 
     Engine i lives beside worker i, reference and reward models too, on CPUs beside the first worker
     of each node; what is tensor parallel on the devices of several workers, from there on. On CPUs
-    all start in the background; on GPUs one role after the other, and with `rollout.engine.sleep`
-    each makes room for the next.
+    all start in the background. On GPUs one role after the other, and with `rollout.engine.sleep`
+    each makes room for the next; the engine of a run on examples, which keeps its place, in the
+    background too.
 
     Args:
         dedicated: What the driver has started, by role.
         shared: What a sweep has started; of it these workers take what is made for their config.
     """
-    elsewhere = {**dedicated, **of_shared(shared, config, run_name, workers)}
-    roles = roles_of(
-        config,
-        engine_threads=_engine_threads(config, workers),
-        frozen_threads=config.learner.cpus_per_worker,
-    )
-    # A frozen model gets the cores of all the workers that it lies beside; engines have theirs.
-    colocated = [
-        role
-        if role.name == "engine"
-        else replace(role, num_threads=role.num_threads * role.num_devices)
-        for role in roles
-        if role.name not in elsewhere
+    is_online = isinstance(config, OnlineConfig)
+    elsewhere = dict(dedicated or {})
+    if is_online:
+        elsewhere |= of_shared(shared, config, run_name, workers)
+    roles = _served(config, workers)
+    colocated = [role for role in roles if role.name not in elsewhere]
+    # A frozen model gets the cores of all the workers that it lies beside; engines share them all.
+    cpus, engines = config.learner.cpus_per_worker, int(roles[0].num_replicas)
+    deployments = [
+        deployment_of(
+            role,
+            config,
+            num_threads=cpus * workers.count // engines
+            if role.kind == "engine"
+            else cpus * role.num_devices,
+            run_name=run_name,
+            logs_dir=logs_dir,
+        )
+        for role in colocated
     ]
     nodes = workers.gather(ray.get_runtime_context().get_node_id())
     started = _start(
-        [settled(role, config, run_name, logs_dir) for role in colocated],
+        deployments,
         places_beside(config, [role.name for role in colocated], workers, nodes),
         workers,
-        in_turn=torch.cuda.is_available(),
+        in_turn=is_online and torch.cuda.is_available(),
         sleeps=config.rollout.engine.sleep and "engine" not in elsewhere,
     )
     handles = {
         role.name: {**elsewhere, **started}[role.name].preferring(
             *_asked_first(role, workers, nodes, is_beside=role.name in started)
         )
-        for role in _served(config, workers)
+        for role in roles
     }
-    rewards = [role.name for role in roles if role.name.startswith("reward_")]
+    of_kind = {
+        kind: {role.name: handles[role.name] for role in roles if role.kind == kind}
+        for kind in ("reference", "reward")
+    }
     return Services(
         engine=EngineHandle(handles["engine"]),
-        references={name: ReferenceHandle(handles[name]) for name in config.references},
-        reward_models=tuple(RewardModelHandle(handles[name]) for name in rewards),
+        references={name: ReferenceHandle(h) for name, h in of_kind["reference"].items()},
+        rewards={name: RewardModelHandle(h) for name, h in of_kind["reward"].items()},
         elsewhere=frozenset(elsewhere),
         in_pool=shared is not None and shared.pool and "engine" in elsewhere,
     )
 
 
-def start_engines(
-    config: PolicyExamplesConfig, run_name: str, workers: Workers, *, logs_dir: str
-) -> EngineHandle:
-    """Start only the engines, as `start_deployments` does."""
-    role = engine_of(config, num_threads=_engine_threads(config, workers))
-    nodes = workers.gather(ray.get_runtime_context().get_node_id())
-    places = places_beside(config, [role.name], workers, nodes)
-    started = _start([settled(role, config, run_name, logs_dir)], places, workers)
-    (engine,) = _served(config, workers)
-    asked = _asked_first(engine, workers, nodes, is_beside=True)
-    return EngineHandle(started["engine"].preferring(*asked))
-
-
 def _served(config: OnlineConfig | PolicyExamplesConfig, workers: Workers) -> list[ServedRole]:
-    count, use_gpu = _num_pushing(config, workers), torch.cuda.is_available()
-    return served_roles(config, num_workers=count, use_gpu=use_gpu)
-
-
-def _num_pushing(config: OnlineConfig | PolicyExamplesConfig, workers: Workers) -> int:
-    """How many of the workers have the policy, and so may have an engine beside them."""
-    return workers.count - (config.learner.total_workers - config.learner.num_workers)
+    """What is deployed; the workers that only train a critic have no engine beside them."""
+    count = workers.count - (config.learner.total_workers - config.learner.num_workers)
+    return served_roles(config, num_workers=count, use_gpu=torch.cuda.is_available())
 
 
 def _asked_first(
     role: ServedRole, workers: Workers, nodes: Sequence[str], *, is_beside: bool
 ) -> list[int]:
     """Numbers of the replicas that this worker asks first."""
-    if role.name == "engine":
+    if role.kind == "engine":
         return own_engines(workers, int(role.num_replicas))
     if role.num_replicas == "auto" and not is_beside:
         return [0]
@@ -228,7 +220,7 @@ def _start(
     """Rank 0 starts them for all.
 
     Args:
-        in_turn: They share GPUs: vLLM measures what is free there, while nobody else starts.
+        in_turn: They share GPUs: vLLM measures what is free there, while nothing else starts.
         sleeps: Then also: each gives its memory up before the next one starts.
     """
     handles: dict[str, DeploymentHandle] = {}
@@ -256,10 +248,3 @@ def _own_place(workers: Workers, nodes: Sequence[str]) -> Place:
     here = nodes[workers.rank]
     bundles = [index for index, node in enumerate(nodes_of(group)) if node == here]
     return Place(group, bundles[nodes[: workers.rank].count(here)], env=own_devices())
-
-
-def _engine_threads(config: OnlineConfig | PolicyExamplesConfig, workers: Workers) -> int:
-    count = config.rollout.engine.resolved_count(
-        num_workers=_num_pushing(config, workers), use_gpu=torch.cuda.is_available()
-    )
-    return config.learner.cpus_per_worker * workers.count // count

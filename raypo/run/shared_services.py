@@ -15,7 +15,7 @@ from raypo.deployment.lender import Loan
 from raypo.deployment.reserve import Dedicated
 from raypo.plan.placement import served_roles, with_dedicated
 from raypo.run.dedicated_services import start_dedicated
-from raypo.run.roles import roles_of, settled
+from raypo.run.roles import class_and_arguments, deployment_of
 from raypo.run.setup import Shared
 
 
@@ -43,9 +43,9 @@ def start_shared(
     Raises:
         PlacementError: the group was not free within `placement.timeout_s`.
     """
-    more = {}
+    more: dict[str, dict[str, Any]] = {}
     if num_adapters:
-        more = {"engine": {"max_adapters": num_adapters, "reads_weights": True}}
+        more["engine"] = {"max_adapters": num_adapters, "reads_weights": True}
     if use_gpu:
         return start_dedicated(
             with_dedicated(config, roles),
@@ -54,22 +54,23 @@ def start_shared(
             use_gpu=True,
             more=more,
         )
-    learner = config.learner
-    served = served_roles(config, num_workers=learner.num_workers, use_gpu=False)
-    counts = {r.name: 1 if r.num_replicas == "auto" else r.num_replicas for r in served}
-    threads = learner.cpus_per_worker
-    handles = {
-        role.name: start_deployment(
-            settled(role.with_kwargs(more.get(role.name, {})), config, name, logs_dir),
-            [Place()] * counts[role.name],
-        )
-        for role in roles_of(
+    learner, handles = config.learner, {}
+    for role in served_roles(config, num_workers=learner.num_workers, use_gpu=False):
+        if role.name not in roles:
+            continue
+        count = 1 if role.num_replicas == "auto" else role.num_replicas
+        threads = learner.cpus_per_worker
+        if role.kind == "engine":
+            threads = threads * learner.total_workers // count
+        deployment = deployment_of(
+            role,
             config,
-            engine_threads=threads * learner.total_workers // counts["engine"],
-            frozen_threads=threads,
+            num_threads=threads,
+            run_name=name,
+            logs_dir=logs_dir,
+            **more.get(role.name, {}),
         )
-        if role.name in roles
-    }
+        handles[role.name] = start_deployment(deployment, [Place()] * count)
     return Dedicated(handles)
 
 
@@ -117,7 +118,10 @@ def leave_pool(engine: DeploymentHandle, run_name: str) -> None:
 def roles_alike(one: OnlineConfig, other: OnlineConfig) -> set[str]:
     """Roles of which a deployment started for the one config does for the other."""
     mine, theirs = (
-        {role.name: role.kwargs | {"seed": None} for role in roles_of(config, 1, 1)}
+        {
+            role.name: class_and_arguments(role, config)[1] | {"seed": None}
+            for role in served_roles(config, num_workers=1, use_gpu=False)
+        }
         for config in (one, other)
     )
     return {name for name, kwargs in mine.items() if kwargs == theirs.get(name)}

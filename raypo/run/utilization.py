@@ -86,12 +86,9 @@ def step_work(
     learns = step > config.ppo.critic_warmup_steps
     is_one_update = num_trained <= config.ppo.minibatch_size and learns
     judges = [
-        passed(shape, scoring, with_logits=False)
-        for number, shape in enumerate(models.rewards)
-        if f"reward_{number}" not in elsewhere
-    ]
-    judges += [
-        passed(shape, scoring) for role, shape in models.references.items() if role not in elsewhere
+        passed(shape, scoring, with_logits=role in models.references)
+        for role, shape in models.frozen.items()
+        if role not in elsewhere
     ]
     of_reference = policy if config.ppo.needs_reference and config.model.is_own_reference else 0.0
     flops = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -58,15 +57,3 @@ class ModelTensors:
                 f"the weights of version {manifest.version} are not those of the engine's model: "
                 f"{summary(lines)}. Start engine and learner with the same model."
             )
-
-
-def kv_bytes_per_token(model: str, *, dtype: str, tensor_parallel: int = 1) -> int:
-    """Bytes of keys and values that one token takes of a device's cache, over all layers."""
-    config: Any = AutoConfig.from_pretrained(model).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    heads = max(1, heads // tensor_parallel)  # at least one on each device, as vLLM has it
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    itemsize = getattr(torch, dtype).itemsize
-    return 2 * config.num_hidden_layers * heads * head_dim * itemsize

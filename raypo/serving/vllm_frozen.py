@@ -14,9 +14,9 @@ from transformers import AutoConfig
 
 from raypo.config import FrozenSection
 from raypo.models.loading import load_tokenizer, same_vocabulary
+from raypo.plan.model_shape import ModelShape
 from raypo.plan.sizes import default_cpu_kv_bytes
 from raypo.serving.frozen import FrozenModel, Ids, Told, frozen_memory_advice, sequence_ids
-from raypo.serving.model_tensors import kv_bytes_per_token
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import (
     WORKER_EXTENSION,
@@ -67,11 +67,10 @@ class VllmModel(FrozenModel):
             arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
             arguments["enable_sleep_mode"] = True
         else:
-            per_token = kv_bytes_per_token(
-                model, dtype=dtype, tensor_parallel=section.tensor_parallel
-            )
+            shape = ModelShape.read(model)
+            a_token = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
             arguments["enforce_eager"] = True
-            arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
+            arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(a_token, max_model_len)
         with frozen_memory_advice(model):
             self._llm = start_llm(arguments)
         self._processes = VllmProcesses(self._llm)

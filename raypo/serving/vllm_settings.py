@@ -6,9 +6,11 @@ import os
 import warnings
 from typing import Any
 
+import torch
+
 from raypo.config import EngineSection
-from raypo.plan.sizes import default_cpu_kv_bytes
-from raypo.serving.model_tensors import kv_bytes_per_token
+from raypo.plan.model_shape import ModelShape
+from raypo.plan.sizes import default_cpu_kv_bytes, engine_sequences
 from raypo.serving.vllm_arguments import check_extra
 
 OLDEST, NEWEST = (0, 23), (0, 32)
@@ -126,11 +128,15 @@ def engine_arguments(
     else:
         arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
         arguments["enable_sleep_mode"] = section.sleep
+    has_gpu = device == "cuda" and torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
+    arguments["max_num_seqs"] = engine_sequences(memory)  # the plan counts with as many
     if section.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
     elif device == "cpu":
-        per_token = kv_bytes_per_token(model, dtype=dtype, tensor_parallel=section.tensor_parallel)
-        arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
+        shape = ModelShape.read(model)
+        a_token = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
+        arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(a_token, max_model_len)
     return arguments | section.extra
 
 

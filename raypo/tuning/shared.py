@@ -72,7 +72,7 @@ class Sharing:
         wanted = {role for role in roles if not _is_searched(role, sweep)}
         models = [*base.references] if "reference" in wanted else []
         if "reward" in wanted:
-            models += [f"reward_{number}" for number in range(len(base.model.reward or ()))]
+            models += base.reward_models
         lora = base.model.lora
         holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
         pool = "engine" in wanted and holds_adapter

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from raypo.config import PPOConfig
 from raypo.plan.estimate import Models, roles_of
-from raypo.plan.memory import sharding_of
 from raypo.plan.placement import LEARNER, served_roles
+from raypo.plan.sharding import Sharding
 from tests.tiny import tiny_tokenizer
 
 SHAPES = {"25M": {"vocab_size": 9216, "num_hidden_layers": 6}, "135M": {}}
@@ -90,7 +90,7 @@ def measured(role: str, config: PPOConfig) -> dict[str, int]:
 
 def predicted(role: str, config: PPOConfig) -> Any:
     """The role's memory, as `raypo plan` computes it for this config."""
-    sharding = sharding_of(config.learner.zero_stage, 1, {}, dtype=config.model.dtype)
+    sharding = Sharding.of(config.learner, dtype=config.model.dtype, num_workers=1)
     roles = roles_of(config, Models.read(config), sharding, "cpu", None)
     return next(each.memory for each in roles if each.name == role)
 

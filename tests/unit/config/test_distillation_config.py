@@ -24,7 +24,10 @@ def parsed(**changes: object) -> DistillationConfig:
     [
         ({"model": {"policy": "student"}}, "model.teacher"),
         ({"model": VALUES["model"] | {"reference": "r"}}, "compares with none. Remove it"),
-        ({"distillation": {"beta": 0.3}}, "Set distillation.divergence to jsd, or remove it"),
+        (
+            {"distillation": {"beta": 0.3}},
+            "Remove distillation.beta, or set distillation.divergence to jsd",
+        ),
         (
             {"distillation": {"on_policy_fraction": 0.5}},
             "Set data.response_key to their column, or it to 1",

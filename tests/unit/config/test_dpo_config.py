@@ -23,9 +23,9 @@ def test_the_quickstart_file_is_a_dpo_run_on_the_pairs_of_the_reward_model():
     ("change", "words"),
     [
         ({"dpo": {"loss": "hinge", "label_smoothing": 0.1}}, "dpo.label_smoothing.*no effect"),
-        ({"dpo": {"simpo_gamma": 1.0}}, "dpo.simpo_gamma.*Set dpo.loss to simpo"),
+        ({"dpo": {"simpo_gamma": 1.0}}, "dpo.simpo_gamma.*set dpo.loss to simpo"),
         ({"dpo": {"loss": "kto", "sft_coef": 1.0}}, "dpo.sft_coef.*no effect"),
-        ({"dpo": {"undesirable_weight": 2.0}}, "dpo.undesirable_weight.*Set dpo.loss to kto"),
+        ({"dpo": {"undesirable_weight": 2.0}}, "dpo.undesirable_weight.*set dpo.loss to kto"),
         ({"dpo": {"label_smoothing": 0.5}}, "less than 0.5"),
         ({"dpo.loss": "simpo", "model.reference": "q"}, "simpo has no reference"),
         ({"data.ref_chosen_key": "c"}, "data.ref_rejected_key.*of both"),

@@ -256,6 +256,20 @@ def test_all_mistakes_are_told_at_once():
     assert len(refused(ppo__gamma=2, zzz=1, seed=-1).splitlines()) == 3
 
 
+def test_all_rules_that_are_broken_are_told_at_once():
+    """Within a section and between sections, each with the name of the file."""
+    lines = refused(ppo__nll_min_score=0.5, ppo__cispo_low=0.1).splitlines()
+    assert [line.split(" (")[0] for line in lines] == [
+        "run.yaml: ppo.cispo_low",
+        "run.yaml: ppo.nll_min_score",
+    ]
+    lines = refused(ppo__minibatch_size=30, rollout__mode="one_step_off").splitlines()
+    assert [line.split(" (")[0] for line in lines] == [
+        "run.yaml: rollout.mode",
+        "run.yaml: ppo.minibatch_size",
+    ]
+
+
 # Rules between keys
 
 
@@ -462,8 +476,8 @@ def test_failures_are_counted_as_ray_counts_them_and_may_change_when_a_run_goes_
     [
         (
             {"learner__lr_floor": 0.1},
-            "learner.lr_floor (0.1): has no effect, learner.lr_schedule is constant. Remove it, or "
-            "set learner.lr_schedule to linear or cosine.",
+            "learner.lr_floor (0.1): has no effect, learner.lr_schedule is constant. Remove "
+            "learner.lr_floor, or set learner.lr_schedule to linear or cosine.",
         ),
         ({"learner__lr_floor": 1.5}, "learner.lr_floor (1.5): must be less than or equal to 1."),
         ({"learner__adam_betas": [0.9, 1.0]}, "learner.adam_betas"),

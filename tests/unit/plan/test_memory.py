@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from raypo.config import LearnerSection, LoraSection, PPOConfig
-from raypo.learner.trained_model import deepspeed_config
 from raypo.models.loading import load_causal_lm
 from raypo.models.lora import add_adapter
 from raypo.models.packed_attention import hidden_states
 from raypo.models.packing import pack
 from raypo.plan.estimate import Models, roles_of
-from raypo.plan.memory import Batch, Sharding, activations, sharding_of, trained, worst_batch
+from raypo.plan.memory import Batch, activations, trained, worst_batch
 from raypo.plan.model_shape import ModelShape
+from raypo.plan.sharding import Sharding, deepspeed_config
 from tests.tiny import tiny_policy
 
 N = 1_000
@@ -65,9 +65,12 @@ def test_the_deepspeed_key_wins_over_the_stage():
         {"zero_stage": 1, "deepspeed": {"zero_optimization": {"stage": 3}}}
     )
     generated = deepspeed_config(section, dtype="float32", num_workers=2)["zero_optimization"]
-    assert sharding_of(1, 2, section.deepspeed, dtype="float32").stage == generated["stage"] == 3
+    assert generated["stage"] == 3
+    assert Sharding.of(section, dtype="float32", num_workers=2).stage == 3
     off = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    assert sharding_of(2, 2, off, dtype="float32") == Sharding(2, 2, offload_optimizer=True)
+    section = LearnerSection.model_validate({"zero_stage": 2, "deepspeed": off})
+    off_loaded = Sharding(2, 2, offload_optimizer=True)
+    assert Sharding.of(section, dtype="float32", num_workers=2) == off_loaded
 
 
 @pytest.mark.parametrize(
@@ -86,8 +89,7 @@ def test_a_worker_alone_shards_nothing(keys: dict, dtype: str, workers: int, sta
     section = LearnerSection.model_validate(keys)
     config = deepspeed_config(section, dtype=dtype, num_workers=workers)
     assert config["zero_optimization"]["stage"] == stage
-    planned = sharding_of(section.zero_stage, workers, section.deepspeed, dtype=dtype)
-    assert planned.stage == stage
+    assert Sharding.of(section, dtype=dtype, num_workers=workers).stage == stage
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [("float32", 0), ("bfloat16", 1)])
@@ -98,7 +100,7 @@ def test_stage_0_is_deepspeeds_stage_1_in_bfloat16(dtype: str, stage: int, keys:
     section = LearnerSection.model_validate(keys)
     config = deepspeed_config(section, dtype=dtype, num_workers=1)
     assert config["zero_optimization"]["stage"] == stage
-    assert sharding_of(section.zero_stage, 1, section.deepspeed, dtype=dtype).stage == stage
+    assert Sharding.of(section, dtype=dtype, num_workers=1).stage == stage
     assert config.get("communication_data_type") == ("fp32" if stage == 1 else None)
 
 

@@ -14,9 +14,7 @@ from transformers import (
 )
 
 from raypo.config import ConfigError
-from raypo.plan.memory import kv_bytes_per_token
 from raypo.plan.model_shape import ModelShape, from_config
-from raypo.serving.model_tensors import kv_bytes_per_token as served_kv_bytes_per_token
 from tests.tiny import tiny_policy
 
 SIZES: dict[str, Any] = {
@@ -78,9 +76,10 @@ def test_a_config_without_sizes_is_refused(tmp_path: Path):
         ModelShape.read(str(tmp_path), key="model.critic")
 
 
-def test_the_kv_cache_is_the_engines(tmp_path: Path):
-    folder = str(tiny_policy(tmp_path))
-    shape = ModelShape.read(folder)
-    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
-        per_token = served_kv_bytes_per_token(folder, dtype=dtype)
-        assert kv_bytes_per_token(shape, itemsize=itemsize) == per_token
+def test_keys_and_values_of_a_token(tmp_path: Path):
+    shape = ModelShape.read(str(tiny_policy(tmp_path)))
+    two_layers_of_two_heads_of_32 = 2 * 2 * 2 * 32
+    assert shape.kv_bytes_per_token("float32") == 4 * two_layers_of_two_heads_of_32
+    assert shape.kv_bytes_per_token("bfloat16") == 2 * two_layers_of_two_heads_of_32
+    for size in (2, 4):  # a head is on one device, or on each
+        assert shape.kv_bytes_per_token("float32", tensor_parallel=size) == 4 * 2 * 2 * 32

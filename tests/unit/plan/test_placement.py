@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from raypo.config import ConfigError, PPOConfig
+from raypo.config import ConfigError, FrozenSection, PPOConfig
 from raypo.plan.hardware import parse_cluster
 from raypo.plan.placement import (
     Bundle,
@@ -289,7 +289,8 @@ def test_groups_side_by_side_hold_all_their_bundles():
 
 
 def frozen(count: int | Literal["auto"], **more: Any) -> ServedRole:
-    return ServedRole("reference", "colocated", count, 1, "key", 0.5, **more)
+    asked = "reference", "reference", "path", FrozenSection(), "colocated", count, 0.5
+    return ServedRole(*asked, **more)
 
 
 def test_a_worker_asks_the_replica_that_begins_nearest_before_it():
@@ -302,7 +303,8 @@ def test_a_worker_asks_the_replica_that_begins_nearest_before_it():
 def test_on_gpus_as_many_workers_as_share_a_replica_have_one():
     everywhere = frozen("auto", on_every_device=True)
     assert first_workers(everywhere, list("aabcc")) == [0, 1, 2, 3, 4]
-    pairs = replace(everywhere, num_devices=2)
+    two = FrozenSection(backend="vllm", tensor_parallel=2)
+    pairs = replace(everywhere, section=two)
     assert first_workers(pairs, list("aaaabbbb")) == [0, 2, 4, 6]
     assert first_workers(pairs, list("aaabbb")) == [0, 3], "none spans two nodes"
     assert first_workers(frozen(3, on_every_device=True), list("aaaaaa")) == [0, 2, 4]

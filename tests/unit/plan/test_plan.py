@@ -12,6 +12,7 @@ from raypo.config import ConfigError, PPOConfig, parse_run_config
 from raypo.plan.fit import Plan, make_plan
 from raypo.plan.hardware import parse_cluster
 from raypo.plan.tables import gb, tables
+from raypo.plan.times import Rates, step_time
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -363,3 +364,46 @@ def test_a_run_on_examples_that_does_not_fit_is_told_what_to_change(values: dict
     )
     assert not made.fits
     assert "learner.zero_stage to 3" in made.problems[0] or "offload" in made.problems[0]
+
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152_064,
+    "hidden_size": 3_584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def test_an_adapter_of_rank_16_trains_beside_one_base_of_7b(values: dict, tmp_path: Path):
+    """On one GPU of 80 GB, where all weights do not fit: 40 million of 7.6 billion learn."""
+    (tmp_path / "7b").mkdir()
+    (tmp_path / "7b" / "config.json").write_text(json.dumps(QWEN_7B))
+    values["model"]["policy"] = str(tmp_path / "7b")
+    values["learner"]["num_workers"] = 1
+    values["ppo"] = {"preset": "grpo"}
+    assert not plan(values, "1xH100,16xCPU,500G").fits
+    values["model"]["lora"] = {"rank": 16, "push": "adapter"}
+    made = plan(values, "1xH100,16xCPU,500G")
+    assert made.fits, made.problems
+    assert [bundle.roles for bundle in made.bundles] == [("learner worker 0", "engine:0")]
+    memory = {role.name: role.memory for role in made.roles}
+    weights, adapter = 7_615_616_512, 40_370_176  # as transformers and peft count them
+    learner, engine = memory["learner worker"].held, memory["engine"].held
+    assert learner["policy weights"] == 2 * (weights + adapter)
+    assert learner["policy optimizer"] == 12 * adapter, "master weights and two moments"
+    assert (engine["weights"], engine["adapter"]) == (2 * weights, 2 * adapter)
+
+
+def test_what_is_pushed_of_an_adapter_is_the_adapter(values: dict):
+    made = {}
+    for push in ("merged", "adapter"):
+        values["model"]["lora"] = {"rank": 16, "push": push}
+        step = step_time(plan(values, "8xH100"), Rates(1e15, 1e12, 1e11, 1e10, store=1e9))
+        made[push] = {each.phase: each for each in step.phases}["push"]
+    rank_16 = 16 * 16 * (2_048 * 2 + 2 * (2_048 + 512) + 2_048 * 2 + 3 * (2_048 + 8_192))
+    assert made["adapter"].seconds == pytest.approx(2 * rank_16 / 1e9)
+    assert made["merged"].limit == "ipc"

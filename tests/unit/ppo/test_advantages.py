@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypo.config.ppo_section import GROUP_ADVANTAGES
 from raypo.ppo import masked
 from raypo.ppo.advantages import (
-    GROUP_KINDS,
     adaptive_lambdas,
     discounted_returns,
     generalized_advantages,
@@ -225,7 +225,7 @@ def test_group_baselines_by_hand(kind, expected):
     assert group_baseline(failed, kind=kind, valid=valid)[~valid].tolist() == [0.0]
 
 
-@pytest.mark.parametrize("kind", GROUP_KINDS)
+@pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
 @pytest.mark.parametrize("score", [0.1, -1e-3, 1e6 / 3, 0.7])
 def test_equal_rewards_are_exactly_zero(kind, score):
     for n in range(2, 12):
@@ -234,7 +234,7 @@ def test_equal_rewards_are_exactly_zero(kind, score):
             assert group_baseline(scores, kind=kind).abs().sum().item() == 0.0
 
 
-@pytest.mark.parametrize("kind", GROUP_KINDS)
+@pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
 def test_fewer_than_two_valid_samples_teach_nothing(kind):
     scores = torch.tensor([[1.0, NAN], [NAN, NAN]])
     valid = torch.tensor([[True, False], [False, False]])
@@ -242,7 +242,7 @@ def test_fewer_than_two_valid_samples_teach_nothing(kind):
     assert group_baseline(scores, kind=kind, valid=valid).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("kind", GROUP_KINDS)
+@pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
 def test_a_group_of_one_is_refused_with_the_remedy(kind):
     with pytest.raises(ValueError, match="samples_per_prompt"):
         group_baseline(torch.zeros(3, 1), kind=kind)

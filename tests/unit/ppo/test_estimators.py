@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from raypo.ppo.advantages import GROUP_KINDS, generalized_advantages, group_baseline, token_rewards
+from raypo.config.ppo_section import GROUP_ADVANTAGES
+from raypo.ppo.advantages import generalized_advantages, group_baseline, token_rewards
 from raypo.ppo.estimators import ESTIMATORS, baseline_by_index, estimate_advantages
 from raypo.ppo.masked import masked_whiten
 from tests.unit.ppo.steps import NAN, few, plain_advantages, random_step, seeds
@@ -32,7 +33,7 @@ def test_group_estimators_give_every_token_its_responses_advantage(kind):
     )
 
 
-@pytest.mark.parametrize("kind", GROUP_KINDS)
+@pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
 def test_groups_compare_scores_with_the_kl_of_the_whole_response_in_them(kind):
     _, returns = estimate(kind, kl=KL, kl_coef=0.5)
 
@@ -46,7 +47,7 @@ def test_groups_compare_scores_with_the_kl_of_the_whole_response_in_them(kind):
     torch.testing.assert_close(returns, spread(expected.get(kind, centred)))
 
 
-@pytest.mark.parametrize("kind", GROUP_KINDS)
+@pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
 def test_a_kl_in_the_reward_is_no_push_down_on_a_whole_group(kind):
     mask = torch.ones(4, 500, dtype=torch.bool)
     knobs = {"kind": kind, "gamma": 1.0, "kl_coef": 0.01, "group_index": torch.zeros(4).long()}
@@ -163,7 +164,7 @@ def test_order_of_rows_and_their_deal_to_groups_change_no_baseline(seed):
     index = torch.tensor([7, 1, 30, 2]).repeat_interleave(3)
     every = torch.ones(12, dtype=torch.bool)
 
-    for kind in GROUP_KINDS:
+    for kind in GROUP_ADVANTAGES:
         flat = baseline_by_index(scores.flatten()[order], index[order], every, kind=kind)
         torch.testing.assert_close(flat, group_baseline(scores, kind=kind).flatten()[order])
 

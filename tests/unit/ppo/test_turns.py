@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypo.ppo.advantages import GROUP_KINDS, discounted_returns, generalized_advantages
+from raypo.config.ppo_section import GROUP_ADVANTAGES
+from raypo.ppo.advantages import discounted_returns, generalized_advantages
 from raypo.ppo.estimators import ESTIMATORS, baseline_by_index, estimate_advantages
 from tests.unit.ppo.steps import INF, NAN, few, seeds
 
@@ -79,7 +80,7 @@ def test_what_an_environment_writes_and_how_much_changes_no_advantage(
     torch.testing.assert_close(estimate([1, 1], 0.0), estimate([3, 2], rubbish))
 
 
-@pytest.mark.parametrize("kind", GROUP_KINDS)
+@pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
 def test_the_rows_of_an_episode_count_once_in_its_group(kind):
     scores = torch.tensor([1.0, 2.0, 2.0, 2.0, 6.0, NAN, NAN])
     group = torch.tensor([0, 0, 0, 0, 0, 0, 0])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoModelForCausalLM
 
-from raypo.serving.model_tensors import ModelTensors, kv_bytes_per_token
+from raypo.serving.model_tensors import ModelTensors
 from raypo.weights.buckets import pack
 from raypo.weights.manifest import Manifest, WeightError
 from raypo.weights.transport import LocalTransport
@@ -49,9 +49,3 @@ def test_every_mistake_is_named(folder: str, tensors: dict) -> None:
     assert "model.layers.1.self_attn.k_proj.weight is missing" in str(refused.value)
     assert "model.extra.weight is unknown" in str(refused.value)
     assert "model.norm.weight has shape (3,) instead of (64,)" in str(refused.value)
-
-
-def test_kv_bytes(folder: str) -> None:
-    two_layers_of_two_heads_of_32 = 2 * 2 * 2 * 32
-    assert kv_bytes_per_token(folder, dtype="float32") == 4 * two_layers_of_two_heads_of_32
-    assert kv_bytes_per_token(folder, dtype="bfloat16") == 2 * two_layers_of_two_heads_of_32

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from raypo.config import EngineSection
-from raypo.plan.sizes import cpu_sequence_bytes, default_cpu_kv_bytes
+from raypo.plan.sizes import cpu_sequence_bytes, default_cpu_kv_bytes, engine_sequences
 from raypo.serving import vllm_settings
 from raypo.serving.vllm_settings import (
     check_version,
@@ -18,6 +18,8 @@ from raypo.serving.vllm_settings import (
     start_llm,
 )
 from tests.tiny import tiny_policy
+
+GIB = 1024**3
 
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.32.0", "0.32.1rc2+cpu", "0.27.0.dev5"])
@@ -74,6 +76,11 @@ def test_arguments_come_from_the_section(tmp_path) -> None:
     assert gpu["gpu_memory_utilization"] == 0.3
     assert "kv_cache_memory_bytes" not in gpu
     assert not {"enforce_eager", "enable_chunked_prefill"} & gpu.keys()
+
+
+def test_as_many_sequences_at_a_time_as_the_plan_counts_with(tmp_path) -> None:
+    assert arguments(str(tiny_policy(tmp_path)), EngineSection())["max_num_seqs"] == 256
+    assert [engine_sequences(size) for size in (None, 24 * GIB, 70 * GIB)] == [256, 256, 1024]
 
 
 def test_extra_wins(tmp_path) -> None:
