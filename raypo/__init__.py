@@ -30,64 +30,30 @@ if TYPE_CHECKING:
     )
     from raypo.types import Rollout
 
-_HOMES = {
-    "Agent": "raypo.rollout.interface",
-    "ConfigError": "raypo.config",
-    "DPOConfig": "raypo.config",
-    "DPOTrainer": "raypo.trainer",
-    "DistillationConfig": "raypo.config",
-    "DistillationTrainer": "raypo.trainer",
-    "Environment": "raypo.rollout.interface",
-    "IterativeDPOConfig": "raypo.config",
-    "IterativeDPOTrainer": "raypo.trainer",
-    "PPOConfig": "raypo.config",
-    "PPOTrainer": "raypo.trainer",
-    "RejectionSamplingConfig": "raypo.config",
-    "RejectionSamplingTrainer": "raypo.trainer",
-    "RewardModelConfig": "raypo.config",
-    "RewardModelTrainer": "raypo.trainer",
-    "Rollout": "raypo.types",
-    "SFTConfig": "raypo.config",
-    "SFTTrainer": "raypo.trainer",
-    "StepRewards": "raypo.ppo.own",
-    "StepScores": "raypo.ppo.own",
-    "StepView": "raypo.run.callbacks",
-    "TokenLoss": "raypo.ppo.surrogates",
-    "Tokens": "raypo.ppo.surrogates",
-    "train_loop_per_worker": "raypo.recipes.ppo",
-}
-
 __version__ = "0.1.0"
-__all__ = [
-    "Agent",
-    "ConfigError",
-    "DPOConfig",
-    "DPOTrainer",
-    "DistillationConfig",
-    "DistillationTrainer",
-    "Environment",
-    "IterativeDPOConfig",
-    "IterativeDPOTrainer",
-    "PPOConfig",
-    "PPOTrainer",
-    "RejectionSamplingConfig",
-    "RejectionSamplingTrainer",
-    "RewardModelConfig",
-    "RewardModelTrainer",
-    "Rollout",
-    "SFTConfig",
-    "SFTTrainer",
-    "StepRewards",
-    "StepScores",
-    "StepView",
-    "TokenLoss",
-    "Tokens",
-    "train_loop_per_worker",
-]
+
+_HOMES = {
+    name: home
+    for home, names in {
+        "raypo.config": "ConfigError DistillationConfig DPOConfig IterativeDPOConfig PPOConfig "
+        "RejectionSamplingConfig RewardModelConfig SFTConfig",
+        "raypo.ppo.own": "StepRewards StepScores",
+        "raypo.ppo.surrogates": "TokenLoss Tokens",
+        "raypo.recipes.ppo": "train_loop_per_worker",
+        "raypo.rollout.interface": "Agent Environment",
+        "raypo.run.callbacks": "StepView",
+        "raypo.trainer": "DistillationTrainer DPOTrainer IterativeDPOTrainer PPOTrainer "
+        "RejectionSamplingTrainer RewardModelTrainer SFTTrainer",
+        "raypo.types": "Rollout",
+    }.items()
+    for name in names.split()
+}
+"""Public names, each imported when it is used, so that `import raypo` loads nothing heavy."""
+
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are used: `import raypo` loads nothing heavy."""
     if name not in _HOMES:
         raise AttributeError(f"module 'raypo' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from raypo.config import ConfigError
+from raypo.metrics.catalogue import HEADLINES, reference
 from raypo.metrics.clock import duration
-from raypo.metrics.headlines import HEADLINES, reference
 from raypo.storage.run_files import RunFiles
 
 PATIENCE_STEPS, PATIENCE_S = 10.0, 600.0
@@ -184,13 +184,10 @@ def paragraph(run: RunStatus) -> list[str]:
 def _scores(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """The last finite value of each headline, and the held-out one of the start."""
     found: list[tuple[str, float]] = []
-    for name, label, _ in HEADLINES:
-        values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
-        start = reference(rows, name)
-        if values:
-            found.append((label, values[-1]))
-        elif start is not None:
-            found.append((label, start))
+    for metric in HEADLINES:
+        values = [row[metric.name] for row in rows if math.isfinite(row.get(metric.name, math.nan))]
+        if (last := values[-1] if values else reference(rows, metric.name)) is not None:
+            found.append((metric.label, last))
     return found
 
 

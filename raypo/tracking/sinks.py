@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from raypo.config import ConfigError, LoggingSection, MLflowSection, WandbSection
 from raypo.config.base import flatten
+from raypo.metrics.catalogue import MEANINGS
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
 
 REPEAT_GAUGES_S = 5.0
-PROMETHEUS_PREFIX = "raypo_"
-"""Ray puts `ray_` before it: `rollout/score_mean` is `ray_raypo_rollout_score_mean`."""
-
-
 _TRIAL = re.compile(r"-(\d{5})$")
 """How the names of a sweep's runs end."""
 
@@ -207,7 +204,7 @@ class RayMetrics:
             if name not in self._gauges:
                 self._gauges[name] = Gauge(
                     prometheus_name(name),
-                    description=f"raypo's {name}, of the last step.",
+                    description=MEANINGS.get(name, name),
                     tag_keys=tuple(self._labels),
                 )
             self._gauges[name].set(value, tags=self._labels)
@@ -215,7 +212,7 @@ class RayMetrics:
 
 def prometheus_name(metric: str) -> str:
     """`rollout/score_mean` -> `raypo_rollout_score_mean`; Ray puts `ray_` before it."""
-    return PROMETHEUS_PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+    return f"raypo_{re.sub(r'[^a-zA-Z0-9_*]', '_', metric)}"
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

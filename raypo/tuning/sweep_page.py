@@ -11,22 +11,16 @@ from typing import Any
 from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.clock import duration
-from raypo.report import (
-    Chart,
-    Details,
-    Page,
-    Section,
-    Table,
-    Tiles,
-    Words,
+from raypo.report.change import held_out_scores
+from raypo.report.charts import (
     bar_chart,
+    chart_of,
     line_chart,
+    new_figure,
     parallel_chart,
     spans_decades,
 )
-from raypo.report.change import held_out_scores
-from raypo.report.charts import chart_of, new_figure
-from raypo.report.page import COLOURS, number
+from raypo.report.page import COLOURS, Chart, Details, Page, Section, Table, Tiles, Words, number
 from raypo.report.run_page import with_the_start
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from raypo.report import load_run, run_page
 from raypo.report.page import Words
+from raypo.report.run_page import load_run, run_page
 from raypo.storage.run_files import RunFiles
 from tests.recorded_run import write_recorded
 

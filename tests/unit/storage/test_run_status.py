@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from raypo.cluster.messenger import Monitor
-from raypo.metrics.headlines import HEADLINES
 from raypo.storage.run_files import RunFiles
 from raypo.storage.run_state import RunStatus, paragraph, run_status, status_told, table
 from tests.recorded_run import write_run
@@ -96,13 +95,12 @@ def test_one_run_is_told_in_a_paragraph(tmp_path: Path, monkeypatch: pytest.Monk
     """8 of 12 steps of 2 s: 8 s are left. eval/score_mean of step 8 is 0.25 + 0.5 (1 - e^-8/6)."""
     monkeypatch.chdir(tmp_path)
     files = run_of(tmp_path / "runs", steps=8)
-    label = {name: label for name, label, _ in HEADLINES}["rollout/score_mean"]
     with files.lock():
         lines = paragraph(status_of(files, later_s=34.0))
     assert lines == [
         "recorded: ppo, running, step 8 of 12",
         "  last step  34 s ago, 2 s per step, about 8 s left",
-        f"  scores     held-out score 0.6182, {label} 0.6418",
+        "  scores     held-out score 0.6182, training score 0.6418",
         "  files      runs/recorded",
         "  log        runs/recorded/logs/worker_0.log",
         "  go on      raypo train runs/recorded",

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from raypo.config.sweep_config import SweepConfig
-from raypo.report import Chart, Table, Words
+from raypo.report.page import Chart, Table, Words
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, write_trials
