@@ -1,4 +1,4 @@
-"""The `raypo` command. Wrong input is told and ends with status 2 before anything heavy loads."""
+"""The `raypo` command. Wrong input ends it with status 2 before anything heavy loads."""
 
 from __future__ import annotations
 

@@ -137,17 +137,14 @@ def with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"step": 0, **start}, *rows] if start else rows
 
 
-def _start(rows: RowsByRun, *names: str) -> dict[str, float]:
+def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
     """The first of the metrics that each run measured before its first update."""
     found: dict[str, float] = {}
-    for run, each in rows.items():
-        for name in names:
-            first = next((row for row in each[:2] if name in row), {})
-            is_before = first.get("step") == 0 or (
-                first.get("step") == 1 and name.startswith("rollout/")  # sampled anew each step
-            )
-            if run not in found and is_before:
-                found[run] = first[name]
+    for run, rows in curves.items():
+        own = [row for row in rows[:2] if row["step"]]  # not that of `with_the_start`
+        for start in (reference(own, name) for name in reversed(names)):
+            if start is not None:
+                found[run] = start
     return found
 
 
@@ -178,25 +175,21 @@ def _headline(section: Section, runs: Mapping[str, RunData]) -> None:
 
 def _comparison(runs: Mapping[str, RunData]) -> str:
     """Which run ended with the best held-out score, where they answered the same prompts."""
+    unknown = "Which of them is best is not decided:"
     last = {name: (run.files.rollout_steps(held_out=True) or [0])[-1] for name, run in runs.items()}
     if not all(last.values()):
-        return "Which of them is best cannot be told: not all have held-out answers from training."
-    if len({str(_judges(run.config)) for run in runs.values()}) > 1:
-        return "Which of them is best cannot be told: their held-out scores have different judges."
+        return f"{unknown} not all have held-out answers from training."
+    judges = set[str]()
+    for config in (run.config for run in runs.values()):
+        trained = config.get("reward"), (config.get("model") or {}).get("reward")
+        trained += tuple(own_functions(config.get("data") or {}))
+        judges.add(judge_of_held_out(config) or str(trained))
+    if len(judges) > 1:
+        return f"{unknown} their held-out scores have different judges."
     scores = {name: held_out_scores(run.files, last[name]) for name, run in runs.items()}
     if len({frozenset(each) for each in scores.values()}) > 1 or not all(scores.values()):
-        return "Which of them is best cannot be told: their held-out prompts are not the same."
+        return f"{unknown} their held-out prompts are not the same."
     return lead_words(scores, steps=last)
-
-
-def _judges(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides a held-out score."""
-    evaluation = config.get("eval") or {}
-    function, held_out = evaluation.get("function"), own_functions(evaluation)
-    if function:
-        return function, held_out
-    models = (config.get("model") or {}).get("reward")
-    return config.get("reward"), models, held_out, own_functions(config.get("data") or {})
 
 
 def _tiles(rows: Rows) -> list[tuple[str, str, str]]:

@@ -19,7 +19,7 @@ from raypo.report.change import Change, change_over_steps
 from raypo.tracking.warnings import seconds_by_phase
 
 MIN_START_SHARE = 0.1
-"""The start of a run is told where it takes at least this share of its time."""
+"""The start of a run is mentioned where it takes at least this share of its time."""
 
 
 def headline(
@@ -110,7 +110,7 @@ def _learning(
 ) -> str:
     """The verdict, from held-out answers in pairs where they are saved, else from training.
 
-    A held-out metric whose answers are not saved is told beside it as it was measured.
+    Held-out metrics whose answers are not saved follow it as they were measured.
     """
     name, label, sign, *_ = next((each for each in TRAINED if each.name in rows[-1]), TRAINED[0])
     samples = (config.get("rollout") or {}).get("samples_per_prompt")
@@ -123,7 +123,7 @@ def _learning(
     if trained is None:
         only = rows[-1].get(name, math.nan)
         if len(rows) == 1 and math.isfinite(only):
-            unknown = "so whether it learned cannot be told"
+            unknown = "so it is unknown whether it learned"
             others.insert(0, f"The {label} was {only:.3f} in its only step, {unknown}.")
         return " ".join(others)
     direction = None if trained.direction is None else sign * trained.direction
@@ -185,7 +185,7 @@ def _held_out_text(rows: Sequence[Row], first: int, last: int, change: Change) -
 
 def _with_verdict(direction: int | None, text: str) -> str:
     if direction is None:
-        return f"Whether it learned cannot be told from so little: the {text}."
+        return f"Too little data to say whether it learned: the {text}."
     return f"{_VERDICTS[direction]} The {text}."
 
 

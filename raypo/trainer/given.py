@@ -64,13 +64,13 @@ def _write(key: str, rows: Rows, files: RunFiles) -> str:
     folder = files.folder / GIVEN_ROWS
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"
-    told = xxhash.xxh3_64()
+    content = xxhash.xxh3_64()
     try:
         with temporary.open("wb") as file:
             for line in _lines(key, rows):
                 file.write(line)
-                told.update(line)
-        name = f"{key}-{told.hexdigest()}.jsonl"
+                content.update(line)
+        name = f"{key}-{content.hexdigest()}.jsonl"
         os.replace(temporary, folder / name)
     finally:
         temporary.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ def _lines(key: str, rows: Rows) -> Iterator[bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's as lists and numbers."""
+    """What NumPy holds, as lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} is in it")

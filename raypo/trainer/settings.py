@@ -22,7 +22,7 @@ from raypo.rewards.scoring import RewardFunction
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 CONTROLLER_FAILURE_LIMIT = 2
-"""Ray's own default retries a start that can never succeed for ever."""
+"""Ray's own default retries a start that can never succeed without an end."""
 
 GIVEN = "rows of datasets="
 """Stands in a config for rows until they are written."""
@@ -143,7 +143,7 @@ def _without_the_critics(count: Any, config: Any) -> int:
     if count <= apart:
         raise ConfigError(
             f"ScalingConfig.num_workers ({count}): counts all learner workers, and {apart} of them "
-            f"hold the critic alone (learner.critic_workers). Set it to {apart + 1} or more, or "
+            f"hold only the critic (learner.critic_workers). Set it to {apart + 1} or more, or "
             f"learner.critic_workers to 0."
         )
     return count - apart
