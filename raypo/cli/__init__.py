@@ -24,16 +24,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command("eval")(evaluate)
-app.command()(export)
-app.command()(plan)
-app.command()(serve)
-app.command()(serve_reward)
-app.command()(sweep)
-app.command()(report)
-app.command()(show)
-app.command()(status)
-app.command()(timeline)
-app.command()(monitor)
+for command in (export, plan, serve, serve_reward, sweep, report, show, status, timeline, monitor):
+    app.command()(command)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ class Metric(NamedTuple):
 
     name: str
     label: str
-    """What people call it, with its unit."""
+    """What people call it, and behind a comma its unit."""
     sign: int = 0
     """1 or -1 where it says whether a run worked: higher or lower is better."""
     line: str = ""
@@ -36,7 +36,7 @@ METRICS = {
         Metric("eval/score_mean", "held-out score", 1, "eval {:+.3f}", tile=True),
         Metric("eval/accuracy", "held-out accuracy", 1, "eval accuracy {:.1%}", tile=True),
         Metric("eval/loss", "held-out loss", -1, "eval loss {:.4f}", tile=True),
-        Metric("eval/reward_model_mean", "reward model's score, held out"),
+        Metric("eval/reward_model_mean", "reward model, held out"),
         Metric("eval/margin_mean", "held-out margin"),
         Metric("rollout/score_mean", "training score", 1, "score {:+.3f}", tile=True),
         Metric("train/accuracy", "training accuracy", 1, "accuracy {:.1%}"),
@@ -99,12 +99,8 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
             for metric in HEADLINES
             if not metric.name.endswith("score_mean")  # what a run trains on has a plot of its own
         ),
-        Plot("Implicit rewards", ["eval/*_reward_mean", "train/*_reward_mean"], "beta x log-ratio"),
-        Plot(
-            "Log-probabilities",
-            ["eval/*_log_prob_mean", "train/*_log_prob_mean"],
-            "nats per response",
-        ),
+        Plot("Implicit rewards", ["*/*_reward_mean"], "beta x log-ratio"),
+        Plot("Log-probabilities", ["*/*_log_prob_mean"], "nats per response"),
         Plot("Margin: chosen less rejected", ["eval/margin_mean", "train/margin_mean"], "reward"),
         Plot("Held out, pass@k", ["eval/pass_at_*"], "share of prompts"),
         Plot("Spread of the scores", ["rollout/score_std"], "std over samples"),
@@ -114,25 +110,13 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
         Plot("KL coefficient", ["kl/coef"], if_it_varies=True),
     ),
     "Length and entropy": (
-        Plot(
-            "Response length",
-            ["rollout/response_tokens_mean", "rollout/response_tokens_max"],
-            "tokens",
-        ),
+        Plot("Response length", ["rollout/response_tokens_m*"], "tokens"),
         Plot("Entropy", ["ppo/entropy"], "nats per token"),
         Plot("Cut off at max_new_tokens", ["rollout/truncated_fraction"], "share of responses"),
-        Plot(
-            "Groups whose samples all score the same",
-            ["rollout/zero_variance_fraction"],
-            "share of groups",
-        ),
+        Plot("Groups of equal scores", ["rollout/zero_variance_fraction"], "share of groups"),
     ),
     "Updates": (
-        Plot(
-            "Selected in a round",
-            ["selection/responses", "selection/pairs", "selection/prompts_without"],
-            "of all workers",
-        ),
+        Plot("Selected in a round", ["selection/responses", "selection/p*"], "of all workers"),
         Plot("Score of what was selected", ["selection/score_mean"]),
         Plot("Score gap of the pairs", ["selection/score_gap_mean"]),
         Plot("Probability of the teacher's top tokens", ["train/teacher_told"]),
@@ -145,12 +129,7 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
         Plot("Learning rate", ["ppo/*_learning_rate", "train/learning_rate"]),
         Plot("KL that KTO compares with", ["train/kl"], "nats per response"),
         Plot("Engine against learner", ["mismatch/kl"], "nats per token"),
-        Plot(
-            "Age of the samples",
-            ["rollout/staleness_mean", "rollout/staleness_max"],
-            "updates since they were sampled",
-            if_it_varies=True,
-        ),
+        Plot("Age of the samples", ["rollout/staleness_m*"], "updates", if_it_varies=True),
     ),
     "Time and memory": (
         Plot("Response tokens per second", ["perf/response_tokens_per_s"], "tokens"),

@@ -261,12 +261,10 @@ class RunFiles:
             return None
         if not self._lock_path.exists():
             return False
-        from filelock import FileLock, Timeout
-
         try:
-            with FileLock(self._lock_path, timeout=0):
+            with self.lock():
                 return False
-        except Timeout:
+        except ConfigError:
             return True
 
     @property

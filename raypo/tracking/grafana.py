@@ -28,8 +28,8 @@ def expression(metric: str, selector: str = 'run=~"$run"') -> str:
     name = f"ray_{prometheus_name(metric)}"
     if "*" not in metric:
         return f"{name}{{{selector}}}"
-    sum_of_phases = f"ray_{prometheus_name('time/step_s')}"
-    return f'{{__name__=~"{name.replace("*", ".*")}", __name__!="{sum_of_phases}", {selector}}}'
+    pattern = f'__name__=~"{name.replace("*", ".*")}", __name__!~".*(_initial_.*|_time_step_s)"'
+    return f"{{{pattern}, {selector}}}"
 
 
 def grafana_dashboard() -> dict[str, Any]:
