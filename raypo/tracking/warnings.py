@@ -16,13 +16,9 @@ MAX_KL_PER_TOKEN = 0.5
 """Nats. Further from the reference its likelihoods say little about the texts."""
 MAX_KL_PER_RESPONSE = 50.0
 """Nats. Far beyond what published runs spend on a gain in score (arXiv:2210.10760)."""
-MAX_CLIP_FRACTION = 0.3
 MAX_MISMATCH_KL = 0.01
 """Nats per token between engine and learner; rounding to bfloat16 stays far below."""
-MAX_DROPPED = 0.5
-"""Share of the sampled tokens that a correction drops."""
 MAX_ZERO_VARIANCE = 0.6
-MAX_TRUNCATED = 0.5
 MAX_PHASE_SHARE = 0.75
 MIN_PHASE_S = 1.0
 """Seconds of a step: a phase that takes less is no burden, whatever its share."""
@@ -278,21 +274,21 @@ _RULES: dict[str, Rule] = {
     "length": _length_explodes,
     "truncated": _beyond(
         "rollout/truncated_fraction",
-        MAX_TRUNCATED,
+        0.5,
         "{:.0%} of the responses are cut off at rollout.max_new_tokens.",
         "Where answers should end by themselves, raise rollout.max_new_tokens, or check that the "
         "policy learned to end them.",
     ),
     "clip_fraction": _beyond(
         "ppo/clip_fraction",
-        MAX_CLIP_FRACTION,
+        0.3,
         "{:.0%} of the tokens are clipped: an update goes further than PPO trusts.",
         "Lower learner.policy_lr or ppo.num_epochs, or raise ppo.minibatch_size.",
     ),
     "engine_mismatch": _engine_mismatch,
     "correction_drops": _beyond(
         "mismatch/dropped_fraction",
-        MAX_DROPPED,
+        0.5,
         "{:.0%} of the tokens are dropped by ppo.correction and teach nothing.",
         "Widen ppo.correction.low and ppo.correction.high (short responses drift further from a "
         "geometric mean of 1 than long ones), or set ppo.correction.kind: tis.",

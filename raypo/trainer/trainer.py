@@ -40,13 +40,15 @@ from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
-from raypo.trainer.given import Rows, check_rows, with_rows
 from raypo.trainer.settings import (
+    Rows,
     check_arguments,
+    check_rows,
     read_config,
     resolve,
     run_config_of,
     scaling_of,
+    with_rows,
 )
 from raypo.trainer.watch import (
     advice,
