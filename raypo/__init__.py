@@ -30,30 +30,26 @@ if TYPE_CHECKING:
     )
     from raypo.types import Rollout
 
-__version__ = "0.1.0"
-
 _HOMES = {
-    name: home
-    for home, names in {
-        "raypo.config": "ConfigError DistillationConfig DPOConfig IterativeDPOConfig PPOConfig "
-        "RejectionSamplingConfig RewardModelConfig SFTConfig",
-        "raypo.ppo.own": "StepRewards StepScores",
-        "raypo.ppo.surrogates": "TokenLoss Tokens",
-        "raypo.recipes.ppo": "train_loop_per_worker",
-        "raypo.rollout.interface": "Agent Environment",
-        "raypo.run.callbacks": "StepView",
-        "raypo.trainer": "DistillationTrainer DPOTrainer IterativeDPOTrainer PPOTrainer "
-        "RejectionSamplingTrainer RewardModelTrainer SFTTrainer",
-        "raypo.types": "Rollout",
-    }.items()
-    for name in names.split()
+    "raypo.config": "ConfigError DPOConfig DistillationConfig IterativeDPOConfig PPOConfig "
+    "RejectionSamplingConfig RewardModelConfig SFTConfig",
+    "raypo.ppo.own": "StepRewards StepScores",
+    "raypo.ppo.surrogates": "TokenLoss Tokens",
+    "raypo.recipes.ppo": "train_loop_per_worker",
+    "raypo.rollout.interface": "Agent Environment",
+    "raypo.run.callbacks": "StepView",
+    "raypo.trainer": "DPOTrainer DistillationTrainer IterativeDPOTrainer PPOTrainer "
+    "RejectionSamplingTrainer RewardModelTrainer SFTTrainer",
+    "raypo.types": "Rollout",
 }
-"""Public names, each imported when it is used, so that `import raypo` loads nothing heavy."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+__version__ = "0.1.0"
+__all__ = [*_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    """Public names are imported when they are used: `import raypo` loads nothing heavy."""
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'raypo' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOME_OF[name]), name)
