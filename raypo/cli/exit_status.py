@@ -14,7 +14,7 @@ FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
 @contextmanager
 def exit_status(*, resumes: bool = False) -> Iterator[None]:
-    """What a command raises becomes a text for people and an exit status.
+    """Turn what a command raises into a text for people and an exit status.
 
     Args:
         resumes: The same command goes on where it was stopped.
@@ -38,12 +38,12 @@ def exit_status(*, resumes: bool = False) -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """Lines on standard error, each under raypo's name."""
+    """Write lines to standard error, each under raypo's name."""
     typer.echo("\n".join(f"raypo: {line}" for line in text.splitlines()), err=True)
 
 
 def _tell_failure(error: Exception) -> int:
-    """Tell an error whole; input that only the workers could see is told like other input."""
+    """Write a whole error; input that only the workers could check is reported like other input."""
     import traceback
 
     from raypo.config import ConfigError

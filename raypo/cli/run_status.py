@@ -24,10 +24,11 @@ def status(
     ] = None,
 ) -> None:
     """Say of each run whether it goes on, how far it is, its scores, and the time left."""
-    import shutil
     import time
     from concurrent.futures import ThreadPoolExecutor
     from dataclasses import replace
+
+    from rich.console import Console
 
     from raypo.config import ConfigError
     from raypo.storage.run_files import RunFiles
@@ -40,7 +41,7 @@ def status(
         run = run_status(files, now)
         try:
             sweep = sweep_status(files, now)
-        except ConfigError as error:  # of an earlier version, perhaps; the others are told
+        except ConfigError as error:  # of an earlier version, perhaps; the others are shown
             return run and replace(run, recipe="sweep", notes=(f"Its config is refused: {error}",))
         return sweep or (run and as_trial(run, files))
 
@@ -61,10 +62,10 @@ def status(
     if not found:
         typer.echo(f"raypo: no run is under way on {cluster}, and none is under runs/.")
         return
-    single = len(found) == 1
-    columns = max(shutil.get_terminal_size().columns, 80)
-    for line in paragraph(found[0]) if single else table(found, columns):
-        typer.echo(line)
+    if len(found) == 1:
+        typer.echo("\n".join(paragraph(found[0])))
+    else:
+        Console(highlight=False).print(table(found))
 
 
 def _under_way(address: str, now: float) -> list[RunStatus]:
@@ -73,10 +74,10 @@ def _under_way(address: str, now: float) -> list[RunStatus]:
 
     from raypo.cluster.connect import look_into
     from raypo.cluster.messenger import runs_under_way
-    from raypo.storage.run_state import status_told
+    from raypo.storage.run_state import status_in_progress
 
     look_into(address, "--cluster")
     try:
-        return [status_told(name, told, now) for name, told in runs_under_way()]
+        return [status_in_progress(name, each, now) for name, each in runs_under_way()]
     finally:
         ray.shutdown()

@@ -21,7 +21,7 @@ class Monitor:
     def __init__(self, about: Mapping[str, Any] | None = None) -> None:
         self._about = dict(about or {})
         self._metrics: dict[str, float] = {}
-        self._told_at = time.time()
+        self._changed_at = time.time()
         self._made = time.monotonic()
         self._events: list[tuple[str, Any]] = []
         self._stop = False
@@ -34,11 +34,14 @@ class Monitor:
         self._events.append((kind, content))
         if kind in ("start", "step"):  # `start` says the first step, of a run that goes on a later
             self._metrics = content if kind == "step" else {"step": content - 1}
-            self._told_at = time.time()
+            self._changed_at = time.time()
 
     def standing(self) -> dict[str, Any]:
-        """How the run stands, for `raypo.storage.run_state.status_told`."""
-        return {**self._about, "metrics": self._metrics, "told_at": self._told_at}
+        """How the run stands: what `about` says, `metrics` of its last step, and `changed_at`.
+
+        The last is when that step ended, or when the run began; seconds since 1970.
+        """
+        return {**self._about, "metrics": self._metrics, "changed_at": self._changed_at}
 
     def drain(self, memory: dict[str, float]) -> list[tuple[str, Any]]:
         """The events since the last call, in order.
@@ -101,23 +104,21 @@ def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
 
     Those of all namespaces; one that does not answer says nothing.
     """
-    asked: list[tuple[str, Any]] = []
-    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)  # typed as texts alone
+    asked: dict[Any, str] = {}
+    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)  # typed as texts
     for actor in named:
         name = str(actor["name"])
         if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
             with suppress(ValueError, AttributeError):  # ended meanwhile; an older version
-                monitor = ray.get_actor(name, actor["namespace"])
-                run = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
-                asked.append((run, monitor.standing.remote()))
+                answer = ray.get_actor(name, actor["namespace"]).standing.remote()
+                asked[answer] = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
     if asked:
-        answers = [answer for _, answer in asked]
-        ray.wait(answers, num_returns=len(answers), timeout=ANSWER_TIMEOUT_S)
-    told: list[tuple[str, dict[str, Any]]] = []
-    for run, answer in asked:
+        ray.wait([*asked], num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
+    answers: list[tuple[str, dict[str, Any]]] = []
+    for answer, run in asked.items():
         with suppress(RayError):
-            told.append((run, ray.get(answer, timeout=0)))
-    return told
+            answers.append((run, ray.get(answer, timeout=0)))
+    return answers
 
 
 class MonitorClient:

@@ -423,7 +423,7 @@ class LoggingSection(Config):
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     prometheus: bool = True
-    """Set gauges on Ray's metrics endpoint, labels run and trial; `raypo monitor` shows them."""
+    """Set gauges with labels run and trial on Ray's metrics endpoint: see `raypo monitor`."""
     wandb: WandbSection | None = None
     """Send the metrics to Weights & Biases; {} for the defaults, null: off."""
     mlflow: MLflowSection | None = None

@@ -26,7 +26,7 @@ class Clock:
         self._epoch = time.time() - self._start
 
     def lap(self, name: str) -> float:
-        """Seconds since the last lap, booked under `name`; a name used twice accumulates."""
+        """Book the seconds since the last lap under `name`; a name used twice accumulates."""
         now = self._now()
         seconds, self._last = now - self._last, now
         self.laps[name] = self.laps.get(name, 0.0) + seconds

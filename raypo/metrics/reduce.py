@@ -26,19 +26,19 @@ class WeightedMeans:
         self._shares: dict[str, _Share] = {}
 
     def add(self, name: str, total: SupportsFloat, weight: SupportsFloat) -> None:
-        """A share of a mean: the sum of the values and how much they count for."""
+        """Add a share of a mean: the sum of some values and how much they count for."""
         self._join(name, _Share("mean", float(total), float(weight)))
 
     def total(self, name: str, value: SupportsFloat) -> None:
-        """A share of a count; shares are summed."""
+        """Add a share of a count; shares are summed."""
         self._join(name, _Share("sum", float(value)))
 
     def maximum(self, name: str, value: SupportsFloat) -> None:
-        """A candidate for the largest value; one NaN makes it NaN."""
+        """Add a candidate for the largest value; one NaN makes it NaN."""
         self._join(name, _Share("max", float(value)))
 
     def reduce(self, workers: Workers) -> dict[str, float]:
-        """The metrics over all workers, on every worker, sorted by name; one collective.
+        """Join the metrics of all workers, on every worker, sorted by name; one collective.
 
         A name need not be known to every worker. A mean of no weight at all is NaN.
         """
@@ -57,10 +57,10 @@ class WeightedMeans:
         self._shares[name] = share if mine is None else _joined(name, [mine, share])
 
 
-def without_lone(figures: dict[str, float], prefix: str) -> dict[str, float]:
-    """The metrics, but for one that is the only part of a whole: its name alone begins so."""
-    parts = [name for name in figures if name.startswith(prefix)]
-    return {name: value for name, value in figures.items() if [name] != parts}
+def without_lone(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    """The metrics without a part that is a whole by itself: the only name that begins so."""
+    parts = [name for name in metrics if name.startswith(prefix)]
+    return {name: value for name, value in metrics.items() if [name] != parts}
 
 
 def _joined(name: str, shares: list[_Share]) -> _Share:

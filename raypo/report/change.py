@@ -33,7 +33,7 @@ class Change:
 
     @property
     def direction(self) -> int | None:
-        """1: it rose; -1: it fell; 0: it did neither clearly; None: that cannot be told."""
+        """1: it rose; -1: it fell; 0: it did neither clearly; None: there is too little data."""
         if self.margin is None:
             return None
         is_rare = self.num_changed is not None and self.num_changed < MIN_UNITS
@@ -159,7 +159,7 @@ def lead_words(
     Args:
         scores: The scores of the same prompts by two or more, by their names.
         label: What the scores are called.
-        steps: When each was measured, by name; None: it is told elsewhere.
+        steps: When each was measured, by name; None: the page says it elsewhere.
     """
     means = {name: statistics.fmean(each.values()) for name, each in scores.items()}
     best, second = sorted(means, key=lambda name: -means[name])[:2]
@@ -171,7 +171,7 @@ def lead_words(
     if lead.direction == 1:
         return f"{best} is best: {label} {of_best}, next {second} with {of_second} ({interval})."
     return (
-        f"Which is best cannot be told: {best} has the highest {label}, {of_best}, but the "
+        f"Which is best is not decided: {best} has the highest {label}, {of_best}, but the "
         f"difference to {second} with {of_second} may be chance ({interval})."
     )
 

@@ -22,11 +22,9 @@ def line_chart(
     rows_by_run: RowsByRun,
     metrics: str | Mapping[str, str],
     *,
-    x: str = "step",
     y_title: str = "",
     reference: Mapping[str, float] | None = None,
     reference_name: str = "at the start",
-    log_y: bool = False,
     note: str = "",
     wide: bool = False,
 ) -> Chart | None:
@@ -36,27 +34,25 @@ def line_chart(
         title: What is drawn.
         rows_by_run: Metrics by step for each run.
         metrics: A metric's name, or names with the words for the legend.
-        x: The metric on the horizontal axis.
         y_title: Unit of the vertical axis.
         reference: By run, a value that is drawn as a dashed line over all steps.
         reference_name: What the dashed line is.
-        log_y: Whether the vertical axis is logarithmic.
         note: A sentence under the title.
         wide: Whether it takes the whole width of the page.
     """
     names = {metrics: ""} if isinstance(metrics, str) else metrics
     several = len(rows_by_run) > 1
-    figure = new_figure(x, y_title, yaxis_type="log" if log_y else None)
+    figure = new_figure("step", y_title)
     steps: list[float] = []
     for run_number, (run, rows) in enumerate(rows_by_run.items()):
         for name_number, (name, label) in enumerate(names.items()):
-            seen = _rows_with(rows, x, name)
+            seen = _rows_with(rows, "step", name)
             if not seen:
                 continue
-            steps += [row[x] for row in seen]
+            steps += [row["step"] for row in seen]
             sparse = len(seen) < 0.7 * len(rows) or len(seen) < 3
             figure.add_scatter(
-                x=[row[x] for row in seen],
+                x=[row["step"] for row in seen],
                 y=[row[name] for row in seen],
                 name=", ".join(filter(None, [run if several else "", label])) or title,
                 mode="lines+markers" if sparse else "lines",

@@ -1,4 +1,16 @@
-"""A page of sections and blocks as one HTML file that needs no network."""
+"""Pages that people look at: sections of blocks as one HTML file, with nothing to download.
+
+`run_page(runs)` is the page of one run or of several on the same axes. Another page is put
+together from the same blocks:
+
+    page = Page("My sweep", subtitle="12 trials")
+    trials = page.section("Trials", note="Ranked by the held-out score.")
+    trials.add(Table(["trial", "score"], [["gentle", 0.81], ["bold", 0.64]]))
+    trials.add(line_chart("Score", {"gentle": rows, "bold": others}, "eval/score_mean"))
+    page.write("sweep.html")
+
+A chart of metrics that no row has is None, and `add` leaves None out.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,19 @@ import yaml
 
 from raypo.config import ConfigError
 from raypo.config.base import flatten
+from raypo.metrics.catalogue import (
+    METRICS,
+    PLOTS,
+    Plot,
+    before_and_after,
+    label_of,
+    reference,
+)
 from raypo.metrics.clock import duration
-from raypo.metrics.headlines import HEADLINES, before_and_after, reference
 from raypo.report.change import held_out_change, held_out_scores, lead_words
 from raypo.report.charts import bar_chart, line_chart, scatter_chart, stacked_chart
 from raypo.report.page import (
+    Chart,
     Details,
     Explorer,
     Notices,
@@ -33,41 +42,14 @@ from raypo.report.verdict import (
     judge_of_held_out,
     outside_steps,
     own_functions,
-    phase_words,
     short,
 )
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.warnings import findings, seconds_by_phase
 
-_TILES = (
-    ("eval/score_mean", "held-out score"),
-    ("rollout/score_mean", "training score"),
-    ("eval/accuracy", "held-out accuracy"),
-    ("eval/loss", "held-out loss"),
-    ("train/loss", "training loss"),
-    ("kl/ref_response_mean", "KL, nats per response"),
-    ("rollout/response_tokens_mean", "response tokens"),
-    ("ppo/entropy", "entropy, nats per token"),
-    ("ppo/clip_fraction", "clipped tokens"),
-    ("perf/response_tokens_per_s", "response tokens per second"),
-    ("time/step_s", "seconds per step"),
-)
-
-
-_PHASE_RATES = {
-    "perf/generate_tokens_per_s": "generate (responses)",
-    "perf/evaluate_tokens_per_s": "old log-probs and values",
-    "perf/update_tokens_per_s": "update",
-}
-_UTILISATION = {
-    "perf/mfu": "whole step",
-    "perf/generate_mfu": "generate",
-    "perf/update_mfu": "update",
-}
-_MFU_NOTE = "FLOPs that the models need, over seconds and the devices' peak FLOP/s"
-
 Rows = Sequence[Mapping[str, Any]]
 RowsByRun = Mapping[str, Rows]
+_TILES = [metric for metric in METRICS.values() if metric.tile]
 
 
 @dataclass(frozen=True)
@@ -107,7 +89,6 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
         run.name if names.count(run.name) == 1 else run.files.location: run for run in runs
     }
     rows = {name: run.rows for name, run in named.items()}
-    curves = {name: with_the_start(each) for name, each in rows.items()}
     written = time.strftime("%Y-%m-%d %H:%M")
     page = Page(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
@@ -118,11 +99,12 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
     _warnings(page.section("Warnings"), named)
     if len(runs) == 1 and with_samples:
         before_and_after_texts(page.section("What it did to the texts"), runs[0].files)
-    _learning(page.section("Learning"), curves, runs)
-    _distance(page.section("Distance from the reference", _KL_NOTE), rows)
-    _texts(page.section("Length and entropy"), rows)
-    _updates(page.section("Updates"), rows)
-    _cost(page.section("Time and memory"), named)
+    curves = {name: with_the_start(each) for name, each in rows.items()}
+    for title, plots in PLOTS.items():
+        section = page.section(title, _KL_NOTE if title.startswith("Distance") else "")
+        if title in _OWN_CHARTS:
+            section.add(*_OWN_CHARTS[title](named, curves))
+        section.add(*(_drawn(plot, curves) for plot in plots))
     if with_samples:
         samples = [s for run in runs for s in run_samples(run.files, run.config)]
         if samples:
@@ -155,17 +137,14 @@ def with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"step": 0, **start}, *rows] if start else rows
 
 
-def _start(rows: RowsByRun, *names: str) -> dict[str, float]:
+def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
     """The first of the metrics that each run measured before its first update."""
     found: dict[str, float] = {}
-    for run, each in rows.items():
-        for name in names:
-            first = next((row for row in each[:2] if name in row), {})
-            is_before = first.get("step") == 0 or (
-                first.get("step") == 1 and name.startswith("rollout/")  # sampled anew each step
-            )
-            if run not in found and is_before:
-                found[run] = first[name]
+    for run, rows in curves.items():
+        own = [row for row in rows[:2] if row["step"]]  # not that of `with_the_start`
+        for start in (reference(own, name) for name in reversed(names)):
+            if start is not None:
+                found[run] = start
     return found
 
 
@@ -182,14 +161,12 @@ def _headline(section: Section, runs: Mapping[str, RunData]) -> None:
         section.add(Tiles(_tiles(only.rows)))
         return
     section.add(Words(_comparison(runs), strong=True))
-    shown = [
-        each for each in _TILES if any(before_and_after(r.rows, each[0]) for r in runs.values())
-    ]
+    shown = [m for m in _TILES if any(before_and_after(r.rows, m.name) for r in runs.values())]
     section.add(
         Table(
-            ["run", "status", "steps", *(label for _, label in shown)],
+            ["run", "status", "steps", *(metric.label for metric in shown)],
             [
-                [name, run.status, len(run.rows), *(_change(run.rows, m) for m, _ in shown)]
+                [name, run.status, len(run.rows), *(_change(run.rows, m.name) for m in shown)]
                 for name, run in runs.items()
             ],
         )
@@ -198,30 +175,26 @@ def _headline(section: Section, runs: Mapping[str, RunData]) -> None:
 
 def _comparison(runs: Mapping[str, RunData]) -> str:
     """Which run ended with the best held-out score, where they answered the same prompts."""
+    unknown = "Which of them is best is not decided:"
     last = {name: (run.files.rollout_steps(held_out=True) or [0])[-1] for name, run in runs.items()}
     if not all(last.values()):
-        return "Which of them is best cannot be told: not all have held-out answers from training."
-    if len({str(_judges(run.config)) for run in runs.values()}) > 1:
-        return "Which of them is best cannot be told: their held-out scores have different judges."
+        return f"{unknown} not all have held-out answers from training."
+    judges = set[str]()
+    for config in (run.config for run in runs.values()):
+        trained = config.get("reward"), (config.get("model") or {}).get("reward")
+        trained += tuple(own_functions(config.get("data") or {}))
+        judges.add(judge_of_held_out(config) or str(trained))
+    if len(judges) > 1:
+        return f"{unknown} their held-out scores have different judges."
     scores = {name: held_out_scores(run.files, last[name]) for name, run in runs.items()}
     if len({frozenset(each) for each in scores.values()}) > 1 or not all(scores.values()):
-        return "Which of them is best cannot be told: their held-out prompts are not the same."
+        return f"{unknown} their held-out prompts are not the same."
     return lead_words(scores, steps=last)
-
-
-def _judges(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides a held-out score."""
-    evaluation = config.get("eval") or {}
-    function, held_out = evaluation.get("function"), own_functions(evaluation)
-    if function:
-        return function, held_out
-    models = (config.get("model") or {}).get("reward")
-    return config.get("reward"), models, held_out, own_functions(config.get("data") or {})
 
 
 def _tiles(rows: Rows) -> list[tuple[str, str, str]]:
     tiles = []
-    for name, label in _TILES:
+    for name, label, *_ in _TILES:
         change = before_and_after(rows, name)
         if change is None:
             continue
@@ -249,186 +222,86 @@ def _warnings(section: Section, runs: Mapping[str, RunData]) -> None:
         section.add(Notices(notices, none=f"None: raypo watches {watched}."))
 
 
-def _learning(section: Section, rows: RowsByRun, runs: Sequence[RunData]) -> None:
-    judges = {judge_of_held_out(run.config) for run in runs}
-    trained, held_out = "rollout/score_mean", "eval/score_mean"
+def _drawn(plot: Plot, curves: RowsByRun) -> Chart | None:
+    """A plot of the catalogue, with a dashed line where a held-out metric started."""
+    rows = [row for each in curves.values() for row in each]
+    lines = plot.lines(name for row in rows for name in row)
+    if plot.if_it_varies and len({row[name] for row in rows for name in lines if name in row}) < 2:
+        return None
+    has_start = len(lines) == 1 and next(iter(lines)).startswith("eval/")
+    return line_chart(
+        plot.title,
+        curves,
+        lines,
+        y_title=plot.unit,
+        reference=_start(curves, *lines) if has_start else None,
+        reference_name="before the first update",
+    )
+
+
+def _scores(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
+    """Scores with a dashed line where they started; other judges have axes of their own."""
+
+    def chart(title: str, metrics: dict[str, str], **options: Any) -> Chart | None:
+        start = _start(curves, *sorted(metrics))  # the held-out one, where it was measured
+        return line_chart(title, curves, metrics, y_title="mean score", reference=start, **options)
+
+    judges = {judge_of_held_out(run.config) for run in runs.values()}
+    trained, held_out = {"rollout/score_mean": "trained on"}, {"eval/score_mean": "held out"}
     if judges == {None}:  # one judge, one axis
-        _scores(section, "Score", rows, {trained: "trained on", held_out: "held out"}, wide=True)
-    else:
-        (judge,) = judges if len(judges) == 1 else ("several judges",)
-        note = f"by {short(str(judge))}"
-        models = {trained: "trained on", "eval/reward_model_mean": "held out, reward model"}
-        _scores(section, "Held-out score", rows, {held_out: "held out"}, note=note)
-        _scores(section, "Score that it trains on", rows, models)
-    drawn = {trained, held_out}
-    for name, label, _ in HEADLINES:
-        if name not in drawn:
-            section.add(
-                line_chart(
-                    label.capitalize(),
-                    rows,
-                    name,
-                    reference=_start(rows, name),
-                    reference_name="before the first update",
-                )
-            )
-    _preferences(section, rows)
-    metrics = dict.fromkeys(name for each in rows.values() for row in each for name in row)
-    passes = {n: n.removeprefix("eval/") for n in metrics if n.startswith("eval/pass_at_")}
-    section.add(
-        line_chart("Held out, pass@k", rows, passes),
-        line_chart("Spread of the scores", rows, "rollout/score_std", y_title="std over samples"),
-    )
+        return [chart("Score", trained | held_out, wide=True)]
+    (judge,) = judges if len(judges) == 1 else ("several judges",)
+    models = {"eval/reward_model_mean": "held out, reward model"}
+    return [
+        chart("Held-out score", held_out, note=f"by {short(str(judge))}"),
+        chart("Score that it trains on", trained | models),
+    ]
 
 
-def _preferences(section: Section, rows: RowsByRun) -> None:
-    """What the recipe dpo makes of chosen and rejected responses; held out where it is known."""
-    for title, figure, unit in (
-        ("Implicit rewards", "reward_mean", "beta x log-ratio"),
-        ("Log-probabilities", "log_prob_mean", "nats per response"),
-    ):
-        names = {
-            f"{group}/{kind}_{figure}": f"{kind}, {words}"
-            for group, words in (("eval", "held out"), ("train", "training"))
-            for kind in ("chosen", "rejected")
-        }
-        section.add(line_chart(title, rows, names, y_title=unit))
-    margins = {"eval/margin_mean": "held out", "train/margin_mean": "training"}
-    section.add(line_chart("Margin: chosen less rejected", rows, margins, y_title="reward"))
+def _score_against_kl(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
+    kl, unit = "kl/ref_response_mean", "nats per response from the reference"
+    title, score = "Score against KL", "rollout/score_mean"
+    return [scatter_chart(title, curves, kl, score, x_title=unit, y_title="mean score")]
 
 
-def _scores(
-    section: Section,
-    title: str,
-    rows: RowsByRun,
-    metrics: dict[str, str],
-    **options: Any,
-) -> None:
-    """A chart of scores with a dashed line where they started."""
-    names = sorted(metrics, key=lambda name: not name.startswith("eval/"))
-    chart = line_chart(
-        title,
-        rows,
-        metrics,
-        y_title="mean score",
-        reference=_start(rows, *names),
-        reference_name="at the start",
-        **options,
-    )
-    section.add(chart)
-
-
-def _distance(section: Section, rows: RowsByRun) -> None:
-    score, kl = "rollout/score_mean", "kl/ref_response_mean"
-    section.add(
-        scatter_chart(
-            "Score against KL",
-            rows,
-            kl,
-            score,
-            x_title="nats per response from the reference",
-            y_title="mean score",
-        ),
-        line_chart("KL to the reference", rows, kl, y_title="nats per response"),
-        line_chart("KL coefficient", rows, "kl/coef")
-        if len({row.get("kl/coef") for each in rows.values() for row in each}) > 1
-        else None,
-    )
-
-
-def _texts(section: Section, rows: RowsByRun) -> None:
-    lengths = {"rollout/response_tokens_mean": "mean", "rollout/response_tokens_max": "longest"}
-    cut = {"rollout/truncated_fraction": ""}
-    section.add(
-        line_chart("Response length", rows, lengths, y_title="tokens"),
-        line_chart("Entropy", rows, "ppo/entropy", y_title="nats per token"),
-        line_chart("Cut off at max_new_tokens", rows, cut, y_title="share of responses"),
-        line_chart(
-            "Groups whose samples all score the same",
-            rows,
-            "rollout/zero_variance_fraction",
-            y_title="share of groups",
-        ),
-    )
-
-
-def _updates(section: Section, rows: RowsByRun) -> None:
-    norms = {"ppo/policy_grad_norm": "policy", "ppo/critic_grad_norm": "critic"}
-    selected = {
-        "selection/responses": "responses",
-        "selection/pairs": "pairs",
-        "selection/prompts_without": "prompts without",
-    }
-    section.add(
-        line_chart("Selected in a round", rows, selected, y_title="of all workers"),
-        line_chart("Score of what was selected", rows, "selection/score_mean"),
-        line_chart("Score gap of the pairs", rows, "selection/score_gap_mean"),
-        line_chart("What the teacher told", rows, "train/teacher_told", y_title="probability"),
-        line_chart("Clipped tokens", rows, "ppo/clip_fraction", y_title="share"),
-        line_chart("KL of an update", rows, "ppo/approx_kl", y_title="nats per token"),
-        line_chart("Value loss", rows, "ppo/value_loss"),
-        line_chart(
-            "Variance of the returns that the critic explains", rows, "ppo/explained_variance"
-        ),
-        line_chart("Gradient norms", rows, norms),
-        line_chart("Gradient norm", rows, "train/grad_norm"),
-        line_chart("KL that KTO compares with", rows, "train/kl", y_title="nats per response"),
-        line_chart("Learning rate", rows, "train/learning_rate"),
-        line_chart("Engine against learner", rows, "mismatch/kl", y_title="nats per token"),
-    )
-    lags = {"rollout/staleness_mean": "mean", "rollout/staleness_max": "oldest"}
-    if any(row.get("rollout/staleness_max") for each in rows.values() for row in each):
-        section.add(
-            line_chart("Age of the samples", rows, lags, y_title="updates since they were sampled")
-        )
-
-
-def _cost(section: Section, runs: Mapping[str, RunData]) -> None:
-    """What it cost: seconds by phase, rates, the share of the devices that was used, memory."""
-    rows = {name: run.rows for name, run in runs.items()}
+def _cost(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
+    """Seconds by phase, of all steps and by step, and the memory of each role."""
     seconds = {}
     for name, run in runs.items():
-        by_phase = {phase_words(p): took for p, took in seconds_by_phase(run.rows).items()}
+        seconds[name] = {label_of(p): took for p, took in seconds_by_phase(run.rows).items()}
         outside_s = outside_steps(run.rows, run.summary.get("wall_s"))
-        is_known = run.rows and outside_s
-        seconds[name] = by_phase | ({"start and end": outside_s} if is_known else {})
-    section.add(bar_chart("Seconds by phase, all steps", seconds, x_title="seconds"))
-    section.add(
-        line_chart(
-            "Response tokens per second", rows, "perf/response_tokens_per_s", y_title="tokens"
-        )
-    )
-    if len(rows) == 1:
+        if run.rows and outside_s:
+            seconds[name]["start and end"] = outside_s
+    rows = {name: run.rows for name, run in runs.items()}
+    by_step = line_chart("Seconds per step", rows, "time/step_s", y_title="seconds")
+    if len(runs) == 1:
         (each,) = rows.values()
-        phases = {name: phase_words(name) for name in seconds_by_phase(each)}
-        section.add(stacked_chart("Seconds by step", each, phases, y_title="seconds", wide=True))
-    else:
-        section.add(line_chart("Seconds per step", rows, "time/step_s", y_title="seconds"))
-    waits = {
-        "time/wait_for_rollouts_s": "the learner, for rollouts",
-        "perf/wait_for_engines_s": "the learner, before a push",
-        "perf/engine_idle_s": "the engines",
-    }
-    if any(name in row for each in rows.values() for row in each for name in waits):
-        section.add(line_chart("Who waits", rows, waits, y_title="seconds of a step"))
+        phases = {name: label_of(name) for name in seconds_by_phase(each)}
+        by_step = stacked_chart("Seconds by step", each, phases, y_title="seconds", wide=True)
     memory = {run: _memory(each) for run, each in rows.items()}
-    section.add(
-        line_chart("Tokens per second while it lasts", rows, _PHASE_RATES, y_title="tokens"),
-        line_chart("Model FLOPs utilisation", rows, _UTILISATION, y_title="share", note=_MFU_NOTE),
+    return [
+        bar_chart("Seconds by phase, all steps", seconds, x_title="seconds"),
         bar_chart("Peak memory by role", memory, x_title="GB"),
-    )
+        by_step,
+    ]
+
+
+_OWN_CHARTS = {
+    "Learning": _scores,
+    "Distance from the reference": _score_against_kl,
+    "Time and memory": _cost,
+}
+"""Charts of a section that are more than plots of metrics by step; they come first."""
 
 
 def _memory(rows: Rows) -> dict[str, float]:
     """The peak of each role's largest process: of RAM, and of a GPU where it uses one."""
     peaks: dict[str, float] = {}
-    for kind, suffix in (("memory", ""), ("gpu_memory", ", GPU")):
-        for row in rows:
-            for name, value in row.items():
-                if name.startswith(f"perf/{kind}_"):
-                    role = name.removeprefix(f"perf/{kind}_").removesuffix("_gb")
-                    label = f"{role.replace('_', ' ')}{suffix}"
-                    peaks[label] = max(peaks.get(label, 0.0), value)
+    for row in rows:
+        for name, value in row.items():
+            if match := re.fullmatch(r"perf/(gpu_)?memory_(.+)_gb", name):
+                label = match[2].replace("_", " ") + (", GPU" if match[1] else "")
+                peaks[label] = max(peaks.get(label, 0.0), value)
     return peaks
 
 

@@ -6,13 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raypo.metrics.catalogue import (
+    HEADLINES,
+    TRAINED,
+    Row,
+    before_and_after,
+    label_of,
+    reference,
+)
 from raypo.metrics.clock import duration
-from raypo.metrics.headlines import HEADLINES, TRAINED, Row, before_and_after, reference
 from raypo.report.change import Change, change_over_steps
 from raypo.tracking.warnings import seconds_by_phase
 
 MIN_START_SHARE = 0.1
-"""The start of a run is told where it takes at least this share of its time."""
+"""The start of a run is mentioned where it takes at least this share of its time."""
 
 
 def headline(
@@ -103,9 +110,9 @@ def _learning(
 ) -> str:
     """The verdict, from held-out answers in pairs where they are saved, else from training.
 
-    A held-out metric whose answers are not saved is told beside it as it was measured.
+    Held-out metrics whose answers are not saved follow it as they were measured.
     """
-    name, label, sign = next((each for each in TRAINED if each[0] in rows[-1]), TRAINED[0])
+    name, label, sign, *_ = next((each for each in TRAINED if each.name in rows[-1]), TRAINED[0])
     samples = (config.get("rollout") or {}).get("samples_per_prompt")
     trained = change_over_steps(rows, name, samples_per_prompt=samples)
     if held_out is not None and (held_out[2].direction is not None or trained is None):
@@ -116,7 +123,7 @@ def _learning(
     if trained is None:
         only = rows[-1].get(name, math.nan)
         if len(rows) == 1 and math.isfinite(only):
-            unknown = "so whether it learned cannot be told"
+            unknown = "so it is unknown whether it learned"
             others.insert(0, f"The {label} was {only:.3f} in its only step, {unknown}.")
         return " ".join(others)
     direction = None if trained.direction is None else sign * trained.direction
@@ -133,7 +140,7 @@ def _held_out_as_measured(rows: Sequence[Row]) -> tuple[list[str], bool]:
     Their loss is not a sample: it is measured on the same examples each time.
     """
     words, worse = [], set()
-    for name, label, sign in HEADLINES:
+    for name, label, sign, *_ in HEADLINES:
         change = before_and_after(rows, name) if name.startswith("eval/") else None
         if change is None:
             continue
@@ -178,7 +185,7 @@ def _held_out_text(rows: Sequence[Row], first: int, last: int, change: Change) -
 
 def _with_verdict(direction: int | None, text: str) -> str:
     if direction is None:
-        return f"Whether it learned cannot be told from so little: the {text}."
+        return f"Too little data to say whether it learned: the {text}."
     return f"{_VERDICTS[direction]} The {text}."
 
 
@@ -225,7 +232,7 @@ def _time(rows: Sequence[Row], wall_s: float | None) -> str:
     if wall_s and outside > MIN_START_SHARE * wall_s:
         start = f"Starting and ending took {duration(outside)}, the steps {duration(total)}. "
     first = sorted(seconds, key=lambda name: -seconds[name])[:2]
-    parts = [f"{phase_words(name)} {seconds[name] / total:.0%}" for name in first]
+    parts = [f"{label_of(name)} {seconds[name] / total:.0%}" for name in first]
     return f"{start}Most of the time of its steps went into {' and '.join(parts)}."
 
 
@@ -237,21 +244,3 @@ def outside_steps(rows: Sequence[Row], wall_s: float | None) -> float:
 def seconds_in_steps(rows: Sequence[Row]) -> float:
     """Seconds that the steps took together."""
     return sum(row.get("time/step_s", 0.0) for row in rows)
-
-
-_PHASES = {
-    "time/generate_s": "generate",
-    "time/score_s": "score",
-    "time/evaluate_s": "old log-probs and values",
-    "time/save_rollouts_s": "save rollouts",
-    "time/update_s": "update",
-    "time/push_weights_s": "push weights",
-    "time/held_out_s": "held-out score",
-    "time/checkpoint_s": "checkpoint",
-    "time/report_s": "report",
-}
-
-
-def phase_words(name: str) -> str:
-    """A phase for people."""
-    return _PHASES.get(name) or name.removeprefix("time/").removesuffix("_s").replace("_", " ")

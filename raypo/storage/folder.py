@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from raypo.config import ConfigError
 
 if TYPE_CHECKING:
@@ -20,14 +22,14 @@ TEMPORARY = ".partial-"
 """Names of files that are being written start so; they are never synced."""
 
 
-def open_folder(storage_path: str, name: str) -> LocalFolder | RemoteFolder:
+def open_folder(storage_path: str, name: str) -> Folder:
     """The folder of one run; a storage path with a scheme (s3://, file://) is remote.
 
     Files are known by their names below it, like `rollouts/step_00001.parquet`.
     """
     if "://" in storage_path:
         return RemoteFolder(storage_path, name)
-    return LocalFolder(Path(storage_path).expanduser().absolute() / name)
+    return Folder(Path(storage_path).expanduser().absolute() / name)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -42,7 +44,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def link_tree(source: str | Path, target: str | Path) -> None:
-    """Copy a local folder whose files nobody changes: on one disk by hard links."""
+    """Copy a local folder whose files never change: on one disk by hard links."""
     shutil.copytree(source, target, copy_function=_link)
 
 
@@ -57,7 +59,7 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class LocalFolder:
+class Folder:
     """The run folder itself."""
 
     def __init__(self, path: Path) -> None:
@@ -68,10 +70,13 @@ class LocalFolder:
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None where there is none."""
-        return _read(self.path / name)
+        try:
+            return (self.path / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def stage(self, name: str) -> Path:
-        """The file's path, its folder made."""
+        """The file's path, with what it holds so far and its folder made."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -91,7 +96,7 @@ class LocalFolder:
         (self.path / name).unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """Nothing to do: files are written in place."""
+        """Copy what has changed to where it ends up: here files are written in place."""
 
     def remove(self) -> None:
         """Remove the folder and all in it."""
@@ -99,66 +104,62 @@ class LocalFolder:
             shutil.rmtree(self.path)
 
 
-class RemoteFolder:
-    """A temporary local folder whose changed files are copied to a URI at each sync."""
+class RemoteFolder(Folder):
+    """A temporary local folder whose changed files are copied to a URI at each sync.
+
+    What this process has written is read from the temporary folder, all else at the URI.
+    """
 
     def __init__(self, storage_path: str, name: str) -> None:
+        super().__init__(Path(tempfile.mkdtemp(prefix="raypo-run-")))
         self._file_system, root = open_storage(storage_path, key="storage_path")
         self._root = f"{root.rstrip('/')}/{name}"
         self.location = f"{storage_path.rstrip('/')}/{name}"
-        self.path = Path(tempfile.mkdtemp(prefix="raypo-run-"))
         self._synced: dict[str, tuple[int, int]] = {}  # name -> (mtime_ns, bytes)
         self._made: set[str] = set()  # folders that exist at the URI
         self._cleaner = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
+    @override
     def read(self, name: str) -> bytes | None:
-        """A file's content, as this process changed it, else as it is at the URI."""
-        staged = _read(self.path / name)
+        staged = super().read(name)
         return staged if staged is not None else self._download(name)
 
+    @override
     def stage(self, name: str) -> Path:
-        """The file's path in the stage, with the content that the URI has."""
-        path = self.path / name
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            content = self._download(name)
-            if content is not None:
-                path.write_bytes(content)
-                self._synced[name] = _stamp(path)
+        path = super().stage(name)
+        if not path.exists() and (content := self._download(name)) is not None:
+            path.write_bytes(content)
+            self._synced[name] = _stamp(path)
         return path
 
+    @override
     def names(self, below: str = "") -> list[str]:
-        """Names of files and folders directly below a folder, staged or at the URI, sorted."""
         from pyarrow.fs import FileSelector
 
         selector = FileSelector(self._remote(below), allow_not_found=True)
         remote = {info.base_name for info in self._file_system.get_file_info(selector)}
-        return sorted(remote | set(LocalFolder(self.path).names(below)))
+        return sorted(remote | set(super().names(below)))
 
+    @override
     def written_at(self, name: str) -> float | None:
-        """When a file came to the URI, in seconds since 1970; None where there is none."""
         written = self._file_system.get_file_info(self._remote(name)).mtime
         return None if written is None else written.timestamp()
 
+    @override
     def delete(self, name: str) -> None:
-        """Remove one file from the stage and from the URI."""
-        from pyarrow.fs import FileType
-
-        (self.path / name).unlink(missing_ok=True)
+        super().delete(name)
         self._synced.pop(name, None)
-        if self._file_system.get_file_info(self._remote(name)).type == FileType.File:
+        if self._file_system.get_file_info(self._remote(name)).is_file:
             self._file_system.delete_file(self._remote(name))
 
+    @override
     def sync(self) -> None:
-        """Copy the files of the stage that have changed since the last sync."""
         from pyarrow.fs import LocalFileSystem, copy_files
 
-        local = LocalFileSystem()
         for path in sorted(self.path.rglob("*")):
-            name = path.relative_to(self.path).as_posix()
-            if not path.is_file() or path.name.startswith(TEMPORARY):
+            if path.name.startswith(TEMPORARY) or not path.is_file():
                 continue
-            stamp = _stamp(path)
+            name, stamp = path.relative_to(self.path).as_posix(), _stamp(path)
             if self._synced.get(name) == stamp:
                 continue
             target = self._remote(name)
@@ -166,17 +167,15 @@ class RemoteFolder:
             if folder not in self._made:
                 self._file_system.create_dir(folder, recursive=True)
                 self._made.add(folder)
-            copy_files(
-                str(path), target, source_filesystem=local, destination_filesystem=self._file_system
-            )
+            copy_files(str(path), target, LocalFileSystem(), self._file_system)
             self._synced[name] = stamp
 
+    @override
     def remove(self) -> None:
-        """Remove the folder at the URI and what is staged."""
         from pyarrow.fs import FileType
 
-        for entry in self.path.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        super().remove()
+        self.path.mkdir()
         self._synced.clear()
         self._made.clear()
         if self._file_system.get_file_info(self._root).type == FileType.Directory:
@@ -209,13 +208,6 @@ def open_storage(uri: str, *, key: str) -> tuple[FileSystem, str]:
             f"{key} ({uri}): this storage cannot be opened: {error}. "
             "Give a local path, or a URI that pyarrow opens (s3://, gs://, abfs://, hdfs://)."
         ) from error
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def _link(source: str, target: str) -> None:

@@ -17,12 +17,11 @@ from typing import Any
 import yaml
 
 from raypo.config import ConfigError
-from raypo.storage.folder import TEMPORARY, LocalFolder, finite, open_folder, replace_file
+from raypo.storage.folder import TEMPORARY, RemoteFolder, finite, open_folder, replace_file
 from raypo.storage.rollout_table import rollout_table
 
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
-_ROLLOUTS, _POLICY, _LOGS, _TIMELINE = "rollouts", "policy", "logs", "timeline"
-_ADAPTER = "adapter"
+_ROLLOUTS, _LOGS, _TIMELINE = "rollouts", "logs", "timeline"
 BEST = "best"
 """The models of the best step, by `checkpoint.best_by`, and which one that is."""
 _STAGE = f"{TEMPORARY}checkpoint-"
@@ -46,6 +45,17 @@ class RunFiles:
     def __init__(self, storage_path: str, name: str) -> None:
         self.storage_path, self.name = storage_path, name
         self._folder = open_folder(storage_path, name)
+        self.folder = self._folder.path
+        """Where files of this run are written on this machine."""
+        self.location = self._folder.location
+        """Where the files end up, for people: a path or a URI."""
+        self.is_local = not isinstance(self._folder, RemoteFolder)
+        """Whether the folder itself is written to, and no URI."""
+        self.policy_dir = self.folder / "policy"
+        self.critic_dir = self.folder / "critic"
+        self.adapter_dir = self.folder / "adapter"
+        self.best_dir = self.folder / BEST
+        self.logs_dir = self.folder / _LOGS
         self._has_whole_lines = False
 
     @classmethod
@@ -56,21 +66,6 @@ class RunFiles:
         else:  # a folder's last name may be "." or ".."
             storage_path, name = os.path.split(os.path.abspath(Path(location).expanduser()))
         return cls(storage_path, name)
-
-    @property
-    def location(self) -> str:
-        """Where the files end up, for people: a path or a URI."""
-        return self._folder.location
-
-    @property
-    def folder(self) -> Path:
-        """Where files of this run are written on this machine."""
-        return self._folder.path
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the folder itself is written to, and no URI."""
-        return isinstance(self._folder, LocalFolder)
 
     def new_stage(self) -> Path:
         """A new folder in which a checkpoint is written: beside where it will lie, if it can.
@@ -86,31 +81,6 @@ class RunFiles:
         """Remove what an attempt that died has left of its checkpoint."""
         for path in self.folder.glob(f"{_STAGE}*"):
             shutil.rmtree(path, ignore_errors=True)
-
-    @property
-    def policy_dir(self) -> Path:
-        """Where the policy is saved as a Hugging Face folder."""
-        return self.folder / _POLICY
-
-    @property
-    def critic_dir(self) -> Path:
-        """The critic, where `learner.save_critic` asks for it."""
-        return self.folder / "critic"
-
-    @property
-    def adapter_dir(self) -> Path:
-        """Where a LoRA adapter is saved as a peft folder."""
-        return self.folder / _ADAPTER
-
-    @property
-    def best_dir(self) -> Path:
-        """The models of the best step so far, where `checkpoint.best_by` says what is best."""
-        return self.folder / BEST
-
-    @property
-    def logs_dir(self) -> Path:
-        """Where processes of the run write their logs."""
-        return self.folder / _LOGS
 
     def exists(self) -> bool:
         """Whether this run was started before: it has a config."""
@@ -287,16 +257,14 @@ class RunFiles:
 
     def is_running(self) -> bool | None:
         """Whether a process holds the run; None where that cannot be seen (at a URI)."""
-        if not isinstance(self._folder, LocalFolder):
+        if not self.is_local:
             return None
         if not self._lock_path.exists():
             return False
-        from filelock import FileLock, Timeout
-
         try:
-            with FileLock(self._lock_path, timeout=0):
+            with self.lock():
                 return False
-        except Timeout:
+        except ConfigError:
             return True
 
     @property
@@ -311,7 +279,7 @@ class RunFiles:
         Raises:
             ConfigError: another process holds it.
         """
-        if not isinstance(self._folder, LocalFolder):
+        if not self.is_local:
             yield
             return
         from filelock import FileLock, Timeout

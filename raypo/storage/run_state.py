@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypo.config import ConfigError
+from raypo.metrics.catalogue import HEADLINES, reference
 from raypo.metrics.clock import duration
-from raypo.metrics.headlines import HEADLINES, reference
 from raypo.storage.run_files import RunFiles
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PATIENCE_STEPS, PATIENCE_S = 10.0, 600.0
 """A run that has written nothing for so many of its steps, and seconds, is silent."""
 RECENT_STEPS = 10
 """Steps that the seconds of a step are the median of."""
 _HEADS = ("run", "recipe", "status", "step", "score", "last", "a step", "left")
-_MOST = {"recipe": 8}
-_LEAST_NAME = 10
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class RunStatus:
     """Folder or URI, as a command takes it."""
     recipe: str
     status: str
-    """running, finished, failed, interrupted, or dead: it did not end, and nobody writes."""
+    """running, finished, failed, interrupted, or dead: killed before it could end."""
     done: int
     """Steps of a run, or trials of a sweep that have ended."""
     total: int | None
@@ -63,28 +64,49 @@ class RunStatus:
 
 
 def run_status(files: RunFiles, now: float) -> RunStatus | None:
-    """How a run stands; None where the folder holds no run.
+    """How a run stands by its files; None where the folder holds no run.
 
     Args:
         now: Seconds since 1970.
     """
-    config = files.config()
-    rows, summary = files.metrics(), files.summary() or {}
+    config, rows, summary = files.config(), files.metrics(), files.summary() or {}
     if config is None and not rows:
         return None
-    config = config or {}
-    written = files.written_at("metrics.jsonl") if rows else files.written_at("config.yaml")
+    written = files.written_at("metrics.jsonl" if rows else "config.yaml")
     age_s = max(now - written, 0.0) if written is not None else None
-    seconds = [row["time/step_s"] for row in rows[-RECENT_STEPS:] if "time/step_s" in row]
-    step_s = statistics.median(seconds) if seconds else None
+    step_s = _step_seconds(rows)
     is_silent = age_s is not None and age_s > max(PATIENCE_S, PATIENCE_STEPS * (step_s or 0.0))
-    done = int(rows[-1]["step"]) if rows else 0
     # A run that was resumed and killed has the summary of its attempt before that one.
+    done = rows[-1]["step"] if rows else 0
     ended = summary["status"] if summary and summary.get("steps", done) >= done else None
     status = status_of(files, ended, is_silent=is_silent)
-    location = shown_location(files.location)
+    return _standing(files.name, files.location, config or {}, rows, status, age_s, is_silent)
+
+
+def status_in_progress(name: str, standing: Mapping[str, Any], now: float) -> RunStatus:
+    """How a run stands that is under way on a cluster, as its monitor knows it.
+
+    Args:
+        standing: See `raypo.cluster.messenger.Monitor.standing`.
+        now: Seconds since 1970.
+    """
+    age_s, rows = max(now - standing["changed_at"], 0.0), [standing["metrics"]]
+    run = _standing(name, standing["location"], standing, rows, "running", age_s, False)
+    return replace(run, go_on="", log=None)  # its folder may be out of reach
+
+
+def _standing(
+    name: str,
+    location: str,
+    config: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    status: str,
+    age_s: float | None,
+    is_silent: bool,
+) -> RunStatus:
+    location, done = shown_location(location), int(rows[-1].get("step", 0)) if rows else 0
     return RunStatus(
-        name=files.name,
+        name=name,
         location=location,
         recipe=str(config.get("recipe", "ppo")),
         status=status,
@@ -92,36 +114,16 @@ def run_status(files: RunFiles, now: float) -> RunStatus | None:
         total=config.get("num_steps"),
         scores=tuple(_scores(rows)),
         age_s=age_s,
-        step_s=step_s,
+        step_s=_step_seconds(rows),
         go_on=_command(config, location, status),
         notes=_notes(status, done, age_s if is_silent else None),
         log=f"{location}/logs/worker_0.log",
     )
 
 
-def status_told(name: str, told: Mapping[str, Any], now: float) -> RunStatus:
-    """How a run stands that is under way on a cluster, by what its monitor says of it.
-
-    Args:
-        told: `recipe`, `location` and `num_steps` of the run, `metrics` of its last step, and
-            `told_at`, when that ended (without one: when the run began), seconds since 1970.
-        now: Seconds since 1970.
-    """
-    metrics = told["metrics"]
-    done = int(metrics.get("step", 0))
-    return RunStatus(
-        name=name,
-        location=shown_location(told["location"]),
-        recipe=told["recipe"],
-        status="running",
-        done=done,
-        total=told["num_steps"],
-        scores=tuple(_scores([metrics])),
-        age_s=max(now - told["told_at"], 0.0),
-        step_s=metrics.get("time/step_s"),
-        go_on="",
-        notes=_notes("running", done, None),
-    )
+def _step_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    seconds = [row["time/step_s"] for row in rows[-RECENT_STEPS:] if "time/step_s" in row]
+    return statistics.median(seconds) if seconds else None
 
 
 def status_of(files: RunFiles, ended: str | None, *, is_silent: bool) -> str:
@@ -129,7 +131,7 @@ def status_of(files: RunFiles, ended: str | None, *, is_silent: bool) -> str:
 
     Args:
         ended: What the summary says; None where there is none of this attempt.
-        is_silent: Nothing was written for long; it counts at a URI, where no lock tells.
+        is_silent: Nothing was written for long; it counts at a URI, where there is no lock.
     """
     is_running = files.is_running()
     if is_running:
@@ -146,19 +148,17 @@ def shown_location(location: str) -> str:
     return str(path.relative_to(Path.cwd())) if is_below else location
 
 
-def table(runs: Sequence[RunStatus], width: int) -> list[str]:
-    """A line each below a line of headings, none longer than `width` characters (80 or more)."""
-    columns = zip(_HEADS, *map(_cells, runs), strict=True)
-    rows = list(zip(*[column for column in columns if any(column[1:])], strict=True))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = width - sum(widths[1:]) - 2 * len(widths[1:])
-    widths[0] = min(widths[0], max(left, _LEAST_NAME))
-    return [
-        "  ".join(
-            _cut(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+def table(runs: Sequence[RunStatus]) -> Table:
+    """A line each; columns that no run fills are left out, and only names may wrap."""
+    from rich.table import Table
+
+    found = Table(box=None, pad_edge=False, header_style="")
+    columns = [each for each in zip(_HEADS, *map(_cells, runs), strict=True) if any(each[1:])]
+    for head, *_ in columns:
+        found.add_column(head, no_wrap=head != "run", overflow="fold")
+    for row in zip(*(cells for _, *cells in columns), strict=True):
+        found.add_row(*row)
+    return found
 
 
 def paragraph(run: RunStatus) -> list[str]:
@@ -184,13 +184,10 @@ def paragraph(run: RunStatus) -> list[str]:
 def _scores(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """The last finite value of each headline, and the held-out one of the start."""
     found: list[tuple[str, float]] = []
-    for name, label, _ in HEADLINES:
-        values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
-        start = reference(rows, name)
-        if values:
-            found.append((label, values[-1]))
-        elif start is not None:
-            found.append((label, start))
+    for metric in HEADLINES:
+        values = [row[metric.name] for row in rows if math.isfinite(row.get(metric.name, math.nan))]
+        if (last := values[-1] if values else reference(rows, metric.name)) is not None:
+            found.append((metric.label, last))
     return found
 
 
@@ -217,30 +214,9 @@ def _notes(status: str, done: int, silent_s: float | None) -> tuple[str, ...]:
 
 def _cells(run: RunStatus) -> tuple[str, ...]:
     score = f"{run.scores[0][1]:.4g}" if run.scores else ""
-    times = [_short_time(seconds) for seconds in (run.age_s, run.step_s, run.left_s)]
-    recipe = _cut(run.recipe, _MOST["recipe"])
-    return (run.name, recipe, run.status, run.progress, score, *times)
-
-
-def _cut(text: str, size: int) -> str:
-    """A text of at most `size` characters, cut in its middle: names differ at their ends."""
-    if len(text) <= size:
-        return text
-    head = (size - 1) // 2
-    return f"{text[:head]}~{text[len(text) - (size - 1 - head) :]}"
-
-
-def _short_time(seconds: float | None) -> str:
-    """A time in a few characters, like 0.5 s, 45 s, 12 min, 3.1 h, 2 d."""
-    if seconds is None:
-        return ""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    for size, unit in ((60.0, "s"), (60.0, "min")):
-        if seconds < 99.5:
-            return f"{seconds:.0f} {unit}"
-        seconds /= size
-    return f"{seconds:.1f} h" if seconds < 48.0 else f"{seconds / 24.0:.0f} d"
+    step_s = "" if run.step_s is None else f"{run.step_s:.3g} s"
+    last, left = ("" if each is None else duration(each) for each in (run.age_s, run.left_s))
+    return run.name, run.recipe, run.status, run.progress, score, last, step_s, left
 
 
 def no_run(location: str) -> ConfigError:

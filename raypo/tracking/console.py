@@ -5,34 +5,30 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TextIO
 
-from raypo.metrics.clock import duration
-from raypo.tracking.live_view import LiveView
-from raypo.tracking.warnings import Watch
+from rich.console import Console as Terminal
+from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from typing_extensions import override
 
-_COLUMNS: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
-    ("accuracy", ("train/accuracy",), lambda v: f"{v:.1%}"),
-    ("score", ("rollout/score_mean",), lambda v: f"{v:+.3f}"),
-    ("kl", ("kl/ref_response_mean", "kl/ref_mean"), lambda v: f"{v:.3f}"),
-    ("length", ("rollout/response_tokens_mean",), lambda v: f"{v:.1f}"),
-    ("ratios clipped", ("ppo/clip_fraction",), lambda v: f"{v:.1%}"),
-    ("loss", ("train/loss",), lambda v: f"{v:.4f}"),
-    ("", ("perf/samples_per_s",), lambda v: f"{v:.1f} samples/s"),
-    ("", ("time/step_s",), lambda v: f"{v:.1f} s"),
-    ("waited", ("time/wait_for_rollouts_s",), lambda v: f"{v:.1f} s"),
-    ("engines idle", ("perf/engine_idle_s",), lambda v: f"{v:.1f} s"),
-    ("eval", ("eval/score_mean",), lambda v: f"{v:+.3f}"),
-    ("eval accuracy", ("eval/accuracy",), lambda v: f"{v:.1%}"),
-    ("eval loss", ("eval/loss",), lambda v: f"{v:.4f}"),
-)
-"""Label, the metric names it may stand for (the first that is there), format."""
+from raypo.metrics.catalogue import METRICS, Metric, label_of
+from raypo.metrics.clock import duration
+from raypo.tracking.warnings import Watch, phase_seconds
+
+_COLUMNS = [metric for metric in METRICS.values() if metric.line]
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_black", "bright_blue")
+_WIDTH = 24
+"""Characters of a bar, and steps of the curve."""
 
 
 class Console:
-    """Tells a run to a terminal, or as plain lines where there is none or in CI."""
+    """Shows a run on a terminal, or as plain lines where there is none or in CI."""
 
     def __init__(
         self, stream: TextIO | None = None, *, config: Mapping[str, Any] | None = None
@@ -70,7 +66,7 @@ class Console:
         if dashboard_url:
             self.message(f"Ray dashboard: {dashboard_url}")
             self.message(f"  Actors: those named raypo:{run_name}:* by role; RayTrainWorker learns")
-            self.message("  Metrics: curves, while `raypo monitor` runs Grafana beside it")
+            self.message("  Metrics: curves, where Prometheus and Grafana run: see `raypo monitor`")
             if dashboard_token:
                 shown = dashboard_token if self._live else "what `ray get-auth-token` prints"
                 self.message(f"  the token that it asks for: {shown}")
@@ -81,17 +77,17 @@ class Console:
         if self._step:
             self.message(f"Resuming after step {self._step}.")
         if self._view is not None:
-            self._view.resume(self._step)
+            self._view.reset(self._view.task, completed=self._step)
 
     def phase(self, text: str) -> None:
-        """What is going on now; as plain lines only until the first step has ended."""
+        """Say what is going on now; as plain lines only until the first step has ended."""
         if self._view is not None:
-            self._view.phase(text)
+            self._view.update(self._view.task, phase=text)
         elif not self._scores:
             self.message(text)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """One line for a step that has ended, and what it warns of, once.
+        """Write one line for a step that has ended, and what it warns of, once.
 
         Without the key `step` the steps are counted.
         """
@@ -104,7 +100,7 @@ class Console:
             self._view.step(self._step, metrics)
 
     def message(self, text: str) -> None:
-        """A line of its own, above the live view."""
+        """Write a line of its own, above the live view."""
         if self._view is not None:
             self._view.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -122,7 +118,7 @@ class Console:
             return
         self._closed = True
         if self._view is not None:
-            self._view.close()
+            self._view.stop()
         words = [f"{status} after {_count(self._step, 'step')}"]
         words += [] if wall_s is None else [f"in {duration(wall_s)}"]
         if any(map(math.isfinite, self._scores)):
@@ -130,15 +126,80 @@ class Console:
         self.message(f"raypo: {' '.join(words)}, files in {self._folder}")
 
 
+class LiveView(Progress):
+    """A bar of steps with the time left, the newest metrics, the score's curve, a step's phases."""
+
+    def __init__(self, stream: TextIO, num_steps: int) -> None:
+        self._metrics: dict[str, float] = {}
+        self._curve: list[float] = []
+        self._phases: dict[str, float] = {}
+        super().__init__(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=_WIDTH),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left, {task.fields[phase]}", markup=False),
+            console=Terminal(file=stream, force_terminal=True),
+            transient=True,
+            refresh_per_second=2,
+            speed_estimate_period=3600.0,  # steps of minutes are the rule
+        )
+        self.task = self.add_task("", total=num_steps, phase="starting")
+        self.start()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a step that has ended; one that it lacks keeps its last value."""
+        self._metrics |= metrics
+        curve = metrics.get("rollout/score_mean", metrics.get("train/loss", math.nan))
+        self._curve = [*self._curve, curve][-_WIDTH:]
+        self._phases = phase_seconds(metrics)
+        is_last = step == self.tasks[0].total
+        self.update(self.task, completed=step, phase="ending" if is_last else f"step {step + 1}")
+
+    @override
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self._metrics:
+            text = "  ".join([curve_line(self._curve), *_values(_COLUMNS, self._metrics)]).strip()
+            yield Text(text, no_wrap=True, overflow="ellipsis")
+        if self._phases:
+            yield phase_bar(self._phases)
+
+
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """A step in one line; metrics that are not there are left out."""
-    width = len(str(num_steps))
-    parts = [f"step {step:{width}d}/{num_steps}"]
-    for label, names, show in _COLUMNS:
-        value = next((metrics[name] for name in names if name in metrics), None)
-        if value is not None:
-            parts.append(f"{label} {show(value)}".strip())
-    return "  ".join(parts)
+    columns = sorted(_COLUMNS, key=lambda each: each.name.startswith("eval/"))  # of few steps: last
+    return "  ".join(
+        [f"step {step:{len(str(num_steps))}d}/{num_steps}", *_values(columns, metrics)]
+    )
+
+
+def _values(columns: Sequence[Metric], metrics: Mapping[str, float]) -> list[str]:
+    return [each.line.format(metrics[each.name]) for each in columns if each.name in metrics]
+
+
+def curve_line(values: Sequence[float]) -> str:
+    """Values as a line of blocks between their least and their greatest."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    top = len(_BLOCKS) - 1
+    return "".join(
+        _BLOCKS[round((value - low) / span * top)] if math.isfinite(value) else " "
+        for value in values
+    )
+
+
+def phase_bar(seconds: Mapping[str, float]) -> Text:
+    """A coloured bar of a step's phases, and the largest of them in words."""
+    bar, words = Text("time ", no_wrap=True, overflow="ellipsis"), Text()
+    for (name, value), colour in zip(seconds.items(), cycle(_COLOURS), strict=False):
+        share = value / (sum(seconds.values()) or 1.0)
+        bar.append("█" * round(share * _WIDTH), style=colour)
+        if share >= 0.05:
+            words.append(f"  {label_of(name)} {share:.0%}", style=colour)
+    return bar.append_text(words)
 
 
 def _count(number: int, noun: str) -> str:

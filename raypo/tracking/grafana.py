@@ -1,46 +1,57 @@
-"""raypo's panels: as the dashboard that Grafana loads, and on Prometheus' own page."""
+"""The dashboard of raypo's metrics that Grafana loads."""
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
-from urllib.parse import urlencode
 
+from raypo.metrics.catalogue import PLOTS, Plot
 from raypo.tracking.sinks import prometheus_name
 
 UID = "raypo"
-PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Score", "short", ("rollout/score_mean", "eval/score_mean")),
-    ("KL to the reference, nats per response", "short", ("kl/ref_response_mean",)),
-    ("Response length, tokens", "short", ("rollout/response_tokens_mean",)),
-    ("Entropy, nats per token", "short", ("ppo/entropy",)),
-    ("Clipped tokens", "percentunit", ("ppo/clip_fraction",)),
-    ("KL of an update, nats per token", "short", ("ppo/approx_kl",)),
-    ("Loss", "short", ("ppo/policy_loss", "ppo/value_loss", "train/loss", "eval/loss")),
-    ("Engine against learner, nats per token", "short", ("mismatch/kl",)),
-    ("Response tokens per second", "short", ("perf/response_tokens_per_s",)),
-    ("Samples per second", "short", ("perf/samples_per_s",)),
-    ("Model FLOPs utilisation", "percentunit", ("perf/mfu", "perf/update_mfu")),
-    (
-        "Peak memory by role",
-        "decgbytes",
-        tuple(f"perf/memory_{role}_gb" for role in ("learner", "engine", "reference", "driver")),
-    ),
-    ("Age of the samples, updates", "short", ("rollout/staleness_mean", "rollout/staleness_max")),
-    ("Step", "short", ("step",)),
-)
-"""The title of each panel, Grafana's name of its unit, and the metrics that it draws."""
 PHASES = "Seconds by phase"
+ROWS: dict[str, tuple[Plot, ...]] = {
+    "Overview": (
+        Plot("Score", ["rollout/score_mean", "eval/score_mean"]),
+        Plot("Step", ["step"]),
+        Plot(PHASES, ["time/*"], "s"),
+        Plot("Peak memory by role", ["perf/memory_*", "perf/gpu_memory_*"], "decgbytes"),
+    ),
+    **PLOTS,
+}
+"""A row of panels for each section of the report."""
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def expression(metric: str, selector: str = 'run=~"$run"') -> str:
-    """A metric as Prometheus knows it, with Ray's prefix, of the runs that are asked for."""
-    return f"ray_{prometheus_name(metric)}{{{selector}}}"
+    """A metric, or a pattern of them, as Prometheus knows it, of the runs that are asked for."""
+    name = f"ray_{prometheus_name(metric)}"
+    if "*" not in metric:
+        return f"{name}{{{selector}}}"
+    pattern = f'__name__=~"{name.replace("*", ".*")}", __name__!~".*(_initial_.*|_time_step_s)"'
+    return f"{{{pattern}, {selector}}}"
 
 
 def grafana_dashboard() -> dict[str, Any]:
     """The dashboard as Grafana's JSON: a line is a run, and runs are chosen at the head."""
-    panels = [_panel(number, *panel) for number, panel in enumerate(PANELS)]
-    panels.append(_phases(len(PANELS)))
+    numbers, panels, y = count(1), list[dict[str, Any]](), 0
+    for title, plots in ROWS.items():
+        head = {"x": 0, "y": y, "w": 24, "h": 1}
+        panels.append({"id": next(numbers), "type": "row", "title": title, "gridPos": head})
+        for position, plot in enumerate(plots):
+            place = {"x": 12 * (position % 2), "y": y + 1 + 8 * (position // 2), "w": 12, "h": 8}
+            panels.append({"id": next(numbers), "gridPos": place, **_panel(plot)})
+        y += 1 + 8 * ((len(plots) + 1) // 2)
+    run = {
+        "name": "run",
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": f"label_values(ray_{prometheus_name('step')}, run)",
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "current": {"text": "All", "value": "$__all"},
+    }
     return {
         "uid": UID,
         "title": "raypo",
@@ -50,68 +61,30 @@ def grafana_dashboard() -> dict[str, Any]:
         "schemaVersion": 39,
         "time": {"from": "now-1h", "to": "now"},
         "templating": {
-            "list": [
-                {"name": "datasource", "type": "datasource", "query": "prometheus"},
-                {
-                    "name": "run",
-                    "type": "query",
-                    "datasource": _SOURCE,
-                    "query": f"label_values(ray_{prometheus_name('step')}, run)",
-                    "refresh": 2,
-                    "multi": True,
-                    "includeAll": True,
-                    "current": {"text": "All", "value": "$__all"},
-                },
-            ]
+            "list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}, run]
         },
         "panels": panels,
     }
 
 
-def prometheus_url(port: int) -> str:
-    """The address of Prometheus' own page with the first four panels, for want of a Grafana."""
-    query: dict[str, str] = {}
-    for number, (_, _, metrics) in enumerate(PANELS[:4]):
-        query |= {
-            f"g{number}.expr": " or ".join(expression(metric, "") for metric in metrics),
-            f"g{number}.tab": "0",
-            f"g{number}.range_input": "15m",
-        }
-    return f"http://127.0.0.1:{port}/graph?{urlencode(query)}"
-
-
-_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-
-
-def _panel(number: int, title: str, unit: str, metrics: tuple[str, ...]) -> dict[str, Any]:
-    several = len(metrics) > 1
-    targets = [
-        {
-            "refId": chr(ord("A") + position),
-            "datasource": _SOURCE,
-            "expr": expression(metric),
-            "legendFormat": f"{{{{run}}}} {metric}" if several else "{{run}}",
-        }
-        for position, metric in enumerate(metrics)
-    ]
+def _panel(plot: Plot) -> dict[str, Any]:
+    unit = "percentunit" if plot.unit.startswith("share") else plot.unit
+    defaults: dict[str, Any] = {"unit": unit}
+    if plot.title == PHASES:
+        stacking = {"mode": "normal", "group": "A"}
+        defaults["custom"] = {"fillOpacity": 40, "stacking": stacking}
     return {
-        "id": number + 1,
         "type": "timeseries",
-        "title": title,
+        "title": plot.title,
         "datasource": _SOURCE,
-        "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
-        "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
-        "targets": targets,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "targets": [
+            {
+                "refId": chr(ord("A") + position),
+                "datasource": _SOURCE,
+                "expr": expression(metric),
+                "legendFormat": f"{{{{run}}}} {'{{__name__}}' if '*' in metric else metric}",
+            }
+            for position, metric in enumerate(plot.metrics)
+        ],
     }
-
-
-def _phases(number: int) -> dict[str, Any]:
-    panel = _panel(number, PHASES, "s", ("time/step_s",))
-    selector = f'__name__=~"ray_{prometheus_name("time/")}.*", run=~"$run"'
-    without = f'__name__!="ray_{prometheus_name("time/step_s")}"'
-    panel["targets"][0] |= {"expr": f"{{{selector}, {without}}}", "legendFormat": "{{__name__}}"}
-    panel["fieldConfig"]["defaults"]["custom"] = {
-        "fillOpacity": 40,
-        "stacking": {"mode": "normal", "group": "A"},
-    }
-    return panel

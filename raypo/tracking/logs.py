@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from typing_extensions import override
+
 APART = (
     "vllm",
     "DeepSpeed",
@@ -17,7 +19,7 @@ APART = (
     "ray.serve",
     "transformers",
 )
-"""Loggers that write to the console by themselves and do not pass on what they are told."""
+"""Loggers that write to the console themselves and do not pass their records on."""
 
 _SHOWN = 120
 """Characters of a first line that the console shows."""
@@ -25,19 +27,19 @@ _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 
 
 class _RunLog(logging.FileHandler):
-    """The handler of `log_to_file`, to be found again."""
+    """The handler of `log_to_file`: a class of its own, by which it is found again."""
 
     on_print: Callable[[str], None] | None = None
-    """Told the first record of the root logger itself."""
+    """Called with a line on the first record of the root logger itself."""
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
         super().emit(record)
         is_print = record.name == "root" and not record.getMessage().startswith("gcc ")
         if is_print and self.on_print is not None:  # DeepSpeed prints how it calls its compiler
-            tell, self.on_print = self.on_print, None
+            report, self.on_print = self.on_print, None
             text = record.getMessage().strip()
-            tell(f"printed: {text:.{_SHOWN}} (this and what follows: {self.baseFilename})")
+            report(f"printed: {text:.{_SHOWN}} (this and what follows: {self.baseFilename})")
 
 
 def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = None) -> None:
@@ -49,9 +51,9 @@ def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = No
 
     Args:
         path: Appended to; its folder is made.
-        on_print: Told once, in a line for people, that a function of the user's has printed, and
-            where all of that is: in its workers Ray Train makes `print` a record of the root
-            logger, which libraries leave alone.
+        on_print: Called once, with a line for people, when a function of the user's prints; the
+            line says where all of that is. Ray Train makes `print` in its workers a record of the
+            root logger, which libraries do not use.
     """
     handler = _handler(Path(path).absolute())
     if on_print is not None:

@@ -12,30 +12,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from typing_extensions import override
+
 from raypo.config import ConfigError, LoggingSection, MLflowSection, WandbSection
 from raypo.config.base import flatten
+from raypo.metrics.catalogue import MEANINGS
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
 
 REPEAT_GAUGES_S = 5.0
-PROMETHEUS_PREFIX = "raypo_"
-"""Ray puts `ray_` before it: `rollout/score_mean` is `ray_raypo_rollout_score_mean`."""
-
-
-_TRIAL = re.compile(r"-(\d{5})$")
-"""How the names of a sweep's runs end."""
 
 
 class Sink(Protocol):
     """Somewhere that metrics go."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step."""
+        """Send the metrics of one step, all of them finite."""
         ...
 
     def close(self) -> None:
-        """No more will come; safe to call once."""
+        """Wait until everything is sent; called once, when no more will come."""
         ...
 
 
@@ -82,9 +79,10 @@ class Sinks:
         return cls(sinks)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step, to every sink; each leaves out what is not finite."""
+        """Send the metrics of one step, those that are finite, to every sink."""
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         for sink in self._sinks:
-            sink.write(step, metrics)
+            sink.write(step, finite)
 
     def close(self) -> None:
         """Close every sink; a second call does nothing."""
@@ -107,7 +105,7 @@ def check_installed(section: LoggingSection) -> None:
             )
 
 
-class Wandb:
+class Wandb(Sink):
     """Weights & Biases; one run there for all attempts at a run."""
 
     def __init__(
@@ -129,16 +127,16 @@ class Wandb:
         )
         self._run.define_metric("*", step_metric="step")
 
+    @override
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step."""
-        self._run.log({"step": step, **_finite(metrics)})
+        self._run.log({"step": step, **metrics})
 
+    @override
     def close(self) -> None:
-        """Wait until everything is sent, or on disk in offline mode."""
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Sink):
     """MLflow; one run there for all attempts at a run."""
 
     def __init__(
@@ -160,38 +158,41 @@ class MLflow:
         for key, value in flatten(config).items():
             self._client.log_param(self._id, key, str(value)[:500])
 
+    @override
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step, in one request."""
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(time.time() * 1000)
-        rows = [Metric(name, value, now, step) for name, value in _finite(metrics).items()]
+        rows = [Metric(name, value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=rows)
 
+    @override
     def close(self) -> None:
-        """Say that no more will come."""
         self._client.set_terminated(self._id)
 
 
-class RayMetrics:
-    """Gauges on Ray's metrics endpoint, for Prometheus; labels `run` and `trial`."""
+class RayMetrics(Sink):
+    """Gauges on Ray's metrics endpoint, for Prometheus; labels `run` and `trial`.
+
+    A metric that a step lacks keeps its last value.
+    """
 
     def __init__(self, *, run: str) -> None:
-        trial = _TRIAL.search(run)
+        trial = re.search(r"-(\d{5})$", run)  # how the names of a sweep's runs end
         self._labels = {"run": run, "trial": trial[1] if trial else ""}
         self._gauges: dict[str, Gauge] = {}
         self._values: dict[str, float] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
         threading.Thread(target=self._repeat, name="raypo-gauges", daemon=True).start()
 
+    @override
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step; one that it lacks keeps its last value."""
         with self._lock:
-            self._values |= {"step": step, **_finite(metrics)}
+            self._values |= {"step": step, **metrics}
             self._set()
 
+    @override
     def close(self) -> None:
-        """The gauges end soon after."""
         self._closed.set()
 
     def _repeat(self) -> None:
@@ -207,7 +208,7 @@ class RayMetrics:
             if name not in self._gauges:
                 self._gauges[name] = Gauge(
                     prometheus_name(name),
-                    description=f"raypo's {name}, of the last step.",
+                    description=MEANINGS.get(name, name),
                     tag_keys=tuple(self._labels),
                 )
             self._gauges[name].set(value, tags=self._labels)
@@ -215,11 +216,7 @@ class RayMetrics:
 
 def prometheus_name(metric: str) -> str:
     """`rollout/score_mean` -> `raypo_rollout_score_mean`; Ray puts `ray_` before it."""
-    return PROMETHEUS_PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    return f"raypo_{re.sub(r'[^a-zA-Z0-9_*]', '_', metric)}"
 
 
 def _remembered(path: Path, new: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raypo.metrics import clock
+from raypo.metrics.catalogue import label_of
 from raypo.storage.run_files import RunFiles
 
 Span = tuple[str, str, float, float]
@@ -50,25 +51,19 @@ def write_spans(
         calls = list(_calls)
         _calls.clear()
     tracks = {f"worker {rank}": phases, f"worker {rank} rollouts": beside}
-    spans = [
-        (track, _words(name), begin, end)
-        for track, each in tracks.items()
-        for name, begin, end in each
-    ]
+    spans = [(track, label_of(name), *times) for track in tracks for name, *times in tracks[track]]
     files.append_timeline(f"worker_{rank}", {"step": step, "spans": [*spans, *calls]})
 
 
 def trace(files: RunFiles) -> dict[str, Any]:
     """The run in the Trace Event Format, which Perfetto and chrome://tracing open.
 
-    A track a worker and replica; attempts at the same step all stand in it, for all happened.
+    Each worker and replica has a track; it holds all attempts at a step, for all happened.
     """
-    lines = files.timeline()
     tracks: dict[str, int] = {}
     events: list[dict[str, Any]] = []
-    for line in lines:
+    for line in files.timeline():
         for track, name, begin, end in line["spans"]:
-            number = tracks.setdefault(track, len(tracks) + 1)
             events.append(
                 {
                     "name": name,
@@ -77,19 +72,15 @@ def trace(files: RunFiles) -> dict[str, Any]:
                     "ts": round(begin * 1e6),
                     "dur": max(round((end - begin) * 1e6), 0),
                     "pid": 1,
-                    "tid": number,
+                    "tid": tracks.setdefault(track, len(tracks) + 1),
                     "args": {"step": line["step"]},
                 }
             )
     events.sort(key=lambda event: event["ts"])
-    names: list[dict[str, Any]] = [_name("process_name", 0, f"raypo {files.name}")]
-    names += [_name("thread_name", number, track) for track, number in tracks.items()]
-    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
-
-
-def _name(kind: str, number: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": 1, "tid": number, "args": {"name": name}}
-
-
-def _words(metric: str) -> str:
-    return metric.removeprefix("time/").removeprefix("perf/").removesuffix("_s").replace("_", " ")
+    names = [("process_name", 0, f"raypo {files.name}")]
+    names += [("thread_name", number, track) for track, number in tracks.items()]
+    heads = [
+        {"name": kind, "ph": "M", "pid": 1, "tid": number, "args": {"name": name}}
+        for kind, number, name in names
+    ]
+    return {"traceEvents": heads + events, "displayTimeUnit": "ms"}

@@ -1,4 +1,4 @@
-"""What a person should look at in a run: a few rules over its metrics, each told once."""
+"""What a person should look at in a run: a few rules over its metrics, each reported once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypo.config.ppo_section import GROUP_ADVANTAGES
-
-Row = Mapping[str, Any]
-"""The metrics of one step, with the key `step`."""
+from raypo.metrics.catalogue import Row
 
 PATIENCE = 3
 """Steps in a row that a condition must hold for, so that one odd step says nothing."""
@@ -18,13 +16,9 @@ MAX_KL_PER_TOKEN = 0.5
 """Nats. Further from the reference its likelihoods say little about the texts."""
 MAX_KL_PER_RESPONSE = 50.0
 """Nats. Far beyond what published runs spend on a gain in score (arXiv:2210.10760)."""
-MAX_CLIP_FRACTION = 0.3
 MAX_MISMATCH_KL = 0.01
 """Nats per token between engine and learner; rounding to bfloat16 stays far below."""
-MAX_DROPPED = 0.5
-"""Share of the sampled tokens that a correction drops."""
 MAX_ZERO_VARIANCE = 0.6
-MAX_TRUNCATED = 0.5
 MAX_PHASE_SHARE = 0.75
 MIN_PHASE_S = 1.0
 """Seconds of a step: a phase that takes less is no burden, whatever its share."""
@@ -62,7 +56,7 @@ class Finding:
 
 
 class Watch:
-    """Reads a run's metrics step by step and tells each rule's finding once."""
+    """Reads a run's metrics step by step and reports each rule's finding once."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         """A run at its start.
@@ -72,18 +66,18 @@ class Watch:
         """
         self._config = config or {}
         self._rows: list[Row] = []
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def add(self, row: Row) -> list[Finding]:
         """What this step shows for the first time."""
         self._rows.append(row)
         new: list[Finding] = []
         for name, rule in _RULES.items():
-            if name in self._told:
+            if name in self._reported:
                 continue
             words = rule(self._rows, self._config)
             if words is not None:
-                self._told.add(name)
+                self._reported.add(name)
                 new.append(Finding(name, int(row.get("step", len(self._rows))), *words))
         return new
 
@@ -113,6 +107,9 @@ def seconds_by_phase(rows: Iterable[Row]) -> dict[str, float]:
 
 
 Words = tuple[str, str] | None
+"""What is off, and what helps."""
+Rule = Callable[[Sequence[Row], Mapping[str, Any]], Words]
+"""Looks at a run's rows so far and its config."""
 
 
 def _kl_drift(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
@@ -182,27 +179,6 @@ def _length_explodes(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     return None
 
 
-def _truncated(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
-    shares = _newest(rows, "rollout/truncated_fraction")
-    if shares and min(shares) > MAX_TRUNCATED:
-        return (
-            f"{shares[-1]:.0%} of the responses are cut off at rollout.max_new_tokens.",
-            "Where answers should end by themselves, raise rollout.max_new_tokens, or check that "
-            "the policy learned to end them.",
-        )
-    return None
-
-
-def _clipped(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
-    shares = _newest(rows, "ppo/clip_fraction")
-    if shares and min(shares) > MAX_CLIP_FRACTION:
-        return (
-            f"{shares[-1]:.0%} of the tokens are clipped: an update goes further than PPO trusts.",
-            "Lower learner.policy_lr or ppo.num_epochs, or raise ppo.minibatch_size.",
-        )
-    return None
-
-
 def _engine_mismatch(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     gaps = _newest(rows, "mismatch/kl")
     usual = {"top_p": (None, 1.0), "top_k": (None,), "min_p": (None, 0.0)}
@@ -218,17 +194,6 @@ def _engine_mismatch(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
             if cut
             else f"{'Set ppo.correction.kind: tis, or use' if is_bare else 'Use'} model.dtype: "
             "float32.",
-        )
-    return None
-
-
-def _correction_drops(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
-    shares = _newest(rows, "mismatch/dropped_fraction")
-    if shares and min(shares) > MAX_DROPPED:
-        return (
-            f"{shares[-1]:.0%} of the tokens are dropped by ppo.correction and teach nothing.",
-            "Widen ppo.correction.low and ppo.correction.high (short responses drift "
-            "further from a geometric mean of 1 than long ones), or set ppo.correction.kind: tis.",
         )
     return None
 
@@ -293,14 +258,41 @@ def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     return f"{share:.0%} of a step's time goes into {name}.", _PHASE_REMEDIES[name]
 
 
-_RULES: dict[str, Callable[[Sequence[Row], Mapping[str, Any]], Words]] = {
+def _beyond(metric: str, limit: float, text: str, remedy: str) -> Rule:
+    """A rule that the last values of a metric break where all of them are above a limit."""
+
+    def rule(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+        values = _newest(rows, metric)
+        return (text.format(values[-1]), remedy) if values and min(values) > limit else None
+
+    return rule
+
+
+_RULES: dict[str, Rule] = {
     "kl_drift": _kl_drift,
     "held_out_falls": _held_out_falls,
     "length": _length_explodes,
-    "truncated": _truncated,
-    "clip_fraction": _clipped,
+    "truncated": _beyond(
+        "rollout/truncated_fraction",
+        0.5,
+        "{:.0%} of the responses are cut off at rollout.max_new_tokens.",
+        "Where answers should end by themselves, raise rollout.max_new_tokens, or check that the "
+        "policy learned to end them.",
+    ),
+    "clip_fraction": _beyond(
+        "ppo/clip_fraction",
+        0.3,
+        "{:.0%} of the tokens are clipped: an update goes further than PPO trusts.",
+        "Lower learner.policy_lr or ppo.num_epochs, or raise ppo.minibatch_size.",
+    ),
     "engine_mismatch": _engine_mismatch,
-    "correction_drops": _correction_drops,
+    "correction_drops": _beyond(
+        "mismatch/dropped_fraction",
+        0.5,
+        "{:.0%} of the tokens are dropped by ppo.correction and teach nothing.",
+        "Widen ppo.correction.low and ppo.correction.high (short responses drift further from a "
+        "geometric mean of 1 than long ones), or set ppo.correction.kind: tis.",
+    ),
     "zero_variance_groups": _zero_variance,
     "entropy_collapse": _entropy_collapses,
     "skipped_updates": _skipped_updates,

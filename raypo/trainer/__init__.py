@@ -18,19 +18,6 @@ from raypo.config import (
 )
 from raypo.trainer.trainer import RecipeTrainer
 
-__all__ = [
-    "DPOTrainer",
-    "DistillationTrainer",
-    "IterativeDPOTrainer",
-    "PPOTrainer",
-    "RecipeTrainer",
-    "RejectionSamplingTrainer",
-    "RewardModelTrainer",
-    "SFTTrainer",
-    "trainer_class",
-    "trainer_for",
-]
-
 
 def _loop(name: str, *kinds: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """A recipe's loop, imported where it runs.

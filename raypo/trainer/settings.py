@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+import xxhash
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from raypo.cluster.connect import cluster_address, connect
@@ -18,11 +21,16 @@ from raypo.plan.hardware import this_machine
 from raypo.plan.placement import worker_resources
 from raypo.rewards.loader import check_callable
 from raypo.rewards.scoring import RewardFunction
+from raypo.storage.folder import TEMPORARY
+from raypo.storage.run_files import GIVEN_ROWS, RunFiles
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 CONTROLLER_FAILURE_LIMIT = 2
-"""Ray's own default retries a start that can never succeed for ever."""
+"""Ray's own default retries a start that can never succeed without an end."""
+
+Rows = Any
+"""What has a length and gives mappings: a `datasets.Dataset`, a list of dicts."""
 
 GIVEN = "rows of datasets="
 """Stands in a config for rows until they are written."""
@@ -143,7 +151,7 @@ def _without_the_critics(count: Any, config: Any) -> int:
     if count <= apart:
         raise ConfigError(
             f"ScalingConfig.num_workers ({count}): counts all learner workers, and {apart} of them "
-            f"hold the critic alone (learner.critic_workers). Set it to {apart + 1} or more, or "
+            f"hold only the critic (learner.critic_workers). Set it to {apart + 1} or more, or "
             f"learner.critic_workers to 0."
         )
     return count - apart
@@ -201,3 +209,82 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
             controller_failure_limit=CONTROLLER_FAILURE_LIMIT if limit < 0 else limit,
         ),
     )
+
+
+def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
+    """Refuse what names no key of the recipe, or cannot be read more than once.
+
+    Raises:
+        ConfigError: the first that does.
+    """
+    known = [key for key in kind.paths if key.startswith(("data.", "eval."))]
+    for key, rows in given.items():
+        if key not in known:
+            raise ConfigError(
+                f"datasets ({key}): its keys are those of the config whose place rows take: "
+                f"{', '.join(known)}."
+            )
+        if isinstance(rows, str | Mapping) or not hasattr(rows, "__len__"):
+            raise ConfigError(
+                f"datasets ({key}: {type(rows).__name__}): rows are a datasets.Dataset or a list "
+                f"of dicts. What streams is written to files first (save_to_disk, write_parquet), "
+                f"and {key} names them."
+            )
+
+
+def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
+    """The config that names files in the run's folder, with rows that Python handed over.
+
+    The name of a file is made of what is in it, so that a run that goes on with others is refused.
+
+    Raises:
+        ConfigError: a row is no mapping, or has what JSON cannot say.
+    """
+    if not given:
+        return config
+    files = RunFiles(storage_path(config), config.name)
+    values = config.model_dump()
+    for key, rows in given.items():
+        section, _, name = key.partition(".")
+        values[section][name] = _write(key, rows, files)
+    files.sync()
+    return type(config).parse(values, origin="trainer")
+
+
+def _write(key: str, rows: Rows, files: RunFiles) -> str:
+    """Rows as JSON lines; their path or URI."""
+    folder = files.folder / GIVEN_ROWS
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"
+    content = xxhash.xxh3_64()
+    try:
+        with temporary.open("wb") as file:
+            for line in _lines(key, rows):
+                file.write(line)
+                content.update(line)
+        name = f"{key}-{content.hexdigest()}.jsonl"
+        os.replace(temporary, folder / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if files.is_local:
+        return str(folder / name)
+    place, mark, options = files.storage_path.partition("?")
+    return f"{place.rstrip('/')}/{files.name}/{GIVEN_ROWS}/{name}{mark}{options}"
+
+
+def _lines(key: str, rows: Rows) -> Iterator[bytes]:
+    for number, row in enumerate(rows, start=1):
+        try:
+            yield json.dumps(dict(row), ensure_ascii=False, default=_plain).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"datasets ({key}): row {number} cannot be written as JSON: {error}. Rows are "
+                f"mappings of texts, numbers, lists and mappings; leave other columns out."
+            ) from None
+
+
+def _plain(value: Any) -> Any:
+    """What NumPy holds, as lists and numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is in it")

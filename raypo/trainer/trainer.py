@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -39,13 +40,15 @@ from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
-from raypo.trainer.given import Rows, check_rows, with_rows
 from raypo.trainer.settings import (
+    Rows,
     check_arguments,
+    check_rows,
     read_config,
     resolve,
     run_config_of,
     scaling_of,
+    with_rows,
 )
 from raypo.trainer.watch import (
     advice,
@@ -207,8 +210,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             status = "interrupted"
             raise
         finally:
-            if self._has_ended_without_a_summary(status):
-                self._write_summary(status, time.monotonic() - started)
+            self._write_summary(status, time.monotonic() - started)
             console.close(status, (self._files.summary() or {}).get("wall_s"))
             ray.kill(monitor)
             dedicated.shutdown(graceful=status == "finished")
@@ -224,11 +226,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         check_run_folder(self.config, self._files, start_over="fresh=True")
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
-        """Ray's run config."""
         return run_config_of(self.config, given)
 
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
-        """What the workers are handed besides the config."""
         return Runtime(
             name=self.config.name,
             storage_path=storage_path(self.config),
@@ -244,15 +244,14 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Args:
             begun: When `stop.after_s` begins, by the monotonic clock.
         """
-        outcome: list[Result | BaseException] = []
+        outcome: Future[Result] = Future()
 
         def fit() -> None:
             try:
-                outcome.append(self._fit_under_controllers(monitor))
-            except BaseException as error:  # handed to the caller below
-                outcome.append(error)
+                outcome.set_result(self._fit_under_controllers(monitor))
+            except BaseException as error:  # raised in the caller's thread
+                outcome.set_exception(error)
 
-        thread = threading.Thread(target=fit, name="raypo-fit", daemon=True)
         after_s = self.config.stop.after_s
         deadline = math.inf if after_s is None else begun + after_s
 
@@ -263,9 +262,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
 
         with stop_on_signal(stop):
-            thread.start()
-            while thread.is_alive():
-                thread.join(POLL_S)
+            threading.Thread(target=fit, name="raypo-fit", daemon=True).start()
+            while not outcome.done():
+                wait([outcome], timeout=POLL_S)
                 show_events(console, monitor)
                 if self._is_unwanted():
                     monitor.request_stop.remote()
@@ -277,15 +276,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                         "a checkpoint; the same command goes on."
                     )
             show_events(console, monitor)
-        (result,) = outcome
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        return outcome.result()
 
     def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
         """As TorchTrainer.fit; where its controller is lost, another one takes its place.
 
-        Ray counts lost workers in the controller; nobody but the driver can count its own end.
+        Ray counts lost workers in the controller; only the driver can count the controller's end.
         """
         self._allow_failures(self.config.max_failures)
         while True:
@@ -315,11 +311,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self.run_config = dataclasses.replace(self.run_config, failure_config=allowed)
 
     def _is_unwanted(self) -> bool:
-        """Whether somebody else than the user wants the run to end after its step."""
+        """Whether a sweep wants the run to end after its step."""
         return False
 
     def _check_cluster(self) -> None:
-        """Refuse what no waiting could ever place; Ray itself would wait for ever."""
+        """Refuse what no waiting could ever place; Ray itself would wait without an end."""
         lay_out(
             self._recipe, alive_nodes(), use_gpu=self._use_gpu, each_worker=self._worker_resources
         )
@@ -339,7 +335,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """The config, of whichever recipe."""
+        """The config as the plan takes it, of whichever recipe."""
         return self.config
 
     @property
@@ -380,11 +376,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             metrics_dataframe=pd.DataFrame(rows) if rows else result.metrics_dataframe,
         )
 
-    def _has_ended_without_a_summary(self, status: str) -> bool:
-        """The workers write it where they come to the loop's end."""
-        return status == "failed" or (self._files.summary() or {}).get("status") != status
-
     def _write_summary(self, status: Literal["failed", "interrupted"], wall_s: float) -> None:
+        """Write what the workers have not: they write it where they come to the loop's end."""
+        if status != "failed" and (self._files.summary() or {}).get("status") == status:
+            return
         self._files.write_summary(
             summarize(
                 self._files.metrics(),

@@ -18,16 +18,10 @@ from raypo.tracking.console import Console
 
 
 def show_events(console: Console, monitor: ActorHandle) -> None:
-    """Bring what the workers told since the last time to the console."""
+    """Show what the workers have reported since the last call."""
+    shown = {"start": console.resume, "step": console.step, "phase": console.phase}
     for kind, content in ray.get(monitor.drain.remote(peak_memory())):
-        if kind == "step":
-            console.step(content)
-        elif kind == "start":
-            console.resume(content)
-        elif kind == "phase":
-            console.phase(content)
-        elif kind == "message":
-            console.message(content)
+        shown.get(kind, console.message)(content)
 
 
 @contextmanager

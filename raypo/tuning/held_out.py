@@ -7,21 +7,16 @@ import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+from raypo.metrics.catalogue import label_of
 from raypo.report.change import Change, held_out_change, lead_words, paired_change
 from raypo.report.page import number
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
+from raypo.tuning.goal import REWARD_MODEL, SCORE, Goal
 from raypo.tuning.record import TrialRecord
 from raypo.tuning.view import point_text
 
 MAX_NAMED = 4
 """Trials in one sentence."""
-WORDS = {
-    SCORE: "held-out score",
-    REWARD_MODEL: "reward model's score, held out",
-    KL: "KL to the reference, nats per response",
-    "rollout/score_mean": "training score",
-}
 
 Scores = Mapping[Any, float]
 """By held-out prompt, the mean of its samples."""
@@ -40,7 +35,7 @@ def who_is_best(
     """
     trials = [trial for trial in trials if math.isfinite(goal.gains(trial.judged)[0])]
     best, metric = trials[0], goal.metrics[0]
-    label, name = WORDS.get(metric, metric), point_text(best.point)
+    label, name = label_of(metric), point_text(best.point)
     score = f"{label} {number(best.metrics[metric])} at step {best.scored_step}"
     if len(goal.metrics) > 1:
         count = len(goal.front([trial.judged for trial in trials]))

@@ -10,28 +10,22 @@ from typing import Any
 
 from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
+from raypo.metrics.catalogue import label_of
 from raypo.metrics.clock import duration
-from raypo.report import (
-    Chart,
-    Details,
-    Page,
-    Section,
-    Table,
-    Tiles,
-    Words,
+from raypo.report.change import held_out_scores
+from raypo.report.charts import (
     bar_chart,
+    chart_of,
     line_chart,
+    new_figure,
     parallel_chart,
     spans_decades,
 )
-from raypo.report.change import held_out_scores
-from raypo.report.charts import chart_of, new_figure
-from raypo.report.page import COLOURS, number
+from raypo.report.page import COLOURS, Chart, Details, Page, Section, Table, Tiles, Words, number
 from raypo.report.run_page import with_the_start
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.held_out import (
-    WORDS,
     Changes,
     Scores,
     gaming_words,
@@ -106,7 +100,7 @@ def sweep_page(sweep: SweepData) -> Page:
     curves, labels = page.section("Learning curves"), _labels(sweep)
     for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
         named = {labels[name]: with_the_start(rows) for name, rows in sweep.rows.items() if rows}
-        curves.add(line_chart(WORDS.get(metric, metric), named, metric))
+        curves.add(line_chart(label_of(metric), named, metric))
     _cost(page.section("Cost"), sweep)
     best = sweep.files.read("best.yaml")
     if best is not None:
@@ -190,7 +184,7 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
         marker_symbol=["circle-open" if trial.status == "stopped" else "circle" for trial in seen],
         hovertemplate="%{text}<br>%{x:.4g}: %{y:.4g}<extra></extra>",
     )
-    title = f"{WORDS.get(metric, metric)} by {key}"
+    title = f"{label_of(metric)} by {key}"
     hollow = any(trial.status == "stopped" for trial in seen)
     note = "Hollow: stopped early." if hollow else ""
     return chart_of(title, figure, note=note)
@@ -201,7 +195,7 @@ def _trials(section: Section, sweep: SweepData) -> None:
     names = dict.fromkeys([*sweep.goal.named, SCORE, REWARD_MODEL, KL])
     shown = [name for name in names if any(name in trial.metrics for trial in sweep.trials)]
     headings = ["rank", "trial", "status", "steps", "score at step", *keys]
-    headings += [*(WORDS.get(name, name) for name in shown), "device-seconds"]
+    headings += [*(label_of(name) for name in shown), "device-seconds"]
     has_errors = any(trial.error for trial in sweep.trials)
     headings += ["error"] if has_errors else []
     section.add(
@@ -224,7 +218,7 @@ def _trials(section: Section, sweep: SweepData) -> None:
         )
     )
     rows: list[Mapping[str, Any]] = [{**trial.point, **trial.metrics} for trial in sweep.trials]
-    columns = {key: key for key in keys} | {name: WORDS.get(name, name) for name in shown}
+    columns = {key: key for key in keys} | {name: label_of(name) for name in shown}
     section.add(parallel_chart("Parallel coordinates", rows, columns, colour=sweep.goal.metrics[0]))
 
 
@@ -239,7 +233,7 @@ def _front(section: Section, sweep: SweepData) -> None:
     both = Goal((metric, KL), (1.0 if mode == "max" else -1.0, -1.0))
     rows = sorted(both.front([trial.judged for trial in seen]))
     front = sorted((seen[row] for row in rows), key=lambda trial: trial.metrics[KL])
-    figure = new_figure(WORDS[KL], WORDS.get(metric, metric), showlegend=True)
+    figure = new_figure(label_of(KL), label_of(metric), showlegend=True)
     others = [trial for trial in seen if trial not in front]
     for name, mode, colour, trials in (
         ("Pareto front", "lines+markers", COLOURS[1], front),
@@ -255,7 +249,7 @@ def _front(section: Section, sweep: SweepData) -> None:
             marker_size=10,
             hovertemplate="%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
         )
-    section.add(chart_of(f"{WORDS.get(metric, metric)} against KL", figure, wide=True))
+    section.add(chart_of(f"{label_of(metric)} against KL", figure, wide=True))
 
 
 def _cost(section: Section, sweep: SweepData) -> None:

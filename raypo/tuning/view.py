@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from raypo.metrics.catalogue import label_of
 from raypo.metrics.clock import duration
-from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
+from raypo.tuning.goal import KL, REWARD_MODEL, Goal
 from raypo.tuning.record import TrialRecord
 
 if TYPE_CHECKING:
@@ -24,12 +25,6 @@ _RANKING = (
     "Ranked by the step that the score is of (at step), then by the score: scores of different "
     "steps are not compared."
 )
-_HEADINGS = {
-    SCORE: "held-out score",
-    REWARD_MODEL: "reward model",
-    KL: "KL",
-    "rollout/score_mean": "training score",
-}
 _STYLES = {
     "running": "cyan",
     "stopped": "yellow",
@@ -198,7 +193,7 @@ def _width(columns: Mapping[str, Sequence[str]]) -> int:
 
 
 def _heading(metric: str) -> str:
-    return _HEADINGS.get(metric) or metric.rpartition("/")[2].replace("_", " ")
+    return label_of(metric).partition(",")[0]
 
 
 def point_text(point: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raypo.report import load_run, run_page
+from raypo.report.run_page import load_run, run_page
 from tests.integration.browser import CHROMIUM, DRIVER, chromium
 from tests.recorded_run import write_run
 

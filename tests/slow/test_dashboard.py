@@ -18,15 +18,17 @@ import pytest
 from raypo.cluster.actors import start_named
 from raypo.cluster.connect import dashboard_token, dashboard_url
 from raypo.config import LoggingSection
-from raypo.tracking.grafana import PANELS, PHASES, expression, grafana_dashboard
+from raypo.tracking.grafana import PHASES, ROWS, expression, grafana_dashboard
 from raypo.tracking.sinks import Sinks
 from tests.integration.browser import CHROMIUM, DRIVER, chromium
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 TIMEOUT_S = 90
-METRICS = {name: 0.5 for _, _, names in PANELS for name in names if name != "step"}
+PLOTS = {plot.title: plot for plots in ROWS.values() for plot in plots}
+METRICS = {name.replace("*", "any"): 0.5 for plot in PLOTS.values() for name in plot.metrics}
 METRICS |= {"time/generate_s": 1.0, "time/update_s": 2.0, "time/step_s": 3.0}
+METRICS.pop("step")  # each writes its own
 
 
 class Engine:
@@ -51,7 +53,7 @@ def engine(local_ray: None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def prometheus(engine: Any) -> Iterator[str]:
+def prometheus(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     import ray
 
     if shutil.which("prometheus") is None:
@@ -62,10 +64,13 @@ def prometheus(engine: Any) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "raypo.cli", "monitor", "--session", session]
-    process = subprocess.Popen([*command, f"--prometheus-port={port}"])
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (started,) = (line.split() for line in told.splitlines() if line.startswith("  prometheus "))
+    data = f"--storage.tsdb.path={tmp_path_factory.mktemp('prometheus')}"
+    process = subprocess.Popen([*started, data, f"--web.listen-address=127.0.0.1:{port}"])
     yield f"http://127.0.0.1:{port}"
     process.terminate()
-    assert process.wait() == 0
+    process.wait()
 
 
 def ask(prometheus: str, query: str) -> list[dict[str, Any]]:
@@ -81,17 +86,19 @@ def is_told(prometheus: str, metric: str) -> bool:
         return False
 
 
-def test_every_panel_finds_its_figures_in_prometheus(prometheus: str):
+def test_every_panel_finds_its_metrics_in_prometheus(prometheus: str):
     deadline = time.monotonic() + TIMEOUT_S
     while not is_told(prometheus, "step") and time.monotonic() < deadline:
         time.sleep(1)
     for panel in grafana_dashboard()["panels"]:
-        for target in panel["targets"]:
-            found = ask(prometheus, target["expr"].replace("$run", "watched.*"))
-            assert len(found) == (2 if panel["title"] == PHASES else 1), panel["title"]
-            assert all(line["metric"]["trial"] == "00007" for line in found)
+        expected = len(PLOTS[panel["title"]].lines(["step", *METRICS])) if "targets" in panel else 0
+        found = []
+        for target in panel.get("targets", ()):
+            found += ask(prometheus, target["expr"].replace("$run", "watched.*"))
             assert "$run" in target["expr"]
             assert ask(prometheus, target["expr"].replace("$run", "no such run")) == []
+        assert len(found) == expected - (panel["title"] == PHASES), panel["title"]
+        assert all(line["metric"]["trial"] == "00007" for line in found)
 
 
 def test_the_actors_page_asks_for_the_token_and_shows_name_and_state(engine: Any, tmp_path: Path):

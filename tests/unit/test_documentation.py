@@ -18,6 +18,7 @@ from raypo import Rollout
 from raypo.config import RECIPES, parse_run_config
 from raypo.config.base import known_keys, read_yaml
 from raypo.config.sweep_config import SweepConfig
+from scripts import metrics_table
 from scripts.config_reference import PAGE, page
 from tests.documentation import (
     DEMO,
@@ -50,6 +51,11 @@ BASES = {
 
 def test_the_configuration_page_is_what_the_classes_say():
     assert PAGE.read_text() == page(), "Write it anew: make docs"
+
+
+def test_the_table_of_metrics_is_what_the_catalogue_says():
+    text = metrics_table.PAGE.read_text()
+    assert text == metrics_table.with_table(text), "Write it anew: make docs"
 
 
 def test_every_block_is_of_a_language_that_a_test_knows():

@@ -11,7 +11,7 @@ import yaml
 from raypo.config import ConfigError, PPOConfig
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import PPOTrainer
-from raypo.trainer.given import with_rows
+from raypo.trainer.settings import with_rows
 
 ROWS = [
     {"prompt": [{"role": "user", "content": "1+1="}], "answer": 2},

@@ -134,4 +134,4 @@ def test_a_lead_is_told_with_its_interval_or_called_chance():
         "b is best: held-out score 0.550, next a with 0.100 (95 % interval of the difference +0.4"
     )
     same = {prompt: 0.1 * ((prompt + 1) % 3) for prompt in range(30)}
-    assert lead_words({"a": low, "b": same}).startswith("Which is best cannot be told")
+    assert lead_words({"a": low, "b": same}).startswith("Which is best is not decided")

@@ -1,14 +1,7 @@
 import pytest
 
-from raypo.report import (
-    Page,
-    Table,
-    line_chart,
-    parallel_chart,
-    scatter_chart,
-    spans_decades,
-)
-from raypo.report.page import COLOURS
+from raypo.report.charts import line_chart, parallel_chart, scatter_chart, spans_decades
+from raypo.report.page import COLOURS, Page, Table
 
 ROWS = [{"step": 1, "a": 1.0, "b": 3.0}, {"step": 2, "a": 2.0}, {"step": 3, "a": float("nan")}]
 

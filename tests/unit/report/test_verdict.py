@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from raypo.report import load_run, run_page
 from raypo.report.page import Words
+from raypo.report.run_page import load_run, run_page
 from raypo.storage.run_files import RunFiles
 from tests.recorded_run import write_recorded
 
@@ -86,12 +86,12 @@ def test_three_steps_of_eight_responses_do_not_say_whether_it_learned(tmp_path: 
     scores = [-0.708, -0.552, -0.602]
     words = said(scored(tmp_path, scores, prompts=2, samples=4, std=0.3))
     assert (
-        "Whether it learned cannot be told from so little: the training score rose from -0.708 "
+        "Too little data to say whether it learned: the training score rose from -0.708 "
         "to -0.602 (step 1 against step 3, 2 prompts each: too few for an interval)." in words
     )
     assert "It learned" not in words
     one = said(scored(tmp_path / "one", scores[:1], prompts=2, samples=4, std=0.3))
-    assert "was -0.708 in its only step, so whether it learned cannot be told." in one
+    assert "was -0.708 in its only step, so it is unknown whether it learned." in one
 
 
 def test_few_steps_of_many_prompts_can_say_it(tmp_path: Path):
@@ -172,7 +172,7 @@ def test_several_runs_are_compared_on_the_same_held_out_prompts(tmp_path: Path):
     words = said(good, early)
     assert "is best: held-out score 0.836 at step 40, next" in words
     assert "95 % interval of the difference" in words
-    assert "Which is best cannot be told" in said(good, twin)
+    assert "Which is best is not decided" in said(good, twin)
     other = write_recorded(tmp_path / "other", PPO, eval={"function": "else.py:judge"})
     assert "their held-out scores have different judges" in said(good, other)
     none = write_recorded(tmp_path / "none", PPO, held_out={0: 0})

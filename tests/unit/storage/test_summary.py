@@ -25,6 +25,7 @@ def test_summary_has_the_shape_that_readers_rely_on():
         "eval/score_mean": {"first": 0.125, "last": 0.6},
         "rollout/score_mean": {"first": 0.25, "last": 0.75},
         "kl/ref_response_mean": {"first": 0.0, "last": 1.5},
+        "ppo/clip_fraction": {"first": 0.1, "last": 0.1},
         "versions": {"ray": "2.60.0"},
     }
 

@@ -1,6 +1,7 @@
 import math
 from typing import Any
 
+from raypo.tracking.sinks import Sinks
 from raypo.tracking.tensorboard import TensorBoard, write_hparams
 
 
@@ -24,7 +25,7 @@ def events(folder):
 
 
 def test_scalars_are_on_disk_after_each_step_and_what_is_not_finite_is_left_out(tmp_path):
-    board = TensorBoard(tmp_path)
+    board = Sinks([TensorBoard(tmp_path)])
     board.write(1, {"rollout/score_mean": 0.5, "x": math.nan, "y": math.inf})
 
     assert events(tmp_path) == [(1, "rollout/score_mean", 0.5)]

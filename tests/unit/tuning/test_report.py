@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from raypo.config.sweep_config import SweepConfig
-from raypo.report import Chart, Table, Words
+from raypo.report.page import Chart, Table, Words
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, write_trials
@@ -125,7 +125,7 @@ def test_a_lead_that_may_be_chance_makes_nobody_the_best(folder: RunFiles):
         answer(folder, each, {0: 0.4, 40: each.metrics[SCORE]}, {0: 1.0, 40: each.metrics[JUDGE]})
     _, sections = page_of(folder, close)
     result = words(sections["Result"])
-    assert "Which is best cannot be told: ppo.kl.coef=0.3 has the highest held-out score" in result
+    assert "Which is best is not decided: ppo.kl.coef=0.3 has the highest held-out score" in result
     assert "is best:" not in result
 
 

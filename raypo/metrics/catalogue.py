@@ -1,0 +1,211 @@
+"""What people are shown of a run's metrics: their words, their plots, their meaning.
+
+The console, the report, Grafana's dashboard, `summary.json`, `raypo status` and the table in
+docs/outputs.md (`make docs`) are made from these tables.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+"""The metrics of one step, with the key `step`."""
+
+
+class Metric(NamedTuple):
+    """A metric in words."""
+
+    name: str
+    label: str
+    """What people call it, and behind a comma its unit."""
+    sign: int = 0
+    """1 or -1 where it says whether a run worked: higher or lower is better."""
+    line: str = ""
+    """How a step's line on the console says it; empty: it does not."""
+    tile: bool = False
+    """Whether the report shows it at a glance."""
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("eval/score_mean", "held-out score", 1, "eval {:+.3f}", tile=True),
+        Metric("eval/accuracy", "held-out accuracy", 1, "eval accuracy {:.1%}", tile=True),
+        Metric("eval/loss", "held-out loss", -1, "eval loss {:.4f}", tile=True),
+        Metric("eval/reward_model_mean", "reward model, held out"),
+        Metric("eval/margin_mean", "held-out margin"),
+        Metric("rollout/score_mean", "training score", 1, "score {:+.3f}", tile=True),
+        Metric("train/accuracy", "training accuracy", 1, "accuracy {:.1%}"),
+        Metric("train/loss", "training loss", -1, "loss {:.4f}", tile=True),
+        Metric("kl/ref_response_mean", "KL, nats per response", line="kl {:.3f}", tile=True),
+        Metric("kl/ref_mean", "KL, nats per token"),
+        Metric("rollout/response_tokens_mean", "response tokens", line="length {:.1f}", tile=True),
+        Metric("ppo/entropy", "entropy, nats per token", tile=True),
+        Metric("ppo/clip_fraction", "clipped tokens", line="ratios clipped {:.1%}", tile=True),
+        Metric("perf/samples_per_s", "samples per second", line="{:.1f} samples/s"),
+        Metric("perf/response_tokens_per_s", "response tokens per second", tile=True),
+        Metric("time/step_s", "seconds per step", line="{:.1f} s", tile=True),
+        Metric("time/wait_for_rollouts_s", "wait for rollouts", line="waited {:.1f} s"),
+        Metric("perf/engine_idle_s", "engine idle", line="engines idle {:.1f} s"),
+        Metric("time/evaluate_s", "old log-probs and values"),
+        Metric("time/held_out_s", "held-out score"),
+    )
+}
+"""By name; of those that say whether a run worked the most telling come first."""
+
+HEADLINES = tuple(metric for metric in METRICS.values() if metric.sign)
+TRAINED = METRICS["rollout/score_mean"], METRICS["train/loss"]
+"""What a run is trained on, by its recipe."""
+
+
+def label_of(name: str) -> str:
+    """What people call a metric; of one without words the last part of its name."""
+    if name in METRICS:
+        return METRICS[name].label
+    return name.rpartition("/")[2].removesuffix("_s").replace("_", " ")
+
+
+class Plot(NamedTuple):
+    """Metrics by step on one pair of axes."""
+
+    title: str
+    metrics: Sequence[str]
+    """Names, or patterns like `eval/pass_at_*`."""
+    unit: str = ""
+    if_it_varies: bool = False
+    """Whether it is left out where the metrics never change."""
+
+    def lines(self, known: Iterable[str]) -> dict[str, str]:
+        """The metrics that it draws of those that are known, with words for its legend.
+
+        The words are those in which their names differ: `mean` and `max` of `..._mean`, `..._max`.
+        """
+        known = sorted({name for name in known if "/initial_" not in name})
+        names = [name for each in self.metrics for name in known if fnmatchcase(name, each)]
+        words = [re.split("[/_]", name) for name in names]
+        shared = {"time", "perf"}.union(set(words[0]).intersection(*words[1:]) if words else ())
+        kept = (" ".join(word for word in each if word not in shared) for each in words)
+        return dict(zip(names, kept, strict=True))
+
+
+PLOTS: dict[str, tuple[Plot, ...]] = {
+    "Learning": (
+        *(
+            Plot(metric.label.capitalize(), [metric.name])
+            for metric in HEADLINES
+            if not metric.name.endswith("score_mean")  # what a run trains on has a plot of its own
+        ),
+        Plot("Implicit rewards", ["*/*_reward_mean"], "beta x log-ratio"),
+        Plot("Log-probabilities", ["*/*_log_prob_mean"], "nats per response"),
+        Plot("Margin: chosen less rejected", ["eval/margin_mean", "train/margin_mean"], "reward"),
+        Plot("Held out, pass@k", ["eval/pass_at_*"], "share of prompts"),
+        Plot("Spread of the scores", ["rollout/score_std"], "std over samples"),
+    ),
+    "Distance from the reference": (
+        Plot("KL to the reference", ["kl/ref_response_mean"], "nats per response"),
+        Plot("KL coefficient", ["kl/coef"], if_it_varies=True),
+    ),
+    "Length and entropy": (
+        Plot("Response length", ["rollout/response_tokens_m*"], "tokens"),
+        Plot("Entropy", ["ppo/entropy"], "nats per token"),
+        Plot("Cut off at max_new_tokens", ["rollout/truncated_fraction"], "share of responses"),
+        Plot("Groups of equal scores", ["rollout/zero_variance_fraction"], "share of groups"),
+    ),
+    "Updates": (
+        Plot("Selected in a round", ["selection/responses", "selection/p*"], "of all workers"),
+        Plot("Score of what was selected", ["selection/score_mean"]),
+        Plot("Score gap of the pairs", ["selection/score_gap_mean"]),
+        Plot("Probability of the teacher's top tokens", ["train/teacher_told"]),
+        Plot("Clipped tokens", ["ppo/clip_fraction"], "share"),
+        Plot("KL of an update", ["ppo/approx_kl"], "nats per token"),
+        Plot("Policy loss", ["ppo/policy_loss"]),
+        Plot("Value loss", ["ppo/value_loss"]),
+        Plot("Variance of the returns that the critic explains", ["ppo/explained_variance"]),
+        Plot("Gradient norms", ["ppo/*_grad_norm", "train/grad_norm"]),
+        Plot("Learning rate", ["ppo/*_learning_rate", "train/learning_rate"]),
+        Plot("KL that KTO compares with", ["train/kl"], "nats per response"),
+        Plot("Engine against learner", ["mismatch/kl"], "nats per token"),
+        Plot("Age of the samples", ["rollout/staleness_m*"], "updates", if_it_varies=True),
+    ),
+    "Time and memory": (
+        Plot("Response tokens per second", ["perf/response_tokens_per_s"], "tokens"),
+        Plot("Samples per second", ["perf/samples_per_s"], "samples"),
+        Plot(
+            "Who waits",
+            ["time/wait_for_rollouts_s", "perf/wait_for_engines_s", "perf/engine_idle_s"],
+            "seconds of a step",
+        ),
+        Plot(
+            "Tokens per second while it lasts",
+            [f"perf/{phase}_tokens_per_s" for phase in ("generate", "evaluate", "update")],
+            "tokens",
+        ),
+        Plot("Model FLOPs utilisation", ["perf/*mfu"], "share of the devices' peak"),
+    ),
+}
+"""Plots by their section of the report and row of Grafana's dashboard."""
+
+
+def before_and_after(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
+    """A metric before the first update and at the end; None where there is none."""
+    values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
+    start = reference(rows, name)
+    if not values:
+        return None
+    return (values[0] if start is None else start), values[-1]
+
+
+def reference(rows: Sequence[Row], name: str) -> float | None:
+    """A metric before the first update: `eval/initial_score_mean` for `eval/score_mean`.
+
+    What is sampled anew each step has its value of before the first update in the first row.
+    """
+    if not rows:
+        return None
+    group, _, metric = name.partition("/")
+    stored = rows[0].get(f"{group}/initial_{metric}")
+    if stored is None and group == "rollout" and rows[0].get("step") == 1:
+        stored = rows[0].get(name)
+    return stored if stored is not None and math.isfinite(stored) else None
+
+
+MEANINGS = {
+    "eval/score_mean": "the score of held-out prompts, by `eval.function`",
+    "eval/accuracy": "share of held-out pairs, or verdicts, that come out right",
+    "eval/loss": "the loss of held-out examples",
+    "eval/pass_at_<k>": "share of held-out prompts with a right answer among k samples",
+    "rollout/score_mean": "the score that is trained on, before KL and shaping",
+    "rollout/score_mean/<source>": "the same by "
+    "[source](your-own-run.md#prompts-and-examples), where there are several; also of `eval/`",
+    "reward/<name>": "a named part of a reward function's answers",
+    "rollout/response_tokens_mean": "tokens that the policy sampled of a response, an agent's "
+    "whole episode being one; also of `eval/`",
+    "rollout/turns_mean": "turns of the policy, with an [environment](environments.md)",
+    "rollout/episodes_failed": "episodes without a score",
+    "train/loss": "the loss of the examples of a step",
+    "train/accuracy": "share of their pairs, or verdicts, that come out right",
+    "kl/ref_response_mean": "KL to the reference, in nats per response, an agent's whole episode "
+    "being one",
+    "mismatch/kl": "KL of engine and learner on the same weights, in nats per token",
+    "mismatch/unknown_tokens": "tokens that an engine gave no log-prob (NaN)",
+    "ppo/entropy": "entropy of the policy, in nats per token",
+    "ppo/clip_fraction": "share of tokens whose ratio is clipped",
+    "ppo/policy_learning_rate": "the learning rate of a step; also of the critic and `train/`",
+    "time/<phase>_s": "seconds of each phase; they add up to `time/step_s`",
+    "time/wait_for_rollouts_s": "of them, seconds that the learner waited for rollouts",
+    "perf/engine_idle_s": "seconds that an engine did not compute, on average",
+    "perf/environment_s_mean": "seconds that an episode waited for its environment",
+    "perf/wait_for_environments_s": "seconds that the engines waited for all environments, in "
+    "training, of the worker that waited longest",
+    "perf/<phase>_tokens_per_s": "the rate of a phase while it lasts",
+    "perf/samples_per_s": "samples per second of the whole step",
+    "perf/response_tokens_per_s": "response tokens per second of the whole step",
+    "perf/mfu": "share of the devices' peak FLOP/s that the models needed",
+    "perf/memory_<role>_gb": "most RAM that the largest process of a role has held so far",
+    "perf/gpu_memory_<role>_gb": "the same of its GPU",
+}
+"""What the documentation says of metrics and of families of them."""
