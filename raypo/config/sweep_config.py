@@ -163,9 +163,6 @@ class SweepConfig(RunFile):
     """What is started once for all trials, unless the space changes it: reward, reference, engine
     (handed on from trial to trial, with GPUs each trial's own; engines that hold adapters serve
     all trials at a time). auto: all of them; with GPUs, what takes no place from a trial."""
-    share_first_rollout: bool = False
-    """Whether trials with the same policy, prompts, sampling and seed take the responses of before
-    their first update from the trial that came first."""
     seed: int = Field(default=0, ge=0)
     """Of the searcher; a run's own seed is the key `seed` of the base."""
 
@@ -348,15 +345,11 @@ def _check_examples(sweep: SweepConfig, base: PolicyExamplesConfig | RewardModel
             f"num_epochs ({base.num_epochs:g}): trials are compared step by step. Set "
             f"overrides.num_steps, and overrides.num_epochs to null."
         )
-    for key, value in (
-        ("share_first_rollout", sweep.share_first_rollout),
-        ("share", sweep.share != "auto" and list(sweep.share)),
-    ):
-        if value:
-            raise ConfigError(
-                f"{key} ({value}): trials of the recipe {base.recipe} sample nothing that they "
-                f"train on and ask no deployment. Remove {key}."
-            )
+    if sweep.share and sweep.share != "auto":
+        raise ConfigError(
+            f"share ({list(sweep.share)}): trials of the recipe {base.recipe} sample nothing that "
+            f"they train on and ask no deployment. Remove share."
+        )
 
 
 def _check_placement(base: AnyConfig) -> None:

@@ -31,8 +31,6 @@ class Shared:
     """Lends engines: a trial has one for itself until it ends, or a seat in the pool."""
     pool: bool = False
     """Whether all trials use the same engines, each with an adapter of its own."""
-    first_answers: ActorHandle | None = None
-    """What trials were answered before their first update."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def plan_sweep(
         if len(placed) < len(sharing.bundles):
             beside = 0
         if sweep.share == "auto" and beside < num_slots:
-            sharing = Sharing(first_rollout=sharing.first_rollout)
+            sharing = Sharing()
         elif not beside:
             raise ConfigError(
                 f"share ({', '.join(sharing.roles)}): with these in "

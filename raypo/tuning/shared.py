@@ -54,8 +54,6 @@ class Sharing:
 
     models: tuple[str, ...] = ()
     """Roles that all trials ask: reference, reward_0, ..."""
-    first_rollout: bool = False
-    """Whether responses from before the first update are sampled once for trials that are alike."""
     engines: bool = False
     """Whether engines are handed on from trial to trial."""
     pool: bool = False
@@ -79,7 +77,7 @@ class Sharing:
         engines = "engine" in wanted and not holds_adapter and not use_gpu
         placed = with_dedicated(base, [*models, "engine"] if pool else models)
         bundles = dedicated_bundles(placed, use_gpu=True) if use_gpu else ()
-        return cls(tuple(models), sweep.share_first_rollout, engines, pool, tuple(bundles))
+        return cls(tuple(models), engines, pool, tuple(bundles))
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -92,8 +90,6 @@ class Sharing:
         if self.roles:
             place = f", in {len(self.bundles)} bundles of their own" if self.bundles else ""
             told.append(f"  all trials share {', '.join(self.roles)}{place}")
-        if self.first_rollout:
-            told.append("  trials that start alike sample their first rollout once")
         if self.engines:
             told.append("  engines are handed on from trial to trial")
         return told
@@ -114,7 +110,6 @@ def started(
         PlacementError: what the models ask for was not free in time.
     """
     from raypo.deployment.lender import start_lender
-    from raypo.rollout.first_answers import start_first_answers
     from raypo.run.shared_services import start_shared  # model code
 
     if not isinstance(base, OnlineConfig):
@@ -123,7 +118,7 @@ def started(
     use_gpu = bool(sharing.bundles)
     base = base.with_dtype(use_gpu=use_gpu)  # as each trial decides it
     open_ones = []
-    lender = first_answers = None
+    lender = None
     try:
         common = start_shared(
             base,
@@ -144,12 +139,10 @@ def started(
                 open_ones.append(engines)
             lender = start_lender([each.handles["engine"] for each in open_ones[1:]])
         models = {role: common.handles[role] for role in sharing.models}
-        if sharing.first_rollout:
-            first_answers = start_first_answers()
-        yield Shared(base, models, lender, sharing.pool, first_answers)
+        yield Shared(base, models, lender, sharing.pool)
     finally:
-        for actor in filter(None, (lender, first_answers)):
-            ray.kill(actor)
+        if lender is not None:
+            ray.kill(lender)
         for each in open_ones:
             each.shutdown(graceful=False)
 

@@ -58,8 +58,6 @@ def test_on_cpus_all_is_shared_and_takes_no_place():
 
 def test_on_gpus_models_are_shared_where_no_trial_pays_for_it():
     assert plan_of({"CPU": 64.0, "GPU": 1.0}, use_gpu=True).sharing == Sharing()
-    first = plan_of({"CPU": 64.0, "GPU": 1.0}, use_gpu=True, share_first_rollout=True)
-    assert first.sharing == Sharing(first_rollout=True), "it takes no place"
     taken = plan_of({"CPU": 64.0, "GPU": 8.0}, use_gpu=True, share=["reward", "reference"])
     (bundle,) = taken.sharing.bundles
     assert str(bundle) == "1 CPU, 1 GPU for reference:0, reward_0:0"
