@@ -34,6 +34,7 @@ from raypo.config import OnlineConfig, RecipeConfig
 from raypo.config.paths import storage_path
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.plan.placement import lay_out, worker_bundles
+from raypo.ray_internals import leave_out_callbacks
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
@@ -158,22 +159,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     ray.shutdown()
                 recount(self._files)
 
-    def _create_default_callbacks(self) -> list[Any]:
-        """Ray Train's own, without those whose process this run does not need.
-
-        Each such process imports ray.train, which is seconds of start-up on a small machine. One
-        hands out Ray Data sets, which no recipe reads. One removes the workers' placement group
-        where driver and controller die and the cluster lives on: a Ray that was started here ends
-        with this process.
-        """
-        unused = {"DatasetsCallback"}
-        if cluster_address(self.config.cluster)[0] is None:
-            unused.add("PlacementGroupCleanerCallback")
-        callbacks = super()._create_default_callbacks()
-        return [each for each in callbacks if type(each).__name__ not in unused]
-
     def _fit_watched(self) -> Result:
         self._check_cluster()
+        leave_out_callbacks(self, self._unused_callbacks())
         self._tell_workers()
         self._files.write_config(self.config.model_dump(mode="json"))
         self._files.sync()
@@ -219,6 +207,17 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             given = dict(self.run_config.worker_runtime_env or {})
             given["env_vars"] = {**variables, **given.get("env_vars", {})}
             self.run_config.worker_runtime_env = given
+
+    def _unused_callbacks(self) -> set[str]:
+        """Ray Train's own callbacks whose process this run does not need.
+
+        Each such process imports ray.train, which is seconds of start-up on a small machine. One
+        hands out Ray Data sets, which no recipe reads. One removes the workers' placement group
+        where driver and controller die and the cluster lives on: a Ray that was started here ends
+        with this process.
+        """
+        has_cluster = cluster_address(self.config.cluster)[0] is not None
+        return {"DatasetsCallback"} | (set() if has_cluster else {"PlacementGroupCleanerCallback"})
 
     def _check_folder(self) -> None:
         check_run_folder(self.config, self._files, start_over="fresh=True")
@@ -345,7 +344,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     @property
     def _worker_resources(self) -> dict[str, float]:
         """What each learner worker takes, custom resources of the scaling config too."""
-        resources: dict[str, Any] = self.scaling_config._resources_per_worker_not_none
+        scaling = self.scaling_config
+        resources: dict[str, Any] = {
+            "CPU": scaling.num_cpus_per_worker,
+            "GPU": scaling.num_gpus_per_worker,
+            **scaling.additional_resources_per_worker,
+        }
         return {name: amount for name, amount in resources.items() if amount}
 
     def _start_dedicated(self) -> Dedicated:

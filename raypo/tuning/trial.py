@@ -21,13 +21,13 @@ from raypo.checks import is_finished
 from raypo.config import AnyConfig, parse_run_config
 from raypo.config.sweep_config import with_values
 from raypo.deployment.reserve import Dedicated
+from raypo.ray_internals import run_controllers_here
 from raypo.run.setup import Runtime, Shared
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import RecipeTrainer, trainer_class
 from raypo.tuning.capacity import trial_name
 from raypo.tuning.goal import Goal, as_report, known_metrics
 from raypo.tuning.population import Segment
-from raypo.tuning.ray_internals import run_controllers_here
 from raypo.tuning.search import POINT, Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
