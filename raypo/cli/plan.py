@@ -100,7 +100,7 @@ def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) ->
     base = sweep.base_config()
     notes = check_inputs(base, on_this_machine=False)
     if cluster is None:
-        from raypo.tuning.cluster import find_nodes
+        from raypo.cluster.resources import find_nodes
 
         nodes, use_gpu = find_nodes(base)
     else:

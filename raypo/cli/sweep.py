@@ -63,8 +63,8 @@ def sweep(
 
 
 def _print_plan(config: SweepConfig, base: AnyConfig) -> None:
+    from raypo.cluster.resources import find_nodes
     from raypo.tuning.capacity import describe, plan_sweep
-    from raypo.tuning.cluster import find_nodes
 
     nodes, use_gpu = find_nodes(base)
     plan = plan_sweep(config, base, nodes, use_gpu=use_gpu)

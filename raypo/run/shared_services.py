@@ -79,11 +79,11 @@ def of_shared(
     """What of a sweep's deployments is there and does for this config, by role."""
     if shared is None:
         return {}
-    alike = roles_alike(config, shared.config)
+    apart = roles_apart(config, shared.config)
     usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
     usable = workers.broadcast(usable)  # all workers ask the same
-    handles = {role: shared.handles[role] for role in usable if role in alike}
-    if shared.lender is not None and "engine" in alike:
+    handles = {role: shared.handles[role] for role in usable if role not in apart}
+    if shared.lender is not None and "engine" not in apart:
         engine = borrow(shared, run_name, workers, timeout_s=config.placement.timeout_s)
         if engine is not None:
             handles["engine"] = engine
@@ -114,10 +114,10 @@ def leave_pool(engine: DeploymentHandle, run_name: str) -> None:
     survivors(engine.pinned().drop_adapter.on_all(run_name))  # others' successors never had it
 
 
-def roles_alike(one: OnlineConfig, other: OnlineConfig) -> set[str]:
-    """Roles of which a deployment started for the one config does for the other."""
+def roles_apart(one: OnlineConfig, other: OnlineConfig) -> set[str]:
+    """Roles that both configs have, and that each needs a deployment of its own for."""
     mine, theirs = (
         {role.name: role.kwargs | {"seed": None} for role in roles_of(config, 1, 1)}
         for config in (one, other)
     )
-    return {name for name, kwargs in mine.items() if kwargs == theirs.get(name)}
+    return {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}

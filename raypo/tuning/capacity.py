@@ -128,7 +128,7 @@ def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
         f"{sweep.name}: {plan.num_trials} trials of {sweep.base}, judged by {goals}",
         *(f"  constraint {text}" for text in sweep.constraint),
         f"  searcher {sweep.searcher}, scheduler {sweep.scheduler.kind}",
-        *(f"  {key}: {domain}" for key, domain in sweep.domains.items()),
+        *(f"  {key}: {domain}" for key, domain in sweep.space.items()),
         f"  each trial takes {plan.trial_resources}; {plan.num_slots} at a time, the others wait",
         *plan.sharing.lines(),
     ]
@@ -175,7 +175,7 @@ def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> Estimate |
 
 def grid_points(sweep: SweepConfig) -> list[dict[str, Any]]:
     """Every combination of the lists of the space, the last key changing fastest."""
-    by_key = {key: domain.values for key, domain in sweep.domains.items()}
+    by_key = {key: domain.values for key, domain in sweep.space.items()}
     return [dict(zip(by_key, point, strict=True)) for point in itertools.product(*by_key.values())]
 
 

@@ -17,36 +17,6 @@ from raypo.config.sweep_config import SharedRole, SweepConfig
 from raypo.plan.placement import Bundle, dedicated_bundles, with_dedicated
 from raypo.run.setup import Shared
 
-MADE_FROM = {
-    "engine": (
-        "model.policy",
-        "model.dtype",
-        "model.lora",
-        "rollout.engine",
-        "rollout.max_new_tokens",
-        "rollout.max_episode_tokens",
-        "rollout.stop",
-        "data.max_prompt_tokens",
-    ),
-    "reference": (
-        "model.policy",
-        "model.reference",
-        "model.dtype",
-        "model.attention",
-        "model.lora",
-        "rollout.temperature",
-        "learner.max_tokens_per_microbatch",
-    ),
-    "reward": (
-        "model.reward",
-        "model.policy",
-        "model.dtype",
-        "model.attention",
-        "learner.max_tokens_per_microbatch",
-    ),
-}
-"""Keys and sections of the run config that a deployment depends on."""
-
 
 @dataclass(frozen=True)
 class Sharing:
@@ -66,15 +36,26 @@ class Sharing:
         """All of `share` that the base has and no key of the space changes."""
         if not isinstance(base, OnlineConfig):
             return cls()
-        roles = get_args(SharedRole) if sweep.share == "auto" else sweep.share
-        wanted = {role for role in roles if not _is_searched(role, sweep)}
-        models = [*base.references] if "reference" in wanted else []
-        if "reward" in wanted:
-            models += [f"reward_{number}" for number in range(len(base.model.reward or ()))]
+        from raypo.run.shared_services import roles_apart  # model code
+
+        wanted = get_args(SharedRole) if sweep.share == "auto" else sweep.share
+        rewards = [f"reward_{number}" for number in range(len(base.model.reward or ()))]
+        apart = set[str]()
+        for _, trial in sweep.trials():
+            assert isinstance(trial, OnlineConfig), "the recipe is the base's"
+            apart |= roles_apart(trial, base)
+        by_kind = {"reference": [*base.references], "reward": rewards}
+        models = [
+            role
+            for kind, roles in by_kind.items()
+            if kind in wanted and not apart.intersection(roles)
+            for role in roles
+        ]
         lora = base.model.lora
         holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
-        pool = "engine" in wanted and holds_adapter
-        engines = "engine" in wanted and not holds_adapter and not use_gpu
+        shares_engine = "engine" in wanted and "engine" not in apart
+        pool = shares_engine and holds_adapter
+        engines = shares_engine and not holds_adapter and not use_gpu
         placed = with_dedicated(base, [*models, "engine"] if pool else models)
         bundles = dedicated_bundles(placed, use_gpu=True) if use_gpu else ()
         return cls(tuple(models), engines, pool, tuple(bundles))
@@ -145,11 +126,3 @@ def started(
             ray.kill(lender)
         for each in open_ones:
             each.shutdown(graceful=False)
-
-
-def _is_searched(role: str, sweep: SweepConfig) -> bool:
-    return any(
-        key == each or key.startswith(f"{each}.")
-        for key in sweep.domains
-        for each in MADE_FROM[role]
-    )

@@ -16,6 +16,7 @@ from ray.tune import Stopper
 
 from raypo.cluster.connect import connect, dashboard_url
 from raypo.cluster.janitor import start_janitor
+from raypo.cluster.resources import find_nodes
 from raypo.config import AnyConfig
 from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
@@ -25,7 +26,6 @@ from raypo.storage.run_files import RunFiles
 from raypo.trainer.watch import stop_on_signal
 from raypo.tuning.board import Board
 from raypo.tuning.capacity import SweepPlan, describe, plan_sweep, trial_name
-from raypo.tuning.cluster import find_nodes
 from raypo.tuning.goal import Goal
 from raypo.tuning.outcome import Outcome, write_outcome
 from raypo.tuning.population import Segment

@@ -136,10 +136,11 @@ def test_best_yaml_runs_and_reproduces_its_trial(three: SimpleNamespace):
 
 
 def test_the_page_of_a_sweep_says_who_won(three: SimpleNamespace):
-    from raypo.tuning.sweep_page import is_sweep, load_sweep, sweep_page
+    from raypo.tuning.sweep_page import load_sweep, sweep_page
 
-    assert is_sweep(RunFiles.at(str(three.folder)))
-    html = sweep_page(load_sweep(RunFiles.at(str(three.folder)))).html()
+    sweep = load_sweep(RunFiles.at(str(three.folder)))
+    assert sweep is not None
+    html = sweep_page(sweep).html()
     assert "three-00001" in html
     assert "is first: training score" in html
     assert "no other trial has such a score of that step" in html

@@ -65,7 +65,7 @@ def test_an_override_on_the_command_line_reaches_a_dotted_key(base: Path, tmp_pa
         f"name: s\nbase: {base}\nspace:\n  ppo.kl.coef: {{loguniform: [1.0e-4, 1.0]}}\n"
     )
     sweep = SweepConfig.load(file, ["space.ppo.kl.coef={choice: [0.1, 0.2]}", "num_samples=3"])
-    assert sweep.domains == {"ppo.kl.coef": Domain("choice", (0.1, 0.2))}
+    assert sweep.space == {"ppo.kl.coef": Domain("choice", (0.1, 0.2))}
     assert sweep.num_trials == 3
 
 
@@ -178,10 +178,10 @@ def test_every_metric_has_its_mode(base: Path):
 
 
 def test_a_constraint_says_by_how_much_it_is_broken(base: Path):
-    at_most = Constraint("kl/ref_response_mean <= 10")
+    at_most = Constraint.parse("kl/ref_response_mean <= 10")
     assert at_most.excess(12.5) == 2.5
     assert at_most.excess(4.0) < 0
-    assert Constraint("eval/score_mean >= 1e-1").excess(0.0) == 0.1
+    assert Constraint.parse("eval/score_mean >= 1e-1").excess(0.0) == 0.1
     assert at_most.excess(float("nan")) == float("inf")
     assert "METRIC <= NUMBER" in refused(base, constraint="kl/ref_response_mean < 10")
 

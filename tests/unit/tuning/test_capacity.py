@@ -3,12 +3,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from raypo.cluster.resources import find_nodes
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.plan.hardware import Node
 from raypo.tuning.capacity import describe, estimate, grid_points, plan_sweep
-from raypo.tuning.cluster import find_nodes
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
 
 SPACE = {"ppo.kl.coef": {"loguniform": [1e-4, 1.0]}}
 
@@ -18,16 +25,16 @@ def sweep_of(**changes: Any) -> SweepConfig:
 
 
 def base_of(**learner: Any) -> PPOConfig:
-    placement = {"strategy": learner.pop("strategy", "PACK")}
-    return PPOConfig.parse(
-        {
-            "name": "b",
-            "model": {"policy": "p"},
-            "data": {"prompts": "d"},
-            "learner": learner,
-            "placement": placement,
-        }
-    )
+    """It is in the file that sweeps name, too."""
+    values = {
+        "name": "b",
+        "model": {"policy": "p"},
+        "data": {"prompts": "d"},
+        "placement": {"strategy": learner.pop("strategy", "PACK")},
+        "learner": learner,
+    }
+    Path("base.yaml").write_text(yaml.safe_dump(values))
+    return PPOConfig.parse(values)
 
 
 def slots(nodes: list[dict[str, float]], *, use_gpu: bool = False, **learner: Any) -> int:
@@ -128,7 +135,7 @@ def test_a_population_runs_all_at_once_or_not_at_all():
 def test_without_a_cluster_this_machine_is_the_only_node(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(
-        "raypo.tuning.cluster.this_machine", lambda: [Node("this machine", gpus=2, cpus=3)]
+        "raypo.cluster.resources.this_machine", lambda: [Node("this machine", gpus=2, cpus=3)]
     )
     assert find_nodes(base_of()) == ([{"CPU": 3, "GPU": 2}], True)
     assert find_nodes(base_of(use_gpu=False)) == ([{"CPU": 3, "GPU": 2}], False)
