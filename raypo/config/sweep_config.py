@@ -173,9 +173,14 @@ class SweepConfig(RunFile):
     constraint: Annotated[tuple[AnyConstraint, ...], BeforeValidator(_as_tuple)] = ()
     """Like `kl/ref_response_mean <= 10`; trials that break one rank below all that keep them."""
     share: Annotated[tuple[SharedRole, ...], BeforeValidator(_as_tuple)] | Literal["auto"] = "auto"
-    """What is started once for all trials, unless the space changes it: reward, reference, engine
-    (handed on from trial to trial, with GPUs each trial's own; engines that hold adapters serve
-    all trials at a time). auto: all of them; with GPUs, what takes no place from a trial."""
+    """What is started once for all trials, unless the space changes it or it is dedicated: reward,
+    reference, engine (handed on from trial to trial, with GPUs each trial's own; engines that hold
+    adapters serve all trials at a time). auto: all of them; with GPUs, what takes no place from a
+    trial."""
+    share_batches: bool = False
+    """Whether trials that use the same engines (`model.lora.push: adapter`) also sample in the same
+    batches, where they else take turns: faster, but timing then changes their numbers by rounding.
+    """
     seed: int = Field(default=0, ge=0)
     """Of the searcher; a run's own seed is the key `seed` of the base."""
 
@@ -256,7 +261,7 @@ class SweepConfig(RunFile):
             _check_key(key, type(base))
         for words, trial in self.trials():
             _check_metrics(self, trial, words)
-        _check_placement(base)
+        _check_share_batches(self, base)
         _check_pbt(self, base)
         return base
 
@@ -354,12 +359,15 @@ def _check_examples(sweep: SweepConfig, base: PolicyExamplesConfig | RewardModel
         )
 
 
-def _check_placement(base: AnyConfig) -> None:
-    if base.placement.is_dedicated:
+def _check_share_batches(sweep: SweepConfig, base: AnyConfig) -> None:
+    if not sweep.share_batches:
+        return
+    pushes_adapters = isinstance(base, OnlineConfig) and base.pushes_adapter
+    if not pushes_adapters or base.placement.group_of("engine") == "dedicated":
         raise ConfigError(
-            f"placement.mode ({base.placement.mode}): a trial of a sweep takes one placement group "
-            f"at once, so that trials never wait for each other. Set overrides.placement.mode to "
-            f"colocated."
+            "share_batches (True): trials share batches where they use the same engines, each "
+            "under a LoRA adapter of its own. Set overrides.model.lora.push to adapter and leave "
+            "the engines colocated, or remove share_batches."
         )
 
 

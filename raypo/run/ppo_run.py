@@ -161,14 +161,14 @@ class OnlineRun(Run[AnyOnline]):
                 stop_token_ids=stop,
                 seed=config.seed,
                 samples_per_prompt=config.rollout.samples_per_prompt,
-                adapter=runtime.name if _pushes_adapter(config) else None,
+                adapter=runtime.name if config.pushes_adapter else None,
                 episodes=episodes,
             ),
             transport=open_transport(
                 config.rollout.engine,
                 colocated=config.placement.group_of("engine") == "colocated",
                 share_gpus=config.engines_share_gpus,
-                kept=_pushes_adapter(config),
+                kept=config.pushes_adapter,
             ),
             models=models_of(config),
         )
@@ -217,7 +217,9 @@ class OnlineRun(Run[AnyOnline]):
 
     def sampler(self, services: Services) -> Sampler:
         """Who samples responses."""
-        return EnginesInFlight(services.engine, self.pushes) if self.pushes else services.engine
+        if self.pushes or services.joins:
+            return EnginesInFlight(services.engine, self.pushes or Pushes())
+        return services.engine
 
     def judges(self, services: Services) -> Judges:
         """Who scores this run's responses."""
@@ -252,7 +254,7 @@ class OnlineRun(Run[AnyOnline]):
             temperature=config.trained_temperature,
             dtype=config.model.dtype,
             seed=config.seed,
-            joins=self.pushes is not None,
+            joins=self.pushes is not None or services.joins,
         )
         self.enter(Phase.LEARN)
         self.enter(Phase.PUSH)
@@ -288,7 +290,7 @@ class OnlineRun(Run[AnyOnline]):
         }
         if self.pushes and self.workers.rank == 0:
             survivors(engine.pinned().pause.on_all(self.config.rollout.in_flight))
-        if not _pushes_adapter(self.config):
+        if not self.config.pushes_adapter:
             return push_weights(learner, engine, transport=self.transport, **common)
         assert isinstance(learner, Learner), "the other recipes refuse it"
         assert isinstance(self.transport, ObjectTransport), "`open_transport` keeps what is pushed"
@@ -569,8 +571,3 @@ class PPORun(OnlineRun[PPOConfig]):
             written[self.files.critic_dir] = lambda folder: learner.save_critic(folder, tokenizer)
         for final, write in written.items():
             self.replace_folder(final, write, workers=roles.own)
-
-
-def _pushes_adapter(config: OnlineConfig) -> bool:
-    lora = config.model.lora
-    return lora is not None and lora.push == "adapter"

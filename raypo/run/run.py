@@ -424,6 +424,7 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     torch.set_num_threads(config.learner.cpus_per_worker)
     if runtime.janitor is not None and workers.rank == 0:
         runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
+        runtime.janitor.end_turn.remote(runtime.name)
     run = kind.prepare(config, runtime, workers, files, tell)
     run.started -= waited_s
     try:

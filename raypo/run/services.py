@@ -54,6 +54,8 @@ class Services:
     """Roles that do not live beside these workers: engine, reference, reward_0, ..."""
     in_pool: bool = False
     """Whether the engines are several runs', which push adapters only."""
+    joins: bool = False
+    """Whether what is asked of the engines joins what they sample for other runs."""
 
     @property
     def frozen(self) -> list[tuple[str, FrozenHandle]]:
@@ -132,12 +134,14 @@ def start_deployments(
         for role in _served(config, workers)
     }
     rewards = [role.name for role in roles if role.name.startswith("reward_")]
+    pool = shared if shared is not None and shared.pool and "engine" in elsewhere else None
     return Services(
         engine=EngineHandle(handles["engine"]),
         references={name: ReferenceHandle(handles[name]) for name in config.references},
         reward_models=tuple(RewardModelHandle(handles[name]) for name in rewards),
         elsewhere=frozenset(elsewhere),
-        in_pool=shared is not None and shared.pool and "engine" in elsewhere,
+        in_pool=pool is not None,
+        joins=pool is not None and pool.share_batches,
     )
 
 

@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.train import ControllerError, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypo.checks import check_inputs, check_run_folder, is_finished, with_steps_of_epochs
 from raypo.cluster.connect import (
@@ -182,8 +182,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 self._files.location,
                 dashboard_token(),
             )
-            dedicated = self._start_dedicated()
-            self._wait_for_room()
+            dedicated = self._start_dedicated(monitor)
+            self._wait_for_room(monitor)
             self.train_loop_config = {
                 **self.config.model_dump(),
                 RUNTIME_KEY: self._runtime(monitor, dedicated),
@@ -305,7 +305,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 "message",
                 "Ray Train's controller was lost; the run goes on from its last checkpoint.",
             )
-            self._wait_for_room()
+            self._wait_for_room(monitor)
             self._allow_failures(left)
 
     def _allow_failures(self, count: int) -> None:
@@ -323,7 +323,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self._recipe, alive_nodes(), use_gpu=self._use_gpu, each_worker=self._worker_resources
         )
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, monitor: ActorHandle) -> None:
         """Wait until the learner workers' group could be placed, which Ray Train then makes.
 
         It would not say which bundle waits, for what, or who has it.
@@ -333,6 +333,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             "the learner workers' group",
             name=f"raypo:{self.config.name}:workers",
             placement=self.config.placement,
+            on_asked=lambda group: self._hold(monitor, group),
         )
         remove_placement_group(group)
 
@@ -352,7 +353,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         }
         return {name: amount for name, amount in resources.items() if amount}
 
-    def _start_dedicated(self) -> Dedicated:
+    def _start_dedicated(self, monitor: ActorHandle) -> Dedicated:
         """Step 2 of what outlives the workers: before they start."""
         if not isinstance(self.config, OnlineConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
@@ -363,7 +364,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self.config.name,
             logs_dir=str(self._files.logs_dir),
             use_gpu=self._use_gpu,
+            on_asked=lambda group: self._hold(monitor, group),
         )
+
+    def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
+        """Called with a group that has been asked for; it ends with this process's job."""
 
     @property
     def _use_gpu(self) -> bool:

@@ -12,7 +12,7 @@ from typing import get_args
 
 import ray
 
-from raypo.config import AnyConfig, OnlineConfig, PolicyLoraSection
+from raypo.config import AnyConfig, OnlineConfig
 from raypo.config.sweep_config import SharedRole, SweepConfig
 from raypo.plan.placement import Bundle, dedicated_bundles, with_dedicated
 from raypo.run.setup import Shared
@@ -28,17 +28,23 @@ class Sharing:
     """Whether engines are handed on from trial to trial."""
     pool: bool = False
     """Whether all trials use the same engines, each with a LoRA adapter of its own."""
+    share_batches: bool = False
+    """Whether they then sample in the same batches."""
     bundles: tuple[Bundle, ...] = ()
     """Of the placement group that models and pool get; none on CPUs, where they take turns."""
 
     @classmethod
     def of(cls, sweep: SweepConfig, base: AnyConfig, *, use_gpu: bool) -> Sharing:
-        """All of `share` that the base has and no key of the space changes."""
+        """All of `share` that the base has and no key of the space changes.
+
+        What is dedicated is each trial's own, in its own group.
+        """
         if not isinstance(base, OnlineConfig):
             return cls()
         from raypo.run.shared_services import roles_apart  # model code
 
-        wanted = get_args(SharedRole) if sweep.share == "auto" else sweep.share
+        roles = get_args(SharedRole) if sweep.share == "auto" else sweep.share
+        wanted = [role for role in roles if base.placement.group_of(role) == "colocated"]
         rewards = [f"reward_{number}" for number in range(len(base.model.reward or ()))]
         apart = set[str]()
         for _, trial in sweep.trials():
@@ -51,14 +57,13 @@ class Sharing:
             if kind in wanted and not apart.intersection(roles)
             for role in roles
         ]
-        lora = base.model.lora
-        holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
         shares_engine = "engine" in wanted and "engine" not in apart
-        pool = shares_engine and holds_adapter
-        engines = shares_engine and not holds_adapter and not use_gpu
+        pool = shares_engine and base.pushes_adapter
+        engines = shares_engine and not base.pushes_adapter and not use_gpu
         placed = with_dedicated(base, [*models, "engine"] if pool else models)
         bundles = dedicated_bundles(placed, use_gpu=True) if use_gpu else ()
-        return cls(tuple(models), engines, pool, tuple(bundles))
+        share_batches = pool and sweep.share_batches
+        return cls(tuple(models), engines, pool, share_batches, tuple(bundles))
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -73,6 +78,8 @@ class Sharing:
             told.append(f"  all trials share {', '.join(self.roles)}{place}")
         if self.engines:
             told.append("  engines are handed on from trial to trial")
+        if self.share_batches:
+            told.append("  trials sample in the same batches: their numbers depend on timing")
         return told
 
 
@@ -120,7 +127,7 @@ def started(
                 open_ones.append(engines)
             lender = start_lender([each.handles["engine"] for each in open_ones[1:]])
         models = {role: common.handles[role] for role in sharing.models}
-        yield Shared(base, models, lender, sharing.pool)
+        yield Shared(base, models, lender, sharing.pool, sharing.share_batches)
     finally:
         if lender is not None:
             ray.kill(lender)

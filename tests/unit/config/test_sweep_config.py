@@ -204,10 +204,19 @@ def test_the_sweeps_of_the_repository_are_whole(path: Path, monkeypatch: pytest.
     assert sweep.name == path.stem
 
 
-def test_a_trial_takes_one_placement_group(base: Path):
-    message = refused(base, overrides={"placement.mode": "dedicated"})
-    assert message.startswith("placement.mode (dedicated): a trial of a sweep takes one")
+def test_trials_may_sample_ahead_on_engines_of_their_own(base: Path):
+    modes = {"rollout.mode": {"choice": ["sync", "one_step_off", "async"]}}
+    assert "rollout.mode (one_step_off)" in refused(base, space=modes)
+    sweep_of(base, space=modes, overrides={"placement.mode": "dedicated"}).base_config()
     assert "placement.mode" in refused(base, space={"placement.mode": {"choice": ["dedicated"]}})
+
+
+def test_only_trials_that_use_the_same_engines_share_batches(base: Path):
+    assert refused(base, share_batches=True).startswith("share_batches (True): trials share")
+    adapters = {"model.lora": {"rank": 4, "push": "adapter"}}
+    sweep_of(base, share_batches=True, overrides=adapters).base_config()
+    apart = {**adapters, "placement.mode": "dedicated"}
+    assert "leave the engines colocated" in refused(base, share_batches=True, overrides=apart)
 
 
 def test_pbt_copies_checkpoints_so_there_must_be_some(base: Path):

@@ -10,6 +10,7 @@ from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.plan.hardware import Node
 from raypo.tuning.capacity import describe, estimate, grid_points, plan_sweep
+from raypo.tuning.shared import Sharing
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,44 @@ def test_as_many_trials_as_fit_side_by_side():
     assert slots(two_cores, cpus_per_worker=2) == 1
     assert slots(two_cores, cpus_per_worker=1) == 2
     assert slots([{"CPU": 64.0, "GPU": 8.0}], num_workers=2, use_gpu=True) == 4
+
+
+def dedicated(mode: Any = "dedicated", **rollout: Any) -> tuple[SweepConfig, PPOConfig]:
+    """A sweep of any number of trials that sample ahead, each on an engine of its own."""
+    values = {
+        "name": "b",
+        "model": {"policy": "p", "reward": "r"},
+        "data": {"prompts": "d"},
+        "rollout": {"mode": "async", **rollout},
+        "placement": {"mode": mode},
+    }
+    Path("base.yaml").write_text(yaml.safe_dump(values))
+    return sweep_of(num_samples=100), PPOConfig.parse(values)
+
+
+def test_a_trial_holds_its_dedicated_group_too():
+    plan = plan_sweep(*dedicated(), [{"CPU": 5.0}], use_gpu=False)
+    assert plan.num_slots == 2
+    assert plan.num_devices == 2.0, "a worker and an engine"
+    assert plan.sharing == Sharing(), "all of it is each trial's own"
+    assert "each trial takes 2 x (1 CPU); 2 at a time" in "\n".join(describe(*dedicated(), plan))
+    on_gpus = [{"CPU": 64.0, "GPU": 8.0}]
+    assert plan_sweep(*dedicated(), on_gpus, use_gpu=True).num_slots == 2  # 4 GPUs each
+    two = {"tensor_parallel": 2}
+    apart = plan_sweep(*dedicated({"engine": "dedicated"}, engine=two), on_gpus, use_gpu=True)
+    assert apart.num_devices == 3.0
+    assert apart.num_slots == 2
+    assert apart.sharing.models == ("reference", "reward_0"), "in the two that are left"
+
+
+def test_groups_that_fit_only_one_after_the_other_do_not_count():
+    """Two engines on two GPUs each fit; then one worker is left without."""
+    sweep, base = dedicated({"engine": "dedicated"}, engine={"tensor_parallel": 2})
+    nodes = [{"CPU": 8.0, "GPU": 3.0}, {"CPU": 8.0, "GPU": 2.0}]
+    assert plan_sweep(sweep, base, nodes, use_gpu=True).num_slots == 1
+    limited = sweep_of(num_samples=100, resources={"gpus": 2})
+    with pytest.raises(ConfigError, match=r"resources\.gpus \(2\): one trial takes 3 GPU"):
+        plan_sweep(limited, base, nodes, use_gpu=True)
 
 
 def test_the_estimate_passes_over_steps_that_were_not_timed(tmp_path: Path):

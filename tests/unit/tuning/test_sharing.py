@@ -115,6 +115,9 @@ def test_trials_that_push_adapters_use_the_same_engines():
 
     assert sharing() == Sharing((REWARD,), pool=True), "the reference is the base below"
     assert "  all trials share reward_0, engine" in sharing().lines()
+    together = sharing(share_batches=True)
+    assert together == Sharing((REWARD,), pool=True, share_batches=True)
+    assert together.lines()[-1].startswith("  trials sample in the same batches")
     assert not sharing({"model.lora.rank": {"choice": [4, 8]}}).pool
     assert not sharing(share="reward").pool
     on_gpus = sharing(use_gpu=True)
