@@ -96,7 +96,7 @@ def borrow(
     """Engines for all workers of this run until the last of them is dead; None: none are free."""
     lender: Any = shared.lender
     this_worker = ray.get_runtime_context().current_actor
-    loan: Loan[DeploymentHandle] | None = None
+    loan: Loan | None = None
     if workers.rank == 0:
         loan = ray.get(lender.lend.remote(run_name, this_worker, timeout_s))
         if loan is not None and shared.pool and loan.before is not None:
