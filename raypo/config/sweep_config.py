@@ -261,7 +261,7 @@ class SweepConfig(RunFile):
             _check_key(key, type(base))
         for words, trial in self.trials():
             _check_metrics(self, trial, words)
-        _check_share_batches(self, base)
+        _check_sharing(self, base)
         _check_pbt(self, base)
         return base
 
@@ -359,7 +359,13 @@ def _check_examples(sweep: SweepConfig, base: PolicyExamplesConfig | RewardModel
         )
 
 
-def _check_share_batches(sweep: SweepConfig, base: AnyConfig) -> None:
+def _check_sharing(sweep: SweepConfig, base: AnyConfig) -> None:
+    for role in () if sweep.share == "auto" else sweep.share:
+        if base.placement.group_of(role) == "dedicated":
+            raise ConfigError(
+                f"share ({list(sweep.share)}): what is dedicated (placement.mode) is each trial's "
+                f"own. Leave {role} out, or set overrides.placement.mode to colocated."
+            )
     if not sweep.share_batches:
         return
     pushes_adapters = isinstance(base, OnlineConfig) and base.pushes_adapter

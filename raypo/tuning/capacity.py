@@ -126,8 +126,7 @@ def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
         f"  each trial takes {_words(plan.bundles)}; {plan.num_slots} at a time, the others wait",
         *plan.sharing.lines(),
     ]
-    known = estimate(sweep, base, plan)
-    lines.append(f"  cost: {known or 'not known before a first run of the base'}")
+    lines.append(f"  cost: {estimate(sweep, base, plan)}")
     if sweep.searcher == "grid":
         for number, point in enumerate(grid_points(sweep)):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
@@ -135,24 +134,11 @@ def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a sweep will cost if no trial is stopped early, judged by a run that is there."""
+def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> str:
+    """What it costs if no trial is stopped early, by the steps of a run that is there.
 
-    device_s: float
-    wall_s: float
-    source: str
-    """The run that was measured."""
-
-    def __str__(self) -> str:
-        return (
-            f"at most {self.device_s:.0f} device-seconds, {duration(self.wall_s)}, judged by "
-            f"{self.source}; start-up comes on top"
-        )
-
-
-def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> Estimate | None:
-    """By the steps of this sweep's trials or of the base's own run; None where neither is there."""
+    That is one of this sweep's trials, or the base's own run.
+    """
     trials = f"{storage_path(sweep).rstrip('/')}/{sweep.name}/{TRIALS_FOLDER}"
     runs = [(trials, trial_name(sweep.name, number)) for number in range(plan.num_trials)]
     for storage, name in [*runs, (storage_path(base), base.name)]:
@@ -160,11 +146,13 @@ def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> Estimate |
         steps = [row["time/step_s"] for row in rows if "time/step_s" in row]
         if steps:
             trial_s = statistics.median(steps) * base.num_steps
-            rounds = -(-plan.num_trials // plan.num_slots)
-            return Estimate(
-                trial_s * plan.num_trials * plan.num_devices, trial_s * rounds, f"the run {name}"
+            device_s = trial_s * plan.num_trials * plan.num_devices
+            wall_s = trial_s * -(-plan.num_trials // plan.num_slots)
+            return (
+                f"at most {device_s:.0f} device-seconds, {duration(wall_s)}, judged by the run "
+                f"{name}; start-up comes on top"
             )
-    return None
+    return "not known before a first run of the base"
 
 
 def grid_points(sweep: SweepConfig) -> list[dict[str, Any]]:

@@ -209,6 +209,10 @@ def test_trials_may_sample_ahead_on_engines_of_their_own(base: Path):
     assert "rollout.mode (one_step_off)" in refused(base, space=modes)
     sweep_of(base, space=modes, overrides={"placement.mode": "dedicated"}).base_config()
     assert "placement.mode" in refused(base, space={"placement.mode": {"choice": ["dedicated"]}})
+    apart = {"placement.mode": {"engine": "dedicated"}}
+    told = refused(base, share=["reward", "engine"], overrides=apart)
+    assert told.startswith("share (['reward', 'engine']): what is dedicated")
+    sweep_of(base, share=["reward"], overrides=apart).base_config()
 
 
 def test_only_trials_that_use_the_same_engines_share_batches(base: Path):
