@@ -31,7 +31,7 @@ from raypo.config import (
     RewardModelConfig,
     SFTConfig,
 )
-from raypo.config.sweep_config import SweepConfig
+from raypo.config.sweep_config import Constraint, SweepConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration
@@ -189,7 +189,7 @@ def _values(annotation: Any, metadata: list[Any]) -> str:
             if getattr(each, name, None) is not None
         ]
         return f"{kind} {', '.join(bounds)}".strip()
-    words = {str: "text", bool: "`true`, `false`", dict: "mapping"}
+    words = {str: "text", bool: "`true`, `false`", dict: "mapping", Constraint: "text"}
     return words.get(get_origin(annotation) or annotation, str(annotation))
 
 

@@ -47,12 +47,13 @@ def _tell_failure(error: Exception) -> int:
     import traceback
 
     from raypo.config import ConfigError
+    from raypo.ray_internals import cause_of
 
     failures = getattr(error, "worker_failures", None)
     if not failures:
         typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
         return FAILED
-    causes = [getattr(failure, "_base_exc", failure) for failure in failures.values()]
+    causes = [cause_of(failure) for failure in failures.values()]
     if all(isinstance(cause, ConfigError) for cause in causes):
         tell(str(causes[0]))
         return WRONG_INPUT

@@ -45,7 +45,7 @@ def plan(
 
     values = read_yaml(config, overrides or ())
     if "space" in values:
-        _plan_sweep(config, overrides, cluster)
+        print_sweep_plan(config, overrides, cluster)
         return
     run = parse_run_config(values, origin=str(config))
     nodes = _nodes(run, cluster)
@@ -89,7 +89,7 @@ def _measured_here(made: Plan) -> Callable[[Plan], Rates | None]:
     return partial(Rates.of_cores, flops=flops / cores, memory=memory / cores)
 
 
-def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) -> None:
+def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | None) -> None:
     """Trials, what each takes, how many run at a time, what all will cost."""
     from raypo.checks import check_inputs
     from raypo.config.sweep_config import SweepConfig
@@ -100,7 +100,7 @@ def _plan_sweep(file: Path, overrides: list[str] | None, cluster: str | None) ->
     base = sweep.base_config()
     notes = check_inputs(base, on_this_machine=False)
     if cluster is None:
-        from raypo.tuning.cluster import find_nodes
+        from raypo.cluster.resources import find_nodes
 
         nodes, use_gpu = find_nodes(base)
     else:

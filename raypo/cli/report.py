@@ -21,11 +21,11 @@ def report(
     """Write one HTML page: result, curves, time, samples, config; several runs are compared."""
     from raypo.report.run_page import load_run, run_page
     from raypo.storage.run_files import RunFiles
-    from raypo.tuning.sweep_page import is_sweep, load_sweep, sweep_page
+    from raypo.tuning.sweep_page import load_sweep, sweep_page
 
     files = RunFiles.at(runs[0])
-    if len(runs) == 1 and is_sweep(files):
-        page = sweep_page(load_sweep(files))
+    if len(runs) == 1 and (sweep := load_sweep(files)):
+        page = sweep_page(sweep)
     else:
         page = run_page([load_run(run) for run in runs], with_samples=samples)
     is_one_folder = len(runs) == 1 and "://" not in runs[0]

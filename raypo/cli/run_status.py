@@ -33,7 +33,7 @@ def status(
     from raypo.config import ConfigError
     from raypo.storage.run_files import RunFiles
     from raypo.storage.run_state import no_run, paragraph, run_status, table
-    from raypo.tuning.sweep_status import as_trial, sweep_status
+    from raypo.tuning.sweep_folder import as_trial, sweep_status
 
     now = time.time()
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from raypo.cli.exit_status import FAILED, INTERRUPTED, exit_status
-
-if TYPE_CHECKING:
-    from raypo.config import AnyConfig
-    from raypo.config.sweep_config import SweepConfig
+from raypo.cli.plan import print_sweep_plan
 
 
 @exit_status(resumes=True)
@@ -28,6 +25,9 @@ def sweep(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; removes the sweep.")] = False,
 ) -> None:
     """Search the keys of a run config: start, resume, add trials, or say that it is finished."""
+    if dry_run:
+        print_sweep_plan(file, overrides, None)
+        return
     from raypo.checks import check_inputs
     from raypo.config.paths import storage_path
     from raypo.config.sweep_config import SweepConfig
@@ -38,9 +38,6 @@ def sweep(
     base = config.base_config()
     for note in check_inputs(base):
         typer.echo(f"Note: {note}.")
-    if dry_run:
-        _print_plan(config, base)
-        return
     files = RunFiles(storage_path(config), config.name)
     with files.lock():
         if fresh:
@@ -60,13 +57,3 @@ def sweep(
         raise typer.Exit(INTERRUPTED)
     if outcome.status == "failed":
         raise typer.Exit(FAILED)
-
-
-def _print_plan(config: SweepConfig, base: AnyConfig) -> None:
-    from raypo.tuning.capacity import describe, plan_sweep
-    from raypo.tuning.cluster import find_nodes
-
-    nodes, use_gpu = find_nodes(base)
-    plan = plan_sweep(config, base, nodes, use_gpu=use_gpu)
-    for line in describe(config, base, plan):
-        typer.echo(line)

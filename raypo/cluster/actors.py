@@ -19,6 +19,7 @@ from ray.exceptions import (
 )
 
 from raypo.calls import Answer
+from raypo.ray_internals import readiness
 
 T = TypeVar("T")
 
@@ -89,9 +90,8 @@ def is_lost_actor(error: BaseException) -> bool:
 
 def is_alive(actor: ActorHandle) -> bool:
     """Whether it answers; one that is busy counts as alive."""
-    ping: Any = actor.__ray_ready__  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        ray.get(ping.remote(), timeout=PING_TIMEOUT_S)
+        ray.get(readiness(actor), timeout=PING_TIMEOUT_S)
     except GetTimeoutError:
         return True
     except RayError:

@@ -12,11 +12,10 @@ from typing import Any
 from urllib.parse import urlparse
 
 import ray
-from ray._common.utils import get_ray_address_file
-from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]
 
 from raypo.cluster.devices import check_choice, users_choice
 from raypo.config import ClusterSection, ConfigError
+from raypo.ray_internals import address_file, read_environment_again
 from raypo.tracking.console import Console
 
 PROBE_TIMEOUT_S = 5.0
@@ -154,7 +153,7 @@ def cluster_address(section: ClusterSection) -> tuple[str | None, str]:
 def _started_here() -> str | None:
     """Address of the Ray that `ray start` last began on this machine; it may have ended since."""
     try:
-        return Path(get_ray_address_file(None)).read_text().strip() or None
+        return address_file().read_text().strip() or None
     except OSError:
         return None
 
@@ -174,8 +173,8 @@ def untold_environment() -> dict[str, str]:
     if not ray.is_initialized() or _job() == _our_job:
         return {}
     context = ray.get_runtime_context()
-    is_worker = context.worker.mode == ray.WORKER_MODE
-    told = os.environ if is_worker else context.runtime_env.get("env_vars") or {}
+    is_driver = context.get_actor_id() is None
+    told = (context.runtime_env.get("env_vars") or {}) if is_driver else os.environ
     return {name: value for name, value in worker_environment().items() if name not in told}
 
 
@@ -280,7 +279,7 @@ def _authenticate(address: str, source: str) -> None:
             f"RAY_AUTH_MODE ({mode}): the Ray at {address} asks for a token. Set it to token."
         )
     os.environ["RAY_AUTH_MODE"] = "token"
-    RayConfig.initialize("")  # it has read the variable when it was imported
+    read_environment_again()
 
 
 def _answer(address: str, source: str, *, token: str | None) -> bool:

@@ -1,5 +1,8 @@
-"""Removes placement groups whose holder has died: Ray keeps a group that an actor made until the
-whole job ends, and a trial that Ray Tune kills has no chance to clean up.
+"""Looks after the placement groups of runs that share a cluster, as the trials of a sweep do.
+
+It removes those whose holder has died: Ray keeps a group that an actor made until the whole job
+ends, and a trial that Ray Tune kills has no chance to clean up. And it lets one run at a time
+reserve: of two that held one group each, both might wait for their second one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ class Janitor:
 
     def __init__(self) -> None:
         self._held: list[tuple[ActorHandle, PlacementGroup]] = []
+        self._turn: tuple[str, ActorHandle] | None = None
+        """Which run is reserving, and its lease."""
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, name="raypo-janitor", daemon=True).start()
 
@@ -29,6 +34,24 @@ class Janitor:
         """Remove the group once the lease is dead."""
         with self._lock:
             self._held.append((lease, group))
+
+    def take_turn(self, run: str, lease: ActorHandle) -> bool:
+        """Whether the run may reserve now, until `end_turn`; whatever it left before is gone then.
+
+        Its turn also ends where its lease dies.
+        """
+        self._remove_dead()
+        with self._lock:
+            is_taken = self._turn is not None and is_alive(self._turn[1])
+            if not is_taken:
+                self._turn = run, lease
+            return not is_taken
+
+    def end_turn(self, run: str) -> None:
+        """The run holds all that it needs."""
+        with self._lock:
+            if self._turn is not None and self._turn[0] == run:
+                self._turn = None
 
     def close(self) -> None:
         """Remove every group that is still held: all leases are at their end."""
@@ -48,16 +71,19 @@ class Janitor:
     def _watch(self) -> None:
         while True:
             time.sleep(LOOK_EVERY_S)
-            with self._lock:
-                held = list(self._held)
-            dead = [pair for pair in held if not is_alive(pair[0])]
-            for _, group in dead:
-                remove_placement_group(group)
-            with self._lock:
-                self._held = [pair for pair in self._held if pair not in dead]
+            self._remove_dead()
+
+    def _remove_dead(self) -> None:
+        with self._lock:
+            held = list(self._held)
+        dead = [pair for pair in held if not is_alive(pair[0])]
+        for _, group in dead:
+            remove_placement_group(group)
+        with self._lock:
+            self._held = [pair for pair in self._held if pair not in dead]
 
 
 def start_janitor() -> ActorHandle:
     """A janitor that lives as long as this process."""
-    janitor: Any = ray.remote(Janitor).options(num_cpus=0, max_concurrency=4)
+    janitor: Any = ray.remote(Janitor).options(num_cpus=0, max_concurrency=16)
     return janitor.remote()

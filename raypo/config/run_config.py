@@ -147,6 +147,11 @@ class OnlineConfig(RecipeConfig):
     eval: EvalSection = EvalSection()
 
     @property
+    def pushes_adapter(self) -> bool:
+        """Whether engines hold the policy's LoRA adapter beside the weights below it."""
+        return self.model.lora is not None and self.model.lora.push == "adapter"
+
+    @property
     def responses_per_step(self) -> int:
         """Responses sampled in a step, over all workers."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt

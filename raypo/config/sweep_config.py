@@ -8,11 +8,11 @@ import math
 import random
 import re
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
 from raypo.config.base import (
     Config,
@@ -107,14 +107,20 @@ class SweepResources(Config):
     """GPUs; null: all of the cluster's."""
 
 
+@dataclass(frozen=True)
 class Constraint:
     """`kl/ref_response_mean <= 10`: a trial that breaks it ranks below all that keep it."""
 
-    def __init__(self, text: str) -> None:
-        """Read the text.
+    metric: str
+    sign: str
+    bound: float
+
+    @classmethod
+    def parse(cls, text: str) -> Constraint:
+        """The constraint of a text.
 
         Raises:
-            ValueError: it is no constraint.
+            ValueError: it is none.
         """
         match = _CONSTRAINT.fullmatch(text)
         if match is None:
@@ -122,7 +128,7 @@ class Constraint:
                 "must be METRIC <= NUMBER or METRIC >= NUMBER. Write it like "
                 "'kl/ref_response_mean <= 10'."
             )
-        self.metric, self.sign, self.bound = match[1], match[2], float(match[3])
+        return cls(match[1], match[2], float(match[3]))
 
     def excess(self, value: float) -> float:
         """By how much a value breaks it; 0 or less where it is kept, infinite where unknown."""
@@ -134,6 +140,13 @@ class Constraint:
         return f"{self.metric} {self.sign} {self.bound:g}"
 
 
+AnyConstraint = Annotated[
+    Constraint,
+    BeforeValidator(lambda each: Constraint.parse(each) if isinstance(each, str) else each),
+    PlainSerializer(str),
+]
+
+
 class SweepConfig(RunFile):
     """A whole sweep file."""
 
@@ -143,7 +156,7 @@ class SweepConfig(RunFile):
     """The run config (YAML) that each trial starts from; a relative path is the driver's."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of the base that all trials change, like {num_steps: 8}."""
-    space: dict[str, dict[str, list[Any]]] = Field(min_length=1)
+    space: dict[str, Annotated[Domain, PlainSerializer(Domain.as_written)]] = Field(min_length=1)
     """Dotted key of the base -> {choice | grid | uniform | loguniform | randint | quniform}."""
     metric: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ("eval/score_mean",)
     """What the trials are judged by: its last value; several: their Pareto front."""
@@ -157,15 +170,17 @@ class SweepConfig(RunFile):
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Trials at a time; auto: as many as fit; more than fit wait for their turn."""
     resources: SweepResources = SweepResources()
-    constraint: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    constraint: Annotated[tuple[AnyConstraint, ...], BeforeValidator(_as_tuple)] = ()
     """Like `kl/ref_response_mean <= 10`; trials that break one rank below all that keep them."""
     share: Annotated[tuple[SharedRole, ...], BeforeValidator(_as_tuple)] | Literal["auto"] = "auto"
-    """What is started once for all trials, unless the space changes it: reward, reference, engine
-    (handed on from trial to trial, with GPUs each trial's own; engines that hold adapters serve
-    all trials at a time). auto: all of them; with GPUs, what takes no place from a trial."""
-    share_first_rollout: bool = False
-    """Whether trials with the same policy, prompts, sampling and seed take the responses of before
-    their first update from the trial that came first."""
+    """What is started once for all trials, unless the space changes it or it is dedicated: reward,
+    reference, engine (handed on from trial to trial, with GPUs each trial's own; engines that hold
+    adapters serve all trials at a time). auto: all of them; with GPUs, what takes no place from a
+    trial."""
+    share_batches: bool = False
+    """Whether trials that use the same engines (`model.lora.push: adapter`) also sample in the same
+    batches, where they else take turns: faster, but timing then changes their numbers by rounding.
+    """
     seed: int = Field(default=0, ge=0)
     """Of the searcher; a run's own seed is the key `seed` of the base."""
 
@@ -175,12 +190,7 @@ class SweepConfig(RunFile):
         if not isinstance(written, Mapping):
             return written
         flat = flat_space({str(key): value for key, value in written.items()})
-        return {key: Domain.parse(key, value).as_written() for key, value in flat.items()}
-
-    @field_validator("constraint")
-    @classmethod
-    def _constraints_can_be_read(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(str(Constraint(text)) for text in texts)
+        return {key: Domain.parse(key, value) for key, value in flat.items()}
 
     @model_validator(mode="after")
     def _every_metric_has_its_mode(self) -> Self:
@@ -194,7 +204,7 @@ class SweepConfig(RunFile):
     @model_validator(mode="after")
     def _grid_and_searcher_belong_together(self) -> Self:
         if self.searcher == "grid":
-            ranges = [key for key, domain in self.domains.items() if not domain.is_list]
+            ranges = [key for key, domain in self.space.items() if not domain.is_list]
             if ranges:
                 raise ValueError(
                     f"searcher (grid): space.{ranges[0]} is a range and has no last value. Write "
@@ -206,7 +216,7 @@ class SweepConfig(RunFile):
                     f"{self.num_trials} trials. Remove num_samples, or set searcher to random."
                 )
             return self
-        grids = [key for key, domain in self.domains.items() if domain.kind == "grid"]
+        grids = [key for key, domain in self.space.items() if domain.kind == "grid"]
         if grids:
             raise ValueError(
                 f"space.{grids[0]} (grid): only searcher: grid tries every value. Write choice: "
@@ -230,21 +240,11 @@ class SweepConfig(RunFile):
             )
         return self
 
-    @cached_property
-    def domains(self) -> dict[str, Domain]:
-        """Dotted key of the base -> what it may become."""
-        return {key: Domain.parse(key, written) for key, written in self.space.items()}
-
-    @cached_property
-    def constraints(self) -> tuple[Constraint, ...]:
-        """The constraints as rules."""
-        return tuple(Constraint(text) for text in self.constraint)
-
     @property
     def num_trials(self) -> int:
         """Trials in all."""
         if self.searcher == "grid":
-            return math.prod(len(domain.values) for domain in self.domains.values())
+            return math.prod(len(domain.values) for domain in self.space.values())
         return self.num_samples or 8
 
     def base_config(self) -> AnyConfig:
@@ -254,19 +254,23 @@ class SweepConfig(RunFile):
             ConfigError: the base or an override is wrong, `space` names a key that it has not, or
                 holds values that it refuses.
         """
-        values = self.base_values()
-        base = parse_run_config(values, origin=self.base)
+        base = parse_run_config(self.base_values(), origin=self.base)
         if not isinstance(base, OnlineConfig):
             _check_examples(self, base)
-        for key in self.domains:
+        for key in self.space:
             _check_key(key, type(base))
-        for point in _test_points(self):
-            words = ", ".join(f"{key}={value}" for key, value in point.items())
-            trial = parse_run_config(with_values(values, point), origin=f"space, {words}")
+        for words, trial in self.trials():
             _check_metrics(self, trial, words)
-        _check_placement(base)
+        _check_sharing(self, base)
         _check_pbt(self, base)
         return base
+
+    def trials(self) -> Iterator[tuple[str, AnyConfig]]:
+        """Run configs that stand for those of all trials, each with its values in words."""
+        values = self.base_values()
+        for point in _test_points(self):
+            words = ", ".join(f"{key}={value}" for key, value in point.items())
+            yield words, parse_run_config(with_values(values, point), origin=f"space, {words}")
 
     def perturb_every(self, base: AnyConfig) -> int:
         """Steps between two perturbations of pbt."""
@@ -308,7 +312,7 @@ def _check_key(key: str, kind: type[AnyConfig]) -> None:
 
 def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """All combinations of test values, or as many random ones as are quick to try."""
-    by_key = {key: domain.test_values for key, domain in sweep.domains.items()}
+    by_key = {key: domain.test_values for key, domain in sweep.space.items()}
     if math.prod(map(len, by_key.values())) <= MAX_TEST_POINTS:
         for values in itertools.product(*by_key.values()):
             yield dict(zip(by_key, values, strict=True))
@@ -319,7 +323,7 @@ def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
 
 
 def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
-    for metric in (*sweep.metric, *(each.metric for each in sweep.constraints)):
+    for metric in (*sweep.metric, *(each.metric for each in sweep.constraint)):
         if metric.startswith("eval/") and not trial.measures_held_out:
             raise ConfigError(
                 f"metric ({metric}): the base evaluates nothing. Set eval.prompts in "
@@ -332,7 +336,7 @@ def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
                 f"{sweep.base} has none. Set eval.function and eval.prompts there, or choose the "
                 f"metric eval/loss with mode min."
             )
-        coef = sweep.domains.get("ppo.kl.coef")
+        coef = sweep.space.get("ppo.kl.coef")
         is_end_of_range = coef is not None and coef.kind == "uniform"  # 0 itself is never drawn
         has_kl = isinstance(trial, PPOConfig) and trial.ppo.needs_reference
         if metric.startswith("kl/") and not has_kl and not is_end_of_range:
@@ -348,37 +352,42 @@ def _check_examples(sweep: SweepConfig, base: PolicyExamplesConfig | RewardModel
             f"num_epochs ({base.num_epochs:g}): trials are compared step by step. Set "
             f"overrides.num_steps, and overrides.num_epochs to null."
         )
-    for key, value in (
-        ("share_first_rollout", sweep.share_first_rollout),
-        ("share", sweep.share != "auto" and list(sweep.share)),
-    ):
-        if value:
-            raise ConfigError(
-                f"{key} ({value}): trials of the recipe {base.recipe} sample nothing that they "
-                f"train on and ask no deployment. Remove {key}."
-            )
-
-
-def _check_placement(base: AnyConfig) -> None:
-    if base.placement.is_dedicated:
+    if sweep.share and sweep.share != "auto":
         raise ConfigError(
-            f"placement.mode ({base.placement.mode}): a trial of a sweep takes one placement group "
-            f"at once, so that trials never wait for each other. Set overrides.placement.mode to "
-            f"colocated."
+            f"share ({list(sweep.share)}): trials of the recipe {base.recipe} sample nothing that "
+            f"they train on and ask no deployment. Remove share."
+        )
+
+
+def _check_sharing(sweep: SweepConfig, base: AnyConfig) -> None:
+    for role in () if sweep.share == "auto" else sweep.share:
+        if base.placement.group_of(role) == "dedicated":
+            raise ConfigError(
+                f"share ({list(sweep.share)}): what is dedicated (placement.mode) is each trial's "
+                f"own. Leave {role} out, or set overrides.placement.mode to colocated."
+            )
+    if not sweep.share_batches:
+        return
+    pushes_adapters = isinstance(base, OnlineConfig) and base.pushes_adapter
+    if not pushes_adapters or base.placement.group_of("engine") == "dedicated":
+        raise ConfigError(
+            "share_batches (True): trials share batches where they use the same engines, each "
+            "under a LoRA adapter of its own. Set overrides.model.lora.push to adapter and leave "
+            "the engines colocated, or remove share_batches."
         )
 
 
 def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:
     if sweep.scheduler.kind != "pbt":
         return
-    for key in sweep.domains:
+    for key in sweep.space:
         if f"{key}.".startswith(_NOT_COPIED):
             raise ConfigError(
                 f"space ({key}): pbt changes values while a trial runs, and a checkpoint is of one "
                 f"model and one number of workers. Leave {key} out, or use another scheduler."
             )
     is_adaptive = isinstance(base, PPOConfig) and base.ppo.kl.controller == "adaptive"
-    if "ppo.kl.coef" in sweep.domains and is_adaptive:
+    if "ppo.kl.coef" in sweep.space and is_adaptive:
         raise ConfigError(
             "space (ppo.kl.coef): the adaptive controller steers it, from where the copied trial "
             "had it. Search ppo.kl.target instead, or set overrides.ppo.kl.controller to fixed."

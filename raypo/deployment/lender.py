@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -18,46 +18,35 @@ LOOK_EVERY_S = 0.5
 """How often one that waits looks whether a holder has died."""
 
 
-class Lendable(Protocol):
-    """What lending asks of a deployment."""
-
-    def is_lost(self) -> bool:
-        """Whether it will never answer again."""
-        ...
-
-
-Handle = TypeVar("Handle", bound=Lendable)
-
-
 @dataclass(frozen=True)
-class Loan(Generic[Handle]):
+class Loan:
     """A seat at a deployment, for one run."""
 
     number: int
-    handle: Handle
+    handle: DeploymentHandle
     before: str | None
     """Another run that had the seat before; None: nobody."""
 
 
 @dataclass(eq=False)
-class _Seat(Generic[Handle]):
-    handle: Handle
+class _Seat:
+    handle: DeploymentHandle
     holders: list[ActorHandle] = field(default_factory=list)
     run: str | None = None
 
 
-class Lender(Generic[Handle]):
+class Lender:
     """Seats at deployments, each of which one run at a time holds. A zero-CPU actor.
 
     A seat is free when every worker that held it is dead: so no push and no request of the run
     before can still be on its way.
     """
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
+    def __init__(self, handles: Sequence[DeploymentHandle]) -> None:
         self._seats = [_Seat(handle) for handle in handles]
         self._lock = threading.Lock()
 
-    def lend(self, run: str, holder: ActorHandle, timeout_s: float) -> Loan[Handle] | None:
+    def lend(self, run: str, holder: ActorHandle, timeout_s: float) -> Loan | None:
         """A seat that nobody holds; None where none is free in time, or all have failed."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -70,7 +59,7 @@ class Lender(Generic[Handle]):
                 return None
             time.sleep(LOOK_EVERY_S)
 
-    def _give(self, free: Sequence[_Seat[Handle]], run: str, holder: ActorHandle) -> Loan[Handle]:
+    def _give(self, free: Sequence[_Seat], run: str, holder: ActorHandle) -> Loan:
         """A run that begins again finds its seat, or leaves nothing behind in the one it had."""
         seat = next((seat for seat in free if seat.run == run), free[0])
         before = seat.run

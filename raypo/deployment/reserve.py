@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import ray
@@ -34,7 +34,12 @@ class Dedicated:
 
 
 def reserve(
-    bundles: Sequence[Bundle], what: str, *, name: str, placement: PlacementSection
+    bundles: Sequence[Bundle],
+    what: str,
+    *,
+    name: str,
+    placement: PlacementSection,
+    on_asked: Callable[[PlacementGroup], object] = lambda group: None,
 ) -> PlacementGroup:
     """A placement group that is there when this returns; it ends with this process's job.
 
@@ -42,6 +47,7 @@ def reserve(
         what: The group, for people.
         name: Readable, for the dashboard.
         placement: Its strategy, and the seconds to wait for what others hold.
+        on_asked: Called before it waits.
 
     Raises:
         PlacementError: it was not there in time, with the bundle that waits and what is free.
@@ -50,6 +56,7 @@ def reserve(
     group = ray.util.placement_group(resources, placement.strategy, name=name)
     deadline = time.monotonic() + placement.timeout_s
     try:
+        on_asked(group)
         while not group.wait(WAIT_S):  # in pieces, between which Ctrl-C is heard
             if time.monotonic() > deadline:
                 raise PlacementError(_why_it_waits(bundles, what, group, placement))

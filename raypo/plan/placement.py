@@ -377,15 +377,16 @@ def without(
 
 
 def groups_side_by_side(
-    bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str, *, at_most: int
+    groups: Sequence[Sequence[Bundle]], nodes: Sequence[Resources], strategy: str, *, at_most: int
 ) -> int:
-    """How many groups of these bundles fit at the same time."""
+    """How often all of these groups fit at the same time."""
     left = list(nodes)
     for count in range(at_most):
-        placed = place(bundles, left, strategy)
-        if len(placed) < len(bundles):
-            return count
-        left = without(left, bundles, placed)
+        for bundles in groups:
+            placed = place(bundles, left, strategy)
+            if len(placed) < len(bundles):
+                return count
+            left = without(left, bundles, placed)
     return at_most
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
@@ -21,12 +21,14 @@ def start_dedicated(
     logs_dir: str,
     use_gpu: bool,
     more: Mapping[str, Mapping[str, Any]] | None = None,
+    on_asked: Callable[[PlacementGroup], object] = lambda group: None,
 ) -> Dedicated:
     """Reserve the dedicated group and start the roles that live in it; the driver calls it.
 
     Args:
         config: With absolute paths.
         more: By role, further arguments of its class.
+        on_asked: Called with the group before it is waited for.
 
     Raises:
         PlacementError: the group was not free within `placement.timeout_s`.
@@ -35,7 +37,9 @@ def start_dedicated(
     if not bundles:
         return Dedicated()
     name = f"raypo:{run_name}:dedicated"
-    group = reserve(bundles, "the dedicated group", name=name, placement=config.placement)
+    group = reserve(
+        bundles, "the dedicated group", name=name, placement=config.placement, on_asked=on_asked
+    )
     dedicated = Dedicated(group=group)
     places = places_in(group, bundles)
     try:

@@ -42,7 +42,6 @@ from raypo.rollout.collect import PushAgain, Sampler, Sampling
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.experience import AdvantageState
-from raypo.rollout.first_answers import Recalling
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.rollout.judges import Judges
 from raypo.rollout.refill import Collected
@@ -90,8 +89,6 @@ class OnlineRun(Run[AnyOnline]):
     """Where `rollout.mode` samples ahead: the batches of the next steps."""
     pushes: Pushes | None = None
     """Where requests stay under way while weights are pushed: who asks anew waits for their end."""
-    _recalling: Recalling | None = None
-    """Before the first update of a sweep's trial: what other trials were answered."""
     _engines_load: EnginesLoad = field(default_factory=EnginesLoad)
     _phases: Phases | None = None
     _elsewhere: frozenset[str] = frozenset()
@@ -164,14 +161,14 @@ class OnlineRun(Run[AnyOnline]):
                 stop_token_ids=stop,
                 seed=config.seed,
                 samples_per_prompt=config.rollout.samples_per_prompt,
-                adapter=runtime.name if _pushes_adapter(config) else None,
+                adapter=runtime.name if config.pushes_adapter else None,
                 episodes=episodes,
             ),
             transport=open_transport(
                 config.rollout.engine,
                 colocated=config.placement.group_of("engine") == "colocated",
                 share_gpus=config.engines_share_gpus,
-                kept=_pushes_adapter(config),
+                kept=config.pushes_adapter,
             ),
             models=models_of(config),
         )
@@ -188,9 +185,6 @@ class OnlineRun(Run[AnyOnline]):
             shared=self.runtime.shared,
         )
         self._elsewhere = services.elsewhere
-        shared = self.runtime.shared
-        if shared is not None and shared.first_answers is not None:
-            self._recalling = Recalling(self.sampler(services), shared.first_answers, self.config)
         if torch.cuda.is_available():
             services.wait(self.config.placement.timeout_s)
         shares_gpus = torch.cuda.is_available() and "engine" not in services.elsewhere
@@ -222,9 +216,10 @@ class OnlineRun(Run[AnyOnline]):
         super().close()
 
     def sampler(self, services: Services) -> Sampler:
-        """Who samples responses: the engines, asked through what a sweep's trials share if any."""
-        engine = services.engine
-        return self._recalling or (EnginesInFlight(engine, self.pushes) if self.pushes else engine)
+        """Who samples responses."""
+        if self.pushes or services.joins:
+            return EnginesInFlight(services.engine, self.pushes or Pushes())
+        return services.engine
 
     def judges(self, services: Services) -> Judges:
         """Who scores this run's responses."""
@@ -252,8 +247,6 @@ class OnlineRun(Run[AnyOnline]):
             self.push_again = PushAgain(
                 lambda: self.push_weights(learner, services, version=version), self.workers
             )
-        if version > 0:
-            self._recalling = None
         config = self.config
         probe = Probe(
             prompts=[prompt.token_ids for prompt in islice(self.prompts, NUM_PROBES)],
@@ -261,7 +254,7 @@ class OnlineRun(Run[AnyOnline]):
             temperature=config.trained_temperature,
             dtype=config.model.dtype,
             seed=config.seed,
-            joins=self.pushes is not None,
+            joins=self.pushes is not None or services.joins,
         )
         self.enter(Phase.LEARN)
         self.enter(Phase.PUSH)
@@ -297,7 +290,7 @@ class OnlineRun(Run[AnyOnline]):
         }
         if self.pushes and self.workers.rank == 0:
             survivors(engine.pinned().pause.on_all(self.config.rollout.in_flight))
-        if not _pushes_adapter(self.config):
+        if not self.config.pushes_adapter:
             return push_weights(learner, engine, transport=self.transport, **common)
         assert isinstance(learner, Learner), "the other recipes refuse it"
         assert isinstance(self.transport, ObjectTransport), "`open_transport` keeps what is pushed"
@@ -504,8 +497,6 @@ class PPORun(OnlineRun[PPOConfig]):
             step=step,
             elsewhere=self._elsewhere,
         )
-        if self._recalling and all(self.workers.gather(self._recalling.has_recalled)):
-            del self._work["generate"]  # another trial did it
         missing, wanted = collected.missing_groups, self.config.rollout.prompts_per_step
         if missing:
             rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"
@@ -580,8 +571,3 @@ class PPORun(OnlineRun[PPOConfig]):
             written[self.files.critic_dir] = lambda folder: learner.save_critic(folder, tokenizer)
         for final, write in written.items():
             self.replace_folder(final, write, workers=roles.own)
-
-
-def _pushes_adapter(config: OnlineConfig) -> bool:
-    lora = config.model.lora
-    return lora is not None and lora.push == "adapter"

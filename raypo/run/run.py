@@ -22,6 +22,7 @@ from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.collectives import Workers
 from raypo.config import RecipeConfig
 from raypo.metrics.clock import Clock, Span
+from raypo.ray_internals import check_shared
 from raypo.rewards.loader import load_function
 from raypo.run.callbacks import StepView, ask_callbacks
 from raypo.run.rollout_metrics import speed_figures
@@ -397,7 +398,7 @@ class Run(ABC, Generic[AnyConfig]):
 def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """Instead of Ray Train's copy: what was staged on the storage itself is only renamed."""
     storage: Any = ray.train.get_context().get_storage()
-    storage._check_validation_file()  # as Ray's copy does: do all nodes see one folder?
+    check_shared(storage)
     target = Path(storage.build_checkpoint_path_from_name(name))
     for path in [path for path in Path(checkpoint.path).rglob("*") if path.is_file()]:
         final = target / path.relative_to(checkpoint.path)
@@ -423,6 +424,7 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     torch.set_num_threads(config.learner.cpus_per_worker)
     if runtime.janitor is not None and workers.rank == 0:
         runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
+        runtime.janitor.end_turn.remote(runtime.name)
     run = kind.prepare(config, runtime, workers, files, tell)
     run.started -= waited_s
     try:

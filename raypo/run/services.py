@@ -54,6 +54,8 @@ class Services:
     """Roles that do not live beside these workers: engine, reference, reward_0, ..."""
     in_pool: bool = False
     """Whether the engines are several runs', which push adapters only."""
+    joins: bool = False
+    """Whether what is asked of the engines joins what they sample for other runs."""
 
     @property
     def frozen(self) -> list[tuple[str, FrozenHandle]]:
@@ -141,12 +143,14 @@ def start_deployments(
         kind: {role.name: handles[role.name] for role in roles if role.kind == kind}
         for kind in ("reference", "reward")
     }
+    pool = shared if shared is not None and shared.pool and "engine" in elsewhere else None
     return Services(
         engine=EngineHandle(handles["engine"]),
         references={name: ReferenceHandle(h) for name, h in of_kind["reference"].items()},
         rewards={name: RewardModelHandle(h) for name, h in of_kind["reward"].items()},
         elsewhere=frozenset(elsewhere),
-        in_pool=shared is not None and shared.pool and "engine" in elsewhere,
+        in_pool=pool is not None,
+        joins=pool is not None and pool.share_batches,
     )
 
 

@@ -31,8 +31,8 @@ class Shared:
     """Lends engines: a trial has one for itself until it ends, or a seat in the pool."""
     pool: bool = False
     """Whether all trials use the same engines, each with an adapter of its own."""
-    first_answers: ActorHandle | None = None
-    """What trials were answered before their first update."""
+    share_batches: bool = False
+    """Whether they then sample in the same batches."""
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,11 @@ def of_shared(
     """What of a sweep's deployments is there and does for this config, by role."""
     if shared is None:
         return {}
-    alike = roles_alike(config, shared.config)
+    apart = roles_apart(config, shared.config)
     usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
     usable = workers.broadcast(usable)  # all workers ask the same
-    handles = {role: shared.handles[role] for role in usable if role in alike}
-    if shared.lender is not None and "engine" in alike:
+    handles = {role: shared.handles[role] for role in usable if role not in apart}
+    if shared.lender is not None and "engine" not in apart:
         engine = borrow(shared, run_name, workers, timeout_s=config.placement.timeout_s)
         if engine is not None:
             handles["engine"] = engine
@@ -97,7 +97,7 @@ def borrow(
     """Engines for all workers of this run until the last of them is dead; None: none are free."""
     lender: Any = shared.lender
     this_worker = ray.get_runtime_context().current_actor
-    loan: Loan[DeploymentHandle] | None = None
+    loan: Loan | None = None
     if workers.rank == 0:
         loan = ray.get(lender.lend.remote(run_name, this_worker, timeout_s))
         if loan is not None and shared.pool and loan.before is not None:
@@ -115,8 +115,8 @@ def leave_pool(engine: DeploymentHandle, run_name: str) -> None:
     survivors(engine.pinned().drop_adapter.on_all(run_name))  # others' successors never had it
 
 
-def roles_alike(one: OnlineConfig, other: OnlineConfig) -> set[str]:
-    """Roles of which a deployment started for the one config does for the other."""
+def roles_apart(one: OnlineConfig, other: OnlineConfig) -> set[str]:
+    """Roles that both configs have, and that each needs a deployment of its own for."""
     mine, theirs = (
         {
             role.name: class_and_arguments(role, config)[1] | {"seed": None}
@@ -124,4 +124,4 @@ def roles_alike(one: OnlineConfig, other: OnlineConfig) -> set[str]:
         }
         for config in (one, other)
     )
-    return {name for name, kwargs in mine.items() if kwargs == theirs.get(name)}
+    return {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}

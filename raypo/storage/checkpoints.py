@@ -6,14 +6,13 @@ import json
 from typing import Any
 
 from raypo.config import ConfigError
+from raypo.ray_internals import CHECKPOINTS
 from raypo.storage.run_files import BEST, RunFiles
 
 STATE = "run.json"
 """In a checkpoint: the run's own state."""
 BEST_STEP = "best.json"
 """In `best/`: the metric, its value and the step."""
-_SNAPSHOT = "checkpoint_manager_snapshot.json"
-"""Ray Train's list of a run's checkpoints; what it does not list is not whole."""
 
 
 def find_checkpoint(place: str) -> str:
@@ -31,7 +30,7 @@ def find_checkpoint(place: str) -> str:
     run, step = files, None
     if files.name == BEST and (best := files.read(BEST_STEP)) is not None:
         run, step = RunFiles.at(files.location.rpartition("/")[0]), json.loads(best)["step"]
-    snapshot = json.loads(run.read(_SNAPSHOT) or b"{}")
+    snapshot = json.loads(run.read(CHECKPOINTS) or b"{}")
     listed: list[dict[str, Any]] = snapshot.get("checkpoint_results", [])
     wanted = [snapshot.get("latest_checkpoint_result")]
     if step is not None:

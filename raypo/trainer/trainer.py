@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.train import ControllerError, FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypo.checks import check_inputs, check_run_folder, is_finished, with_steps_of_epochs
 from raypo.cluster.connect import (
@@ -35,6 +35,7 @@ from raypo.config import OnlineConfig, RecipeConfig
 from raypo.config.paths import storage_path
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.plan.placement import lay_out, worker_bundles
+from raypo.ray_internals import leave_out_callbacks
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
@@ -161,22 +162,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     ray.shutdown()
                 recount(self._files)
 
-    def _create_default_callbacks(self) -> list[Any]:
-        """Ray Train's own, without those whose process this run does not need.
-
-        Each such process imports ray.train, which is seconds of start-up on a small machine. One
-        hands out Ray Data sets, which no recipe reads. One removes the workers' placement group
-        where driver and controller die and the cluster lives on: a Ray that was started here ends
-        with this process.
-        """
-        unused = {"DatasetsCallback"}
-        if cluster_address(self.config.cluster)[0] is None:
-            unused.add("PlacementGroupCleanerCallback")
-        callbacks = super()._create_default_callbacks()
-        return [each for each in callbacks if type(each).__name__ not in unused]
-
     def _fit_watched(self) -> Result:
         self._check_cluster()
+        leave_out_callbacks(self, self._unused_callbacks())
         self._tell_workers()
         self._files.write_config(self.config.model_dump(mode="json"))
         self._files.sync()
@@ -197,8 +185,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 self._files.location,
                 dashboard_token(),
             )
-            dedicated = self._start_dedicated()
-            self._wait_for_room()
+            dedicated = self._start_dedicated(monitor)
+            self._wait_for_room(monitor)
             self.train_loop_config = {
                 **self.config.model_dump(),
                 RUNTIME_KEY: self._runtime(monitor, dedicated),
@@ -221,6 +209,17 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             given = dict(self.run_config.worker_runtime_env or {})
             given["env_vars"] = {**variables, **given.get("env_vars", {})}
             self.run_config.worker_runtime_env = given
+
+    def _unused_callbacks(self) -> set[str]:
+        """Ray Train's own callbacks whose process this run does not need.
+
+        Each such process imports ray.train, which is seconds of start-up on a small machine. One
+        hands out Ray Data sets, which no recipe reads. One removes the workers' placement group
+        where driver and controller die and the cluster lives on: a Ray that was started here ends
+        with this process.
+        """
+        has_cluster = cluster_address(self.config.cluster)[0] is not None
+        return {"DatasetsCallback"} | (set() if has_cluster else {"PlacementGroupCleanerCallback"})
 
     def _check_folder(self) -> None:
         check_run_folder(self.config, self._files, start_over="fresh=True")
@@ -302,7 +301,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 "message",
                 "Ray Train's controller was lost; the run goes on from its last checkpoint.",
             )
-            self._wait_for_room()
+            self._wait_for_room(monitor)
             self._allow_failures(left)
 
     def _allow_failures(self, count: int) -> None:
@@ -320,7 +319,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self._recipe, alive_nodes(), use_gpu=self._use_gpu, each_worker=self._worker_resources
         )
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, monitor: ActorHandle) -> None:
         """Wait until the learner workers' group could be placed, which Ray Train then makes.
 
         It would not say which bundle waits, for what, or who has it.
@@ -330,6 +329,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             "the learner workers' group",
             name=f"raypo:{self.config.name}:workers",
             placement=self.config.placement,
+            on_asked=lambda group: self._hold(monitor, group),
         )
         remove_placement_group(group)
 
@@ -341,10 +341,15 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     @property
     def _worker_resources(self) -> dict[str, float]:
         """What each learner worker takes, custom resources of the scaling config too."""
-        resources: dict[str, Any] = self.scaling_config._resources_per_worker_not_none
+        scaling = self.scaling_config
+        resources: dict[str, Any] = {
+            "CPU": scaling.num_cpus_per_worker,
+            "GPU": scaling.num_gpus_per_worker,
+            **scaling.additional_resources_per_worker,
+        }
         return {name: amount for name, amount in resources.items() if amount}
 
-    def _start_dedicated(self) -> Dedicated:
+    def _start_dedicated(self, monitor: ActorHandle) -> Dedicated:
         """Step 2 of what outlives the workers: before they start."""
         if not isinstance(self.config, OnlineConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
@@ -355,7 +360,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self.config.name,
             logs_dir=str(self._files.logs_dir),
             use_gpu=self._use_gpu,
+            on_asked=lambda group: self._hold(monitor, group),
         )
+
+    def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
+        """Called with a group that has been asked for; it ends with this process's job."""
 
     @property
     def _use_gpu(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,15 @@ from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.clock import duration
 from raypo.plan.placement import (
+    Bundle,
     PlacementError,
     Resources,
+    dedicated_bundles,
     groups_side_by_side,
     lay_out,
     place,
     without,
     worker_bundles,
-    worker_resources,
 )
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.shared import Sharing
@@ -32,10 +34,8 @@ class SweepPlan:
     """How many trials, of which size, how many at a time."""
 
     num_trials: int
-    resources: Resources
-    """Of each of a trial's learner workers."""
-    num_workers: int
-    """Of a trial."""
+    bundles: tuple[Bundle, ...]
+    """That a trial holds: those of its dedicated group, if any, and those of its workers."""
     num_slots: int
     """Trials at a time."""
     sharing: Sharing
@@ -44,17 +44,12 @@ class SweepPlan:
     @property
     def device(self) -> str:
         """The unit of cost: GPU where a trial has any, else CPU."""
-        return "GPU" if self.resources.get("GPU") else "CPU"
+        return "GPU" if _amount("GPU", self.bundles) else "CPU"
 
     @property
     def num_devices(self) -> float:
         """Devices that a trial holds."""
-        return self.resources[self.device] * self.num_workers
-
-    @property
-    def trial_resources(self) -> str:
-        """What a trial takes, for people."""
-        return _words(self.resources, self.num_workers)
+        return _amount(self.device, self.bundles)
 
 
 def plan_sweep(
@@ -62,9 +57,8 @@ def plan_sweep(
 ) -> SweepPlan:
     """Fit as many trials side by side as the cluster holds; the others wait for their turn.
 
-    Engines and frozen models live in the bundles of the learner workers or are shared by all
-    trials, so a trial asks for no more than these bundles; it is given all of them at once or
-    waits, so that no two trials hold halves.
+    A trial holds the bundles of its learner workers and, where its engines or frozen models are
+    dedicated, a second group for these; what is shared by all trials takes its place before them.
 
     Args:
         nodes: Resources of each node of the cluster.
@@ -73,7 +67,7 @@ def plan_sweep(
     Raises:
         ConfigError: not even one trial fits.
     """
-    strategy, num_workers = base.placement.strategy, base.learner.total_workers
+    strategy = base.placement.strategy
     try:
         lay_out(base, nodes, use_gpu=use_gpu)
     except PlacementError as error:
@@ -81,7 +75,7 @@ def plan_sweep(
             f"{error} These are keys of {sweep.base}: in the sweep file learner.num_workers is "
             f"overrides.learner.num_workers."
         ) from error
-    trial = worker_bundles(base, use_gpu=use_gpu)
+    trial = [dedicated_bundles(base, use_gpu=use_gpu), worker_bundles(base, use_gpu=use_gpu)]
     at_once = sweep.num_trials if sweep.max_concurrent == "auto" else sweep.max_concurrent
     wanted = min(sweep.num_trials, at_once)
     num_slots = groups_side_by_side(trial, nodes, strategy, at_most=wanted)
@@ -93,7 +87,7 @@ def plan_sweep(
         if len(placed) < len(sharing.bundles):
             beside = 0
         if sweep.share == "auto" and beside < num_slots:
-            sharing = Sharing(first_rollout=sharing.first_rollout)
+            sharing = Sharing()
         elif not beside:
             raise ConfigError(
                 f"share ({', '.join(sharing.roles)}): with these in "
@@ -101,9 +95,9 @@ def plan_sweep(
             )
         else:
             num_slots = beside
-    resources = worker_resources(base, use_gpu=use_gpu)
+    bundles = tuple(bundle for group in trial for bundle in group)
     for key, name in (("cpus", "CPU"), ("gpus", "GPU")):
-        limit, asked = getattr(sweep.resources, key), resources.get(name, 0.0) * num_workers
+        limit, asked = getattr(sweep.resources, key), _amount(name, bundles)
         if limit is None or not asked:
             continue
         if limit < asked:
@@ -115,10 +109,10 @@ def plan_sweep(
     if sweep.scheduler.kind == "pbt" and num_slots < sweep.num_trials:
         raise ConfigError(
             f"num_samples ({sweep.num_trials}): pbt compares trials that run at the same time, and "
-            f"{num_slots} of {_words(resources, num_workers)} fit here. Set num_samples to "
+            f"{num_slots} of {_words(bundles)} fit here. Set num_samples to "
             f"{max(2, num_slots)}, or have a trial take less (overrides.learner.cpus_per_worker)."
         )
-    return SweepPlan(sweep.num_trials, resources, num_workers, num_slots, sharing)
+    return SweepPlan(sweep.num_trials, bundles, num_slots, sharing)
 
 
 def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
@@ -128,12 +122,11 @@ def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
         f"{sweep.name}: {plan.num_trials} trials of {sweep.base}, judged by {goals}",
         *(f"  constraint {text}" for text in sweep.constraint),
         f"  searcher {sweep.searcher}, scheduler {sweep.scheduler.kind}",
-        *(f"  {key}: {domain}" for key, domain in sweep.domains.items()),
-        f"  each trial takes {plan.trial_resources}; {plan.num_slots} at a time, the others wait",
+        *(f"  {key}: {domain}" for key, domain in sweep.space.items()),
+        f"  each trial takes {_words(plan.bundles)}; {plan.num_slots} at a time, the others wait",
         *plan.sharing.lines(),
     ]
-    known = estimate(sweep, base, plan)
-    lines.append(f"  cost: {known or 'not known before a first run of the base'}")
+    lines.append(f"  cost: {estimate(sweep, base, plan)}")
     if sweep.searcher == "grid":
         for number, point in enumerate(grid_points(sweep)):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
@@ -141,24 +134,11 @@ def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a sweep will cost if no trial is stopped early, judged by a run that is there."""
+def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> str:
+    """What it costs if no trial is stopped early, by the steps of a run that is there.
 
-    device_s: float
-    wall_s: float
-    source: str
-    """The run that was measured."""
-
-    def __str__(self) -> str:
-        return (
-            f"at most {self.device_s:.0f} device-seconds, {duration(self.wall_s)}, judged by "
-            f"{self.source}; start-up comes on top"
-        )
-
-
-def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> Estimate | None:
-    """By the steps of this sweep's trials or of the base's own run; None where neither is there."""
+    That is one of this sweep's trials, or the base's own run.
+    """
     trials = f"{storage_path(sweep).rstrip('/')}/{sweep.name}/{TRIALS_FOLDER}"
     runs = [(trials, trial_name(sweep.name, number)) for number in range(plan.num_trials)]
     for storage, name in [*runs, (storage_path(base), base.name)]:
@@ -166,16 +146,18 @@ def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> Estimate |
         steps = [row["time/step_s"] for row in rows if "time/step_s" in row]
         if steps:
             trial_s = statistics.median(steps) * base.num_steps
-            rounds = -(-plan.num_trials // plan.num_slots)
-            return Estimate(
-                trial_s * plan.num_trials * plan.num_devices, trial_s * rounds, f"the run {name}"
+            device_s = trial_s * plan.num_trials * plan.num_devices
+            wall_s = trial_s * -(-plan.num_trials // plan.num_slots)
+            return (
+                f"at most {device_s:.0f} device-seconds, {duration(wall_s)}, judged by the run "
+                f"{name}; start-up comes on top"
             )
-    return None
+    return "not known before a first run of the base"
 
 
 def grid_points(sweep: SweepConfig) -> list[dict[str, Any]]:
     """Every combination of the lists of the space, the last key changing fastest."""
-    by_key = {key: domain.values for key, domain in sweep.domains.items()}
+    by_key = {key: domain.values for key, domain in sweep.space.items()}
     return [dict(zip(by_key, point, strict=True)) for point in itertools.product(*by_key.values())]
 
 
@@ -184,6 +166,15 @@ def trial_name(sweep: str, number: int) -> str:
     return f"{sweep}-{number:05d}"
 
 
-def _words(bundle: Resources, count: int) -> str:
-    asked = " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()))
-    return asked if count == 1 else f"{count} x ({asked})"
+def _amount(name: str, bundles: Sequence[Bundle]) -> float:
+    return sum(bundle.resources.get(name, 0.0) for bundle in bundles)
+
+
+def _words(bundles: Sequence[Bundle]) -> str:
+    """`2 x (1 CPU + 1 GPU)`, of bundles that differ one after the other."""
+    counts = Counter(
+        " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.resources.items()))
+        for bundle in bundles
+    )
+    parts = [each if count == 1 else f"{count} x ({each})" for each, count in counts.items()]
+    return " and ".join(parts)

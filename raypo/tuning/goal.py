@@ -29,7 +29,7 @@ class Goal:
     metrics: tuple[str, ...]
     signs: tuple[float, ...]
     """1 where the metric is to be large, -1 where it is to be small."""
-    constraints: tuple[str, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
 
     @classmethod
     def of(cls, sweep: SweepConfig) -> Goal:
@@ -40,7 +40,7 @@ class Goal:
     @property
     def named(self) -> list[str]:
         """The metrics, and those that constraints bound."""
-        return [*self.metrics, *(Constraint(text).metric for text in self.constraints)]
+        return [*self.metrics, *(each.metric for each in self.constraints)]
 
     def gains(self, known: Metrics) -> tuple[float, ...]:
         """The metrics, signed so that larger is better; -inf where one is unknown or NaN."""
@@ -52,8 +52,7 @@ class Goal:
 
     def excess(self, known: Metrics) -> tuple[float, ...]:
         """By how much each constraint is broken; 0 or less where it is kept."""
-        rules = [Constraint(text) for text in self.constraints]
-        return tuple(rule.excess(known.get(rule.metric, math.nan)) for rule in rules)
+        return tuple(each.excess(known.get(each.metric, math.nan)) for each in self.constraints)
 
     def is_feasible(self, known: Metrics) -> bool:
         """Whether all constraints are kept."""
@@ -62,7 +61,7 @@ class Goal:
     def broken(self, known: Metrics) -> tuple[str, ...]:
         """The constraints that are not kept."""
         pairs = zip(self.constraints, self.excess(known), strict=True)
-        return tuple(text for text, excess in pairs if excess > 0.0)
+        return tuple(str(each) for each, excess in pairs if excess > 0.0)
 
     def value(self, known: Metrics) -> float:
         """The first metric as one finite number: infeasible below feasible, unknown last."""

@@ -28,6 +28,7 @@ from ray.tune.schedulers import PopulationBasedTraining
 
 from raypo.config import ConfigError
 from raypo.config.space import Domain
+from raypo.ray_internals import forget_failed
 from raypo.storage.folder import link_tree, open_folder
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP
@@ -81,7 +82,7 @@ class Population(PopulationBasedTraining):
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
         """The others do not wait for one that has failed, as Ray would."""
         super().on_trial_error(tune_controller, trial)
-        tune_controller.get_live_trials().discard(trial)
+        forget_failed(tune_controller, trial)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
         """The next trial to go on; those that wait for one that has failed are compared now."""

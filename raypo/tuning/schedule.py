@@ -53,10 +53,10 @@ def scheduler_of(
             num_steps=base.num_steps,
             seed=sweep.seed,
             last_comparison=last_comparison,
-            hyperparam_mutations={POINT: {k: _mutation(d) for k, d in sweep.domains.items()}},
+            hyperparam_mutations={POINT: {k: _mutation(d) for k, d in sweep.space.items()}},
             quantile_fraction=section.quantile,
             resample_probability=section.resample,
-            custom_explore_fn=partial(inside, sweep.domains),
+            custom_explore_fn=partial(inside, sweep.space),
             **_JUDGED_BY,
         )
     return FIFOScheduler()

@@ -63,7 +63,7 @@ def numbers_left(
 def random_point(sweep: SweepConfig, number: int) -> Point:
     """The point of a trial of the random searcher; it depends on seed and number alone."""
     draw = np.random.RandomState(np.random.SeedSequence((sweep.seed, number)).generate_state(4))
-    domains = sorted(sweep.domains.items())
+    domains = sorted(sweep.space.items())
     return {key: _plain(as_tune(each).sample(random_state=draw)) for key, each in domains}
 
 
@@ -110,7 +110,7 @@ class OptunaSearcher(Searcher):
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._goal = Goal.of(sweep)
         self._numbers = numbers_left(sweep, ended, begun)
-        self._space = {key: as_optuna(domain) for key, domain in sweep.domains.items()}
+        self._space = {key: as_optuna(domain) for key, domain in sweep.space.items()}
         self._asked: dict[str, optuna.Trial] = {}
         self.study = optuna.create_study(
             directions=["maximize" if mode == "max" else "minimize" for mode in sweep.mode],
@@ -164,8 +164,8 @@ class OptunaSearcher(Searcher):
 
     def _excess(self, known: Metrics) -> dict[str, float]:
         return {
-            name: min(excess, -INFEASIBLE)
-            for name, excess in zip(self._goal.constraints, self._goal.excess(known), strict=True)
+            str(each): min(excess, -INFEASIBLE)
+            for each, excess in zip(self._goal.constraints, self._goal.excess(known), strict=True)
         }
 
 

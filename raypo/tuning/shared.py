@@ -12,40 +12,10 @@ from typing import get_args
 
 import ray
 
-from raypo.config import AnyConfig, OnlineConfig, PolicyLoraSection
+from raypo.config import AnyConfig, OnlineConfig
 from raypo.config.sweep_config import SharedRole, SweepConfig
 from raypo.plan.placement import Bundle, dedicated_bundles, with_dedicated
 from raypo.run.setup import Shared
-
-MADE_FROM = {
-    "engine": (
-        "model.policy",
-        "model.dtype",
-        "model.lora",
-        "rollout.engine",
-        "rollout.max_new_tokens",
-        "rollout.max_episode_tokens",
-        "rollout.stop",
-        "data.max_prompt_tokens",
-    ),
-    "reference": (
-        "model.policy",
-        "model.reference",
-        "model.dtype",
-        "model.attention",
-        "model.lora",
-        "rollout.temperature",
-        "learner.max_tokens_per_microbatch",
-    ),
-    "reward": (
-        "model.reward",
-        "model.policy",
-        "model.dtype",
-        "model.attention",
-        "learner.max_tokens_per_microbatch",
-    ),
-}
-"""Keys and sections of the run config that a deployment depends on."""
 
 
 @dataclass(frozen=True)
@@ -54,32 +24,45 @@ class Sharing:
 
     models: tuple[str, ...] = ()
     """Roles that all trials ask: reference, reward_0, ..."""
-    first_rollout: bool = False
-    """Whether responses from before the first update are sampled once for trials that are alike."""
     engines: bool = False
     """Whether engines are handed on from trial to trial."""
     pool: bool = False
     """Whether all trials use the same engines, each with a LoRA adapter of its own."""
+    share_batches: bool = False
+    """Whether they then sample in the same batches."""
     bundles: tuple[Bundle, ...] = ()
     """Of the placement group that models and pool get; none on CPUs, where they take turns."""
 
     @classmethod
     def of(cls, sweep: SweepConfig, base: AnyConfig, *, use_gpu: bool) -> Sharing:
-        """All of `share` that the base has and no key of the space changes."""
+        """All of `share` that the base has and no key of the space changes.
+
+        What is dedicated is each trial's own, in its own group.
+        """
         if not isinstance(base, OnlineConfig):
             return cls()
+        from raypo.run.shared_services import roles_apart  # model code
+
         roles = get_args(SharedRole) if sweep.share == "auto" else sweep.share
-        wanted = {role for role in roles if not _is_searched(role, sweep)}
-        models = [*base.references] if "reference" in wanted else []
-        if "reward" in wanted:
-            models += base.reward_models
-        lora = base.model.lora
-        holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
-        pool = "engine" in wanted and holds_adapter
-        engines = "engine" in wanted and not holds_adapter and not use_gpu
+        wanted = [role for role in roles if base.placement.group_of(role) == "colocated"]
+        apart = set[str]()
+        for _, trial in sweep.trials():
+            assert isinstance(trial, OnlineConfig), "the recipe is the base's"
+            apart |= roles_apart(trial, base)
+        by_kind = {"reference": base.references, "reward": base.reward_models}
+        models = [
+            role
+            for kind, roles in by_kind.items()
+            if kind in wanted and not apart.intersection(roles)
+            for role in roles
+        ]
+        shares_engine = "engine" in wanted and "engine" not in apart
+        pool = shares_engine and base.pushes_adapter
+        engines = shares_engine and not base.pushes_adapter and not use_gpu
         placed = with_dedicated(base, [*models, "engine"] if pool else models)
         bundles = dedicated_bundles(placed, use_gpu=True) if use_gpu else ()
-        return cls(tuple(models), sweep.share_first_rollout, engines, pool, tuple(bundles))
+        share_batches = pool and sweep.share_batches
+        return cls(tuple(models), engines, pool, share_batches, tuple(bundles))
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -92,10 +75,10 @@ class Sharing:
         if self.roles:
             place = f", in {len(self.bundles)} bundles of their own" if self.bundles else ""
             told.append(f"  all trials share {', '.join(self.roles)}{place}")
-        if self.first_rollout:
-            told.append("  trials that start alike sample their first rollout once")
         if self.engines:
             told.append("  engines are handed on from trial to trial")
+        if self.share_batches:
+            told.append("  trials sample in the same batches: their numbers depend on timing")
         return told
 
 
@@ -114,7 +97,6 @@ def started(
         PlacementError: what the models ask for was not free in time.
     """
     from raypo.deployment.lender import start_lender
-    from raypo.rollout.first_answers import start_first_answers
     from raypo.run.shared_services import start_shared  # model code
 
     if not isinstance(base, OnlineConfig):
@@ -123,7 +105,7 @@ def started(
     use_gpu = bool(sharing.bundles)
     base = base.with_dtype(use_gpu=use_gpu)  # as each trial decides it
     open_ones = []
-    lender = first_answers = None
+    lender = None
     try:
         common = start_shared(
             base,
@@ -144,19 +126,9 @@ def started(
                 open_ones.append(engines)
             lender = start_lender([each.handles["engine"] for each in open_ones[1:]])
         models = {role: common.handles[role] for role in sharing.models}
-        if sharing.first_rollout:
-            first_answers = start_first_answers()
-        yield Shared(base, models, lender, sharing.pool, first_answers)
+        yield Shared(base, models, lender, sharing.pool, sharing.share_batches)
     finally:
-        for actor in filter(None, (lender, first_answers)):
-            ray.kill(actor)
+        if lender is not None:
+            ray.kill(lender)
         for each in open_ones:
             each.shutdown(graceful=False)
-
-
-def _is_searched(role: str, sweep: SweepConfig) -> bool:
-    return any(
-        key == each or key.startswith(f"{each}.")
-        for key in sweep.domains
-        for each in MADE_FROM[role]
-    )

@@ -1,18 +1,42 @@
-"""The folder of a sweep: whose it is, and whether anything is left to do. Imports nothing heavy."""
+"""The folder of a sweep: whose it is, how it stands, and whether anything is left to do.
+
+Imports neither Ray nor torch.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, AnyConfig, ConfigError, parse_run_config
 from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
+from raypo.storage.run_state import PATIENCE_S, RunStatus, shown_location, status_of
+from raypo.tuning.goal import Goal
+from raypo.tuning.record import TRIALS, best_of, read_trials
 
 TRIALS_FOLDER = "trials"
 """Below a sweep's folder: the run folders of its trials."""
 TRIALS_DO_NOT_DEPEND_ON = ("max_concurrent", "num_samples", "resources", "storage_path")
 """Keys of a sweep file that may change when it is resumed, or given more trials."""
+
+
+SHOWN = ("name", "base", "space", "searcher", "num_samples", "metric", "mode", "constraint")
+"""Keys that pages and tables read; what a folder has of others may be of another version."""
+
+
+def recorded_sweep(files: RunFiles) -> SweepConfig | None:
+    """What is shown of the sweep that a folder holds; None where it holds none.
+
+    Raises:
+        ConfigError: it is of a version that wrote these keys otherwise.
+    """
+    recorded = files.config() or {}
+    if RECORDED_BASE not in recorded:
+        return None
+    shown = {key: recorded[key] for key in SHOWN if key in recorded}
+    return SweepConfig.parse(shown, origin=f"{files.location}/config.yaml")
 
 
 def recorded_config(sweep: SweepConfig, base: AnyConfig) -> dict[str, Any]:
@@ -62,3 +86,59 @@ def is_done(sweep: SweepConfig, files: RunFiles) -> bool:
         and summary["num_trials"] >= sweep.num_trials
         and not summary["trials"]["failed"]
     )
+
+
+def sweep_status(files: RunFiles, now: float) -> RunStatus | None:
+    """How a sweep stands; None where the folder holds none.
+
+    Args:
+        now: Seconds since 1970.
+    """
+    sweep = recorded_sweep(files)
+    if sweep is None:
+        return None
+    trials, summary = read_trials(files), files.summary() or {}
+    written = files.written_at(TRIALS if trials else "config.yaml")
+    age_s = max(now - written, 0.0) if written is not None else None
+    ended = summary["status"] if summary.get("num_trials", -1) >= sweep.num_trials else None
+    status = status_of(files, ended, is_silent=age_s is not None and age_s > PATIENCE_S)
+    goal = Goal.of(sweep)
+    best = best_of(trials, goal)
+    counts = {each.status: sum(t.status == each.status for t in trials) for each in trials}
+    words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    location = shown_location(files.location)
+    notes = [f"Its trials: {words or 'none yet'}; raypo status {location}/{TRIALS_FOLDER}"]
+    if best is not None:
+        notes.append(f"The best so far is {best.name}.")
+    is_over = status == "finished"
+    return RunStatus(
+        name=files.name,
+        location=location,
+        recipe="sweep",
+        status=status,
+        done=sum(trial.has_ended for trial in trials),
+        total=sweep.num_trials,
+        scores=tuple((name, best.metrics[name]) for name in goal.metrics) if best else (),
+        age_s=age_s,
+        step_s=None,
+        go_on=f"raypo {'report' if is_over else 'sweep'} {location}",
+        notes=tuple(notes),
+        unit="trial",
+    )
+
+
+def as_trial(run: RunStatus, files: RunFiles) -> RunStatus:
+    """The run; a trial as its sweep knows it, whose scheduler may have stopped it."""
+    storage, _, _ = files.location.rpartition("/")
+    sweep_location, _, folder = storage.rpartition("/")
+    if folder != TRIALS_FOLDER or run.status == "running":
+        return run
+    trials = {trial.name: trial for trial in read_trials(RunFiles.at(sweep_location))}
+    if run.name not in trials:
+        return run
+    trial, go_on = trials[run.name], f"raypo sweep {shown_location(sweep_location)}"
+    if trial.has_ended:
+        go_on = f"raypo report {run.location}"
+    known = trial.has_ended or trial.status in ("failed", "interrupted")
+    status, notes = (trial.status, ()) if known else (run.status, run.notes)
+    return replace(run, status=status, notes=notes, go_on=go_on)

@@ -33,7 +33,7 @@ from raypo.tuning.held_out import (
     who_is_best,
 )
 from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
-from raypo.tuning.sweep_folder import TRIALS_FOLDER
+from raypo.tuning.sweep_folder import TRIALS_FOLDER, recorded_sweep
 from raypo.tuning.view import point_text, status_words, value_text
 
 MAX_LABEL = 40
@@ -46,6 +46,7 @@ class SweepData:
 
     config: SweepConfig
     num_steps: int
+    scheduler: str
     goal: Goal
     status: str
     files: RunFiles
@@ -59,16 +60,11 @@ class SweepData:
     """Of each trial, how its held-out scores changed until then."""
 
 
-def is_sweep(files: RunFiles) -> bool:
-    """Whether a folder is a sweep's."""
-    return RECORDED_BASE in (files.config() or {})
-
-
-def load_sweep(files: RunFiles) -> SweepData:
-    """A sweep by its folder, whatever it has so far."""
-    recorded = files.config() or {}
-    base = recorded.pop(RECORDED_BASE)
-    config = SweepConfig.parse(recorded, origin=f"{files.location}/config.yaml")
+def load_sweep(files: RunFiles) -> SweepData | None:
+    """What a folder's sweep has left so far; None where it holds none."""
+    config, recorded = recorded_sweep(files), files.config() or {}
+    if config is None:
+        return None
     goal, found = Goal.of(config), read_trials(files)
     trials = ranked(found, goal)
     storage = f"{files.location}/{TRIALS_FOLDER}"
@@ -81,7 +77,16 @@ def load_sweep(files: RunFiles) -> SweepData:
     }
     changes = {t.name: held_out_changes(runs[t.name], t.scored_step) for t in trials}
     return SweepData(
-        config, base["num_steps"], goal, status, files, trials, rows, held_out, changes
+        config,
+        recorded[RECORDED_BASE]["num_steps"],
+        recorded.get("scheduler", {}).get("kind", "none"),
+        goal,
+        status,
+        files,
+        trials,
+        rows,
+        held_out,
+        changes,
     )
 
 
@@ -146,7 +151,7 @@ def _result(section: Section, sweep: SweepData) -> None:
             [
                 ("trials", str(len(sweep.trials)), f"of {sweep.config.num_trials}"),
                 ("to the last step", str(count["finished"]), f"of {sweep.num_steps} steps"),
-                ("stopped early", str(count["stopped"]), sweep.config.scheduler.kind),
+                ("stopped early", str(count["stopped"]), sweep.scheduler),
                 ("failed", str(count["failed"]), ""),
                 ("device-seconds", number(round(total)), "of all trials"),
                 ("saved by stopping", number(round(saved)), "device-seconds, at their steps' pace"),
@@ -158,7 +163,7 @@ def _result(section: Section, sweep: SweepData) -> None:
 def _why(section: Section, sweep: SweepData) -> None:
     for words in gaming_words(sweep.trials, sweep.changes, sweep.held_out):
         section.add(Words(words, strong=True))
-    for key, domain in sweep.config.domains.items():
+    for key, domain in sweep.config.space.items():
         for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
             log_x = domain.kind == "loguniform"
             section.add(_by_value(sweep.trials, key, metric, log_x=log_x))
@@ -191,7 +196,7 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
 
 
 def _trials(section: Section, sweep: SweepData) -> None:
-    keys = list(sweep.config.domains)
+    keys = list(sweep.config.space)
     names = dict.fromkeys([*sweep.goal.named, SCORE, REWARD_MODEL, KL])
     shown = [name for name in names if any(name in trial.metrics for trial in sweep.trials)]
     headings = ["rank", "trial", "status", "steps", "score at step", *keys]

@@ -13,25 +13,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray import tune
 from ray.actor import ActorHandle
 from ray.train import Checkpoint, RunConfig, UserCallback
+from ray.util.placement_group import PlacementGroup
 
 from raypo.checks import is_finished
 from raypo.config import AnyConfig, parse_run_config
 from raypo.config.sweep_config import with_values
 from raypo.deployment.reserve import Dedicated
+from raypo.ray_internals import run_controllers_here
 from raypo.run.setup import Runtime, Shared
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import RecipeTrainer, trainer_class
 from raypo.tuning.capacity import trial_name
 from raypo.tuning.goal import Goal, as_report, known_metrics
 from raypo.tuning.population import Segment
-from raypo.tuning.ray_internals import run_controllers_here
 from raypo.tuning.search import POINT, Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
 """A process that Tune has stopped is killed well before."""
+TURN_S = 0.5
+"""How often a trial asks whether it may reserve its placement groups."""
 LAST_STEP_TIMEOUT_S = 3600
 """For the last step of a trial whose process is handed on; Tune fails the next trial after it."""
 
@@ -124,6 +128,17 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
             shared=self._setup.shared,
             resume_from=self._segment.resume_from if self._segment else None,
         )
+
+    def _start_dedicated(self, monitor: ActorHandle) -> Dedicated:
+        if self.config.placement.is_dedicated and self._setup.janitor is not None:
+            take_turn = self._setup.janitor.take_turn
+            while not ray.get(take_turn.remote(self.config.name, monitor)):
+                time.sleep(TURN_S)
+        return super()._start_dedicated(monitor)
+
+    def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
+        if self._setup.janitor is not None:  # the job goes on when this trial is killed
+            ray.get(self._setup.janitor.hold.remote(monitor, group))
 
     def _is_unwanted(self) -> bool:
         # One that pbt has stopped begins again where it was stopped.

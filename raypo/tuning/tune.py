@@ -16,19 +16,19 @@ from ray.tune import Stopper
 
 from raypo.cluster.connect import connect, dashboard_url
 from raypo.cluster.janitor import start_janitor
+from raypo.cluster.resources import find_nodes
 from raypo.config import AnyConfig
 from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
+from raypo.ray_internals import tell_past
 from raypo.storage.folder import open_folder
 from raypo.storage.run_files import RunFiles
 from raypo.trainer.watch import stop_on_signal
 from raypo.tuning.board import Board
 from raypo.tuning.capacity import SweepPlan, describe, plan_sweep, trial_name
-from raypo.tuning.cluster import find_nodes
 from raypo.tuning.goal import Goal
 from raypo.tuning.outcome import Outcome, write_outcome
 from raypo.tuning.population import Segment
-from raypo.tuning.ray_internals import tell_past
 from raypo.tuning.record import TrialRecord, read_trials, write_trials
 from raypo.tuning.schedule import reports_of, scheduler_of
 from raypo.tuning.search import NUMBER, OptunaSearcher, listed_space

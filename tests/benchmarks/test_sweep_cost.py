@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -76,14 +77,14 @@ def run(*arguments: str | Path) -> tuple[float, float]:
     return time.monotonic() - begin, peak[0]
 
 
-def sweep(folder: Path, name: str, share: str) -> Cost:
+def sweep(folder: Path, name: str, more: str) -> Cost:
     import pyarrow.parquet as pq
 
     path = folder / f"{name}.yaml"
     path.write_text(
         f"name: {name}\nbase: {folder}/ppo.yaml\nstorage_path: {folder}/runs\n"
         f"space: {{seed: {{grid: {list(range(NUM_TRIALS))}}}}}\nsearcher: grid\n"
-        f"metric: rollout/score_mean\nshare: {share}\n"
+        f"metric: rollout/score_mean\n{more}\n"
     )
     wall_s, memory_gb = run("sweep", path)
     trials = pq.read_table(folder / "runs" / name / "trials.parquet").to_pylist()
@@ -103,8 +104,8 @@ def separate_runs(folder: Path) -> Cost:
 @pytest.mark.parametrize(
     ("lora", "ways"),
     [
-        (None, {"shared": "auto", "private": "[]"}),
-        ("{rank: 4, push: adapter}", {"shared": "auto"}),
+        (None, {"shared": "", "private": "share: []"}),
+        ("{rank: 4, push: adapter}", {"shared": ""}),
     ],
     ids=["whole", "adapters"],
 )
@@ -117,7 +118,7 @@ def test_a_sweep_takes_at_most_half_as_long_as_separate_runs(
         model += f", lora: {lora}"
     config.write_text(config.read_text().replace("/policy}", f"/policy, {model}}}"))
     alone = separate_runs(tmp_path)
-    sweeps = {name: sweep(tmp_path, name, share) for name, share in ways.items()}
+    sweeps = {name: sweep(tmp_path, name, more) for name, more in ways.items()}
     with capsys.disabled():
         print(f"\n{NUM_TRIALS} trials of 4 steps; as runs of their own: {alone}")
         for name, cost in sweeps.items():
@@ -130,3 +131,27 @@ def test_a_sweep_takes_at_most_half_as_long_as_separate_runs(
         assert all(other == first for other in others), found
     assert sweeps["shared"].wall_s <= 0.5 * alone.wall_s
     assert sweeps["shared"].device_s <= alone.device_s
+
+
+def generate_s(folder: Path, name: str) -> float:
+    """Median seconds that a trial's step waits for its responses."""
+    trials = (folder / "runs" / name / "trials").iterdir()
+    return median(row["time/generate_s"] for trial in trials for row in read_metrics(trial)[1:])
+
+
+def test_trials_of_a_pool_that_share_batches_wait_less_for_their_responses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Responses of up to 100 tokens; as many trials at a time as there are cores."""
+    write_task(tmp_path)
+    pool = (
+        "overrides: {num_steps: 12, model.lora: {rank: 4, push: adapter}, "
+        "rollout.max_new_tokens: 100}"
+    )
+    ways = {"turns": pool, "joined": f"{pool}\nshare_batches: true"}
+    costs = {name: sweep(tmp_path, name, more) for name, more in ways.items()}
+    seconds = {name: generate_s(tmp_path, name) for name in ways}
+    with capsys.disabled():
+        print(f"\n{NUM_TRIALS} trials of 12 steps; seconds of sampling a step: {seconds}")
+        print(f"sharing batches / taking turns: {costs['joined'] / costs['turns']}")
+    assert seconds["joined"] < seconds["turns"]

@@ -3,7 +3,8 @@
 `placement FOLDER`: which bundle, node and GPUs each replica of a dedicated group was given, under
 each strategy; `colocated FOLDER`: the same of replicas beside learner workers. The GPUs are
 declared, not real. `ppo TASK`: a run (`Task` as JSON) whose engine, and if asked whose learner
-workers, are killed on the way. All print JSON as their last line.
+workers, are killed on the way. `sweep FILE`: a sweep of two trials at a time, each of which takes
+two of four cores on two nodes; it is interrupted and goes on. All print JSON as their last line.
 """
 
 import itertools
@@ -216,6 +217,46 @@ def ppo(task: Task) -> dict[str, Any]:
     return found | {"return": result.return_value}
 
 
+def sweep() -> dict[str, Any]:
+    from raypo.config.paths import storage_path
+    from raypo.config.sweep_config import SweepConfig
+    from raypo.storage.run_files import RunFiles
+    from raypo.tuning.tune import run_sweep
+    from tests.integration.test_ppo_run import wait_for_steps
+
+    made = cluster([{"num_cpus": 0}, {"num_cpus": 2}, {"num_cpus": 2}])
+    ray.init(address=made.address, namespace="raypo", log_to_driver=False)
+    config = SweepConfig.load(Path(sys.argv[2]))
+    files = RunFiles(storage_path(config), config.name)
+    found: dict[str, Any] = {}
+
+    def left() -> list[str]:
+        """What runs hold: named actors, and placement groups that exist."""
+        named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+        actors = [each["name"] for each in named if each["name"].startswith("raypo:")]
+        groups = ray.util.placement_group_table().values()
+        return actors + [each["name"] for each in groups if each["state"] != "REMOVED"]
+
+    def press() -> None:
+        for trial in ("ahead-00000", "ahead-00001"):
+            wait_for_steps(files.folder / "trials" / trial, 2)
+        found["held"] = sorted(left())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def attempt(name: str) -> None:
+        outcome = run_sweep(config, config.base_config(), files)
+        found[name] = [record.status for record in outcome.records]
+        deadline = time.monotonic() + 60
+        while left() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        found[f"{name}_left"] = left()
+
+    threading.Thread(target=press, daemon=True).start()
+    attempt("interrupted")
+    attempt("resumed")
+    return found
+
+
 def environments(run: str) -> list[dict[str, str]]:
     """What each learner worker, engine and frozen model of a run was started with."""
     own = psutil.Process().children(recursive=True)
@@ -255,7 +296,7 @@ def kill_at_work(run: str) -> int:
                 return engine.pid
 
 
-PROGRAMS = {"placement": placement, "colocated": colocated}
+PROGRAMS = {"placement": placement, "colocated": colocated, "sweep": sweep}
 
 if __name__ == "__main__":
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"

@@ -7,11 +7,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from ray.exceptions import RayError
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.config.paths import storage_path
@@ -20,6 +23,7 @@ from raypo.storage.run_files import RunFiles
 from tests.integration.task import (
     kill_train_workers,
     numbers,
+    on_a_cluster,
     own_ray,
     raypo,
     read_metrics,
@@ -136,10 +140,11 @@ def test_best_yaml_runs_and_reproduces_its_trial(three: SimpleNamespace):
 
 
 def test_the_page_of_a_sweep_says_who_won(three: SimpleNamespace):
-    from raypo.tuning.sweep_page import is_sweep, load_sweep, sweep_page
+    from raypo.tuning.sweep_page import load_sweep, sweep_page
 
-    assert is_sweep(RunFiles.at(str(three.folder)))
-    html = sweep_page(load_sweep(RunFiles.at(str(three.folder)))).html()
+    sweep = load_sweep(RunFiles.at(str(three.folder)))
+    assert sweep is not None
+    html = sweep_page(sweep).html()
     assert "three-00001" in html
     assert "is first: training score" in html
     assert "no other trial has such a score of that step" in html
@@ -356,6 +361,37 @@ def test_a_population_is_compared_at_the_same_step_and_does_not_wait_for_failed_
     assert tried() == first
 
 
+def test_trials_that_sample_ahead_have_engines_of_their_own_and_leave_nothing(task: Path):
+    """Two at a time on two nodes; interrupted and gone on with, the third one fails."""
+    path = write_sweep(
+        task,
+        "ahead",
+        f"""
+space:
+  reward.function: {{grid: [{DIGITS}, "{task}/judges.py:nothing", "{task}/judges.py:broken"]}}
+overrides:
+  num_steps: 40
+  eval: {{function: {DIGITS}, every: 20}}
+  placement.mode: {{engine: dedicated}}
+  rollout: {{mode: async, max_staleness: 1, max_new_tokens: 64}}
+searcher: grid
+metric: rollout/score_mean
+""",
+    )
+    found = on_a_cluster("sweep", str(path))
+    for trial in ("ahead-00000", "ahead-00001"):
+        assert f"raypo:{trial}:engine:0" in found["held"]
+        assert f"raypo:{trial}:dedicated" in found["held"]
+    assert found["interrupted"] == ["interrupted"] * 2
+    assert found["resumed"] == ["finished", "finished", "failed"]
+    assert found["interrupted_left"] == found["resumed_left"] == []
+    for trial in ("ahead-00000", "ahead-00001"):
+        rows = read_metrics(task / "runs" / "ahead" / "trials" / trial)
+        assert [row["step"] for row in rows] == list(range(1, 41))
+        assert {row["rollout/staleness_max"] for row in rows} <= {0.0, 1.0}
+        assert rows[-1]["rollout/staleness_max"] == 1.0
+
+
 def test_adapters_of_trials_at_a_time_live_in_one_engine(task: Path, local_ray: None):
     """Each trial says to the digit what it says alone, with an engine of its own."""
 
@@ -370,7 +406,6 @@ overrides: {num_steps: 3, model.lora: {rank: 4, push: adapter}}
 searcher: grid
 metric: rollout/score_mean
 max_concurrent: 2
-share_first_rollout: true
 """,
     )
     sweep = SweepConfig.load(path)
@@ -390,8 +425,64 @@ share_first_rollout: true
     alone = read_metrics(Path(base.storage_path) / "alone-adapter")
     trial = read_metrics(files.folder / "trials" / last.name)
     assert numbers(alone) == numbers(trial)
-    rate = "perf/generate_samples_per_s"
-    assert [rate in row for row in alone] == [True, True, True]
-    assert [rate in row for row in trial] == [False, True, True], (
-        "the first rollout is the first trial's"
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    """Of the first step."""
+    return pq.read_table(run / "rollouts" / "step_00001.parquet").to_pylist()
+
+
+def test_trials_of_a_pool_share_the_steps_of_its_engine_if_they_may(task: Path, local_ray: None):
+    """What they sample is what a trial samples alone, but for rounding."""
+    import ray
+
+    from raypo.deployment.spec import Request
+    from raypo.tuning.tune import run_sweep
+
+    path = write_sweep(
+        task,
+        "together",
+        """
+space: {learner.policy_lr: {grid: [1.0e-2, 2.0e-2]}}
+overrides: {num_steps: 4, model.lora: {rank: 4, push: adapter}, rollout.max_new_tokens: 100}
+searcher: grid
+metric: rollout/score_mean
+max_concurrent: 2
+share_batches: true
+""",
     )
+    sweep = SweepConfig.load(path)
+    base, files = sweep.base_config(), RunFiles(storage_path(sweep), sweep.name)
+    running, is_over = [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.1):
+            with suppress(ValueError, RayError):  # it is not there yet, or no more
+                engine: Any = ray.get_actor("raypo:together-shared:engine:0")
+                load: Any = ray.get(engine.call.remote(Request("load")))
+                running.append(load.running)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        outcome = run_sweep(sweep, base, files)
+    finally:
+        is_over.set()
+        watcher.join()
+    assert [record.status for record in outcome.records] == ["finished"] * 2
+    assert isinstance(base, PPOConfig)
+    assert max(running) > base.responses_per_step, "requests of both trials run at once"
+
+    values: Any = base.model_dump() | {"name": "alone-together"}
+    values["learner"]["policy_lr"] = 2e-2
+    PPOTrainer(PPOConfig.parse(values)).fit()
+    alone = rollouts(Path(base.storage_path) / "alone-together")
+    trial = rollouts(files.folder / "trials" / outcome.records[-1].name)
+    alike = [
+        (one["log_probs"], other["log_probs"])
+        for one, other in zip(alone, trial, strict=True)
+        if one["response_ids"] == other["response_ids"]
+    ]
+    assert len(alike) >= 0.9 * len(alone)
+    for one, other in alike:
+        assert other == pytest.approx(one, abs=1e-4)

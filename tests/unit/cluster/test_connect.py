@@ -124,9 +124,9 @@ def test_workers_of_a_ray_that_the_user_has_started_are_told_what_they_lack(
     for name in module._WORKER_DEFAULTS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    number = {"worker": module.ray.WORKER_MODE, "driver": module.ray.SCRIPT_MODE}[mode]
+    actor = {"worker": "an actor's id", "driver": None}[mode]
     said = {"env_vars": {"NCCL_DEBUG": "INFO"}}  # to ray.init, and so to all workers
-    context = SimpleNamespace(worker=SimpleNamespace(mode=number), runtime_env=said)
+    context = SimpleNamespace(get_actor_id=lambda: actor, runtime_env=said)
     monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(module.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(module, "_job", lambda: job)
@@ -191,7 +191,7 @@ def asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     yield ClusterSection(address=f"127.0.0.1:{port}")
     server.stop(None)
     monkeypatch.undo()
-    module.RayConfig.initialize("")
+    module.read_environment_again()
 
 
 class Reached(Exception):

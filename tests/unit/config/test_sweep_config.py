@@ -65,7 +65,7 @@ def test_an_override_on_the_command_line_reaches_a_dotted_key(base: Path, tmp_pa
         f"name: s\nbase: {base}\nspace:\n  ppo.kl.coef: {{loguniform: [1.0e-4, 1.0]}}\n"
     )
     sweep = SweepConfig.load(file, ["space.ppo.kl.coef={choice: [0.1, 0.2]}", "num_samples=3"])
-    assert sweep.domains == {"ppo.kl.coef": Domain("choice", (0.1, 0.2))}
+    assert sweep.space == {"ppo.kl.coef": Domain("choice", (0.1, 0.2))}
     assert sweep.num_trials == 3
 
 
@@ -178,10 +178,10 @@ def test_every_metric_has_its_mode(base: Path):
 
 
 def test_a_constraint_says_by_how_much_it_is_broken(base: Path):
-    at_most = Constraint("kl/ref_response_mean <= 10")
+    at_most = Constraint.parse("kl/ref_response_mean <= 10")
     assert at_most.excess(12.5) == 2.5
     assert at_most.excess(4.0) < 0
-    assert Constraint("eval/score_mean >= 1e-1").excess(0.0) == 0.1
+    assert Constraint.parse("eval/score_mean >= 1e-1").excess(0.0) == 0.1
     assert at_most.excess(float("nan")) == float("inf")
     assert "METRIC <= NUMBER" in refused(base, constraint="kl/ref_response_mean < 10")
 
@@ -204,10 +204,23 @@ def test_the_sweeps_of_the_repository_are_whole(path: Path, monkeypatch: pytest.
     assert sweep.name == path.stem
 
 
-def test_a_trial_takes_one_placement_group(base: Path):
-    message = refused(base, overrides={"placement.mode": "dedicated"})
-    assert message.startswith("placement.mode (dedicated): a trial of a sweep takes one")
+def test_trials_may_sample_ahead_on_engines_of_their_own(base: Path):
+    modes = {"rollout.mode": {"choice": ["sync", "one_step_off", "async"]}}
+    assert "rollout.mode (one_step_off)" in refused(base, space=modes)
+    sweep_of(base, space=modes, overrides={"placement.mode": "dedicated"}).base_config()
     assert "placement.mode" in refused(base, space={"placement.mode": {"choice": ["dedicated"]}})
+    apart = {"placement.mode": {"engine": "dedicated"}}
+    told = refused(base, share=["reward", "engine"], overrides=apart)
+    assert told.startswith("share (['reward', 'engine']): what is dedicated")
+    sweep_of(base, share=["reward"], overrides=apart).base_config()
+
+
+def test_only_trials_that_use_the_same_engines_share_batches(base: Path):
+    assert refused(base, share_batches=True).startswith("share_batches (True): trials share")
+    adapters = {"model.lora": {"rank": 4, "push": "adapter"}}
+    sweep_of(base, share_batches=True, overrides=adapters).base_config()
+    apart = {**adapters, "placement.mode": "dedicated"}
+    assert "leave the engines colocated" in refused(base, share_batches=True, overrides=apart)
 
 
 def test_pbt_copies_checkpoints_so_there_must_be_some(base: Path):
@@ -274,6 +287,5 @@ def test_what_a_base_of_examples_cannot_have_is_refused(base: Path):
     assert "metric (eval/score_mean): answers to held-out prompts are judged" in told
     goal = {"metric": "eval/loss", "mode": "min"}
     sweep_of(base, space=RATE, overrides=steps, **goal).base_config()
-    for sharing in ({"share_first_rollout": True}, {"share": ["reference"]}):
-        told = refused(base, space=RATE, overrides=steps, **goal, **sharing)
-        assert "sample nothing that they train on" in told
+    told = refused(base, space=RATE, overrides=steps, share=["reference"], **goal)
+    assert told.startswith("share (['reference']): trials of the recipe sft sample nothing")

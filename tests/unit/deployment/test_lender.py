@@ -20,6 +20,10 @@ class Deployed:
         return self.lost
 
 
+def deployed(name: str, *, lost: bool = False) -> Any:
+    return Deployed(name, lost)
+
+
 @pytest.fixture
 def dead(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Holders that are dead."""
@@ -36,7 +40,7 @@ def lend(seats: Lender, run: str, holder: Any, timeout_s: float = 0.0) -> Loan:
 
 
 def test_a_seat_is_free_when_all_that_held_it_are_dead(dead: set[str]):
-    engine = Deployed("a")
+    engine = deployed("a")
     seats = Lender([engine])
     loan = lend(seats, "one", "worker 0")
     assert loan == Loan(0, engine, None)
@@ -51,14 +55,14 @@ def test_a_seat_is_free_when_all_that_held_it_are_dead(dead: set[str]):
 
 def test_a_deployment_that_is_lost_is_not_lent(dead: set[str]):
     holder: Any = "worker"
-    lost = Deployed("a", lost=True)
+    lost = deployed("a", lost=True)
     assert Lender([lost]).lend("one", holder, 60.0) is None
-    assert lend(Lender([lost, Deployed("b")]), "one", holder).number == 1
+    assert lend(Lender([lost, deployed("b")]), "one", holder).number == 1
 
 
 def test_a_run_that_begins_again_never_counts_as_the_one_before_somebody_else(dead: set[str]):
     """It keeps its seat where that is free, and else leaves its name behind in no other."""
-    pool = Deployed("pool")
+    pool = deployed("pool")
     seats = Lender([pool, pool])
     lend(seats, "one", "first")
     lend(seats, "two", "second")

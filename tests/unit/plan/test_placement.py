@@ -279,13 +279,17 @@ def test_a_dedicated_group_that_does_not_fit_is_refused_with_who_asks(strategy: 
 def test_groups_side_by_side_hold_all_their_bundles():
     def fit(strategy: str, *cpus: float) -> int:
         return groups_side_by_side(
-            bundles(2, CPU=1), [{"CPU": n} for n in cpus], strategy, at_most=99
+            [bundles(2, CPU=1)], [{"CPU": n} for n in cpus], strategy, at_most=99
         )
 
     assert fit("PACK", 3, 3) == fit("SPREAD", 3, 3) == fit("STRICT_SPREAD", 3, 3) == 3
     assert fit("STRICT_PACK", 3, 3) == 2
     assert fit("STRICT_SPREAD", 5, 1) == 1
-    assert groups_side_by_side(bundles(1, CPU=1), nodes_of("1xGPU80G"), "PACK", at_most=7) == 7
+    one = [bundles(1, CPU=1)]
+    assert groups_side_by_side(one, nodes_of("1xGPU80G"), "PACK", at_most=7) == 7
+    two = [bundles(1, CPU=2), bundles(3, CPU=1)]
+    assert groups_side_by_side(two, [{"CPU": 9.0}], "PACK", at_most=7) == 1
+    assert groups_side_by_side(two, [{"CPU": 4.0}, {"CPU": 6.0}], "PACK", at_most=7) == 2
 
 
 def frozen(count: int | Literal["auto"], **more: Any) -> ServedRole:

@@ -3,12 +3,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from raypo.cluster.resources import find_nodes
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
+from raypo.metrics.clock import duration
 from raypo.plan.hardware import Node
 from raypo.tuning.capacity import describe, estimate, grid_points, plan_sweep
-from raypo.tuning.cluster import find_nodes
+from raypo.tuning.shared import Sharing
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
 
 SPACE = {"ppo.kl.coef": {"loguniform": [1e-4, 1.0]}}
 
@@ -18,16 +27,16 @@ def sweep_of(**changes: Any) -> SweepConfig:
 
 
 def base_of(**learner: Any) -> PPOConfig:
-    placement = {"strategy": learner.pop("strategy", "PACK")}
-    return PPOConfig.parse(
-        {
-            "name": "b",
-            "model": {"policy": "p"},
-            "data": {"prompts": "d"},
-            "learner": learner,
-            "placement": placement,
-        }
-    )
+    """It is in the file that sweeps name, too."""
+    values = {
+        "name": "b",
+        "model": {"policy": "p"},
+        "data": {"prompts": "d"},
+        "placement": {"strategy": learner.pop("strategy", "PACK")},
+        "learner": learner,
+    }
+    Path("base.yaml").write_text(yaml.safe_dump(values))
+    return PPOConfig.parse(values)
 
 
 def slots(nodes: list[dict[str, float]], *, use_gpu: bool = False, **learner: Any) -> int:
@@ -42,6 +51,44 @@ def test_as_many_trials_as_fit_side_by_side():
     assert slots([{"CPU": 64.0, "GPU": 8.0}], num_workers=2, use_gpu=True) == 4
 
 
+def dedicated(mode: Any = "dedicated", **rollout: Any) -> tuple[SweepConfig, PPOConfig]:
+    """A sweep of any number of trials that sample ahead, each on an engine of its own."""
+    values = {
+        "name": "b",
+        "model": {"policy": "p", "reward": "r"},
+        "data": {"prompts": "d"},
+        "rollout": {"mode": "async", **rollout},
+        "placement": {"mode": mode},
+    }
+    Path("base.yaml").write_text(yaml.safe_dump(values))
+    return sweep_of(num_samples=100), PPOConfig.parse(values)
+
+
+def test_a_trial_holds_its_dedicated_group_too():
+    plan = plan_sweep(*dedicated(), [{"CPU": 5.0}], use_gpu=False)
+    assert plan.num_slots == 2
+    assert plan.num_devices == 2.0, "a worker and an engine"
+    assert plan.sharing == Sharing(), "all of it is each trial's own"
+    assert "each trial takes 2 x (1 CPU); 2 at a time" in "\n".join(describe(*dedicated(), plan))
+    on_gpus = [{"CPU": 64.0, "GPU": 8.0}]
+    assert plan_sweep(*dedicated(), on_gpus, use_gpu=True).num_slots == 2  # 4 GPUs each
+    two = {"tensor_parallel": 2}
+    apart = plan_sweep(*dedicated({"engine": "dedicated"}, engine=two), on_gpus, use_gpu=True)
+    assert apart.num_devices == 3.0
+    assert apart.num_slots == 2
+    assert apart.sharing.models == ("reference", "reward_0"), "in the two that are left"
+
+
+def test_groups_that_fit_only_one_after_the_other_do_not_count():
+    """Two engines on two GPUs each fit; then one worker is left without."""
+    sweep, base = dedicated({"engine": "dedicated"}, engine={"tensor_parallel": 2})
+    nodes = [{"CPU": 8.0, "GPU": 3.0}, {"CPU": 8.0, "GPU": 2.0}]
+    assert plan_sweep(sweep, base, nodes, use_gpu=True).num_slots == 1
+    limited = sweep_of(num_samples=100, resources={"gpus": 2})
+    with pytest.raises(ConfigError, match=r"resources\.gpus \(2\): one trial takes 3 GPU"):
+        plan_sweep(limited, base, nodes, use_gpu=True)
+
+
 def test_the_estimate_passes_over_steps_that_were_not_timed(tmp_path: Path):
     """A run that goes on from a checkpoint has that step's line without its time."""
     folder = tmp_path / "s" / "trials" / "s-00000"
@@ -51,8 +98,8 @@ def test_the_estimate_passes_over_steps_that_were_not_timed(tmp_path: Path):
     (folder / "metrics.jsonl").write_text(text)
     sweep, base = sweep_of(num_samples=2, storage_path=str(tmp_path)), base_of(cpus_per_worker=1)
     found = estimate(sweep, base, plan_sweep(sweep, base, [{"CPU": 1.0}], use_gpu=False))
-    assert found is not None
-    assert found.device_s == found.wall_s == 2 * 3.0 * base.num_steps
+    seconds = 2 * 3.0 * base.num_steps
+    assert found.startswith(f"at most {seconds:.0f} device-seconds, {duration(seconds)}, judged by")
 
 
 def test_half_a_trial_is_no_slot():
@@ -128,7 +175,7 @@ def test_a_population_runs_all_at_once_or_not_at_all():
 def test_without_a_cluster_this_machine_is_the_only_node(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(
-        "raypo.tuning.cluster.this_machine", lambda: [Node("this machine", gpus=2, cpus=3)]
+        "raypo.cluster.resources.this_machine", lambda: [Node("this machine", gpus=2, cpus=3)]
     )
     assert find_nodes(base_of()) == ([{"CPU": 3, "GPU": 2}], True)
     assert find_nodes(base_of(use_gpu=False)) == ([{"CPU": 3, "GPU": 2}], False)

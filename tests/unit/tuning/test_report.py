@@ -9,7 +9,7 @@ from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, write_trials
 from raypo.tuning.sweep_folder import recorded_config
-from raypo.tuning.sweep_page import is_sweep, load_sweep, sweep_page
+from raypo.tuning.sweep_page import load_sweep, sweep_page
 from tests.recorded_run import rollout
 
 BASE = """
@@ -69,7 +69,9 @@ def answer(
 
 def page_of(files: RunFiles, trials: list[TrialRecord]) -> tuple[Any, dict[str, list[Any]]]:
     write_trials(files, trials, Goal((SCORE,), (1.0,)))
-    page = sweep_page(load_sweep(files))
+    sweep = load_sweep(files)
+    assert sweep is not None
+    page = sweep_page(sweep)
     return page, {section.title: section.blocks for section in page.sections}
 
 
@@ -196,4 +198,4 @@ def test_trials_are_ranked_and_an_infeasible_one_is_called_so(folder: RunFiles):
 def test_a_run_is_no_sweep(tmp_path: Path):
     files = RunFiles(str(tmp_path), "run")
     files.write_config({"name": "run", "recipe": "ppo"})
-    assert not is_sweep(files)
+    assert load_sweep(files) is None

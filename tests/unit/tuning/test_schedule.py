@@ -4,9 +4,9 @@ from typing import Any
 
 from raypo.config import PPOConfig
 from raypo.config.sweep_config import SweepConfig
+from raypo.ray_internals import PastTrial, tell_past
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import VALUE, Goal
-from raypo.tuning.ray_internals import PastTrial, tell_past
 from raypo.tuning.schedule import reports_of, scheduler_of
 
 

@@ -1,46 +1,61 @@
 """What the trials of a sweep have in common, and when they have their own."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig, with_values
-from raypo.run.shared_services import roles_alike
+from raypo.run.shared_services import roles_apart
 from raypo.tuning.capacity import SweepPlan, describe, plan_sweep
-from raypo.tuning.shared import MADE_FROM, Sharing
+from raypo.tuning.shared import Sharing
 
 BASE: dict[str, Any] = {
     "name": "b",
     "model": {"policy": "p", "reward": "r"},
     "data": {"prompts": "d"},
 }
-ROLES = {"engine", "reference", "reward_0"}
-OTHER_VALUES: dict[str, Any] = {
-    "model.attention": "eager",
-    "model.policy": "q",
-    "model.reference": "q",
-    "model.reward": "s",
-    "model.dtype": "bfloat16",
-    "model.lora": {"rank": 4},
-    "rollout.engine": {"prefix_caching": False},
-    "rollout.max_episode_tokens": 99,
-    "rollout.max_new_tokens": 7,
-    "rollout.temperature": 0.5,
-    "rollout.stop": ["Q:"],
-    "data.max_prompt_tokens": 9,
-    "learner.max_tokens_per_microbatch": 333,
+ENGINE, REFERENCE, REWARD = "engine", "reference", "reward_0"
+ROLES = {ENGINE, REFERENCE, REWARD}
+MADE_FROM: dict[str, tuple[Any, set[str]]] = {
+    "model.attention": ("eager", {REFERENCE, REWARD}),
+    "model.policy": ("q", ROLES),
+    "model.reference": ("q", {REFERENCE}),
+    "model.reward": ("s", {REWARD}),
+    "model.dtype": ("bfloat16", ROLES),
+    "model.lora": ({"rank": 4}, set()),  # merged before it is pushed
+    "rollout.engine.prefix_caching": (False, {ENGINE}),
+    "rollout.max_new_tokens": (7, {ENGINE}),
+    "rollout.temperature": (0.5, {REFERENCE}),
+    "rollout.stop": (["Q:"], {ENGINE}),
+    "data.max_prompt_tokens": (9, {ENGINE}),
+    "learner.max_tokens_per_microbatch": (333, {REFERENCE, REWARD}),
+    "seed": (3, set()),
+    "ppo.kl.coef": (0.5, set()),
+    "learner.policy_lr": (0.1, set()),
+    "num_steps": (7, set()),
 }
-"""Of every key that a deployment is made from."""
+"""Key -> another value than the base's, and the roles that are made from it."""
 
 
-def sweep_of(key: str = "ppo.kl.coef", **changes: Any) -> SweepConfig:
-    space = {key: {"choice": [0.1, 0.2]}}
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base_of()
+
+
+def sweep_of(space: Any = None, **changes: Any) -> SweepConfig:
+    space = space or {"ppo.kl.coef": {"choice": [0.1, 0.2]}}
     return SweepConfig.parse({"name": "s", "base": "base.yaml", "space": space} | changes)
 
 
 def base_of(changes: dict[str, Any] | None = None) -> PPOConfig:
-    return PPOConfig.parse(with_values(BASE, changes or {}))
+    """It is in the file that sweeps name, too."""
+    values = with_values(BASE, changes or {})
+    Path("base.yaml").write_text(yaml.safe_dump(values))
+    return PPOConfig.parse(values)
 
 
 def plan_of(node: dict[str, float], *, use_gpu: bool, **changes: Any) -> SweepPlan:
@@ -58,8 +73,6 @@ def test_on_cpus_all_is_shared_and_takes_no_place():
 
 def test_on_gpus_models_are_shared_where_no_trial_pays_for_it():
     assert plan_of({"CPU": 64.0, "GPU": 1.0}, use_gpu=True).sharing == Sharing()
-    first = plan_of({"CPU": 64.0, "GPU": 1.0}, use_gpu=True, share_first_rollout=True)
-    assert first.sharing == Sharing(first_rollout=True), "it takes no place"
     taken = plan_of({"CPU": 64.0, "GPU": 8.0}, use_gpu=True, share=["reward", "reference"])
     (bundle,) = taken.sharing.bundles
     assert str(bundle) == "1 CPU, 1 GPU for reference:0, reward_0:0"
@@ -82,45 +95,45 @@ def test_models_are_shared_where_all_trials_fit_beside_them():
 
 
 def test_what_the_space_changes_is_each_trials_own():
-    def shared(key: str, **changes: Any) -> Sharing:
-        return Sharing.of(sweep_of(key, **changes), base_of(), use_gpu=False)
+    def shared(key: str, *values: Any, **changes: Any) -> Sharing:
+        sweep = sweep_of({key: {"choice": list(values)}}, **changes)
+        return Sharing.of(sweep, base_of(), use_gpu=False)
 
-    assert shared("rollout.temperature") == Sharing(("reward_0",), engines=True)
-    assert shared("rollout.engine.prefix_caching") == Sharing(("reference", "reward_0"))
-    assert shared("seed", share=[]) == Sharing()
-    assert shared("seed", share="reward") == Sharing(("reward_0",))
+    assert shared("rollout.temperature", 0.5, 1.0) == Sharing((REWARD,), engines=True)
+    assert shared("rollout.engine.prefix_caching", True, False) == Sharing((REFERENCE, REWARD))
+    assert shared("ppo.kl.coef", 0.0, 0.1) == Sharing((REFERENCE, REWARD), engines=True)
+    assert shared("seed", 1, 2, share=[]) == Sharing()
+    assert shared("seed", 1, 2, share="reward") == Sharing((REWARD,))
 
 
 def test_trials_that_push_adapters_use_the_same_engines():
-    base = base_of({"model.lora": {"rank": 4, "push": "adapter"}, "placement.gpus": {"engine": 1}})
+    lora = {"rank": 4, "push": "adapter"}
+    base = base_of({"model.lora": lora, "placement.gpus": {"engine": 1}})
 
-    def sharing(key: str = "ppo.kl.coef", *, use_gpu: bool = False, **changes: Any) -> Sharing:
-        return Sharing.of(sweep_of(key, **changes), base, use_gpu=use_gpu)
+    def sharing(space: Any = None, *, use_gpu: bool = False, **changes: Any) -> Sharing:
+        return Sharing.of(sweep_of(space, **changes), base, use_gpu=use_gpu)
 
-    assert sharing() == Sharing(("reward_0",), pool=True), "the reference is the base below"
+    assert sharing() == Sharing((REWARD,), pool=True), "the reference is the base below"
     assert "  all trials share reward_0, engine" in sharing().lines()
-    assert not sharing("model.lora.rank").pool
+    together = sharing(share_batches=True)
+    assert together == Sharing((REWARD,), pool=True, share_batches=True)
+    assert together.lines()[-1].startswith("  trials sample in the same batches")
+    assert not sharing({"model.lora.rank": {"choice": [4, 8]}}).pool
     assert not sharing(share="reward").pool
     on_gpus = sharing(use_gpu=True)
     assert on_gpus.pool
     assert str(on_gpus.bundles[0]) == "1 CPU, 1 GPU for engine:0"
     other_rank = base_of({"model.lora": {"rank": 8, "push": "adapter"}})
-    assert "engine" in roles_alike(base, base)
-    assert "engine" not in roles_alike(other_rank, base)
+    assert ENGINE not in roles_apart(base, base)
+    assert ENGINE in roles_apart(other_rank, base)
 
 
-@pytest.mark.parametrize("key", sorted({key for keys in MADE_FROM.values() for key in keys}))
+@pytest.mark.parametrize("key", MADE_FROM)
 def test_a_deployment_does_for_a_trial_unless_it_is_made_from_something_else(key: str):
-    other = {key: OTHER_VALUES[key]}
-    if key == "rollout.max_episode_tokens":
-        other["rollout.environment"] = "game.py:Game"
-    alike = roles_alike(base_of(other), base_of())
-    made_of_it = {role for role in ROLES if key in MADE_FROM[role.partition("_")[0]]}
-    assert alike >= ROLES - made_of_it
-    # A trained adapter is merged before it is pushed: the engine need not know of it.
-    assert not alike & made_of_it or key == "model.lora"
+    value, roles = MADE_FROM[key]
+    assert roles_apart(base_of({key: value}), base_of()) == roles
 
 
-def test_seeds_and_coefficients_do_not_matter_to_a_deployment():
-    trial = base_of({"seed": 3, "ppo.kl.coef": 0.5, "learner.policy_lr": 0.1, "num_steps": 7})
-    assert roles_alike(trial, base_of()) == ROLES
+def test_an_engine_for_episodes_has_room_for_a_whole_one():
+    episodes = {"rollout.environment": "game.py:Game", "rollout.max_episode_tokens": 99}
+    assert roles_apart(base_of(episodes), base_of()) == {ENGINE}

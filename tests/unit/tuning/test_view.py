@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from raypo.config.sweep_config import Constraint
 from raypo.tuning.goal import SCORED_STEP, Goal
 from raypo.tuning.record import TrialRecord
 from raypo.tuning.view import SweepView
@@ -76,7 +77,7 @@ def test_many_values_share_a_column():
 def test_a_trial_that_breaks_a_constraint_is_called_infeasible(kl: float):
     done = record(0, 0.7, 25, "finished", ppo__kl__coef=0.3)
     done.metrics[KL] = kl
-    table = printed([done], Goal((SCORE,), (1.0,), (f"{KL} <= 10",)))
+    table = printed([done], Goal((SCORE,), (1.0,), (Constraint(KL, "<=", 10.0),)))
     assert ("infeasible" in table) == (kl > 10)
 
 

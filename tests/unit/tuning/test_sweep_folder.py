@@ -9,8 +9,7 @@ from raypo.storage.run_files import RunFiles
 from raypo.storage.run_state import paragraph, run_status
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, write_trials
-from raypo.tuning.sweep_folder import TRIALS_FOLDER, recorded_config
-from raypo.tuning.sweep_status import as_trial, sweep_status
+from raypo.tuning.sweep_folder import TRIALS_FOLDER, as_trial, recorded_config, sweep_status
 from tests.unit.tuning.test_report import BASE, SCORE
 
 

@@ -1,0 +1,119 @@
+"""All that raypo uses of Ray that Ray does not promise to keep; no other module does.
+
+`tests/unit/test_ray_internals.py` says which of it a new version of Ray has changed. Ray is
+imported where it is needed: reading a run's files takes none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from ray.train import Result
+    from ray.train.torch import TorchTrainer
+    from ray.tune.experiment import Trial
+    from ray.tune.schedulers import TrialScheduler
+
+CHECKPOINTS = "checkpoint_manager_snapshot.json"
+"""Ray Train's list of a run's checkpoints, in its folder; what it does not list is not whole."""
+
+
+def address_file() -> Path:
+    """Where `ray start` leaves the address of the Ray that it began on this machine."""
+    from ray._common.utils import get_ray_address_file
+
+    return Path(get_ray_address_file(None))
+
+
+def read_environment_again() -> None:
+    """Have Ray's core, which read the variables when it was imported, go by those of now."""
+    from ray import _raylet
+
+    core: Any = _raylet
+    core.Config.initialize("")
+
+
+def readiness(actor: ActorHandle) -> Any:
+    """A reference that is there once the actor answers calls."""
+    ping: Any = actor.__ray_ready__  # pyright: ignore[reportAttributeAccessIssue]
+    return ping.remote()
+
+
+def cause_of(failure: BaseException) -> BaseException:
+    """What a worker of Ray Train has raised, taken out of what Ray Train raises for it."""
+    return getattr(failure, "_base_exc", failure)
+
+
+def check_shared(storage: Any) -> None:
+    """Refuse a run's folder that this node does not share with the others, as Ray's own copy does.
+
+    Args:
+        storage: `ray.train.get_context().get_storage()`.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    storage._check_validation_file()
+
+
+def leave_out_callbacks(trainer: TorchTrainer, names: Iterable[str]) -> None:
+    """Have Ray Train's controller go without some of the callbacks that it makes by itself."""
+    make = trainer._create_default_callbacks
+
+    def make_others() -> list[Any]:
+        return [each for each in make() if type(each).__name__ not in names]
+
+    trainer._create_default_callbacks = make_others
+
+
+def run_controllers_here(trainer: TorchTrainer) -> None:
+    """Have Ray Train's controller run in the process of its trainer, where Ray starts another."""
+    from ray.train.v2._internal.execution.controller import TrainController
+
+    def run(**arguments: Any) -> Result:
+        controller = TrainController(**arguments)
+        asyncio.run(controller.run())
+        return controller.get_result()
+
+    trainer._initialize_and_run_controller = run
+
+
+def forget_failed(controller: Any, trial: Trial) -> None:
+    """Have schedulers, which look at a Tune controller's live trials, pass over a failed one."""
+    controller.get_live_trials().discard(trial)
+
+
+class PastTrial:
+    """Stands for a trial of an earlier attempt; schedulers ask for no more than its id."""
+
+    def __init__(self, name: str) -> None:
+        self.trial_id = name
+
+
+class _Controller:
+    @staticmethod
+    def get_live_trials() -> list[Any]:
+        return []
+
+
+def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str, float]]]) -> None:
+    """What trials of an earlier attempt reported, so that new ones are compared with them too.
+
+    Args:
+        past: Name of each trial that has ended -> its reports in order.
+    """
+    controller: Any = _Controller()
+    for name, reports in past.items():
+        trial: Any = PastTrial(name)
+        scheduler.on_trial_add(controller, trial)
+        last: Mapping[str, float] = {}
+        for last in reports:
+            scheduler.on_trial_result(controller, trial, dict(last))
+            # The median rule would refuse to hear more of one that it stops; told in another
+            # order than it happened, it may stop one that went on.
+            getattr(scheduler, "_stopped_trials", set()).discard(trial)
+        scheduler.on_trial_complete(controller, trial, dict(last))

@@ -1,0 +1,49 @@
+"""Whose turn it is to reserve, without Ray."""
+
+from typing import Any
+
+import pytest
+
+from raypo.cluster import janitor
+from raypo.cluster.janitor import Janitor
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Leases that are dead."""
+    gone: set[str] = set()
+    monkeypatch.setattr(janitor, "is_alive", lambda lease: lease not in gone)
+    monkeypatch.setattr(janitor, "LOOK_EVERY_S", 1e6)  # it looks when it is asked
+    return gone
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Groups, in the order in which they were removed."""
+    groups: list[str] = []
+    monkeypatch.setattr(janitor, "remove_placement_group", groups.append)
+    return groups
+
+
+def test_one_run_at_a_time_reserves_its_groups(dead: set[str], removed: list[str]):
+    keeper: Any = Janitor()
+    assert keeper.take_turn("one", "lease of one")
+    assert not keeper.take_turn("two", "lease of two")
+    keeper.end_turn("two")  # of a run that has gone on without one
+    assert not keeper.take_turn("two", "lease of two")
+    keeper.end_turn("one")
+    assert keeper.take_turn("two", "lease of two")
+    assert not removed
+
+
+def test_a_run_that_dies_in_its_turn_leaves_neither_turn_nor_group(
+    dead: set[str], removed: list[str]
+):
+    keeper: Any = Janitor()
+    assert keeper.take_turn("one", "lease of one")
+    keeper.hold("lease of one", "the dedicated group of one")
+    keeper.hold("lease of two", "what two holds")
+    dead.add("lease of one")
+    assert keeper.take_turn("one", "its second lease")
+    assert removed == ["the dedicated group of one"]
+    assert keeper.num_held() == 1

@@ -1,0 +1,124 @@
+"""What raypo uses of Ray's inside: a version that has changed it fails here first."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+    _CheckpointManagerState,
+    _TrainingResultState,
+)
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.storage import StorageContext
+from ray.tune.execution.tune_controller import TuneController
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import MedianStoppingRule
+
+import raypo
+from raypo import ray_internals
+from raypo.ray_internals import (
+    address_file,
+    cause_of,
+    check_shared,
+    leave_out_callbacks,
+    read_environment_again,
+    run_controllers_here,
+)
+
+
+def private_modules(source: str) -> Iterator[str]:
+    """Those of Ray that a file imports."""
+    for node in ast.walk(ast.parse(source)):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{each.name}" for each in node.names]
+        yield from (n for n in names if n.startswith("ray.") and "._" in n)
+
+
+def test_no_other_module_imports_anything_private_of_ray():
+    package = Path(raypo.__file__).parent
+    fenced = Path(ray_internals.__file__)
+    found = {path: list(private_modules(path.read_text())) for path in package.rglob("*.py")}
+    assert found.pop(fenced), "the search finds what there is"
+    assert not any(found.values())
+
+
+def trainer() -> TorchTrainer:
+    return TorchTrainer(lambda: None, scaling_config=ScalingConfig(num_workers=1))
+
+
+def test_ray_train_hands_its_controllers_arguments_to_the_method_that_a_trial_replaces():
+    method = "_initialize_and_run_controller"
+    assert method in vars(TorchTrainer.__mro__[1]), "TorchTrainer is a DataParallelTrainer"
+    assert f"self.{method}(" in inspect.getsource(TorchTrainer.fit)
+    theirs: Any = inspect.signature(getattr(TorchTrainer, method))
+    (kind,) = {each.kind for name, each in theirs.parameters.items() if name != "self"}
+    assert kind is inspect.Parameter.VAR_KEYWORD
+    assert inspect.iscoroutinefunction(TrainController.run)
+    assert not inspect.iscoroutinefunction(TrainController.get_result)
+    replaced = trainer()
+    run_controllers_here(replaced)
+    assert method in vars(replaced)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray Data's own context
+def test_ray_train_makes_the_callbacks_that_a_run_goes_without():
+    assert "self._create_default_callbacks()" in inspect.getsource(TorchTrainer.fit)
+    unused = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
+    filtered = trainer()
+    before = {type(each).__name__ for each in filtered._create_default_callbacks()}
+    assert unused < before
+    leave_out_callbacks(filtered, unused)
+    after = {type(each).__name__ for each in filtered._create_default_callbacks()}
+    assert after == before - unused
+
+
+def test_a_checkpoint_is_listed_in_the_file_and_under_the_keys_that_are_read():
+    assert ray_internals.CHECKPOINTS == CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+    lists = {"checkpoint_results", "latest_checkpoint_result"}
+    assert lists < _CheckpointManagerState.model_fields.keys()
+    assert {"checkpoint_dir_name", "metrics"} <= _TrainingResultState.model_fields.keys()
+
+
+def test_a_folder_that_the_nodes_do_not_share_is_refused_as_ray_refuses_it(tmp_path: Path):
+    storage = StorageContext(str(tmp_path), "run")
+    check_shared(storage)
+    (marker,) = (tmp_path / "run").iterdir()
+    marker.unlink()
+    with pytest.raises(RuntimeError, match="all nodes in the cluster have read/write access"):
+        check_shared(storage)
+    assert callable(storage.build_checkpoint_path_from_name)
+
+
+def test_what_a_worker_has_raised_is_found_in_what_ray_raises():
+    error = ValueError("wrong label")
+    assert cause_of(UserExceptionWithTraceback(error, "a traceback")) is error
+    assert cause_of(error) is error
+
+
+def test_ray_leaves_its_address_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
+    assert address_file() == Path("/elsewhere/ray/ray_current_cluster")
+
+
+def test_rays_core_can_be_told_to_read_the_environment_again():
+    read_environment_again()
+
+
+def test_schedulers_are_handed_what_they_and_raypo_ask_of_tune():
+    """`forget_failed` takes a trial out of the very set that the schedulers look at."""
+    source = inspect.getsource(TuneController.get_live_trials)
+    assert "return self._live_trials" in source
+    assert (Trial.RUNNING, Trial.PAUSED) == ("RUNNING", "PAUSED")
+    assert isinstance(inspect.getattr_static(Trial, "error_file"), property)
+
+
+def test_the_median_rule_keeps_those_that_it_has_stopped():
+    assert isinstance(vars(MedianStoppingRule())["_stopped_trials"], set)
