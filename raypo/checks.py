@@ -28,6 +28,7 @@ from raypo.config import (
     parse_run_config,
     source_name,
 )
+from raypo.custom.loader import check_class, check_function
 from raypo.data.conversations import peek_conversations
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
@@ -35,7 +36,6 @@ from raypo.data.rows import read_rows
 from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, worker_bundles
-from raypo.rewards.loader import check_class, check_function
 from raypo.rollout.interface import AGENT, ENVIRONMENT
 from raypo.serving.vllm_arguments import check_extra
 from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint

@@ -33,7 +33,7 @@ def serve_reward(
     """Serve rewards as JSON over HTTP until Ctrl-C; runs ask it by reward.url."""
     from raypo.checks import check_model
     from raypo.config import ConfigError
-    from raypo.rewards.loader import check_function, load_function
+    from raypo.custom.loader import check_function, load_function
     from raypo.rewards.wire import TOKEN_VARIABLE
 
     token = token_for(host, TOKEN_VARIABLE, " for server and runs")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raypo.collectives import Workers, as_tensor
 from raypo.config import LearnerSection, ModelSection, PPOSection, is_import_path
+from raypo.custom.loader import load_function
 from raypo.data.batching import batches_by_tokens
 from raypo.learner.export import kept, save_adapter, save_critic, save_folder
 from raypo.learner.learning_rate import learning_rate
@@ -38,7 +39,6 @@ from raypo.models.critic import Critic, CriticStart
 from raypo.models.lora import adapter_off, load_policy
 from raypo.models.networks import Policy
 from raypo.ppo.own import own_surrogate
-from raypo.rewards.loader import load_function
 from raypo.types import Experience
 from raypo.weights.adapter import AdapterPush
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raypo.rewards.loader import load_function
+from raypo.custom.loader import load_function
 from raypo.rewards.scoring import RewardFunction, answers_of
 from raypo.types import Rollout
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from raypo.collectives import Workers
+from raypo.custom.loader import load_function
 from raypo.ppo.own import StepRewards, StepScores, own_advantages, own_scores
-from raypo.rewards.loader import load_function
 from raypo.types import Experience
 
 

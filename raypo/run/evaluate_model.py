@@ -21,7 +21,7 @@ from raypo.data.prompts import load_prompts
 from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
 from raypo.plan.estimate import max_model_len
 from raypo.plan.sizes import BUCKET_BYTES
-from raypo.rewards.sources import evaluation_function, open_function
+from raypo.rewards.functions import evaluation_function, open_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy

@@ -20,7 +20,7 @@ from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.models.loading import load_tokenizer, stop_token_ids
-from raypo.rewards.sources import evaluation_function
+from raypo.rewards.functions import evaluation_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.dealing import balanced_shares
 from raypo.rollout.evaluation import evaluate_policy

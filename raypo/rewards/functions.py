@@ -1,17 +1,58 @@
-"""The judges outside of models that a config names, opened and closed."""
+"""The functions and servers that judge by a config: opened, with their limits, and closed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
+from raypo.concurrency import daemon_future
 from raypo.config import EvalSection, RewardSection, functions_of
+from raypo.custom.loader import function_name, load_function
 from raypo.rewards.by_source import RewardBySource
-from raypo.rewards.loader import load_function
 from raypo.rewards.pool import PooledReward
 from raypo.rewards.remote import RemoteReward
-from raypo.rewards.scoring import RewardFunction
-from raypo.rewards.timed import TimedReward
+from raypo.rewards.scoring import RewardError, RewardFunction, call
+from raypo.types import Rollout
+
+
+class TimedReward:
+    """A reward function whose calls run in a thread that nobody waits for longer than a while.
+
+    A thread cannot be ended, so a call that hangs stops the run.
+    """
+
+    def __init__(
+        self, function: RewardFunction, *, timeout_s: float, key: str = "reward.timeout_s"
+    ) -> None:
+        """Only note them.
+
+        Args:
+            function: Judges rollouts.
+            timeout_s: Seconds that one call may take.
+            key: The config key that says so, for messages.
+        """
+        self._function, self._timeout_s, self._key = function, timeout_s, key
+
+    def __str__(self) -> str:
+        return function_name(self._function)
+
+    def __call__(self, rollouts: list[Rollout]) -> list[Any]:
+        """What the function answers.
+
+        Raises:
+            RewardError: there was no answer in time.
+            Exception: whatever the function raises.
+        """
+        answer = daemon_future(lambda: call(self._function, rollouts), name="raypo-reward")
+        if not wait([answer], self._timeout_s).done:
+            raise RewardError(
+                f"{self._key} ({self._timeout_s:g}): {self} gave no answer in time for "
+                f"{len(rollouts)} rollouts. Find what it waits for, or give it more time. In "
+                "training, with reward.processes, a call is ended and its samples count as failed."
+            )
+        return answer.result()
 
 
 def open_function(
