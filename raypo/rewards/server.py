@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
 import json
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from raypo.config import ConfigError
+from raypo.http_server import address, has_token, listen
 from raypo.rewards.scoring import RewardError, RewardFunction, score
 from raypo.rewards.wire import WireError, from_request, to_answer
 
@@ -43,13 +41,13 @@ def make_app(
 
     async def answer(request: Request) -> JSONResponse:
         nonlocal waiting
-        if token and not has_token(request, token):
+        if token and not has_token(request.headers, token):
             return _error(401, "the token is missing or wrong")
         if waiting > max_queued:
             busy = {"Retry-After": str(RETRY_AFTER_S)}
             return _error(503, f"{waiting} requests wait already", headers=busy)
         try:
-            rollouts = from_request(await json_of(request))
+            rollouts = from_request(await _json_of(request))
         except WireError as error:
             return _error(422, str(error))
         waiting += 1
@@ -80,27 +78,13 @@ def serve(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> No
     Raises:
         ConfigError: the port cannot be listened on.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"--port ({port}): cannot be listened on at {host} ({error.strerror}). Choose another."
-        ) from None
-    with listening:
-        shown = f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{listening.getsockname()[1]}")
+    with listen(host, port) as listening:
+        ready(address(host, listening.getsockname()[1]))
         config = uvicorn.Config(app, log_level="warning", access_log=False)
         uvicorn.Server(config).run(sockets=[listening])
 
 
-def has_token(request: Request, token: str) -> bool:
-    """Whether a request brings the bearer token."""
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return hmac.compare_digest(given.encode(), token.encode())
-
-
-async def json_of(request: Request) -> Any:
+async def _json_of(request: Request) -> Any:
     """The JSON of a request.
 
     Raises:

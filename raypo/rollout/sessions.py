@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -21,9 +20,9 @@ from raypo.config import RolloutSection
 from raypo.data.turns import Tools, is_ids
 from raypo.endpoint.app import Endpoint, Wanted, app_of
 from raypo.endpoint.protocol import ChatRequest, RequestError, template_messages
-from raypo.endpoint.text import ResponseText
+from raypo.endpoint.text import text_and_calls
 from raypo.rollout.policy import EpisodeLimit, Policy, Said
-from raypo.serving.requests import Completion, Heard, SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 600
@@ -52,7 +51,7 @@ class Sessions:
         """Let an episode's policy be asked meanwhile; from its event loop."""
         session = _Session(policy, self._tokenizer, self._stop_token_ids, self._section)
         policy.endpoint, policy.api_key = self._started, secrets.token_urlsafe()
-        self._endpoints[policy.api_key] = Endpoint(session, max_requests=sys.maxsize)
+        self._endpoints[policy.api_key] = Endpoint(session)
         try:
             yield
         finally:
@@ -106,11 +105,6 @@ class _Session:
         """Tokens of prompt and response together."""
         return self.policy.max_tokens
 
-    @property
-    def sampler(self) -> _Session:
-        """Itself."""
-        return self
-
     async def asked(self, wanted: Wanted) -> tuple[list[list[int]], list[SamplingRequest]]:
         """What a request asks for, whatever model it names: there is one. It is begun at once.
 
@@ -120,8 +114,8 @@ class _Session:
         self._refuse_what_is_fixed(wanted)
         return await self._there(self._begun(wanted))
 
-    async def sample(self, request: SamplingRequest, heard: Heard) -> Completion:
-        """One response, recorded; told as a whole.
+    async def sample(self, request: SamplingRequest) -> Completion:
+        """One response, recorded.
 
         Raises:
             RequestError: the episode may have no further turn, or is over.
@@ -195,14 +189,13 @@ class _Session:
             raise RequestError(str(error), code="episode_limit") from None
         if said is None:
             return completion
-        told = ResponseText(
+        text, calls = text_and_calls(
             self.tokenizer,
+            completion.token_ids.tolist(),
             stop=stops,
             stop_token_ids=self.stop_token_ids,
             may_call=tools is not None,
         )
-        told.add(completion.token_ids.tolist())
-        text, calls = told.finish()
         if isinstance(said, str):
             row.remember(said + text)
             return completion
@@ -226,7 +219,7 @@ class _Session:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             if self._is_over:
-                raise RequestError("the episode is over", status=401) from None
+                raise RequestError("the episode is over", 401) from None
             raise
         finally:
             self._under_way.discard(future)

@@ -8,7 +8,6 @@ from typing import Any
 
 from raypo.config import EngineSection
 from raypo.plan.sizes import default_cpu_kv_bytes
-from raypo.serving.model_tensors import kv_bytes_per_token
 from raypo.serving.vllm_arguments import check_extra
 
 OLDEST, NEWEST = (0, 23), (0, 32)
@@ -129,6 +128,8 @@ def engine_arguments(
     if section.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
     elif device == "cpu":
+        from raypo.serving.model_tensors import kv_bytes_per_token  # transformers, in 3 s
+
         per_token = kv_bytes_per_token(model, dtype=dtype, tensor_parallel=section.tensor_parallel)
         arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(per_token, max_model_len)
     return arguments | section.extra
