@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from raypo.config import (
     NUMBERS_DO_NOT_DEPEND_ON,
     ConfigError,
+    DataSection,
     DistillationConfig,
     DPOConfig,
     ExamplesConfig,
@@ -29,7 +30,6 @@ from raypo.config import (
     source_name,
 )
 from raypo.custom.loader import check_class, check_function
-from raypo.data.conversations import peek_conversations
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
 from raypo.data.rows import read_rows
@@ -92,7 +92,7 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
     """
     check_model("MODEL", model)
     check_extra(config.rollout.engine)
-    _peek_held_out(config)
+    _peek(config.data, "eval.prompts", config.eval.prompts)
     if config.eval.function is not None:
         check_function(config.eval.function, key="eval.function")
     is_online = isinstance(config, OnlineConfig)
@@ -156,16 +156,10 @@ def _check_player(config: OnlineConfig) -> None:
 
 def _check_sft(config: SFTConfig) -> None:
     check_model("model.policy", config.model.policy)
-    data, held_out = config.data, config.eval.prompts
-    if data.messages_key is None:
-        _check_data(config, {"data.response_key": data.response_key})
-        return
-    system = data.system_prompt
-    peek_conversations(data.prompts, data.messages_key, key="data.prompts", system_prompt=system)
-    if held_out:
-        peek_conversations(held_out, data.messages_key, key="eval.prompts", system_prompt=system)
-        if config.needs_engine:  # it answers prompts, not conversations
-            _peek_held_out(config)
+    data = config.data
+    _check_data(config, None if data.messages_key else {"data.response_key": data.response_key})
+    if data.messages_key and config.needs_engine:  # it answers prompts, not conversations
+        _peek(data, "eval.prompts", config.eval.prompts, messages_key=None)
 
 
 def _check_judged(config: OnlineConfig) -> None:
@@ -196,8 +190,8 @@ def _check_dpo(config: DPOConfig) -> None:
     columns = {"data.response_key": data.response_key} if data.desirable_key else None
     columns = columns or _pair_columns(data)
     for key, sources in (("data.prompts", data.prompts), ("eval.pairs", config.eval.pairs)):
-        _peek(data, key, sources, columns)
-    _peek_held_out(config)
+        _peek(data, key, sources, columns, label_key=None)
+    _peek(data, "eval.prompts", config.eval.prompts)
 
 
 def _pair_columns(data: PairsSection) -> dict[str, str]:
@@ -234,32 +228,19 @@ def _local_shape(path: str | None) -> ModelShape | None:
 
 def _check_data(config: Any, response_keys: dict[str, str] | None = None) -> int | None:
     """The number of rows in `data.prompts`, where it is known."""
-    _peek_held_out(config, response_keys)
-    data = config.data
-    return _peek(data, "data.prompts", data.prompts, response_keys, label_key=data.label_key)
-
-
-def _peek_held_out(config: Any, response_keys: dict[str, str] | None = None) -> None:
-    data, held_out = config.data, config.eval.prompts
-    _peek(data, "eval.prompts", held_out, response_keys, label_key=data.label_key)
+    _peek(config.data, "eval.prompts", config.eval.prompts, response_keys)
+    return _peek(config.data, "data.prompts", config.data.prompts, response_keys)
 
 
 def _peek(
-    data: Any,
+    data: DataSection,
     key: str,
     sources: Sequence[PromptSource] | None,
     response_keys: dict[str, str] | None = None,
-    *,
-    label_key: str | None = None,
+    **changes: Any,
 ) -> int | None:
-    return peek(
-        sources or (),
-        data.prompt_key,
-        label_key,
-        key=key,
-        response_keys=response_keys,
-        system_prompt=data.system_prompt,
-    )
+    section = data.model_copy(update={"prompts": sources or (), **changes})
+    return peek(section, key=key, response_keys=response_keys)
 
 
 def _check_own_functions(

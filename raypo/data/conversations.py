@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raypo.config import ConfigError, PromptSource
-from raypo.data.prompts import is_chat, with_columns, with_system_prompt
-from raypo.data.rows import Row, check_data_set, is_data_set, read_rows
+from raypo.config import ConfigError
+from raypo.data.rows import Row
 from raypo.types import Example
 
 if TYPE_CHECKING:
@@ -19,26 +17,6 @@ if TYPE_CHECKING:
 
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The tag by which a chat template says what the assistant wrote."""
-
-
-def peek_conversations(
-    sources: Sequence[PromptSource], column: str, *, key: str, system_prompt: str | None = None
-) -> None:
-    """Check files of conversations by their first row, without a tokenizer.
-
-    Args:
-        system_prompt: What `data.system_prompt` puts before the messages of each row.
-
-    Raises:
-        ConfigError: a file is missing, unreadable or empty, or its first row has no conversation.
-    """
-    for source in sources:
-        if is_data_set(source):
-            check_data_set(source, key=key)
-            continue
-        rows = with_columns(read_rows(source, key=key), source, {"data.messages_key": column})
-        _check(row := next(rows), column)
-        with_system_prompt(row, "data.messages_key", column, system_prompt)
 
 
 def conversation(
@@ -55,10 +33,9 @@ def conversation(
     tokenised by itself then, as it is when it is sampled.
 
     Raises:
-        ConfigError: the row has no conversation with an answer, the template refuses it, or it
+        ConfigError: the template refuses it, leaves nothing that the assistant wrote, or
             rewrites earlier turns so that nobody can say what the assistant wrote.
     """
-    _check(row, column)
     messages = row.values[column]
     if not tokenizer.chat_template:
         raise _refused(row, column, "chat messages, and the tokenizer has no chat template")
@@ -128,12 +105,6 @@ def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) ->
         ids += part
         mask += [number % 2 == 1 and place < written for place in range(len(part))]
     return ids, mask
-
-
-def _check(row: Row, column: str) -> None:
-    messages = row.values[column]
-    if not is_chat(messages) or all(each["role"] != "assistant" for each in messages[1:]):
-        raise _refused(row, column, "no list of chat messages in which the assistant answers")
 
 
 def _refused(row: Row, column: str, what: str) -> ConfigError:

@@ -19,7 +19,6 @@ from urllib.parse import parse_qsl
 from raypo.config import ConfigError, PromptSource, SourceEntry
 from raypo.config.paths import is_uri
 from raypo.config.sources import DATA_FILES, path_of
-from raypo.data.saved import SavedTable, is_saved, splits_of
 from raypo.storage.folder import open_storage
 
 _DATA_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -162,18 +161,22 @@ def check_file(source: str, *, key: str) -> str:
 
 
 def check_data_set(source: PromptSource, *, key: str) -> None:
-    """Refuse a data set where the library that loads it is missing."""
+    """Refuse a data set, also one of `save_to_disk`, without the library that loads it."""
     if find_spec("datasets") is not None:
         return
-    if isinstance(source, SourceEntry):
-        raise ConfigError(
-            f"{key} ({source}): a Hugging Face data set needs the package datasets. "
-            "pip install datasets on every node."
-        )
+    is_folder = is_saved(path_of(source))
+    what = "a folder of save_to_disk" if is_folder else "a Hugging Face data set"
+    is_meant = is_folder or isinstance(source, SourceEntry)
     raise ConfigError(
-        f"{key} ({source}): there is no such file, and a Hugging Face data set needs the "
-        "package datasets. Correct the path, or pip install datasets."
+        f"{key} ({source}): {'' if is_meant else 'there is no such file, and '}{what} needs the "
+        f"package datasets. {'' if is_meant else 'Correct the path, or '}pip install datasets on "
+        f"every node."
     )
+
+
+def is_saved(path: str) -> bool:
+    """Whether a path is a folder of `save_to_disk`: of one data set, or of several splits."""
+    return any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _jsonl(source: str, key: str) -> Iterator[Row]:
@@ -232,24 +235,29 @@ def _parquet(source: str, key: str) -> Iterator[Row]:
         raise _unreadable(source, str(error), key) from None
 
 
-def _saved(source: PromptSource, key: str) -> SavedTable:
+def _saved(source: PromptSource, key: str) -> Any:
+    check_data_set(source, key=key)
+    from datasets import DatasetDict, load_from_disk
+
     entry = source if isinstance(source, SourceEntry) else SourceEntry(path=source)
-    folder = Path(entry.path)
-    splits = splits_of(folder)
+    try:
+        loaded = load_from_disk(entry.path)
+    except Exception as error:  # of Arrow, of JSON, of files
+        raise _unreadable(str(source), str(error), key, remedy="Save it again.") from error
+    splits = list(map(str, loaded)) if isinstance(loaded, DatasetDict) else []
     if entry.config or (not splits and str(entry) != entry.path):
         raise ConfigError(
             f"{key} ({source}): a folder of save_to_disk has no configurations, and this one "
             f"{f'has the splits {splits}' if splits else 'no splits'}. Remove what it has not."
         )
-    if splits and entry.split not in splits:
-        raise ConfigError(
-            f"{key} ({source}): the folder has no split {entry.split}, it has "
-            f"{', '.join(splits)}. Set {key}={{path: {entry.path}, split: {splits[0]}}}."
-        )
-    try:
-        return SavedTable(folder / entry.split if splits else folder)
-    except (OSError, ValueError, KeyError) as error:  # Arrow's own are of the first two
-        raise _unreadable(str(source), str(error), key, remedy="Save it again.") from error
+    if not splits:
+        return loaded
+    if entry.split in splits:
+        return loaded[entry.split]
+    raise ConfigError(
+        f"{key} ({source}): the folder has no split {entry.split}, it has {', '.join(splits)}. "
+        f"Set {key}={{path: {entry.path}, split: {splits[0]}}}."
+    )
 
 
 def _data_set(source: PromptSource, key: str) -> Any:
