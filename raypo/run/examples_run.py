@@ -1,4 +1,4 @@
-"""What runs that learn from examples share, besides what all runs do."""
+"""Runs that learn from examples (sft, dpo, reward_model): their loop, and what they share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from raypo.data.prompts import load_prompts
 from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
+from raypo.metrics.clock import Clock
 from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.rewards.functions import evaluation_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.dealing import balanced_shares
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.run.handles import EngineHandle
-from raypo.run.run import Run
+from raypo.run.run import Run, open_run
 from raypo.run.services import start_engines
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
@@ -38,6 +39,36 @@ AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
 PolicyConfig = TypeVar("PolicyConfig", SFTConfig, DPOConfig)
 Reader = Callable[..., LoadedExamples[Item]]
 """`load_examples` or one like it: (section, tokenizer, id of the end, key=)."""
+
+
+def examples_loop(setup: dict[str, Any], kind: type[ExamplesRun[Any, Any]]) -> dict[str, Any]:
+    """A whole run on one learner worker.
+
+    Args:
+        setup: `config.model_dump()` of an ExamplesConfig.
+        kind: The recipe's view of it: what is read, and what is learned of it.
+
+    Returns:
+        `{"status": "finished" | "interrupted", "step": the last step that is done}`.
+    """
+    with open_run(setup, kind) as run:
+        engine = run.start_engine()  # where `eval.function` judges sampled answers
+        learner = run.start_learner()
+        run.evaluate_before_first_update(learner, engine)
+
+        for step in run.steps():
+            clock = Clock()
+            metrics = learner.update(run.draw_batch(), step=step)
+            clock.lap("time/update_s")
+            is_evaluated = run.is_evaluation_due(step)
+            if is_evaluated:
+                metrics |= run.evaluate(learner, engine, version=step)
+            clock.lap("time/held_out_s")
+            checkpoint = run.checkpoint_when_due(step, learner, metrics)
+            clock.lap("time/checkpoint_s")
+            run.report(step, metrics, clock, checkpoint, to_ray=is_evaluated)
+
+        return run.finish()
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What runs share that go by rounds: sample, judge, select, train, push."""
+"""Runs that go by rounds (rejection sampling and its kin): their loop, and what they share."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from raypo.run.examples_run import new_learner, own_share, save_trained
 from raypo.run.phases import Phase
 from raypo.run.ppo_run import OnlineRun
 from raypo.run.rollout_metrics import rollout_figures, sample_row
+from raypo.run.run import open_run
 from raypo.run.services import Services
 from raypo.types import ScoredRollout
 
@@ -29,6 +30,45 @@ AnyRounds = TypeVar("AnyRounds", bound=RoundsConfig)
 Place = tuple[int, int]
 """Group and number of a sample: what is selected is put in order by it, whoever sampled it."""
 SUMMED = ("train/examples", "train/tokens", "train/skipped_updates")
+
+
+def rounds_loop(setup: dict[str, Any], kind: type[RoundsRun[Any, Any]]) -> dict[str, Any]:
+    """A whole run on one learner worker.
+
+    Args:
+        setup: `config.model_dump()` of a RoundsConfig.
+        kind: The recipe's view of it: what is selected, and what is learned of it.
+
+    Returns:
+        `{"status": "finished" | "interrupted", "step": the last round that is done}`.
+    """
+    with open_run(setup, kind) as run:
+        services = run.start_services()
+        learner = run.start_learner()
+        run.push_weights(learner, services, version=run.last_step)
+        run.evaluate_before_first_update(services)
+
+        for step in run.steps():
+            clock = Clock()
+            scored = run.collect(services, clock)  # sample, judge
+            selected, metrics = run.select(scored, services, step)
+            clock.lap("time/select_s")
+            metrics |= run.train(learner, services, selected, step)
+            clock.lap("time/update_s")
+            metrics |= run.describe(scored)
+            run.save_rollouts(step, scored)
+            clock.lap("time/save_rollouts_s")
+
+            metrics |= run.push_weights(learner, services, version=step)
+            clock.lap("time/push_weights_s")
+
+            metrics |= run.evaluate_when_due(step, services)
+            clock.lap("time/held_out_s")
+            checkpoint = run.checkpoint_when_due(step, learner, metrics)
+            clock.lap("time/checkpoint_s")
+            run.report(step, metrics, clock, checkpoint)
+
+        return run.finish()
 
 
 @dataclass
