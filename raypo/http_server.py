@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 import socket
 
 from starlette.datastructures import Headers
@@ -27,7 +28,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigError(
-            f"--port ({port}): cannot be listened on at {host} ({error.strerror}). Choose another."
+            f"--port ({port}): cannot be listened on at {host} ({os.strerror(error.errno or 0)}). "
+            f"Choose another."
         ) from None
 
 

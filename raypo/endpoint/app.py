@@ -19,66 +19,59 @@ from raypo.endpoint.protocol import (
     ChatRequest,
     CompletionRequest,
     RequestError,
+    Wanted,
     answer_of,
     read,
 )
-from raypo.endpoint.text import text_and_calls
-from raypo.serving.requests import Completion, SamplingRequest
 
 T = TypeVar("T")
-Wanted = ChatRequest | CompletionRequest
 
 
-class AskedPolicy(Protocol):
-    """A policy behind the endpoint."""
+class Session(Protocol):
+    """A policy that an API key names."""
 
     name: str
     """What `GET /v1/models` calls it."""
-    tokenizer: Any
-    """A fast one of transformers."""
 
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and response together."""
         ...
 
-    async def asked(self, wanted: Wanted) -> tuple[list[list[int]], list[SamplingRequest]]:
-        """What a request asks for: its prompts' ids, and `n` responses to each, in order.
+    async def answer(self, wanted: Wanted) -> tuple[list[list[int]], list[Answered]]:
+        """The ids of a request's prompts, and `n` responses to each, in order.
 
-        Raises:
-            RequestError: it cannot be served.
-        """
-        ...
-
-    async def sample(self, request: SamplingRequest) -> Completion:
-        """One response; where its caller is cancelled, the request is taken back.
-
-        Raises:
-            ValueError: the request cannot be served.
+        Where its caller is cancelled, the request is taken back.
         """
         ...
 
 
-def app_of(endpoint_of: Callable[[Request], Endpoint | None]) -> Starlette:
+def app_of(session_of: Callable[[Request], Session | None]) -> Starlette:
     """POST /v1/chat/completions and /v1/completions, GET /v1/models.
 
     Args:
-        endpoint_of: Which endpoint the API key of a request names; None: the key is wrong.
+        session_of: The session that the API key of a request names; None: the key is wrong.
     """
 
-    def guarded(handle: Callable[[Endpoint, Request], Awaitable[Response]]) -> Any:
+    def guarded(handle: Callable[[Request, Session], Awaitable[Response]]) -> Any:
         async def checked(request: Request) -> Response:
-            if (endpoint := endpoint_of(request)) is None:
+            if (session := session_of(request)) is None:
                 return _refused(request, RequestError("the API key is missing or wrong", 401))
-            return await handle(endpoint, request)
+            return await handle(request, session)
 
         return checked
 
+    def answering(kind: type[ChatRequest] | type[CompletionRequest]) -> Any:
+        async def answered(request: Request, session: Session) -> Response:
+            return await _answer(request, session, read(kind, await request.body()))
+
+        return guarded(answered)
+
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", guarded(Endpoint.chat), methods=["POST"]),
-            Route("/v1/completions", guarded(Endpoint.complete), methods=["POST"]),
-            Route("/v1/models", guarded(Endpoint.models)),
+            Route("/v1/chat/completions", answering(ChatRequest), methods=["POST"]),
+            Route("/v1/completions", answering(CompletionRequest), methods=["POST"]),
+            Route("/v1/models", guarded(_models)),
         ],
         exception_handlers={ValueError: _refused, RuntimeError: _refused},
     )
@@ -93,58 +86,20 @@ def _refused(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": told}, status_code=error.status)
 
 
-class Endpoint:
-    """Answers requests for one policy."""
+async def _models(_: Request, session: Session) -> Response:
+    card = {"id": session.name, "object": "model", "created": 0, "owned_by": "raypo"}
+    card["max_model_len"] = session.max_model_len
+    return JSONResponse({"object": "list", "data": [card]})
 
-    def __init__(self, policy: AskedPolicy) -> None:
-        self._policy = policy
 
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._answer(request, read(ChatRequest, await request.body()))
-
-    async def complete(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        return await self._answer(request, read(CompletionRequest, await request.body()))
-
-    async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
-        card = {"id": self._policy.name, "object": "model", "created": 0, "owned_by": "raypo"}
-        card["max_model_len"] = self._policy.max_model_len
-        return JSONResponse({"object": "list", "data": [card]})
-
-    async def _answer(self, request: Request, wanted: Wanted) -> Response:
-        prompts_ids, asked = await self._policy.asked(wanted)
-        tasks = [asyncio.ensure_future(self._answered(each, wanted)) for each in asked]
-        try:
-            answered = await _unless_gone(request, asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-        head = {"id": secrets.token_hex(12), "created": int(time.time())}
-        head |= {"model": self._policy.name}
-        answer = head | answer_of(wanted, prompts_ids, answered)
-        if not wanted.stream:
-            return JSONResponse(answer)
-        events = _events(answer, with_usage=wanted.tells_usage)
-        return StreamingResponse(events, media_type="text/event-stream")
-
-    async def _answered(self, request: SamplingRequest, wanted: Wanted) -> Answered:
-        sampled = await self._policy.sample(request)
-        if sampled.finish_reason not in ("stop", "length"):
-            raise RequestError(f"the response was given back: {sampled.finish_reason}", 503)
-        ids, tokenizer = sampled.token_ids.tolist(), self._policy.tokenizer
-        may_call = isinstance(wanted, ChatRequest) and wanted.told_tools is not None
-        text, calls = text_and_calls(
-            tokenizer,
-            ids,
-            stop=wanted.stops,
-            stop_token_ids=request.stop_token_ids,
-            may_call=may_call,
-        )
-        tokens = [tokenizer.decode([each]) for each in ids] if wanted.tells_log_probs else []
-        log_probs = sampled.log_probs.tolist()
-        return Answered(text, ids, log_probs, tokens, calls, sampled.finish_reason)
+async def _answer(request: Request, session: Session, wanted: Wanted) -> Response:
+    prompts_ids, answered = await _unless_gone(request, session.answer(wanted))
+    answer = {"id": secrets.token_hex(12), "created": int(time.time()), "model": session.name}
+    answer |= answer_of(wanted, prompts_ids, answered)
+    if not wanted.stream:
+        return JSONResponse(answer)
+    events = _events(answer, with_usage=wanted.tells_usage)
+    return StreamingResponse(events, media_type="text/event-stream")
 
 
 def _events(answer: dict[str, Any], *, with_usage: bool) -> Iterator[str]:

@@ -73,7 +73,7 @@ class CompletionRequest(_Wanted):
 
     @property
     def tells_log_probs(self) -> bool:
-        """Whether the log-probs of the response's tokens are told."""
+        """Whether the log-probs of the response's tokens are wanted; 0 is as good as 1."""
         return self.logprobs is not None
 
     @property
@@ -82,25 +82,10 @@ class CompletionRequest(_Wanted):
         return self.max_tokens
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Any]:
         """One or several, each a text or token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # pyright: ignore[reportReturnType]
-        return list(self.prompt)  # pyright: ignore[reportReturnType]
-
-
-class _Function(BaseModel):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolDescription(BaseModel):
-    """A tool as a client describes it."""
-
-    type: Literal["function"] = "function"
-    function: _Function
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else list(self.prompt)
 
 
 class ChatRequest(_Wanted):
@@ -110,7 +95,7 @@ class ChatRequest(_Wanted):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    tools: list[ToolDescription] | None = None
+    tools: list[dict[Literal["type", "function"], Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
@@ -119,7 +104,7 @@ class ChatRequest(_Wanted):
 
     @property
     def tells_log_probs(self) -> bool:
-        """Whether the log-probs of the response's tokens are told."""
+        """Whether the log-probs of the response's tokens are wanted."""
         return bool(self.logprobs)
 
     @property
@@ -128,14 +113,15 @@ class ChatRequest(_Wanted):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def told_tools(self) -> list[dict[str, Any]] | None:
-        """Tools as a chat template takes them."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return [each.model_dump(exclude_none=True) for each in self.tools]
+    def told_tools(self) -> list[dict[Any, Any]] | None:
+        """Tools as a chat template takes them; None where none may be called."""
+        return self.tools if self.tools and self.tool_choice != "none" else None
 
 
-def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Any:
+Wanted = ChatRequest | CompletionRequest
+
+
+def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Wanted:
     """A request from JSON.
 
     Raises:
@@ -202,7 +188,7 @@ class Answered:
 
 
 def answer_of(
-    request: ChatRequest | CompletionRequest,
+    request: Wanted,
     prompts_ids: Sequence[list[int]],
     answered: Sequence[Answered],
 ) -> dict[str, Any]:

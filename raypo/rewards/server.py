@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +46,7 @@ def make_app(
             busy = {"Retry-After": str(RETRY_AFTER_S)}
             return _error(503, f"{waiting} requests wait already", headers=busy)
         try:
-            rollouts = from_request(await _json_of(request))
+            rollouts = from_request(await _content(request))
         except WireError as error:
             return _error(422, str(error))
         waiting += 1
@@ -84,21 +83,13 @@ def serve(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> No
         uvicorn.Server(config).run(sockets=[listening])
 
 
-async def _json_of(request: Request) -> Any:
-    """The JSON of a request.
-
-    Raises:
-        WireError: it is not JSON, or larger than `MAX_BODY_BYTES`.
-    """
-    parts: list[bytes] = []
+async def _content(request: Request) -> bytes:
+    content = bytearray()
     async for part in request.stream():
-        parts.append(part)
-        if sum(map(len, parts)) > MAX_BODY_BYTES:
+        content += part
+        if len(content) > MAX_BODY_BYTES:
             raise WireError(f"a request has at most {MAX_BODY_BYTES} bytes")
-    try:
-        return json.loads(b"".join(parts))
-    except ValueError as error:
-        raise WireError(f"the body is not JSON: {error}") from None
+    return bytes(content)
 
 
 def _error(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -18,9 +18,8 @@ from raypo.config import (
     source_name,
 )
 from raypo.data.prompts import load_prompts
-from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.plan.estimate import max_model_len
-from raypo.plan.sizes import BUCKET_BYTES
 from raypo.rewards.functions import evaluation_function, open_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.episodes import open_episodes
@@ -28,8 +27,6 @@ from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.judges import Judges
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.weights.buckets import pack
-from raypo.weights.transport import LocalTransport
 
 
 def evaluate_model(
@@ -127,14 +124,9 @@ def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Itera
         max_model_len=max_model_len(config),
         seed=config.seed,
         reads_text=config.rollout.reads_text,
+        reads_weights=True,
     )
     try:
-        weights = load_causal_lm(model, dtype=config.model.dtype)
-        named = weights.named_parameters(remove_duplicate=False)
-        with torch.no_grad():
-            buckets = pack(((n, p.detach()) for n, p in named), bucket_bytes=BUCKET_BYTES)
-            engine.load_weights(LocalTransport().send(buckets, version=0))
-        del weights
         yield LocalEngine(Here(engine.generate))
     finally:
         engine.shutdown()

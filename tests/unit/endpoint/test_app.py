@@ -1,63 +1,44 @@
-"""The endpoint's answers, with a policy that says what it is told to say."""
+"""The endpoint's answers, with a session that says what it is told to say."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-from raypo.endpoint.app import Endpoint, Wanted, app_of
-from raypo.endpoint.protocol import ChatRequest, template_messages
-from raypo.serving.requests import Completion, SamplingRequest
-from tests.tiny import tiny_tokenizer
+from raypo.endpoint.app import app_of
+from raypo.endpoint.protocol import (
+    Answered,
+    ChatRequest,
+    RequestError,
+    Wanted,
+    template_messages,
+)
+from raypo.tools.calls import ToolCall
 
-EOS = 2
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
 @dataclass
 class Says:
-    """A policy that answers every request with the same ids."""
+    """A session that answers every request with the same text."""
 
-    tokenizer: Any
-    ids: Sequence[int]
-    finish_reason: str = "stop"
+    text: str
+    calls: list[ToolCall] = field(default_factory=list)
     wait_s: float = 0.0
     error: Exception | None = None
     name: str = "tiny"
     max_model_len: int = 64
-    sampled: list[SamplingRequest] = field(default_factory=list)
+    asked: list[Wanted] = field(default_factory=list)
     taken_back: int = 0
 
-    async def asked(self, wanted: Wanted) -> tuple[list[list[int]], list[SamplingRequest]]:
-        if isinstance(wanted, ChatRequest):
-            messages: Any = template_messages(wanted.messages)
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=wanted.told_tools, add_generation_prompt=True, tokenize=False
-            )
-            prompts: list[Any] = [self.tokenizer.encode(text)]
-        else:
-            prompts = [
-                self.tokenizer.encode(each) if isinstance(each, str) else each
-                for each in wanted.prompts
-            ]
-        requests = [
-            SamplingRequest(np.array(ids), wanted.most_tokens or 9, 1.0, stop_token_ids=(EOS,))
-            for ids in prompts
-            for _ in range(wanted.n)
-        ]
-        return prompts, requests
-
-    async def sample(self, request: SamplingRequest) -> Completion:
-        self.sampled.append(request)
+    async def answer(self, wanted: Wanted) -> tuple[list[list[int]], list[Answered]]:
+        self.asked.append(wanted)
         if self.error:
             raise self.error
         try:
@@ -65,27 +46,17 @@ class Says:
         except asyncio.CancelledError:
             self.taken_back += 1
             raise
-        log_probs = np.full(len(self.ids), -0.5, dtype=np.float32)
-        return Completion(np.array(self.ids, np.int32), log_probs, self.finish_reason, 0)
+        is_chat = isinstance(wanted, ChatRequest)
+        prompts_ids = [[1, 2]] if is_chat else [[place] for place in range(len(wanted.prompts))]
+        ids = list(map(ord, self.text))
+        tokens = list(self.text) if wanted.tells_log_probs else []
+        said = Answered(self.text, ids, [-0.5] * len(ids), tokens, self.calls, "stop")
+        return prompts_ids, [said] * (len(prompts_ids) * wanted.n)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture
-def says(tokenizer):
-    def text(text: str, **changes: Any) -> Says:
-        return Says(tokenizer, [*tokenizer.encode(text), EOS], **changes)
-
-    return text
-
-
-def app(policy: Says) -> Any:
-    endpoint = Endpoint(policy)
-    is_known = {"Bearer right": endpoint}
-    return app_of(lambda request: is_known.get(request.headers.get("Authorization", "")))
+def app(session: Says) -> Any:
+    known = {"Bearer right": session}
+    return app_of(lambda request: known.get(request.headers.get("Authorization", "")))
 
 
 @asynccontextmanager
@@ -112,31 +83,27 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def test_a_chat_comes_back_as_a_message(says):
-    policy = says("yes")
-    answer = post(policy, "/chat/completions", CHAT | {"max_tokens": 5}).json()
-    (asked,) = policy.sampled
-    assert asked.max_new_tokens == 5
+def test_a_chat_comes_back_as_a_message():
+    answer = post(Says("yes"), "/chat/completions", CHAT).json()
     assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": "yes"}
-    assert choice["finish_reason"] == "stop"
-    assert answer["usage"] == {"prompt_tokens": 20, "completion_tokens": 4, "total_tokens": 24}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
 
 
-def test_token_ids_and_log_probs_are_told_where_they_are_wanted(says):
-    policy = says("yes")
+def test_token_ids_and_log_probs_are_told_where_they_are_wanted():
     body = CHAT | {"return_token_ids": True, "logprobs": True}
-    answer = post(policy, "/chat/completions", body).json()
+    answer = post(Says("yes"), "/chat/completions", body).json()
     (choice,) = answer["choices"]
-    assert answer["prompt_token_ids"] == policy.sampled[0].prompt_ids.tolist()
-    assert choice["token_ids"] == policy.ids
+    assert answer["prompt_token_ids"] == [1, 2]
+    assert choice["token_ids"] == list(map(ord, "yes"))
     told = choice["logprobs"]["content"]
-    assert [each["token"] for each in told] == ["y", "e", "s", "<eos>"]
+    assert [each["token"] for each in told] == ["y", "e", "s"]
     assert {each["logprob"] for each in told} == {-0.5}
 
 
-def test_a_stream_tells_each_response_as_a_whole(says):
+def test_a_stream_tells_each_response_as_a_whole():
     body = CHAT | {
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -144,8 +111,7 @@ def test_a_stream_tells_each_response_as_a_whole(says):
         "logprobs": True,
         "n": 2,
     }
-    policy = says("yes")
-    response = post(policy, "/chat/completions", body)
+    response = post(Says("yes"), "/chat/completions", body)
     assert response.headers["content-type"].startswith("text/event-stream")
     *told, usage = events(response)
     assert {each["object"] for each in told} == {"chat.completion.chunk"}
@@ -153,29 +119,28 @@ def test_a_stream_tells_each_response_as_a_whole(says):
     for each in told:
         (choice,) = each["choices"]
         assert choice["delta"] == {"role": "assistant", "content": "yes"}
-        assert (choice["token_ids"], choice["finish_reason"]) == (policy.ids, "stop")
-    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 8)
+        assert (choice["token_ids"], choice["finish_reason"]) == (list(map(ord, "yes")), "stop")
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 6)
 
 
-def test_completions_take_texts_and_token_ids_and_tell_which_prompt_is_whose(tokenizer, says):
-    body = {"prompt": ["a", "bc"], "n": 2, "return_token_ids": True, "logprobs": 1}
-    answer = post(says("ok"), "/completions", body).json()
+def test_completions_take_texts_and_token_ids_and_tell_which_prompt_is_whose():
+    body = {"prompt": ["a", "bc"], "n": 2, "return_token_ids": True, "logprobs": 0}
+    answer = post(Says("ok"), "/completions", body).json()
     assert answer["object"] == "text_completion"
     assert [each["text"] for each in answer["choices"]] == ["ok"] * 4
-    asked = [tokenizer.decode(each["prompt_token_ids"]) for each in answer["choices"]]
-    assert asked == ["a", "a", "bc", "bc"]
-    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 3
-    policy = says("ok")
-    (event,) = events(post(policy, "/completions", {"prompt": [7], "stream": True}))
+    assert [each["prompt_token_ids"] for each in answer["choices"]] == [[0], [0], [1], [1]]
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 2
+    session = Says("ok")
+    (event,) = events(post(session, "/completions", {"prompt": [7], "stream": True}))
     assert (event["object"], event["choices"][0]["text"]) == ("text_completion", "ok")
-    post(policy, "/completions", {"prompt": [[5, 6], [7]]})
-    assert [each.prompt_ids.tolist() for each in policy.sampled] == [[7], [5, 6], [7]]
+    post(session, "/completions", {"prompt": [[5, 6], [7]]})
+    assert [vars(each)["prompt"] for each in session.asked] == [[7], [[5, 6], [7]]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_call_is_told_as_one(says, stream):
-    body = CHAT | {"tools": TOOLS, "stream": stream}
-    response = post(says(f"see {CALL}"), "/chat/completions", body)
+def test_a_tool_call_is_told_as_one(stream):
+    session = Says("see ", [ToolCall("add", {"a": 1})])
+    response = post(session, "/chat/completions", CHAT | {"tools": TOOLS, "stream": stream})
     if stream:
         ((choice,),) = [each["choices"] for each in events(response)]
         message = choice["delta"]
@@ -187,25 +152,37 @@ def test_a_tool_call_is_told_as_one(says, stream):
     assert choice["finish_reason"] == "tool_calls"
     (called,) = message["tool_calls"]
     assert called["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    (asked,) = session.asked
+    assert isinstance(asked, ChatRequest)
+    assert asked.told_tools == TOOLS
 
 
-def test_tools_reach_the_template_with_calls_and_results_of_earlier_turns(tokenizer, says):
-    template = (
-        "{{ tools | map(attribute='function.name') | join }}|{% for m in messages %}"
-        "{{ m.role }}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments.a }}"
-        "{% endfor %}/{% endfor %}"
-    )
-    changed = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    changed.chat_template = template
+def test_messages_are_made_as_templates_take_them():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "42"},
     ]
-    policy = Says(changed, [5, EOS])
-    post(policy, "/chat/completions", {"messages": turns, "tools": TOOLS})
-    assert tokenizer.decode(policy.sampled[0].prompt_ids) == "add|userhi/assistant41/tool42/"
+    user, assistant, tool = template_messages(turns)
+    assert user == {"role": "user", "content": "hi"}
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 41}}
+    assert tool == turns[2]
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({}, "messages.0.role"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "only texts are served"),
+        ({"role": "user", "content": 3}, "must be a text"),
+        ({"role": "assistant", "tool_calls": [{}]}, "these are no tool calls"),
+    ],
+)
+def test_messages_that_no_template_takes_are_refused(message, told):
+    with pytest.raises(RequestError, match=told):
+        template_messages([message])
 
 
 @pytest.mark.parametrize(
@@ -217,12 +194,6 @@ def test_tools_reach_the_template_with_calls_and_results_of_earlier_turns(tokeni
         ("/completions", {"prompt": [2**80]}, "less than 2147483648"),
         ("/completions", {"prompt": [-1]}, "greater than or equal to 0"),
         ("/chat/completions", {"messages": []}, "messages: List should have at least 1"),
-        ("/chat/completions", {"messages": [{}]}, "messages.0.role"),
-        (
-            "/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "only texts are served",
-        ),
         ("/chat/completions", CHAT | {"temperature": -1}, "temperature"),
         ("/chat/completions", CHAT | {"top_logprobs": 5}, "top_logprobs"),
         ("/chat/completions", CHAT | {"temprature": 1}, "temprature: Extra inputs"),
@@ -231,17 +202,17 @@ def test_tools_reach_the_template_with_calls_and_results_of_earlier_turns(tokeni
         ("/completions", [1], "body: "),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(says, path, body, told):
-    policy = says("x")
+def test_what_is_not_served_is_refused_by_name(path, body, told):
+    policy = Says("x")
     response = post(policy, path, body)
     assert response.status_code == 400
     assert told in response.json()["error"]["message"]
-    assert policy.sampled == []
+    assert policy.asked == []
 
 
-def test_a_body_that_is_no_json_is_refused(says):
+def test_a_body_that_is_no_json_is_refused():
     async def answer() -> httpx.Response:
-        async with client(says("x")) as asking:
+        async with client(Says("x")) as asking:
             return await asking.post("/completions", content=b"{")
 
     response = asyncio.run(answer())
@@ -249,8 +220,8 @@ def test_a_body_that_is_no_json_is_refused(says):
     assert "Invalid JSON" in response.json()["error"]["message"]
 
 
-def test_nobody_asks_without_the_key(says):
-    response = post(says("x"), "/chat/completions", CHAT, key="wrong")
+def test_nobody_asks_without_the_key():
+    response = post(Says("x"), "/chat/completions", CHAT, key="wrong")
     assert response.status_code == 401
     assert response.json()["error"]["message"] == "the API key is missing or wrong"
 
@@ -259,28 +230,23 @@ def test_nobody_asks_without_the_key(says):
 @pytest.mark.parametrize(
     ("error", "status"), [(RuntimeError("the engine is gone"), 500), (ValueError("too much"), 400)]
 )
-def test_errors_of_the_engine_are_told(says, stream, error, status):
-    response = post(says("x", error=error), "/chat/completions", CHAT | {"stream": stream})
+def test_errors_of_the_engine_are_told(stream, error, status):
+    response = post(Says("x", error=error), "/chat/completions", CHAT | {"stream": stream})
     assert response.status_code == status
     assert response.json()["error"]["message"] == str(error)
 
 
-def test_a_response_that_was_given_back_is_no_answer(says):
-    response = post(says("x", finish_reason="paused"), "/chat/completions", CHAT)
-    assert response.status_code == 503
-
-
-def test_a_client_that_closes_has_all_its_responses_taken_back(says):
-    policy = says("x", wait_s=100)
+def test_a_client_that_closes_has_its_request_taken_back():
+    policy = Says("x", wait_s=100)
 
     async def leave() -> None:
-        body = json.dumps(CHAT | {"n": 3}).encode()
+        body = json.dumps(CHAT).encode()
         arrived = iter([{"type": "http.request", "body": body}])
 
         async def receive() -> Any:
             if (more := next(arrived, None)) is not None:
                 return more
-            while len(policy.sampled) < 3:
+            while not policy.asked:
                 await asyncio.sleep(0.001)
             return {"type": "http.disconnect"}
 
@@ -292,12 +258,12 @@ def test_a_client_that_closes_has_all_its_responses_taken_back(says):
         await app(policy)(scope | {"headers": headers, "query_string": b""}, receive, send)
 
     asyncio.run(asyncio.wait_for(leave(), 10))
-    assert policy.taken_back == 3
+    assert policy.taken_back == 1
 
 
-def test_the_model_is_listed(says):
+def test_the_model_is_listed():
     async def answer() -> Any:
-        async with client(says("x")) as asking:
+        async with client(Says("x")) as asking:
             return (await asking.get("/models")).json()
 
     (card,) = asyncio.run(answer())["data"]
