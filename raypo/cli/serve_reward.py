@@ -70,7 +70,7 @@ def token_for(host: str, variable: str, use: str) -> str | None:
     token = os.environ.get(variable)
     if host not in ("127.0.0.1", "::1", "localhost") and not token:
         raise ConfigError(
-            f"--host ({host}): whoever reaches this port could send work. Set the environment "
+            f"--host ({host}): anyone who reaches this port could send work. Set the environment "
             f"variable {variable}{use}, or leave --host out."
         )
     return token

@@ -1,4 +1,7 @@
-"""From `file.py:name` or `package.module:name` to a function or a class."""
+"""Functions and classes by import path: `file.py:name` or `package.module:name`.
+
+`key` is the config key that a path comes from; errors begin with it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from typing import Any
 from raypo.config import ConfigError
 
 Methods = Mapping[str, Sequence[str]]
-"""Names of methods, and of the parameters that each is called with."""
+"""Names of the methods that a class must have -> the parameters that each is called with."""
 TAKES = {
     "ppo.policy_loss": "the tokens",
     "ppo.advantage": "the step",
@@ -32,17 +35,13 @@ _MODULE_OF_FILE = "raypo_function_file"
 
 
 def check_function(spec: str, *, key: str = "reward.function") -> None:
-    """Check that a function is there, from its source: nothing of the user's is imported.
+    """Check from its source that a function is there and takes one argument; nothing is imported.
 
-    So a file that imports torch is refused in milliseconds, and on machines without a GPU.
-
-    Args:
-        spec: `file.py:name` or `package.module:name`.
-        key: The config key that it comes from, for messages.
+    So a file that loads a model is refused in milliseconds, on machines without its packages too.
 
     Raises:
-        ConfigError: it is malformed, the file or module is missing or not Python, the name is not
-            defined in it, or it cannot be called with one argument.
+        ConfigError: `spec` is malformed, the file or module is missing or not Python, the name is
+            not defined in it, or it cannot be called with one argument.
     """
     if (outline := _outline(spec, key)) is not None:
         check_callable(outline, name=spec, key=key)
@@ -52,7 +51,7 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
     """Import a function. A file is imported once per process, and its folder is put on the path.
 
     Raises:
-        ConfigError: what `check_function` finds, the import fails, or the name is not a function.
+        ConfigError: as `check_function`, or the import fails.
     """
     function = _imported(spec, key)
     check_callable(function, name=spec, key=key)
@@ -60,16 +59,7 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
 
 
 def check_callable(function: Any, *, name: str, key: str = "reward.function") -> None:
-    """Check that a function can be called with one argument.
-
-    Args:
-        function: A function, or an object with `__call__`.
-        name: What it is called, for messages.
-        key: The config key or argument that it comes from, for messages.
-
-    Raises:
-        ConfigError: it is a class, cannot be called, or asks for other arguments.
-    """
+    """Refuse what is no function of one argument, nor an object with such a `__call__`."""
     takes = TAKES.get(key, "a list of rollouts")
     if isinstance(function, type) or not callable(function):
         what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
@@ -91,16 +81,11 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
 
 
 def check_class(spec: str, methods: Methods, *, key: str) -> None:
-    """Check that a class and its methods are there, from its source.
-
-    Args:
-        spec: `file.py:Class` or `package.module:Class`.
-        methods: Of each method that it must have, the parameters that it is called with.
-        key: The config key that it comes from, for messages.
+    """Check from its source that a class and its methods are there; nothing is imported.
 
     Raises:
-        ConfigError: what `check_function` finds, it is a function, or a method is missing or takes
-            other parameters. Methods that a base class may have are left to `load_class`.
+        ConfigError: as `check_function`, or a method is missing or takes other parameters. Methods
+            that a base class may have are left to `load_class`.
     """
     if (outline := _outline(spec, key)) is not None:
         _check_methods(outline, methods, spec, key)
@@ -109,16 +94,10 @@ def check_class(spec: str, methods: Methods, *, key: str) -> None:
 def load_class(
     spec: str, methods: Methods, arguments: Mapping[str, Any], *, key: str
 ) -> partial[Any]:
-    """Import a class; what makes an object of it.
-
-    Args:
-        spec: `file.py:Class` or `package.module:Class`.
-        methods: See `check_class`.
-        arguments: Keywords that objects are made with; their config key is `{key}_args`.
-        key: The config key that the class comes from, for messages.
+    """Import a class, and bind the keyword arguments of `{key}_args` that objects are made with.
 
     Raises:
-        ConfigError: what `check_class` finds, the import fails, or it does not take the arguments.
+        ConfigError: as `check_class`, the import fails, or it does not take the arguments.
     """
     cls = _imported(spec, key)
     _check_methods(cls, methods, spec, key)
@@ -133,10 +112,9 @@ def load_class(
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """How messages call a function: package.module.name, or file.py:name as in configs.
+    """The name of a function in messages: package.module.name, or file.py:name as in configs.
 
-    A partial has the name of what it calls, an object with `__call__` its own text, or else the
-    name of its class.
+    A partial has the name of what it calls, an object its own text or else its class's name.
     """
     while isinstance(function, partial):
         function = function.func
@@ -153,24 +131,24 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def _check_methods(cls: Any, methods: Methods, spec: str, key: str) -> None:
-    problem = None if isinstance(cls, type) else f"it is a {type(cls).__name__}"
-    for name, parameters in methods.items() if problem is None else ():
-        method = getattr(cls, name, None)
-        if not callable(method):
-            problem = f"it has no {name}"
-            break
+    def refused(problem: str) -> ConfigError:
+        wanted = ", ".join(f"{method}({', '.join(given)})" for method, given in methods.items())
+        return ConfigError(f"{key} ({spec}): a class with {wanted} is wanted, and {problem}.")
+
+    if not isinstance(cls, type):
+        raise refused(f"it is a {type(cls).__name__}")
+    for name, parameters in methods.items():
+        if not callable(method := getattr(cls, name, None)):
+            raise refused(f"it has no {name}")
         try:
             inspect.signature(method).bind(None, *parameters)
         except TypeError:
-            problem = f"its {name} has the parameters {inspect.signature(method)}"
-            break
-    if problem is not None:
-        wanted = ", ".join(f"{method}({', '.join(given)})" for method, given in methods.items())
-        raise ConfigError(f"{key} ({spec}): a class with {wanted} is wanted, and {problem}.")
+            given = inspect.signature(method)
+            raise refused(f"its {name} has the parameters {given}") from None
 
 
 def _imported(spec: str, key: str) -> Any:
-    """What is named, its module imported."""
+    """Imports the module and returns what is named."""
     place, name = _parts(spec, key)
     try:
         if place.endswith(".py"):
@@ -193,7 +171,7 @@ def _imported(spec: str, key: str) -> Any:
 def _outline(spec: str, key: str) -> Any:
     """A function or class with the parameters of the one that is named, and nothing else of it.
 
-    None where only an import can tell.
+    None where only an import shows it.
     """
     place, name = _parts(spec, key)
     if place.endswith(".py"):
@@ -214,7 +192,7 @@ def _outline(spec: str, key: str) -> Any:
         case ast.FunctionDef() | ast.AsyncFunctionDef() as function:
             return _outline_of_function(function)
         case ast.ClassDef() as cls:
-            kind = _WithAnyMethod if cls.bases else type  # a base class may have it
+            kind = _WithAnyMethod if cls.bases else type
             methods = {
                 each.name: _outline_of_function(each)
                 for each in cls.body
@@ -225,24 +203,24 @@ def _outline(spec: str, key: str) -> Any:
 
 
 class _WithAnyMethod(type):
+    """Makes the outline of a class with base classes, which may have any further method."""
+
     def __getattr__(cls, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
 def _outline_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
-    given = node.args
-    if node.decorator_list:  # what it is called with is theirs to say
+    """A function with the same parameters; nothing of the user's is evaluated for it."""
+    if node.decorator_list:  # what a decorator makes of it takes what it likes
         return lambda *args, **kwargs: None
-    every = (*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg)
-    for argument in filter(None, every):
-        argument.annotation = None
-    optional = ast.Constant(...)
-    given.defaults = [
-        each if isinstance(each, ast.Constant) else optional for each in given.defaults
-    ]
-    given.kw_defaults = [each and optional for each in given.kw_defaults]
-    outline = ast.Expression(ast.Lambda(given, ast.Constant(None)))
-    return eval(compile(ast.fix_missing_locations(outline), "<outline>", "eval"))
+    given = node.args
+    for each in ast.walk(given):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    given.defaults = [ast.Constant(...) for _ in given.defaults]
+    given.kw_defaults = [each and ast.Constant(...) for each in given.kw_defaults]
+    outline = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, ast.Constant(None))))
+    return eval(compile(outline, "<outline>", "eval"))
 
 
 def _defined(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

@@ -22,7 +22,7 @@ _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def conversation(
     row: Row, column: str, tokenizer: PreTrainedTokenizerBase, end_token_id: int
 ) -> Example:
-    """A conversation of which every token of the assistant is learned, and no other.
+    """An example in which every token of the assistant is learned, and no other.
 
     The prompt is what comes before the first of these tokens, the response the rest up to the last
     one, with the others' turns masked.
@@ -34,17 +34,17 @@ def conversation(
 
     Raises:
         ConfigError: the template refuses it, leaves nothing that the assistant wrote, or
-            rewrites earlier turns so that nobody can say what the assistant wrote.
+            rewrites earlier turns, so that it is unknown what the assistant wrote.
     """
     messages = row.values[column]
     if not tokenizer.chat_template:
         raise _refused(row, column, "chat messages, and the tokenizer has no chat template")
-    tell = _marked if _MARKS_ASSISTANT.search(tokenizer.get_chat_template()) else _by_prefixes
+    read = _marked if _MARKS_ASSISTANT.search(tokenizer.get_chat_template()) else _by_prefixes
     try:
-        told = tell(messages, tokenizer, end_token_id)
+        found = read(messages, tokenizer, end_token_id)
     except Exception as error:  # templates raise what they like
         raise _refused(row, column, f"a chat that the template refuses: {error}") from error
-    if told is None:
+    if found is None:
         raise _refused(
             row,
             column,
@@ -52,7 +52,7 @@ def conversation(
             "the assistant's text in the template by {% generation %}, or give the last answer as "
             "a response (data.response_key)",
         )
-    ids, mask = (np.asarray(each) for each in told)
+    ids, mask = (np.asarray(each) for each in found)
     learned = np.flatnonzero(mask)
     if not len(learned) or not learned[0]:
         raise _refused(row, column, "nothing of the assistant behind a prompt")
@@ -62,30 +62,30 @@ def conversation(
     return Example(tokens[:first], tokens[first:last], None if kept.all() else kept)
 
 
-_Told = tuple[list[int], list[bool]]
+_Masked = tuple[list[int], list[bool]]
 """Token ids, and which of them the assistant wrote."""
 
 
-def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Told:
-    """By the template's own tags."""
-    told: Any = tokenizer.apply_chat_template(
+def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Masked:
+    """Reads what the template marks by its own tags."""
+    found: Any = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    ids, mask = told["input_ids"], [bool(each) for each in told["assistant_masks"]]
+    ids, mask = found["input_ids"], [bool(each) for each in found["assistant_masks"]]
     for place, (written, token) in enumerate(zip(mask[:-1], ids[1:], strict=True), 1):
         mask[place] = mask[place] or (written and token == end and ids[place - 1] != end)
     return ids, mask
 
 
-def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Told | None:
-    """By what each message of the assistant adds; None where the template rewrites earlier ones."""
+def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Masked | None:
+    """Reads what each message of the assistant adds; None where the template rewrites others."""
 
     def text(count: int, *, prompting: bool = False) -> str:
-        told = tokenizer.apply_chat_template(
+        found = tokenizer.apply_chat_template(
             messages[:count], add_generation_prompt=prompting, tokenize=False
         )
-        assert isinstance(told, str)
-        return told
+        assert isinstance(found, str)
+        return found
 
     whole, cuts = text(len(messages)), [0]
     for place, message in enumerate(messages):

@@ -54,7 +54,7 @@ def load_examples(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Example]:
-    """Prompts and the responses to learn.
+    """Reads and tokenises prompts and the responses to learn.
 
     Text prompts are tokenised as `load_prompts` does, text responses without special tokens and
     with `end_token_id` behind them. After chat messages the response is what the chat template
@@ -62,7 +62,7 @@ def load_examples(
 
     Args:
         end_token_id: The token that ends a response.
-        key: The config key that the paths come from, for messages; evaluation has its own.
+        key: The config key that the sources come from, for messages; evaluation has its own.
 
     Raises:
         ConfigError: a row is wrong, one is too long where `data.too_long` is `error`, or nothing
@@ -120,7 +120,7 @@ def load_pairs(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Pair]:
-    """Prompts with a better and a worse response; arguments and errors as `load_examples`."""
+    """Reads prompts with a better and a worse response; otherwise as `load_examples`."""
 
     def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> Pair | None:
         chosen, rejected = responses
@@ -146,7 +146,7 @@ def load_verdicts(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Verdict]:
-    """Prompts with responses that are desirable or not; arguments and errors as `load_examples`.
+    """Reads prompts with responses that are desirable or not; otherwise as `load_examples`.
 
     Without `desirable_key` each pair is two of them. `other_ids` of each is the response of the
     next row with another prompt, of the last one that of the first.
@@ -154,15 +154,17 @@ def load_verdicts(
     column = section.desirable_key
     if column is None:
         pairs = load_pairs(section, tokenizer, end_token_id, key=key)
-        told = [
+        responses = [
             (pair.prompt_ids, response, response is pair.chosen_ids)
             for pair in pairs.items
             for response in (pair.chosen_ids, pair.rejected_ids)
         ]
         sizes = tuple(2 * size for size in pairs.sizes)
-        return LoadedExamples(_with_others(told, key), sizes, pairs.num_skipped, pairs.num_unusable)
+        return LoadedExamples(
+            _with_others(responses, key), sizes, pairs.num_skipped, pairs.num_unusable
+        )
 
-    def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> _Told | None:
+    def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> _Judged | None:
         value = row.values[column]
         if value not in (True, False):  # 1 and 0 too
             raise ConfigError(
@@ -178,11 +180,11 @@ def load_verdicts(
     return LoadedExamples(verdicts, loaded.sizes, loaded.num_skipped, loaded.num_unusable)
 
 
-_Told = tuple[np.ndarray, np.ndarray, bool]
+_Judged = tuple[np.ndarray, np.ndarray, bool]
 """Prompt, response, and whether that is desirable."""
 
 
-def _with_others(rows: Sequence[_Told], key: str) -> list[Verdict]:
+def _with_others(rows: Sequence[_Judged], key: str) -> list[Verdict]:
     """Verdicts, each with a response to another prompt."""
     count = len(rows)
     differs = [not np.array_equal(rows[i][0], rows[(i + 1) % count][0]) for i in range(count)]
@@ -196,7 +198,7 @@ def _with_others(rows: Sequence[_Told], key: str) -> list[Verdict]:
     for row in (place % count for place in range(last, last - count, -1)):
         following = (row + 1) % count
         others[row] = following if differs[row] else others[following]
-    return [Verdict(*told, rows[other][1]) for told, other in zip(rows, others, strict=True)]
+    return [Verdict(*row, rows[other][1]) for row, other in zip(rows, others, strict=True)]
 
 
 def _load(

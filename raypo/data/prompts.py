@@ -1,4 +1,4 @@
-"""From sources of rows to tokenised prompts."""
+"""From sources of rows to tokenised prompts; `key` is the config key that sources come from."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ def peek(
     Args:
         section: Names the sources, and what each row must have: a prompt, or where `messages_key`
             is set a whole conversation.
-        key: The config key that the sources come from, for messages.
         response_keys: Config key -> column of the responses that each row must have.
 
     Returns:
@@ -98,9 +97,6 @@ def load_prompts(
     Every row is read once here, in whichever worker. Of data sets and folders of `save_to_disk`
     8 bytes of each prompt stay in memory: which row it is. Of files the prompts themselves stay.
 
-    Args:
-        key: The config key that the paths come from, for messages; evaluation has its own.
-
     Raises:
         ConfigError: what `peek` refuses, a prompt without tokens, one that is too long where
             `data.too_long` is `error`, or nothing left.
@@ -111,19 +107,16 @@ def load_prompts(
         on_disk = rows_on_disk(source, key=key)
         read = partial(_prompts, section, source, tokenizer, first)
         kept: list[Prompt] = []
-        places = array("q")
-        place = -1
-        rows = read_rows(source, key=key) if on_disk is None else on_disk
-        for place, (row, prompt) in enumerate(read(rows, 0)):
-            length = len(prompt.token_ids)
+        places, begin = array("q"), first
+        for row, prompt in read(read_rows(source, key=key) if on_disk is None else on_disk, 0):
+            first, length = prompt.index + 1, len(prompt.token_ids)
             if not is_allowed(row, length, section):
                 num_skipped += 1
                 shortest = min(shortest or length, length)
             elif on_disk is None:
                 kept.append(prompt)
             else:
-                places.append(place)
-        first += place + 1
+                places.append(prompt.index - begin)
         parts.append(kept if on_disk is None else PromptsOnDisk(on_disk, places, read))
     sizes = tuple(len(part) for part in parts)
     if not sum(sizes):
@@ -143,7 +136,7 @@ def _prompts(
     rows: Iterable[Row],
     place: int,
 ) -> Iterator[tuple[Row, Prompt]]:
-    """The prompts of a source's rows from a place on; its first row is the first of all sources."""
+    """The prompts of a source's rows from a place on; `first` is the index of its first row."""
     prepared = prepared_rows(rows, source, section)
     for row, text, token_ids in chain.from_iterable(tokenised(prepared, section, tokenizer)):
         given = row.values[section.prompt_key]
@@ -297,15 +290,15 @@ def _with_system_prompt(row: Row, config_key: str, column: str, system_prompt: s
     if system_prompt is None:
         return row
     messages = row.values[column]
-    told = f"data.system_prompt ({_short(system_prompt)}): {row.where} has "
+    where = f"data.system_prompt ({_short(system_prompt)}): {row.where} has "
     if not is_chat(messages):
         raise ConfigError(
-            f"{told}a text in {config_key} ({column}), which no chat template reads. Write it as "
+            f"{where}a text in {config_key} ({column}), which no chat template reads. Write it as "
             f'[{{"role": "user", "content": TEXT}}], or remove data.system_prompt.'
         )
     if any(message["role"] in ("system", "developer") for message in messages):
         raise ConfigError(
-            f"{told}a system message of its own in {config_key} ({column}). Remove it there, or "
+            f"{where}a system message of its own in {config_key} ({column}). Remove it there, or "
             f"remove data.system_prompt."
         )
     system = {"role": "system", "content": system_prompt}
@@ -360,7 +353,7 @@ def tokenised(
 
 
 def is_allowed(row: Row, num_tokens: int, section: DataSection) -> bool:
-    """Whether the prompt is kept; what must not be at all is an error."""
+    """Whether a prompt is short enough; one without tokens is an error."""
     if num_tokens == 0:
         raise ConfigError(
             f"data.prompt_key ({section.prompt_key}): {row.where} has a prompt without tokens. "
@@ -370,7 +363,7 @@ def is_allowed(row: Row, num_tokens: int, section: DataSection) -> bool:
 
 
 def is_short(what: Literal["prompt", "response"], row: Row, num_tokens: int, section: Any) -> bool:
-    """Whether a prompt or response is; what is too long may be an error."""
+    """Whether a prompt or response is short enough; else an error, if `data.too_long` says so."""
     key = f"max_{what}_tokens"
     most = getattr(section, key)
     if num_tokens > most and section.too_long == "error":

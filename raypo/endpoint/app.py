@@ -82,8 +82,8 @@ def _refused(_: Request, error: Exception) -> Response:
     if not isinstance(error, RequestError):
         error = RequestError(str(error), 400 if isinstance(error, ValueError) else 500)
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    told = {"message": str(error), "type": kind, "param": None, "code": error.code}
-    return JSONResponse({"error": told}, status_code=error.status)
+    body = {"message": str(error), "type": kind, "param": None, "code": error.code}
+    return JSONResponse({"error": body}, status_code=error.status)
 
 
 async def _models(_: Request, session: Session) -> Response:
@@ -98,7 +98,7 @@ async def _answer(request: Request, session: Session, wanted: Wanted) -> Respons
     answer |= answer_of(wanted, prompts_ids, answered)
     if not wanted.stream:
         return JSONResponse(answer)
-    events = _events(answer, with_usage=wanted.tells_usage)
+    events = _events(answer, with_usage=wanted.wants_usage)
     return StreamingResponse(events, media_type="text/event-stream")
 
 

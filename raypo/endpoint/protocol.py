@@ -53,7 +53,7 @@ class _Wanted(BaseModel):
         return [each for each in stops if each]
 
     @property
-    def tells_usage(self) -> bool:
+    def wants_usage(self) -> bool:
         """Whether a stream ends with the count of tokens."""
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
@@ -72,18 +72,18 @@ class CompletionRequest(_Wanted):
     best_of: Literal[1] | None = None
 
     @property
-    def tells_log_probs(self) -> bool:
-        """Whether the log-probs of the response's tokens are wanted; 0 is as good as 1."""
+    def wants_log_probs(self) -> bool:
+        """Whether the log-probs of the response's tokens are wanted; 0 asks for them too."""
         return self.logprobs is not None
 
     @property
     def most_tokens(self) -> int | None:
-        """Of a response; None: as many as there is room for."""
+        """Most tokens of a response; None: as many as there is room for."""
         return self.max_tokens
 
     @property
     def prompts(self) -> list[Any]:
-        """One or several, each a text or token ids."""
+        """The prompts, each a text or token ids."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else list(self.prompt)
 
@@ -103,17 +103,17 @@ class ChatRequest(_Wanted):
     metadata: dict[str, str] | None = None
 
     @property
-    def tells_log_probs(self) -> bool:
+    def wants_log_probs(self) -> bool:
         """Whether the log-probs of the response's tokens are wanted."""
         return bool(self.logprobs)
 
     @property
     def most_tokens(self) -> int | None:
-        """Of a response; None: as many as there is room for."""
+        """Most tokens of a response; None: as many as there is room for."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def told_tools(self) -> list[dict[Any, Any]] | None:
+    def offered_tools(self) -> list[dict[Any, Any]] | None:
         """Tools as a chat template takes them; None where none may be called."""
         return self.tools if self.tools and self.tool_choice != "none" else None
 
@@ -122,7 +122,7 @@ Wanted = ChatRequest | CompletionRequest
 
 
 def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Wanted:
-    """A request from JSON.
+    """Reads a request from JSON.
 
     Raises:
         RequestError: a field is missing, unknown, or has a value that is not served.
@@ -134,8 +134,10 @@ def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Want
             ".".join(str(part) for part in each["loc"] if isinstance(part, str | int)): each["msg"]
             for each in error.errors()
         }
-        told = "; ".join(f"{where or 'body'}: {what}" for where, what in list(problems.items())[:3])
-        raise RequestError(f"{told}. See docs/environments.md for what is served.") from None
+        wrong = "; ".join(
+            f"{where or 'body'}: {what}" for where, what in list(problems.items())[:3]
+        )
+        raise RequestError(f"{wrong}. See docs/environments.md for what is served.") from None
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -175,7 +177,7 @@ def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answered:
-    """One response."""
+    """A response as it is answered."""
 
     text: str
     """What the client reads."""
@@ -206,7 +208,7 @@ def answer_of(
         choice: dict[str, Any] = {
             "index": index,
             "finish_reason": "tool_calls" if called else each.finish_reason,
-            "logprobs": _log_probs(each, is_chat) if request.tells_log_probs else None,
+            "logprobs": _log_probs(each, is_chat) if request.wants_log_probs else None,
         } | ({"message": _message(each)} if is_chat else {"text": each.text})
         if request.return_token_ids:
             choice["token_ids"] = each.token_ids

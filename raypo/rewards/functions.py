@@ -18,7 +18,7 @@ from raypo.types import Rollout
 
 
 class TimedReward:
-    """A reward function whose calls run in a thread that nobody waits for longer than a while.
+    """A reward function with a limit on every call, which runs in a thread.
 
     A thread cannot be ended, so a call that hangs stops the run.
     """
@@ -26,23 +26,17 @@ class TimedReward:
     def __init__(
         self, function: RewardFunction, *, timeout_s: float, key: str = "reward.timeout_s"
     ) -> None:
-        """Only note them.
-
-        Args:
-            function: Judges rollouts.
-            timeout_s: Seconds that one call may take.
-            key: The config key that says so, for messages.
-        """
+        """Calls may take `timeout_s` seconds, which the config key `key` says."""
         self._function, self._timeout_s, self._key = function, timeout_s, key
 
     def __str__(self) -> str:
         return function_name(self._function)
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """What the function answers.
+        """The function's answer.
 
         Raises:
-            RewardError: there was no answer in time.
+            RewardError: there was none in time.
             Exception: whatever the function raises.
         """
         answer = daemon_future(lambda: call(self._function, rollouts), name="raypo-reward")
@@ -67,8 +61,8 @@ def open_function(
     Args:
         section: Names the function.
         given: The one that was passed in Python; it wins.
-        by_source: Names of sources with functions of their own, which win over both.
-        log: Where what it prints in processes of its own is appended; None: with what they inherit.
+        by_source: Name of a source -> the import path of its own function, which wins over both.
+        log: A file that what it prints in its processes is appended to.
     """
     function = given or section.function
     if by_source:
@@ -91,12 +85,7 @@ def open_function(
 def evaluation_function(
     section: EvalSection, otherwise: RewardFunction | None
 ) -> RewardFunction | None:
-    """What judges answers to held-out prompts; None: nobody, or the other judges.
-
-    Args:
-        section: Names the function, and those of its sources.
-        otherwise: What judges where `eval.function` is null.
-    """
+    """What judges held-out answers: functions of sources, `eval.function`, or `otherwise`."""
     own = load_function(section.function, key="eval.function") if section.function else None
     by_source = functions_of(section.prompts)
     if by_source:
@@ -108,7 +97,7 @@ def evaluation_function(
 
 
 def open_remote(section: RewardSection) -> RemoteReward | None:
-    """A function that asks the servers of `reward.url`; None without one."""
+    """A function that asks the servers of `reward.url`; None without any."""
     if section.url is None:
         return None
     request = section.request

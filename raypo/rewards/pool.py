@@ -38,10 +38,10 @@ class PooledReward:
         """Start the processes; each imports the function by itself.
 
         Args:
-            function: `file.py:name` or `package.module:name`, or the function, to be pickled.
+            function: An import path, or the function, to be pickled.
             processes: How many.
-            timeout_s: Seconds that one call may take; None: any.
-            log: A file that what the function prints is appended to; None: it stays with theirs.
+            timeout_s: Seconds that one call may take; None: any number.
+            log: A file that what the function prints is appended to.
         """
         self._processes, self._timeout_s = processes, timeout_s
         self._name = function if isinstance(function, str) else function_name(function)

@@ -60,7 +60,7 @@ def parts_of(score: float) -> Mapping[str, float]:
 
 
 def first_reason(scores: Iterable[float]) -> str | None:
-    """Why the first of some scores that says so is missing."""
+    """The first reason that any of the scores gives for being missing."""
     return next((score.reason for score in scores if isinstance(score, FailedScore)), None)
 
 
@@ -151,7 +151,7 @@ def too_many_failures(
 
 
 def _text(error: Exception) -> str:
-    """What an exception says, an error of its own `__str__` aside."""
+    """The text of an exception, whose `__str__` may fail itself."""
     with suppress(Exception):
         return str(error)
     return "its text cannot be had"

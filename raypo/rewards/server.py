@@ -27,13 +27,13 @@ def make_app(
     """The application: POST /score and GET /health.
 
     Requests are scored one at a time, in a thread: models and most functions are not made for
-    more. Those that wait beyond `max_queued` are told to come again.
+    more.
 
     Args:
-        function: (list[Rollout]) -> a score each.
+        function: Gives one score per rollout.
         name: What is served, for /health.
-        token: Clients must bring it; None: everybody may ask.
-        max_queued: Most requests that wait.
+        token: That clients must bring; None: anyone may ask.
+        max_queued: Most requests that wait; others get status 503.
     """
     turn = anyio.Semaphore(1)
     waiting = 0
@@ -66,13 +66,10 @@ def make_app(
 
 
 def serve(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve an ASGI application until SIGINT or SIGTERM.
 
     Args:
-        app: An ASGI application.
-        host: Interface to listen on.
-        port: 0: any free one.
-        ready: Called with the address once the port is taken.
+        ready: Called with the address once requests are answered.
 
     Raises:
         ConfigError: the port cannot be listened on.

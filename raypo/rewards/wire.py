@@ -56,7 +56,7 @@ def to_request(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def from_request(content: bytes) -> list[Rollout]:
-    """The rollouts of a request; fields that are not sent get what is neutral.
+    """The rollouts of a request; fields that are not sent get neutral values.
 
     Raises:
         WireError: it is not JSON, or no list of samples.

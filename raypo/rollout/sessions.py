@@ -155,7 +155,7 @@ class _Session:
         tools = None
         if isinstance(wanted, ChatRequest):
             prompts: list[Any] = [template_messages(wanted.messages)]
-            tools = wanted.told_tools
+            tools = wanted.offered_tools
         else:
             prompts = wanted.prompts
         all_said = [None if is_ids(each) else each for each in prompts]
@@ -211,5 +211,5 @@ class _Session:
                 ]
             row.remember([*said, message], tools)
         log_probs = sampled.log_probs.tolist()
-        tokens = [self.tokenizer.decode([i]) for i in token_ids] if wanted.tells_log_probs else []
+        tokens = [self.tokenizer.decode([i]) for i in token_ids] if wanted.wants_log_probs else []
         return Answered(text, token_ids, log_probs, tokens, calls, sampled.finish_reason)

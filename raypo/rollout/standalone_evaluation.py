@@ -38,7 +38,7 @@ def evaluate_model(
         model: Folder or hub id of a causal language model.
         config: Its `data`, `rollout`, `eval` and `model.dtype` count; `eval.function`, else
             `reward.function`, is the judge.
-        tell: Called with what goes on.
+        tell: Called with a line about each thing that begins.
 
     Raises:
         ConfigError: the config names no held-out prompts or no judge, or a prompt file is wrong.
@@ -57,7 +57,7 @@ def evaluate_model(
     function = evaluation_function(config.eval, of_training)  # None: the episodes' own scores
     if function is None and not plays:
         raise ConfigError(
-            "eval.function (None): nobody judges the answers. Set it to file.py:name or "
+            "eval.function (None): no function judges the answers. Set it to file.py:name or "
             "package.module:name."
         )
     tokenizer = load_tokenizer(model)
@@ -92,13 +92,13 @@ def evaluate_model(
 
 
 def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The figures over all sources that have them: means by their prompts, counts summed."""
+    """The metrics over all sources that have them: means by their prompts, counts summed."""
     whole: dict[str, float] = {}
-    for name in dict.fromkeys(name for figures in results.values() for name in figures):
-        having = [figures for figures in results.values() if name in figures]
-        whole[name] = sum(figures[name] for figures in having)
+    for name in dict.fromkeys(name for metrics in results.values() for name in metrics):
+        having = [metrics for metrics in results.values() if name in metrics]
+        whole[name] = sum(metrics[name] for metrics in having)
         if name not in ("eval/prompts", "eval/failed"):
-            prompts = sum(figures["eval/prompts"] for figures in having)
+            prompts = sum(metrics["eval/prompts"] for metrics in having)
             whole[name] = sum(each[name] * each["eval/prompts"] for each in having) / prompts
     return whole
 

@@ -96,7 +96,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         files: RunFiles,
         tell: MonitorClient,
     ) -> Self:
-        """The run with its examples read."""
+        """Reads the examples."""
         tokenizer = load_tokenizer(config.model.policy)
         end, read = stop_token_ids(config.model.policy, tokenizer)[0], cls.reader(config)
         loaded = read(config.data, tokenizer, end)
@@ -120,7 +120,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         return learner
 
     def before_restoring(self, learner: SupervisedLearner[Item]) -> None:
-        """Ask the model what only its first state can tell; most recipes ask nothing."""
+        """Ask the model what only its first state can answer; most recipes ask nothing."""
 
     def draw_batch(self) -> list[Item]:
         """This worker's share of the next batch, about as many tokens as the others'."""
@@ -128,19 +128,19 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         return own_share(batch, self.workers)
 
     def evaluate_held_out(self, learner: SupervisedLearner[Item]) -> dict[str, float]:
-        """Loss and its company on the held-out examples; nothing where there are none."""
+        """The loss and its other metrics on the held-out examples; empty where there are none."""
         if not self.held_out:
             return {}
         return learner.evaluate(self.held_out[self.workers.rank :: self.workers.count])
 
     def start_engine(self) -> EngineHandle | None:
-        """The engines that answer held-out prompts; None where nobody judges the answers."""
+        """The engines that answer held-out prompts; None where no function judges the answers."""
         return None
 
     def evaluate_before_first_update(
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None
     ) -> None:
-        """What the run starts from; it stands in the first step's metrics."""
+        """Measures where the run starts from; the first step's metrics have it."""
         if engine is not None:
             self.tell.phase("waiting for the engine")
             engine.wait(self.config.placement.timeout_s)
@@ -150,7 +150,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     def evaluate(
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
     ) -> dict[str, float]:
-        """What is measured on held-out data.
+        """Metrics on held-out data.
 
         Args:
             engine: What answers held-out prompts, if anything.
@@ -171,7 +171,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         self.stream.load_state_dict(state["stream"])
 
     def save_models(self, learner: SupervisedLearner[Item]) -> None:
-        """The model into the run's `policy/` or `reward_model/`, its adapter into `adapter/`."""
+        """Writes the model to the run's `policy/` or `reward_model/`, its adapter to `adapter/`."""
         save_trained(self, learner, self.tokenizer)
 
 
@@ -202,7 +202,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         )
 
     def start_engine(self) -> EngineHandle | None:
-        """The engines that answer held-out prompts; None where nobody judges the answers."""
+        """The engines that answer held-out prompts; None where no function judges the answers."""
         if not self.config.needs_engine:
             return None
         self.tell.phase("starting the engine")
@@ -214,9 +214,9 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
     ) -> dict[str, float]:
         """Loss on the held-out examples and, with an engine, the score of sampled answers."""
-        figures = self.evaluate_held_out(learner)
+        metrics = self.evaluate_held_out(learner)
         if engine is None:
-            return figures
+            return metrics
         config = self.config
         probe = Probe(
             prompts=[prompt.token_ids for prompt in islice(self.held_out_prompts, NUM_PROBES)],
@@ -225,7 +225,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             dtype=config.model.dtype,
             seed=config.seed,
         )
-        figures |= push_weights(
+        metrics |= push_weights(
             learner,
             engine,
             version=version,
@@ -233,7 +233,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             probe=probe,
             workers=self.workers,
         )
-        return figures | evaluate_policy(
+        return metrics | evaluate_policy(
             self.held_out_prompts,
             engine,
             self.tokenizer,
@@ -247,7 +247,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
 def stream_of(
     loaded: LoadedExamples[Item], config: ExamplesConfig, tell: MonitorClient
 ) -> ShuffledStream[Item]:
-    """The draws from what was loaded, after a word on what was not and on what repeats."""
+    """The draws from what was loaded; says what was left out and what repeats."""
     tell_skipped(loaded, tell)
     batch_size = config.learner.batch_size
     for note in few_rows_notes(config.data, loaded.sizes, batch_size, key="learner.batch_size"):
@@ -280,7 +280,7 @@ def own_share(batch: Sequence[Item], workers: Workers) -> list[Item]:
 
 
 def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any) -> None:
-    """What a run has trained into its folder, an adapter also by itself."""
+    """Writes what a run has trained into its folder, an adapter also by itself."""
     run.replace_folder(
         run.files.folder / learner.name, lambda folder: learner.save_model(folder, tokenizer)
     )
@@ -293,7 +293,7 @@ def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any)
 
 
 def tell_skipped(loaded: LoadedExamples[Any], tell: MonitorClient) -> None:
-    """Say how many rows are too long, or cannot be learned from."""
+    """Says how many rows are too long, or cannot be learned from."""
     num_rows = loaded.num_skipped + loaded.num_unusable + len(loaded.items)
     if loaded.num_skipped:
         tell.message(

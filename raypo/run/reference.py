@@ -1,4 +1,4 @@
-"""What a reference says of preferences: asked once, kept with the run."""
+"""The reference's log-probs of preferences: asked for once, kept with the run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def with_references(
     files: RunFiles,
     workers: Workers,
 ) -> list[Preference]:
-    """The preferences with `ref_log_probs`: those that the run keeps, else asked and kept.
+    """The preferences with `ref_log_probs`, which the run keeps once they were asked for.
 
     All workers call it, before the learner's first update and before it is restored.
 
     Args:
         other: A causal language model that is the reference; None: the learner's, its adapter off.
-        name: What tells the reference from others; what another one said is not used.
+        name: Identifies the reference; what another one answered is not used.
     """
     digest = _digest(items, name)
     known = workers.broadcast(_read(files, digest) if workers.rank == 0 else None)
@@ -55,7 +55,7 @@ def _asked(
     other: Any,
     workers: Workers,
 ) -> list[tuple[float, float]]:
-    """What the reference says of all items; each worker asks for its share."""
+    """The reference's log-probs of all items; each worker computes its share."""
     task: Any = learner.task
     assert isinstance(task, PreferenceTask | VerdictTask)
     reference = None if other is None else Policy(other, temperature=1.0)
@@ -72,7 +72,7 @@ def _asked(
 
 
 def _digest(items: Sequence[Pair | Verdict], name: str) -> str:
-    """Tells these preferences in this order, and who is asked, from all others."""
+    """Identifies these preferences in this order, and the reference."""
     digest = hashlib.sha256(name.encode())
     for item in items:
         for value in vars(item).values():

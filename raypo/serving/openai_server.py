@@ -133,7 +133,7 @@ def tool_parser(model: str) -> str:
 
 
 class RequireKey:
-    """ASGI middleware that answers nobody without the key, but for /health.
+    """ASGI middleware that answers only /health without the key.
 
     vLLM's own `--api-key` guards /v1 and not, for instance, /invocations, which samples as well.
     """

@@ -49,7 +49,7 @@ class Says:
         is_chat = isinstance(wanted, ChatRequest)
         prompts_ids = [[1, 2]] if is_chat else [[place] for place in range(len(wanted.prompts))]
         ids = list(map(ord, self.text))
-        tokens = list(self.text) if wanted.tells_log_probs else []
+        tokens = list(self.text) if wanted.wants_log_probs else []
         said = Answered(self.text, ids, [-0.5] * len(ids), tokens, self.calls, "stop")
         return prompts_ids, [said] * (len(prompts_ids) * wanted.n)
 
@@ -154,7 +154,7 @@ def test_a_tool_call_is_told_as_one(stream):
     assert called["function"] == {"name": "add", "arguments": '{"a": 1}'}
     (asked,) = session.asked
     assert isinstance(asked, ChatRequest)
-    assert asked.told_tools == TOOLS
+    assert asked.offered_tools == TOOLS
 
 
 def test_messages_are_made_as_templates_take_them():
