@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         RewardModelConfig,
         SFTConfig,
     )
-    from raypo.ppo.own import StepRewards, StepScores
+    from raypo.ppo.custom_functions import StepRewards, StepScores
     from raypo.ppo.surrogates import TokenLoss, Tokens
     from raypo.recipes.ppo import train_loop_per_worker
     from raypo.rollout.interface import Agent, Environment
@@ -49,8 +49,8 @@ _HOMES = {
     "Rollout": "raypo.types",
     "SFTConfig": "raypo.config",
     "SFTTrainer": "raypo.trainer",
-    "StepRewards": "raypo.ppo.own",
-    "StepScores": "raypo.ppo.own",
+    "StepRewards": "raypo.ppo.custom_functions",
+    "StepScores": "raypo.ppo.custom_functions",
     "StepView": "raypo.run.callbacks",
     "TokenLoss": "raypo.ppo.surrogates",
     "Tokens": "raypo.ppo.surrogates",

@@ -13,6 +13,7 @@ from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.lora import load_policy
 from raypo.rollout.collect import is_trainable
+from raypo.run.reference import shared_out
 from raypo.run.rounds_run import Place, RoundsRun, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Pair, ScoredRollout
@@ -56,14 +57,8 @@ class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
         assert isinstance(task, PreferenceTask)
         is_round = self.config.iterative_dpo.reference == "round"
         ask = learner.asked if is_round else learner.without_adapter
-        known = list(items)
-        shares = workers.gather(ask(items[workers.rank :: workers.count], task.log_probs))
-        for rank, share in enumerate(shares):
-            mine = items[rank :: workers.count]
-            known[rank :: workers.count] = [
-                replace(item, ref_log_probs=pair) for item, pair in zip(mine, share, strict=True)
-            ]
-        return known
+        known = shared_out(items, lambda some: ask(some, task.log_probs), workers)
+        return [replace(item, ref_log_probs=each) for item, each in zip(items, known, strict=True)]
 
 
 def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[Compared]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,6 +21,8 @@ from raypo.types import Pair, Verdict
 REFERENCE = "reference.parquet"
 """In the run's folder: the two log-probs of each preference, and a digest of all of them."""
 Preference = TypeVar("Preference", Pair, Verdict)
+Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 def with_references(
@@ -64,11 +66,15 @@ def _asked(
         asked = model if reference is None else reference.to(device)
         return task.log_probs(asked, some, device)  # type: ignore[arg-type]
 
-    mine = learner.without_adapter(items[workers.rank :: workers.count], ask)
-    known: list[Any] = [None] * len(items)
-    for rank, share in enumerate(workers.gather(mine)):
-        known[rank :: workers.count] = share
-    return known
+    return shared_out(items, lambda some: learner.without_adapter(some, ask), workers)
+
+
+def shared_out(
+    items: Sequence[Item], ask: Callable[[Sequence[Item]], Sequence[T]], workers: Workers
+) -> list[T]:
+    """The answers for all items, for which each worker asks about its share."""
+    shares = workers.gather(ask(items[workers.rank :: workers.count]))
+    return [shares[place % workers.count][place // workers.count] for place in range(len(items))]
 
 
 def _digest(items: Sequence[Pair | Verdict], name: str) -> str:
