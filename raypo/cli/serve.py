@@ -60,11 +60,11 @@ def serve(
     with listen(host, port) as listening:  # vLLM would refuse a port that is taken after 20 s
         port = listening.getsockname()[1]
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from raypo.serving.openai_server import serve as run_server
+    from raypo.serving.openai_server import run_openai_server
 
     name = name or Path(model).name
     tell("starting vLLM's server")
-    run_server(
+    run_openai_server(
         policy,
         name=name,
         section=section,

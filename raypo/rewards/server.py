@@ -65,7 +65,7 @@ def make_app(
     return Starlette(routes=[Route("/score", answer, methods=["POST"]), Route("/health", health)])
 
 
-def serve(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> None:
+def run_server(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Serve an ASGI application until SIGINT or SIGTERM.
 
     Args:

@@ -43,7 +43,7 @@ _LLAMA_3 = "<|python_tag|>"
 """A special token of the tokenizers whose models write tool calls as Llama 3 does."""
 
 
-def serve(
+def run_openai_server(
     model: str,
     *,
     name: str,
