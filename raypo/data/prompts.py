@@ -101,7 +101,7 @@ def load_prompts(
         ConfigError: what `peek` refuses, a prompt without tokens, one that is too long where
             `data.too_long` is `error`, or nothing left.
     """
-    parts: list[Sequence[Prompt]] = []
+    parts: list[tuple[Sequence[Any], Callable[[Any], Prompt]]] = []
     first = num_skipped = shortest = 0
     for source in section.prompts:
         on_disk = rows_on_disk(source, key=key)
@@ -117,15 +117,18 @@ def load_prompts(
                 kept.append(prompt)
             else:
                 places.append(prompt.index - begin)
-        parts.append(kept if on_disk is None else PromptsOnDisk(on_disk, places, read))
-    sizes = tuple(len(part) for part in parts)
+        if on_disk is None:
+            parts.append((kept, lambda prompt: prompt))
+        else:
+            parts.append((places, partial(_prompt_on_disk, on_disk, read)))
+    sizes = tuple(len(items) for items, _ in parts)
     if not sum(sizes):
         raise ConfigError(
             f"data.max_prompt_tokens ({section.max_prompt_tokens}): all {num_skipped} prompts of "
             f"{key} are longer. Set data.max_prompt_tokens to at least {shortest}, the length of "
             f"the shortest."
         )
-    return LoadedPrompts(parts[0] if len(parts) == 1 else Joined(parts), num_skipped, sizes)
+    return LoadedPrompts(Prompts(parts), num_skipped, sizes)
 
 
 def _prompts(
@@ -154,32 +157,18 @@ def _prompts(
         place += 1
 
 
-class PromptsOnDisk(Sequence[Prompt]):
-    """Prompts that are read and tokenised whenever they are asked for."""
-
-    def __init__(
-        self,
-        rows: RowsOnDisk,
-        places: array[int],
-        read: Callable[[Iterable[Row], int], Iterator[tuple[Row, Prompt]]],
-    ) -> None:
-        """`places` are those of the rows that are prompts; `read` makes prompts of rows."""
-        self._rows, self._places, self._read = rows, places, read
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, number: int) -> Prompt:  # type: ignore[override]
-        place = self._places[number]
-        return next(self._read([self._rows[place]], place))[1]
+def _prompt_on_disk(
+    rows: RowsOnDisk, read: Callable[..., Iterator[tuple[Row, Prompt]]], place: int
+) -> Prompt:
+    return next(read([rows[place]], place))[1]
 
 
-class Joined(Sequence[Prompt]):
-    """Several sequences of prompts as one."""
+class Prompts(Sequence[Prompt]):
+    """The prompts of several sources, each a sequence and what makes a prompt of its items."""
 
-    def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Sequence[Any], Callable[[Any], Prompt]]]) -> None:
         self._parts = parts
-        self._ends = list(accumulate(map(len, parts)))
+        self._ends = list(accumulate(len(items) for items, _ in parts))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -188,7 +177,8 @@ class Joined(Sequence[Prompt]):
         if not 0 <= number < len(self):
             raise IndexError(number)
         part = bisect_right(self._ends, number)
-        return self._parts[part][number - self._ends[part] + len(self._parts[part])]
+        items, prompt_of = self._parts[part]
+        return prompt_of(items[number - self._ends[part] + len(items)])
 
 
 def prepared_rows(

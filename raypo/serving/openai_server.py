@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_module
 from typing import Any
@@ -22,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from raypo.concurrency import daemon_future
 from raypo.config import EngineSection
 from raypo.http_server import address, has_token
-from raypo.serving.vllm_settings import engine_arguments, prepare_environment
+from raypo.serving.vllm_settings import engine_arguments, import_vllm, prepare_environment
 
 KEY_VARIABLE = "RAYPO_API_KEY"
 """Environment variable of the key that clients must bring; without it anyone may ask."""
@@ -70,13 +69,8 @@ def run_openai_server(
         ready: Called with the address, in another thread, once requests are answered.
 
     Raises:
-        RuntimeError: there is no vLLM.
+        RuntimeError: vLLM is missing, or its version is not supported.
     """
-    if find_spec("vllm") is None:
-        raise RuntimeError(
-            "raypo serve needs vLLM. Install raypo with its cpu or gpu extra: pip install "
-            "'raypo[cpu]'."
-        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and section.kv_cache_gb is None:
         section = section.model_copy(update={"kv_cache_gb": CPU_CACHE_GB})
@@ -96,6 +90,7 @@ def run_openai_server(
     if os.environ.get(KEY_VARIABLE):
         arguments["middleware"] = f"{__name__}.{RequireKey.__name__}"
     prepare_environment(eager=arguments.get("enforce_eager", False))
+    import_vllm()
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # what vLLM's own processes warn of
     warnings.filterwarnings("ignore", module="vllm")
     daemon_future(lambda: _tell_when_ready(address(host, port), ready), name="raypo-ready")
