@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         RewardModelConfig,
         SFTConfig,
     )
-    from raypo.ppo.own import StepRewards, StepScores
+    from raypo.ppo.custom_functions import StepRewards, StepScores
     from raypo.ppo.surrogates import TokenLoss, Tokens
     from raypo.recipes.ppo import train_loop_per_worker
     from raypo.rollout.interface import Agent, Environment
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "raypo.config": "ConfigError DPOConfig DistillationConfig IterativeDPOConfig PPOConfig "
     "RejectionSamplingConfig RewardModelConfig SFTConfig",
-    "raypo.ppo.own": "StepRewards StepScores",
+    "raypo.ppo.custom_functions": "StepRewards StepScores",
     "raypo.ppo.surrogates": "TokenLoss Tokens",
     "raypo.recipes.ppo": "train_loop_per_worker",
     "raypo.rollout.interface": "Agent Environment",

@@ -31,14 +31,13 @@ from raypo.config import (
     parse_run_config,
     source_name,
 )
-from raypo.data.conversations import peek_conversations
+from raypo.custom.loader import check_class, check_function
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
 from raypo.data.rows import read_rows
 from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, served_roles, worker_bundles
-from raypo.rewards.loader import check_class, check_function
 from raypo.rollout.interface import AGENT, ENVIRONMENT
 from raypo.serving.vllm_arguments import check_extra
 from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint
@@ -94,7 +93,7 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
     """
     check_model("MODEL", model)
     check_extra(config.rollout.engine)
-    _peek(config, "eval.prompts", config.eval.prompts)
+    _peek(config.data, "eval.prompts", config.eval.prompts)
     is_online = isinstance(config, OnlineConfig)
     _check_own_functions(config, common=config.reward.function if is_online else None)
 
@@ -192,18 +191,16 @@ def _check_rows(config: AnyConfig) -> int | None:
     """Look at the first rows of all sources; the number of those in `data.prompts`, if known."""
     data, evaluation = config.data, config.eval
     if isinstance(data, ResponsesSection) and data.messages_key is not None:
-        for key, sources in (("data.prompts", data.prompts), ("eval.prompts", evaluation.prompts)):
-            peek_conversations(
-                sources or (), data.messages_key, key=key, system_prompt=data.system_prompt
-            )
         if isinstance(config, SFTConfig) and config.needs_engine:  # it answers prompts
-            _peek(config, "eval.prompts", evaluation.prompts)
-        return None
+            _peek(data, "eval.prompts", evaluation.prompts, messages_key=None)
+        _peek(data, "eval.prompts", evaluation.prompts)
+        return _peek(data, "data.prompts", data.prompts)
     columns = _response_columns(data)
     are_answered = not isinstance(config, SFTConfig | RewardModelConfig)  # or learned from
-    _peek(config, "eval.prompts", evaluation.prompts, {} if are_answered else columns)
-    _peek(config, "eval.pairs", getattr(evaluation, "pairs", None), columns)
-    return _peek(config, "data.prompts", data.prompts, columns)
+    _peek(data, "eval.prompts", evaluation.prompts, {} if are_answered else columns)
+    unlabelled: Any = {"label_key": None} if isinstance(config, DPOConfig) else {}
+    _peek(data, "eval.pairs", getattr(evaluation, "pairs", None), columns, **unlabelled)
+    return _peek(data, "data.prompts", data.prompts, columns, **unlabelled)
 
 
 def _response_columns(data: DataSection) -> dict[str, str]:
@@ -215,21 +212,14 @@ def _response_columns(data: DataSection) -> dict[str, str]:
 
 
 def _peek(
-    config: AnyConfig,
+    data: DataSection,
     key: str,
     sources: Sequence[PromptSource] | None,
     response_keys: Mapping[str, str] | None = None,
+    **changes: Any,
 ) -> int | None:
-    data = config.data
-    has_labels = key == "eval.prompts" or not isinstance(config, DPOConfig)
-    return peek(
-        sources or (),
-        data.prompt_key,
-        data.label_key if has_labels else None,
-        key=key,
-        response_keys=response_keys,
-        system_prompt=data.system_prompt,
-    )
+    section = data.model_copy(update={"prompts": sources or (), **changes})
+    return peek(section, key=key, response_keys=response_keys)
 
 
 def _check_own_functions(

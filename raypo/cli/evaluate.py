@@ -48,7 +48,7 @@ def evaluate(
         to.parent.mkdir(parents=True, exist_ok=True)
     for variable, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("VLLM_LOGGING_LEVEL", "ERROR")):
         os.environ.setdefault(variable, value)
-    from raypo.run.evaluate_model import evaluate_model, joined
+    from raypo.rollout.standalone_evaluation import evaluate_model, joined
     from raypo.tracking.logs import log_to_file
 
     log_to_file(Path(tempfile.gettempdir()) / f"raypo-eval-{os.getpid()}.log")

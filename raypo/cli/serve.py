@@ -12,13 +12,14 @@ from raypo.cli.evaluate import policy_of
 from raypo.cli.exit_status import exit_status, tell
 from raypo.cli.serve_reward import token_for
 
-TOKEN_VARIABLE = "RAYPO_API_KEY"
-"""Environment variable of the key that clients must bring."""
-
 
 @exit_status()
 def serve(
     model: Annotated[str, typer.Argument(help="A run's folder, a Hugging Face folder or hub id.")],
+    further: Annotated[
+        list[str] | None,
+        typer.Argument(help="After `--`: arguments of vLLM's server, which win over these here."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     name: Annotated[
@@ -29,22 +30,23 @@ def serve(
     ] = None,
     max_model_len: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens of prompt and response; default: the model's, to 8192."),
+        typer.Option(min=2, help="Tokens of prompt and response; default: what there is room for."),
     ] = None,
     kv_cache_gb: Annotated[
         float | None,
-        typer.Option(min=0.01, help="KV cache; default: a fitting size on CPU, all on GPU."),
+        typer.Option(min=0.01, help="KV cache; default: 1 GB on CPU, all on GPU."),
     ] = None,
     gpu_memory_fraction: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory.")
     ] = 0.9,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
 ) -> None:
-    """Serve a policy to OpenAI clients until Ctrl-C: chat, completions, streams, tools."""
+    """Serve a policy to OpenAI clients by vLLM's server until Ctrl-C."""
     from raypo.checks import check_model
     from raypo.config import ConfigError, EngineSection, load_run_config
+    from raypo.http_server import listen
 
-    token = token_for(host, TOKEN_VARIABLE, ", which clients bring as their API key")
+    token_for(host, "RAYPO_API_KEY", ", which clients bring as their API key")
     if dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"--dtype ({dtype}): must be float32 or bfloat16. Choose one.")
     policy, run_config = policy_of(model)
@@ -55,27 +57,21 @@ def serve(
         tensor_parallel=tensor_parallel,
     )
     of_run = getattr(load_run_config(run_config), "model", None) if run_config else None
-    usual_dtype = getattr(of_run, "dtype", "float32")
-    for variable, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("VLLM_LOGGING_LEVEL", "ERROR")):
-        os.environ.setdefault(variable, value)
-    from raypo.endpoint.app import make_app
-    from raypo.endpoint.local import served_model
-    from raypo.rewards.server import serve as serve_app
+    with listen(host, port) as listening:  # vLLM would refuse a port that is taken after 20 s
+        port = listening.getsockname()[1]
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from raypo.serving.openai_server import run_openai_server
 
-    tell("starting the engine")
-    try:
-        with served_model(
-            policy,
-            name=name or Path(model).name,
-            section=section,
-            dtype=dtype or usual_dtype,
-            max_model_len=max_model_len,
-        ) as (served, engine):
-
-            def ready(address: str) -> None:
-                typer.echo(f"raypo: serves {served.name} at {address}/v1")
-
-            app = make_app(served, token=token, check=engine.check_health)
-            serve_app(app, host=host, port=port, ready=ready)
-    except KeyboardInterrupt:
-        typer.echo("raypo: ended.")
+    name = name or Path(model).name
+    tell("starting vLLM's server")
+    run_openai_server(
+        policy,
+        name=name,
+        section=section,
+        dtype=dtype or getattr(of_run, "dtype", "float32"),
+        max_model_len=max_model_len,
+        host=host,
+        port=port,
+        further=further or (),
+        ready=lambda url: typer.echo(f"raypo: serves {name} at {url}/v1"),
+    )

@@ -33,7 +33,7 @@ def serve_reward(
     """Serve rewards as JSON over HTTP until Ctrl-C; runs ask it by reward.url."""
     from raypo.checks import check_model
     from raypo.config import ConfigError
-    from raypo.rewards.loader import check_function, load_function
+    from raypo.custom.loader import check_function, load_function
     from raypo.rewards.wire import TOKEN_VARIABLE
 
     token = token_for(host, TOKEN_VARIABLE, " for server and runs")
@@ -50,7 +50,7 @@ def serve_reward(
 
         model = RewardModel(target, policy=None, dtype=dtype, max_batch_tokens=max_batch_tokens)
         function = model.score
-    from raypo.rewards.server import make_app, serve
+    from raypo.rewards.server import make_app, run_server
 
     app = make_app(function, name=target, token=token)
 
@@ -58,7 +58,7 @@ def serve_reward(
         typer.echo(f"raypo: serves {target}; set reward.url to {address}/score")
 
     try:
-        serve(app, host=host, port=port, ready=ready)
+        run_server(app, host=host, port=port, ready=ready)
     except KeyboardInterrupt:
         typer.echo("raypo: ended.")
 

@@ -204,7 +204,7 @@ class ShapingSection(Config):
     section = "ppo.shaping."
 
     function: ImportPath | None = None
-    """Your own, `file.py:name`: (`raypo.ppo.own.StepScores`) -> scores; null: none."""
+    """Your own, `file.py:name`: (`raypo.ppo.custom_functions.StepScores`) -> scores; null: none."""
     overlong_buffer_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Last tokens before rollout.max_new_tokens over which a penalty grows (arXiv:2503.14476, eq.
     13); auto: a fifth of rollout.max_new_tokens; null: no penalty."""
@@ -266,7 +266,7 @@ class PPOSection(Config):
         Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] | ImportPath
     ) = "gae"
     """Estimator (`raypo.ppo.estimators`); only gae has a critic (arXiv:1506.02438). Or your own,
-    `file.py:name`: (`raypo.ppo.own.StepRewards`) -> advantages."""
+    `file.py:name`: (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
     policy_loss: (
         Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov"] | ImportPath
     ) = "ppo"

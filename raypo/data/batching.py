@@ -14,7 +14,7 @@ def batches_by_tokens(
     """Rows in packs of at most `max_tokens`, where the rows of a pack share their prompt's tokens.
 
     Args:
-        prompts: What tells the rows of one prompt from those of another.
+        prompts: Equal for the rows of one prompt.
         prompt_lengths: Tokens of each row's prompt.
         response_lengths: Tokens of each row's response.
         max_tokens: Most tokens of a pack; only a single row that is longer exceeds it.

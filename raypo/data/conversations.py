@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raypo.config import ConfigError, PromptSource
-from raypo.data.prompts import is_chat, with_columns, with_system_prompt
-from raypo.data.rows import Row, check_data_set, is_data_set, read_rows
+from raypo.config import ConfigError
+from raypo.data.rows import Row
 from raypo.types import Example
 
 if TYPE_CHECKING:
@@ -21,30 +19,10 @@ _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The tag by which a chat template says what the assistant wrote."""
 
 
-def peek_conversations(
-    sources: Sequence[PromptSource], column: str, *, key: str, system_prompt: str | None = None
-) -> None:
-    """Check files of conversations by their first row, without a tokenizer.
-
-    Args:
-        system_prompt: What `data.system_prompt` puts before the messages of each row.
-
-    Raises:
-        ConfigError: a file is missing, unreadable or empty, or its first row has no conversation.
-    """
-    for source in sources:
-        if is_data_set(source):
-            check_data_set(source, key=key)
-            continue
-        rows = with_columns(read_rows(source, key=key), source, {"data.messages_key": column})
-        _check(row := next(rows), column)
-        with_system_prompt(row, "data.messages_key", column, system_prompt)
-
-
 def conversation(
     row: Row, column: str, tokenizer: PreTrainedTokenizerBase, end_token_id: int
 ) -> Example:
-    """A conversation of which every token of the assistant is learned, and no other.
+    """An example in which every token of the assistant is learned, and no other.
 
     The prompt is what comes before the first of these tokens, the response the rest up to the last
     one, with the others' turns masked.
@@ -55,19 +33,18 @@ def conversation(
     tokenised by itself then, as it is when it is sampled.
 
     Raises:
-        ConfigError: the row has no conversation with an answer, the template refuses it, or it
-            rewrites earlier turns so that nobody can say what the assistant wrote.
+        ConfigError: the template refuses it, leaves nothing that the assistant wrote, or
+            rewrites earlier turns, so that it is unknown what the assistant wrote.
     """
-    _check(row, column)
     messages = row.values[column]
     if not tokenizer.chat_template:
         raise _refused(row, column, "chat messages, and the tokenizer has no chat template")
-    tell = _marked if _MARKS_ASSISTANT.search(tokenizer.get_chat_template()) else _by_prefixes
+    read = _marked if _MARKS_ASSISTANT.search(tokenizer.get_chat_template()) else _by_prefixes
     try:
-        told = tell(messages, tokenizer, end_token_id)
+        found = read(messages, tokenizer, end_token_id)
     except Exception as error:  # templates raise what they like
         raise _refused(row, column, f"a chat that the template refuses: {error}") from error
-    if told is None:
+    if found is None:
         raise _refused(
             row,
             column,
@@ -75,7 +52,7 @@ def conversation(
             "the assistant's text in the template by {% generation %}, or give the last answer as "
             "a response (data.response_key)",
         )
-    ids, mask = (np.asarray(each) for each in told)
+    ids, mask = (np.asarray(each) for each in found)
     learned = np.flatnonzero(mask)
     if not len(learned) or not learned[0]:
         raise _refused(row, column, "nothing of the assistant behind a prompt")
@@ -85,30 +62,30 @@ def conversation(
     return Example(tokens[:first], tokens[first:last], None if kept.all() else kept)
 
 
-_Told = tuple[list[int], list[bool]]
+_Masked = tuple[list[int], list[bool]]
 """Token ids, and which of them the assistant wrote."""
 
 
-def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Told:
-    """By the template's own tags."""
-    told: Any = tokenizer.apply_chat_template(
+def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Masked:
+    """Reads what the template marks by its own tags."""
+    found: Any = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    ids, mask = told["input_ids"], [bool(each) for each in told["assistant_masks"]]
+    ids, mask = found["input_ids"], [bool(each) for each in found["assistant_masks"]]
     for place, (written, token) in enumerate(zip(mask[:-1], ids[1:], strict=True), 1):
         mask[place] = mask[place] or (written and token == end and ids[place - 1] != end)
     return ids, mask
 
 
-def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Told | None:
-    """By what each message of the assistant adds; None where the template rewrites earlier ones."""
+def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Masked | None:
+    """Reads what each message of the assistant adds; None where the template rewrites others."""
 
     def text(count: int, *, prompting: bool = False) -> str:
-        told = tokenizer.apply_chat_template(
+        found = tokenizer.apply_chat_template(
             messages[:count], add_generation_prompt=prompting, tokenize=False
         )
-        assert isinstance(told, str)
-        return told
+        assert isinstance(found, str)
+        return found
 
     whole, cuts = text(len(messages)), [0]
     for place, message in enumerate(messages):
@@ -128,12 +105,6 @@ def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) ->
         ids += part
         mask += [number % 2 == 1 and place < written for place in range(len(part))]
     return ids, mask
-
-
-def _check(row: Row, column: str) -> None:
-    messages = row.values[column]
-    if not is_chat(messages) or all(each["role"] != "assistant" for each in messages[1:]):
-        raise _refused(row, column, "no list of chat messages in which the assistant answers")
 
 
 def _refused(row: Row, column: str, what: str) -> ConfigError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -17,16 +16,14 @@ from raypo.config import (
 )
 from raypo.data.conversations import conversation
 from raypo.data.prompts import (
-    CHUNK,
-    check_response,
+    Tokenised,
     is_allowed,
     is_chat,
-    key_columns,
+    is_short,
+    prepared_conversations,
     prepared_rows,
-    prompt_text,
-    tokenised_prompts,
+    tokenised,
     with_columns,
-    with_system_prompt,
 )
 from raypo.data.rows import Row, read_rows
 from raypo.types import Example, Pair, Verdict
@@ -57,7 +54,7 @@ def load_examples(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Example]:
-    """Prompts and the responses to learn.
+    """Reads and tokenises prompts and the responses to learn.
 
     Text prompts are tokenised as `load_prompts` does, text responses without special tokens and
     with `end_token_id` behind them. After chat messages the response is what the chat template
@@ -65,7 +62,7 @@ def load_examples(
 
     Args:
         end_token_id: The token that ends a response.
-        key: The config key that the paths come from, for messages; evaluation has its own.
+        key: The config key that the sources come from, for messages; evaluation has its own.
 
     Raises:
         ConfigError: a row is wrong, one is too long where `data.too_long` is `error`, or nothing
@@ -93,9 +90,7 @@ def _load_conversations(
     sizes: list[int] = []
     num_skipped = 0
     for source in section.prompts:
-        rows = with_columns(read_rows(source, key=key), source, {"data.messages_key": column})
-        for each in rows:
-            row = with_system_prompt(each, "data.messages_key", column, section.system_prompt)
+        for row in prepared_conversations(read_rows(source, key=key), source, section):
             item = conversation(row, column, tokenizer, end_token_id)
             if item.num_tokens <= longest:
                 items.append(item)
@@ -125,7 +120,7 @@ def load_pairs(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Pair]:
-    """Prompts with a better and a worse response; arguments and errors as `load_examples`."""
+    """Reads prompts with a better and a worse response; otherwise as `load_examples`."""
 
     def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> Pair | None:
         chosen, rejected = responses
@@ -151,7 +146,7 @@ def load_verdicts(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Verdict]:
-    """Prompts with responses that are desirable or not; arguments and errors as `load_examples`.
+    """Reads prompts with responses that are desirable or not; otherwise as `load_examples`.
 
     Without `desirable_key` each pair is two of them. `other_ids` of each is the response of the
     next row with another prompt, of the last one that of the first.
@@ -159,15 +154,17 @@ def load_verdicts(
     column = section.desirable_key
     if column is None:
         pairs = load_pairs(section, tokenizer, end_token_id, key=key)
-        told = [
+        responses = [
             (pair.prompt_ids, response, response is pair.chosen_ids)
             for pair in pairs.items
             for response in (pair.chosen_ids, pair.rejected_ids)
         ]
         sizes = tuple(2 * size for size in pairs.sizes)
-        return LoadedExamples(_with_others(told, key), sizes, pairs.num_skipped, pairs.num_unusable)
+        return LoadedExamples(
+            _with_others(responses, key), sizes, pairs.num_skipped, pairs.num_unusable
+        )
 
-    def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> _Told | None:
+    def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> _Judged | None:
         value = row.values[column]
         if value not in (True, False):  # 1 and 0 too
             raise ConfigError(
@@ -183,11 +180,11 @@ def load_verdicts(
     return LoadedExamples(verdicts, loaded.sizes, loaded.num_skipped, loaded.num_unusable)
 
 
-_Told = tuple[np.ndarray, np.ndarray, bool]
+_Judged = tuple[np.ndarray, np.ndarray, bool]
 """Prompt, response, and whether that is desirable."""
 
 
-def _with_others(rows: Sequence[_Told], key: str) -> list[Verdict]:
+def _with_others(rows: Sequence[_Judged], key: str) -> list[Verdict]:
     """Verdicts, each with a response to another prompt."""
     count = len(rows)
     differs = [not np.array_equal(rows[i][0], rows[(i + 1) % count][0]) for i in range(count)]
@@ -201,40 +198,38 @@ def _with_others(rows: Sequence[_Told], key: str) -> list[Verdict]:
     for row in (place % count for place in range(last, last - count, -1)):
         following = (row + 1) % count
         others[row] = following if differs[row] else others[following]
-    return [Verdict(*told, rows[other][1]) for told, other in zip(rows, others, strict=True)]
+    return [Verdict(*row, rows[other][1]) for row, other in zip(rows, others, strict=True)]
 
 
 def _load(
     section: ResponsesSection | PairsSection,
     tokenizer: PreTrainedTokenizerBase,
     end_token_id: int,
-    response_columns: dict[str, str],
+    response_keys: dict[str, str],
     build: Callable[[Row, list[int], list[np.ndarray]], Item | None],
     key: str,
 ) -> LoadedExamples[Item]:
     items: list[Item] = []
     sizes: list[int] = []
     num_skipped = num_unusable = 0
-    columns = key_columns(section.prompt_key, section.label_key) | response_columns
-    columns |= {
-        f"data.{name}": getattr(section, name)
+    others = {
+        f"data.{name}": column
         for name in ("margin_key", "desirable_key", "ref_chosen_key", "ref_rejected_key")
-        if getattr(section, name, None)
+        if (column := getattr(section, name, None))
     }
     for source in section.prompts:
-        rows = prepared_rows(read_rows(source, key=key), source, section, columns)
-        while chunk := list(islice(rows, CHUNK)):
-            for row, (config_key, column) in product(chunk, response_columns.items()):
-                check_response(row, config_key, column)
-            texts = [prompt_text(row, section.prompt_key, tokenizer) for row in chunk]
-            prompts = tokenised_prompts(chunk, texts, section, tokenizer)
+        read = with_columns(read_rows(source, key=key), source, others)
+        rows = prepared_rows(read, source, section, response_keys)
+        for chunk in tokenised(rows, section, tokenizer):
             by_column = [
-                _responses(chunk, texts, column, section.prompt_key, tokenizer, end_token_id)
-                for column in response_columns.values()
+                _responses(chunk, column, section.prompt_key, tokenizer, end_token_id)
+                for column in response_keys.values()
             ]
-            for row, prompt, *responses in zip(chunk, prompts, *by_column, strict=True):
+            for (row, _, prompt), *responses in zip(chunk, *by_column, strict=True):
                 fits = is_allowed(row, len(prompt), section)
-                if not (fits and all(_is_short(row, ids, section) for ids in responses)):
+                if not (
+                    fits and all(is_short("response", row, len(r), section) for r in responses)
+                ):
                     num_skipped += 1
                 elif (item := build(row, prompt, responses)) is None:
                     num_unusable += 1
@@ -245,7 +240,7 @@ def _load(
         raise ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} rows have equal or "
             "empty responses and no other row is left, so there is nothing to compare. Look at "
-            f"the columns {' and '.join(response_columns.values())}."
+            f"the columns {' and '.join(response_keys.values())}."
         )
     if not items:
         raise ConfigError(
@@ -258,8 +253,7 @@ def _load(
 
 
 def _responses(
-    rows: Sequence[Row],
-    prompts: Sequence[str],
+    chunk: Sequence[Tokenised],
     column: str,
     prompt_key: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -270,7 +264,7 @@ def _responses(
         _after_chat(row.values[prompt_key], prompt, _content(row.values[column]), tokenizer)
         if is_chat(row.values[prompt_key])
         else _content(row.values[column])
-        for row, prompt in zip(rows, prompts, strict=True)
+        for row, prompt, _ in chunk
     ]
     encoded: Any = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [_ended(ids, end_token_id) for ids in encoded]
@@ -298,18 +292,6 @@ def _ended(ids: list[int], end_token_id: int) -> np.ndarray:
     """The ids up to their first end token, which is added where there is none."""
     kept = ids[: ids.index(end_token_id)] if end_token_id in ids else ids
     return np.asarray([*kept, end_token_id], np.int32)
-
-
-def _is_short(row: Row, ids: np.ndarray, section: ResponsesSection | PairsSection) -> bool:
-    if len(ids) <= section.max_response_tokens:
-        return True
-    if section.too_long == "error":
-        raise ConfigError(
-            f"data.max_response_tokens ({section.max_response_tokens}): a response of {row.where} "
-            f"has {len(ids)} tokens. Set data.max_response_tokens to at least {len(ids)}, shorten "
-            "the response, or set data.too_long to skip."
-        )
-    return False
 
 
 def _number(row: Row, config_key: str, column: str) -> float:

@@ -12,7 +12,7 @@ from raypo.data.stream import Mix
 def repetition_note(
     num_rows: int, rows_per_step: int, *, key: str = "rollout.prompts_per_step"
 ) -> str | None:
-    """What there is to say where the rows of one step must repeat; else None.
+    """A note for the user where the rows of one step must repeat; else None.
 
     Args:
         num_rows: What is drawn from.
@@ -60,7 +60,7 @@ def few_rows_notes(
     *,
     key: str = "rollout.prompts_per_step",
 ) -> list[str]:
-    """What there is to say where the rows of a source must repeat within a step.
+    """Notes for the user where the rows of a source must repeat within a step.
 
     Args:
         section: Names the sources and their weights.

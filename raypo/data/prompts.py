@@ -1,4 +1,4 @@
-"""From sources of rows to tokenised prompts."""
+"""From sources of rows to tokenised prompts; `key` is the config key that sources come from."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import accumulate, chain, islice
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -32,6 +33,9 @@ _LOOKS_LIKE_CHAT = re.compile(
 CHUNK = 1024
 """Rows that a tokenizer gets at once."""
 
+Tokenised = tuple[Row, str, list[int]]
+"""A row, the text of its prompt, and that in tokens."""
+
 
 @dataclass(frozen=True)
 class LoadedPrompts:
@@ -46,20 +50,17 @@ class LoadedPrompts:
 
 
 def peek(
-    sources: Sequence[PromptSource],
-    prompt_key: str,
-    label_key: str | None = None,
+    section: DataSection,
     *,
     key: str = "data.prompts",
     response_keys: Mapping[str, str] | None = None,
-    system_prompt: str | None = None,
 ) -> int | None:
     """Check prompt files without a tokenizer or any heavy import, by their first rows.
 
     Args:
-        key: The config key that the sources come from, for messages.
+        section: Names the sources, and what each row must have: a prompt, or where `messages_key`
+            is set a whole conversation.
         response_keys: Config key -> column of the responses that each row must have.
-        system_prompt: What `data.system_prompt` puts before the messages of each row.
 
     Returns:
         The number of rows; None where there are more than it looks at, or a data set is among them.
@@ -68,23 +69,20 @@ def peek(
         ConfigError: a file is missing, empty, unreadable or of an unknown kind, or a row lacks
             the prompt, the label or a response, or one of them is neither text nor chat messages.
     """
-    num_rows, saw_all = 0, True
-    for source in sources:
+    num_rows: int | None = 0
+    for source in section.prompts:
         if is_data_set(source):
             check_data_set(source, key=key)
-            saw_all = False
+            num_rows = None
             continue
-        rows = read_rows(source, key=key)
-        columns = key_columns(prompt_key, label_key) | dict(response_keys or {})
-        seen = 0
-        for row in with_columns(islice(rows, PEEK_ROWS), source, columns):
-            check_prompt(row, prompt_key)
-            with_system_prompt(row, "data.prompt_key", prompt_key, system_prompt)
-            for config_key, column in (response_keys or {}).items():
-                check_response(row, config_key, column)
-            seen += 1
-        num_rows, saw_all = num_rows + seen, saw_all and seen < PEEK_ROWS
-    return num_rows if saw_all else None
+        rows = islice(read_rows(source, key=key), PEEK_ROWS)
+        if getattr(section, "messages_key", None):
+            prepared = prepared_conversations(rows, source, section)
+        else:
+            prepared = prepared_rows(rows, source, section, response_keys)
+        seen = sum(1 for _ in prepared)
+        num_rows = None if num_rows is None or seen == PEEK_ROWS else num_rows + seen
+    return num_rows
 
 
 def load_prompts(
@@ -99,102 +97,78 @@ def load_prompts(
     Every row is read once here, in whichever worker. Of data sets and folders of `save_to_disk`
     8 bytes of each prompt stay in memory: which row it is. Of files the prompts themselves stay.
 
-    Args:
-        key: The config key that the paths come from, for messages; evaluation has its own.
-
     Raises:
         ConfigError: what `peek` refuses, a prompt without tokens, one that is too long where
             `data.too_long` is `error`, or nothing left.
     """
-    parts: list[Sequence[Prompt]] = []
-    index = num_skipped = shortest = 0
+    parts: list[tuple[Sequence[Any], Callable[[Any], Prompt]]] = []
+    first = num_skipped = shortest = 0
     for source in section.prompts:
-        reader = PromptReader(section, source, tokenizer, first_index=index)
         on_disk = rows_on_disk(source, key=key)
-        rows = reader.prepared(read_rows(source, key=key) if on_disk is None else iter(on_disk))
+        read = partial(_prompts, section, source, tokenizer, first)
         kept: list[Prompt] = []
-        places = array("q")
-        while chunk := list(islice(rows, CHUNK)):
-            place = index - reader.first_index
-            for number, prompt in enumerate(reader.tokenised(chunk, place)):
-                length = len(prompt.token_ids)
-                if not is_allowed(chunk[number], length, section):
-                    num_skipped += 1
-                    shortest = min(shortest or length, length)
-                elif on_disk is None:
-                    kept.append(prompt)
-                else:
-                    places.append(place + number)
-            index += len(chunk)
-        parts.append(kept if on_disk is None else PromptsOnDisk(on_disk, places, reader))
-    sizes = tuple(len(part) for part in parts)
+        places, begin = array("q"), first
+        for row, prompt in read(read_rows(source, key=key) if on_disk is None else on_disk, 0):
+            first, length = prompt.index + 1, len(prompt.token_ids)
+            if not is_allowed(row, length, section):
+                num_skipped += 1
+                shortest = min(shortest or length, length)
+            elif on_disk is None:
+                kept.append(prompt)
+            else:
+                places.append(prompt.index - begin)
+        if on_disk is None:
+            parts.append((kept, lambda prompt: prompt))
+        else:
+            parts.append((places, partial(_prompt_on_disk, on_disk, read)))
+    sizes = tuple(len(items) for items, _ in parts)
     if not sum(sizes):
         raise ConfigError(
             f"data.max_prompt_tokens ({section.max_prompt_tokens}): all {num_skipped} prompts of "
             f"{key} are longer. Set data.max_prompt_tokens to at least {shortest}, the length of "
             f"the shortest."
         )
-    return LoadedPrompts(parts[0] if len(parts) == 1 else Joined(parts), num_skipped, sizes)
+    return LoadedPrompts(Prompts(parts), num_skipped, sizes)
 
 
-@dataclass(frozen=True)
-class PromptReader:
-    """How the rows of one source become prompts."""
-
-    section: DataSection
-    source: PromptSource
-    tokenizer: PreTrainedTokenizerBase
-    first_index: int
-    """Of its first row, over all sources."""
-
-    def prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """The rows, each checked, with its messages as a list and with the system prompt."""
-        columns = key_columns(self.section.prompt_key, self.section.label_key)
-        return prepared_rows(rows, self.source, self.section, columns)
-
-    def tokenised(self, rows: Sequence[Row], place: int) -> list[Prompt]:
-        """Prompts of prepared rows that follow each other, from the source's row `place` on."""
-        section, tokenizer = self.section, self.tokenizer
-        texts = [prompt_text(row, section.prompt_key, tokenizer) for row in rows]
-        all_ids = tokenised_prompts(rows, texts, section, tokenizer)
-        prompts = []
-        for number, (row, text, ids) in enumerate(zip(rows, texts, all_ids, strict=True)):
-            given = row.values[section.prompt_key]
-            prompts.append(
-                Prompt(
-                    index=self.first_index + place + number,
-                    text=text,
-                    token_ids=np.asarray(ids, np.int32),
-                    label=row.values[section.label_key] if section.label_key else None,
-                    messages=given if is_chat(given) else None,
-                    data_source=source_name(self.source),
-                )
-            )
-        return prompts
+def _prompts(
+    section: DataSection,
+    source: PromptSource,
+    tokenizer: PreTrainedTokenizerBase,
+    first: int,
+    rows: Iterable[Row],
+    place: int,
+) -> Iterator[tuple[Row, Prompt]]:
+    """The prompts of a source's rows from a place on; `first` is the index of its first row."""
+    prepared = prepared_rows(rows, source, section)
+    for row, text, token_ids in chain.from_iterable(tokenised(prepared, section, tokenizer)):
+        given = row.values[section.prompt_key]
+        yield (
+            row,
+            Prompt(
+                index=first + place,
+                text=text,
+                token_ids=np.asarray(token_ids, np.int32),
+                label=row.values[section.label_key] if section.label_key else None,
+                messages=given if is_chat(given) else None,
+                data_source=source_name(source),
+            ),
+        )
+        place += 1
 
 
-class PromptsOnDisk(Sequence[Prompt]):
-    """Prompts that are read and tokenised whenever they are asked for."""
-
-    def __init__(self, rows: RowsOnDisk, places: array[int], reader: PromptReader) -> None:
-        """Only note them; `places` are those of the rows that are prompts."""
-        self._rows, self._places, self._reader = rows, places, reader
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, number: int) -> Prompt:  # type: ignore[override]
-        place = self._places[number]
-        row = next(self._reader.prepared(iter([self._rows[place]])))
-        return self._reader.tokenised([row], place)[0]
+def _prompt_on_disk(
+    rows: RowsOnDisk, read: Callable[..., Iterator[tuple[Row, Prompt]]], place: int
+) -> Prompt:
+    return next(read([rows[place]], place))[1]
 
 
-class Joined(Sequence[Prompt]):
-    """Several sequences of prompts as one."""
+class Prompts(Sequence[Prompt]):
+    """The prompts of several sources, each a sequence and what makes a prompt of its items."""
 
-    def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Sequence[Any], Callable[[Any], Prompt]]]) -> None:
         self._parts = parts
-        self._ends = list(accumulate(map(len, parts)))
+        self._ends = list(accumulate(len(items) for items, _ in parts))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -203,25 +177,57 @@ class Joined(Sequence[Prompt]):
         if not 0 <= number < len(self):
             raise IndexError(number)
         part = bisect_right(self._ends, number)
-        return self._parts[part][number - self._ends[part] + len(self._parts[part])]
-
-
-def key_columns(prompt_key: str, label_key: str | None) -> dict[str, str]:
-    """Config key -> column that each row must have."""
-    return {"data.prompt_key": prompt_key} | ({"data.label_key": label_key} if label_key else {})
+        items, prompt_of = self._parts[part]
+        return prompt_of(items[number - self._ends[part] + len(items)])
 
 
 def prepared_rows(
-    rows: Iterator[Row], source: PromptSource, section: DataSection, columns: Mapping[str, str]
+    rows: Iterable[Row],
+    source: PromptSource,
+    section: DataSection,
+    response_keys: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
-    """The rows of a source, each with a prompt and the wanted columns, and the system prompt."""
+    """The rows of a source, checked as far as it takes no tokenizer, and with the system prompt."""
+    responses = response_keys or {}
+    columns = {"data.prompt_key": section.prompt_key, **responses}
+    if section.label_key:
+        columns["data.label_key"] = section.label_key
     for row in with_columns(rows, source, columns):
-        check_prompt(row, section.prompt_key)
-        yield with_system_prompt(row, "data.prompt_key", section.prompt_key, section.system_prompt)
+        value = row.values[section.prompt_key]
+        if not (isinstance(value, str) or is_chat(value)):
+            raise ConfigError(
+                f"data.prompt_key ({section.prompt_key}): {row.where} has {_short(value)} there. "
+                "A prompt is a text, or a list of chat messages with role and content. Correct "
+                "the row or remove it."
+            )
+        for config_key, column in responses.items():
+            value = row.values[column]
+            if not (isinstance(value, str) or (is_chat(value) and len(value) == 1)):
+                raise ConfigError(
+                    f"{config_key} ({column}): {row.where} has {_short(value)} there. A response "
+                    "is a text, or a list of one chat message with role and content. Correct the "
+                    "row or remove it."
+                )
+        yield _with_system_prompt(row, "data.prompt_key", section.prompt_key, section.system_prompt)
+
+
+def prepared_conversations(
+    rows: Iterable[Row], source: PromptSource, section: Any
+) -> Iterator[Row]:
+    """The rows of a source, each with a conversation, and with the system prompt."""
+    key, column = "data.messages_key", section.messages_key
+    for row in with_columns(rows, source, {key: column}):
+        messages = row.values[column]
+        if not is_chat(messages) or all(each["role"] != "assistant" for each in messages[1:]):
+            raise ConfigError(
+                f"{key} ({column}): {row.where} has no list of chat messages in which the "
+                "assistant answers. Correct the row or remove it."
+            )
+        yield _with_system_prompt(row, key, column, section.system_prompt)
 
 
 def with_columns(
-    rows: Iterator[Row], source: PromptSource, columns: Mapping[str, str]
+    rows: Iterable[Row], source: PromptSource, columns: Mapping[str, str]
 ) -> Iterator[Row]:
     """The rows, each with the wanted columns; one that the first row lacks is the config's.
 
@@ -269,56 +275,24 @@ def _chat_of_text(row: Row, config_key: str, name: str) -> Any:
     )
 
 
-def check_prompt(row: Row, prompt_key: str) -> None:
-    """Refuse a prompt that is neither text nor chat messages."""
-    value = row.values[prompt_key]
-    if isinstance(value, str) or is_chat(value):
-        return
-    raise ConfigError(
-        f"data.prompt_key ({prompt_key}): {row.where} has {_short(value)} there. A prompt is a "
-        "text, or a list of chat messages with role and content. Correct the row or remove it."
-    )
-
-
-def with_system_prompt(row: Row, config_key: str, column: str, system_prompt: str | None) -> Row:
-    """The row with a system message before its chat messages.
-
-    Args:
-        row: Its column has been checked.
-        config_key: The config key that names the column, for messages.
-        column: Of the chat messages.
-        system_prompt: The message's text; None: the row stays as it is.
-
-    Raises:
-        ConfigError: the row has a text there, or messages with one of the system.
-    """
+def _with_system_prompt(row: Row, config_key: str, column: str, system_prompt: str | None) -> Row:
+    """The row with a system message before its chat messages."""
     if system_prompt is None:
         return row
     messages = row.values[column]
-    told = f"data.system_prompt ({_short(system_prompt)}): {row.where} has "
+    where = f"data.system_prompt ({_short(system_prompt)}): {row.where} has "
     if not is_chat(messages):
         raise ConfigError(
-            f"{told}a text in {config_key} ({column}), which no chat template reads. Write it as "
+            f"{where}a text in {config_key} ({column}), which no chat template reads. Write it as "
             f'[{{"role": "user", "content": TEXT}}], or remove data.system_prompt.'
         )
     if any(message["role"] in ("system", "developer") for message in messages):
         raise ConfigError(
-            f"{told}a system message of its own in {config_key} ({column}). Remove it there, or "
+            f"{where}a system message of its own in {config_key} ({column}). Remove it there, or "
             f"remove data.system_prompt."
         )
     system = {"role": "system", "content": system_prompt}
     return row._replace(values=row.values | {column: [system, *messages]})
-
-
-def check_response(row: Row, config_key: str, column: str) -> None:
-    """Refuse a response that is neither text nor one chat message."""
-    value = row.values[column]
-    if isinstance(value, str) or (is_chat(value) and len(value) == 1):
-        return
-    raise ConfigError(
-        f"{config_key} ({column}): {row.where} has {_short(value)} there. A response is a text, or "
-        "a list of one chat message with role and content. Correct the row or remove it."
-    )
 
 
 def is_chat(value: Any) -> bool:
@@ -351,41 +325,44 @@ def prompt_text(row: Row, prompt_key: str, tokenizer: PreTrainedTokenizerBase) -
     return text
 
 
-def tokenised_prompts(
-    rows: Sequence[Row],
-    texts: Sequence[str],
-    section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[list[int]]:
-    """Token ids by row; in a mixed chunk text and chat are tokenised apart."""
-    ids: list[list[int]] = [[] for _ in rows]
-    is_text = [isinstance(row.values[section.prompt_key], str) for row in rows]
-    for plain in (True, False):
-        places = [i for i, text in enumerate(is_text) if text == plain]
-        if places:
-            batch = [texts[i] for i in places]
-            encoded = tokenizer(batch, add_special_tokens=plain, verbose=False)["input_ids"]
-            for i, tokens in zip(places, encoded, strict=True):  # pyright: ignore[reportArgumentType]
-                ids[i] = tokens  # pyright: ignore[reportArgumentType]
-    return ids
+def tokenised(
+    rows: Iterator[Row], section: DataSection, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[list[Tokenised]]:
+    """Prepared rows with their prompts, in chunks; text and chat of a chunk are tokenised apart."""
+    while chunk := list(islice(rows, CHUNK)):
+        texts = [prompt_text(row, section.prompt_key, tokenizer) for row in chunk]
+        are_texts = [isinstance(row.values[section.prompt_key], str) for row in chunk]
+        ids: list[list[int]] = [[] for _ in chunk]
+        for is_text in set(are_texts):
+            places = [place for place, each in enumerate(are_texts) if each == is_text]
+            batch = [texts[place] for place in places]
+            encoded: Any = tokenizer(batch, add_special_tokens=is_text, verbose=False)
+            for place, tokens in zip(places, encoded["input_ids"], strict=True):
+                ids[place] = tokens
+        yield list(zip(chunk, texts, ids, strict=True))
 
 
 def is_allowed(row: Row, num_tokens: int, section: DataSection) -> bool:
-    """Whether the prompt is kept; what must not be at all is an error."""
+    """Whether a prompt is short enough; one without tokens is an error."""
     if num_tokens == 0:
         raise ConfigError(
             f"data.prompt_key ({section.prompt_key}): {row.where} has a prompt without tokens. "
             "Write a prompt there or remove the row."
         )
-    if num_tokens <= section.max_prompt_tokens:
-        return True
-    if section.too_long == "error":
+    return is_short("prompt", row, num_tokens, section)
+
+
+def is_short(what: Literal["prompt", "response"], row: Row, num_tokens: int, section: Any) -> bool:
+    """Whether a prompt or response is short enough; else an error, if `data.too_long` says so."""
+    key = f"max_{what}_tokens"
+    most = getattr(section, key)
+    if num_tokens > most and section.too_long == "error":
         raise ConfigError(
-            f"data.max_prompt_tokens ({section.max_prompt_tokens}): the prompt of {row.where} has "
-            f"{num_tokens} tokens. Set data.max_prompt_tokens to at least {num_tokens}, shorten "
-            "the prompt, or set data.too_long to skip."
+            f"data.{key} ({most}): the {what} of {row.where} has {num_tokens} tokens. Set "
+            f"data.{key} to at least {num_tokens}, shorten the {what}, or set data.too_long to "
+            f"skip."
         )
-    return False
+    return num_tokens <= most
 
 
 def _short(value: Any) -> str:

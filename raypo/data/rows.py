@@ -1,4 +1,7 @@
-"""Rows of data files, each with the place that a message can point to."""
+"""Rows of data files, each with the place that a message can point to.
+
+`key` is the config key that a source comes from; errors begin with it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from glob import glob, has_magic
 from importlib.util import find_spec
@@ -19,7 +23,6 @@ from urllib.parse import parse_qsl
 from raypo.config import ConfigError, PromptSource, SourceEntry
 from raypo.config.paths import is_uri
 from raypo.config.sources import DATA_FILES, path_of
-from raypo.data.saved import SavedTable, is_saved, splits_of
 from raypo.storage.folder import open_storage
 
 _DATA_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -38,10 +41,9 @@ class Row(NamedTuple):
 
 
 class RowsOnDisk:
-    """Rows that are read when they are asked for: none of them stays in memory."""
+    """Rows of a `datasets.Dataset`, read when they are asked for: none of them stays in memory."""
 
     def __init__(self, source: PromptSource, rows: Any) -> None:
-        """Only note them; `rows` has a length, is iterated, and gives a mapping at a place."""
         self._source, self._rows = source, rows
 
     def __len__(self) -> int:
@@ -77,11 +79,6 @@ def read_rows(source: PromptSource, *, key: str) -> Iterator[Row]:
 
     In a csv file everything is text, so that a label 007 stays what it is.
 
-    Args:
-        source: Files (jsonl, json with a list, parquet, csv) by path, pattern or URI, a folder of
-            `save_to_disk`, a Hugging Face data set, or a task of reasoning-gym.
-        key: The config key that `source` comes from, for messages.
-
     Raises:
         ConfigError: a file is missing, has no rows, is of an unknown kind or cannot be read.
     """
@@ -91,7 +88,7 @@ def read_rows(source: PromptSource, *, key: str) -> Iterator[Row]:
     elif path.startswith(GYM):
         rows = _reasoning_gym(path, key)
     else:
-        kinds = {file: check_file(file, key=key) for file in files_of(path, key=key)}
+        kinds = {file: _kind_of(file, key) for file in _files_of(path, key)}
         rows = chain.from_iterable(_READERS[kind](file, key) for file, kind in kinds.items())
     number = 0
     for number, row in enumerate(rows, start=1):  # noqa: B007 (asked for after the loop)
@@ -101,28 +98,24 @@ def read_rows(source: PromptSource, *, key: str) -> Iterator[Row]:
 
 
 def rows_on_disk(source: PromptSource, *, key: str) -> RowsOnDisk | None:
-    """The rows of a source of which one is read without those before it; None: of another one.
+    """The rows of a source of which any can be read by itself; None: of another one.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or has no rows.
     """
     if is_data_set(source):
-        rows = RowsOnDisk(source, _data_set(source, key))
+        rows = _data_set(source, key)
     elif is_saved(path_of(source)):
-        rows = RowsOnDisk(source, _saved(source, key))
+        rows = _saved(source, key)
     else:
         return None
     if not len(rows):
         raise _no_rows(source, key)
-    return rows
+    return RowsOnDisk(source, rows)
 
 
-def files_of(path: str, *, key: str) -> list[str]:
-    """The files that a path names: itself, or what matches it as a pattern, by name.
-
-    Raises:
-        ConfigError: nothing matches.
-    """
+def _files_of(path: str, key: str) -> list[str]:
+    """What a path names: itself, or what matches it as a pattern, by name."""
     if not _is_pattern(path):
         return [path]
     found = _matching_uris(path, key) if is_uri(path) else glob(path, recursive=True)
@@ -132,12 +125,8 @@ def files_of(path: str, *, key: str) -> list[str]:
     raise ConfigError(f"{key} ({path}): no file matches this pattern{where}. Correct it.")
 
 
-def check_file(source: str, *, key: str) -> str:
-    """The extension of a data file that is there.
-
-    Raises:
-        ConfigError: it is not there, a folder, of an unknown kind, or its storage does not answer.
-    """
+def _kind_of(source: str, key: str) -> str:
+    """The extension of a data file; refuses one that is not there or of an unknown kind."""
     if is_uri(source):
         is_folder, is_file, place = _looked_up(source, key)
         suffix = Path(source.partition("?")[0]).suffix  # behind it are the storage's options
@@ -162,18 +151,22 @@ def check_file(source: str, *, key: str) -> str:
 
 
 def check_data_set(source: PromptSource, *, key: str) -> None:
-    """Refuse a data set where the library that loads it is missing."""
+    """Refuse a data set, also one of `save_to_disk`, without the library that loads it."""
     if find_spec("datasets") is not None:
         return
-    if isinstance(source, SourceEntry):
-        raise ConfigError(
-            f"{key} ({source}): a Hugging Face data set needs the package datasets. "
-            "pip install datasets on every node."
-        )
+    is_folder = is_saved(path_of(source))
+    what = "a folder of save_to_disk" if is_folder else "a Hugging Face data set"
+    is_meant = is_folder or isinstance(source, SourceEntry)
     raise ConfigError(
-        f"{key} ({source}): there is no such file, and a Hugging Face data set needs the "
-        "package datasets. Correct the path, or pip install datasets."
+        f"{key} ({source}): {'' if is_meant else 'there is no such file, and '}{what} needs the "
+        f"package datasets. {'' if is_meant else 'Correct the path, or '}pip install datasets on "
+        f"every node."
     )
+
+
+def is_saved(path: str) -> bool:
+    """Whether a path is a folder of `save_to_disk`: of one data set, or of several splits."""
+    return any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _jsonl(source: str, key: str) -> Iterator[Row]:
@@ -232,24 +225,29 @@ def _parquet(source: str, key: str) -> Iterator[Row]:
         raise _unreadable(source, str(error), key) from None
 
 
-def _saved(source: PromptSource, key: str) -> SavedTable:
+def _saved(source: PromptSource, key: str) -> Any:
+    check_data_set(source, key=key)
+    from datasets import DatasetDict, load_from_disk
+
     entry = source if isinstance(source, SourceEntry) else SourceEntry(path=source)
-    folder = Path(entry.path)
-    splits = splits_of(folder)
+    try:
+        loaded = load_from_disk(entry.path)
+    except Exception as error:  # of Arrow, of JSON, of files
+        raise _unreadable(str(source), str(error), key, remedy="Save it again.") from error
+    splits = list(map(str, loaded)) if isinstance(loaded, DatasetDict) else []
     if entry.config or (not splits and str(entry) != entry.path):
         raise ConfigError(
             f"{key} ({source}): a folder of save_to_disk has no configurations, and this one "
             f"{f'has the splits {splits}' if splits else 'no splits'}. Remove what it has not."
         )
-    if splits and entry.split not in splits:
-        raise ConfigError(
-            f"{key} ({source}): the folder has no split {entry.split}, it has "
-            f"{', '.join(splits)}. Set {key}={{path: {entry.path}, split: {splits[0]}}}."
-        )
-    try:
-        return SavedTable(folder / entry.split if splits else folder)
-    except (OSError, ValueError, KeyError) as error:  # Arrow's own are of the first two
-        raise _unreadable(str(source), str(error), key, remedy="Save it again.") from error
+    if not splits:
+        return loaded
+    if entry.split in splits:
+        return loaded[entry.split]
+    raise ConfigError(
+        f"{key} ({source}): the folder has no split {entry.split}, it has {', '.join(splits)}. "
+        f"Set {key}={{path: {entry.path}, split: {splits[0]}}}."
+    )
 
 
 def _data_set(source: PromptSource, key: str) -> Any:
@@ -304,13 +302,18 @@ def _looked_up(uri: str, key: str) -> tuple[bool, bool, str]:
     from pyarrow.fs import FileType
 
     files, path = open_storage(uri, key=key)
-    try:
+    with _storage_answers(uri, key):
         kind = files.get_file_info(path).type
-    except OSError as error:
-        raise _unreadable(
-            uri, str(error), key, remedy="Correct the URI, or allow access."
-        ) from error
     return kind == FileType.Directory, kind == FileType.File, uri.rpartition("/")[0]
+
+
+@contextmanager
+def _storage_answers(uri: str, key: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = "Correct the URI, or allow access."
+        raise _unreadable(uri, str(error), key, remedy=remedy) from error
 
 
 def _is_pattern(path: str) -> bool:
@@ -327,12 +330,8 @@ def _matching_uris(pattern: str, key: str) -> list[str]:
     place, mark, options = pattern.partition("?")
     folder, _, name = place.rpartition("/")
     files, path = open_storage(folder + mark + options, key=key)
-    try:
+    with _storage_answers(pattern, key):
         found = files.get_file_info(FileSelector(path, allow_not_found=True))
-    except OSError as error:
-        raise _unreadable(
-            pattern, str(error), key, remedy="Correct the URI, or allow access."
-        ) from error
     return [
         f"{folder}/{each.base_name}{mark}{options}"
         for each in found

@@ -82,7 +82,7 @@ class ShuffledStream(Generic[Item]):
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on at a position."""
+        """Goes on at a position."""
         self._position = int(state["position"])
 
     def _at(self, position: int) -> Item:
@@ -100,7 +100,7 @@ class _Source:
         self._order: np.ndarray = np.empty(0, np.int64)  # [size] int64
 
     def place(self, turn: int) -> int:
-        """Which of all items its draw of this number is."""
+        """The place among all items of its draw with this number."""
         epoch, offset = divmod(turn, self._size)
         if epoch != self._epoch:
             words = [_SEED_WORD, self._seed, epoch] + ([self._number] if self._number else [])
@@ -109,7 +109,7 @@ class _Source:
 
 
 class _Turns:
-    """Whose turn it is. A source's draw n is due at (n + 1/2) / weight, which keeps all shares."""
+    """The source of each draw: its draw n is due at (n + 1/2) / weight, which keeps all shares."""
 
     def __init__(self, mix: Mix, seed: int) -> None:
         self._mix, self._seed = mix, seed
@@ -166,5 +166,5 @@ class PromptStream:
         return self._stream.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on at a position."""
+        """Goes on at a position."""
         self._stream.load_state_dict(state)

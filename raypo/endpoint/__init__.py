@@ -1,1 +1,1 @@
-"""What speaks OpenAI's protocol for the policy: `raypo serve`, and agents of others in training."""
+"""OpenAI's protocol for the policy, which agents ask in training."""

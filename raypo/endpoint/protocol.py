@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,7 +22,7 @@ Stop = str | Annotated[list[str], Field(max_length=16)] | None
 class RequestError(ValueError):
     """A request that cannot be served."""
 
-    def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
+    def __init__(self, message: str, status: int = 400, *, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code
 
@@ -54,7 +53,7 @@ class _Wanted(BaseModel):
         return [each for each in stops if each]
 
     @property
-    def tells_usage(self) -> bool:
+    def wants_usage(self) -> bool:
         """Whether a stream ends with the count of tokens."""
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
@@ -73,40 +72,20 @@ class CompletionRequest(_Wanted):
     best_of: Literal[1] | None = None
 
     @property
-    def tells_log_probs(self) -> bool:
-        """Whether the log-probs of the response's tokens are told."""
+    def wants_log_probs(self) -> bool:
+        """Whether the log-probs of the response's tokens are wanted; 0 asks for them too."""
         return self.logprobs is not None
 
     @property
     def most_tokens(self) -> int | None:
-        """Of a response; None: as many as there is room for."""
+        """Most tokens of a response; None: as many as there is room for."""
         return self.max_tokens
 
     @property
-    def num_prompts(self) -> int:
-        """How many there are."""
-        return len(self.prompts)
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """One or several, each a text or token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # pyright: ignore[reportReturnType]
-        return list(self.prompt)  # pyright: ignore[reportReturnType]
-
-
-class _Function(BaseModel):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolDescription(BaseModel):
-    """A tool as a client describes it."""
-
-    type: Literal["function"] = "function"
-    function: _Function
+    def prompts(self) -> list[Any]:
+        """The prompts, each a text or token ids."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else list(self.prompt)
 
 
 class ChatRequest(_Wanted):
@@ -116,7 +95,7 @@ class ChatRequest(_Wanted):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    tools: list[ToolDescription] | None = None
+    tools: list[dict[Literal["type", "function"], Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
@@ -124,43 +103,41 @@ class ChatRequest(_Wanted):
     metadata: dict[str, str] | None = None
 
     @property
-    def tells_log_probs(self) -> bool:
-        """Whether the log-probs of the response's tokens are told."""
+    def wants_log_probs(self) -> bool:
+        """Whether the log-probs of the response's tokens are wanted."""
         return bool(self.logprobs)
 
     @property
     def most_tokens(self) -> int | None:
-        """Of a response; None: as many as there is room for."""
+        """Most tokens of a response; None: as many as there is room for."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def num_prompts(self) -> int:
-        """A chat is one."""
-        return 1
-
-    @property
-    def told_tools(self) -> list[dict[str, Any]] | None:
-        """Tools as a chat template takes them."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return [each.model_dump(exclude_none=True) for each in self.tools]
+    def offered_tools(self) -> list[dict[Any, Any]] | None:
+        """Tools as a chat template takes them; None where none may be called."""
+        return self.tools if self.tools and self.tool_choice != "none" else None
 
 
-def read(kind: type[ChatRequest] | type[CompletionRequest], body: Any) -> Any:
-    """A request from JSON.
+Wanted = ChatRequest | CompletionRequest
+
+
+def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Wanted:
+    """Reads a request from JSON.
 
     Raises:
         RequestError: a field is missing, unknown, or has a value that is not served.
     """
     try:
-        return kind.model_validate(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         problems = {
             ".".join(str(part) for part in each["loc"] if isinstance(part, str | int)): each["msg"]
             for each in error.errors()
         }
-        told = "; ".join(f"{where or 'body'}: {what}" for where, what in list(problems.items())[:3])
-        raise RequestError(f"{told}. See docs/serving.md for what is served.") from None
+        wrong = "; ".join(
+            f"{where or 'body'}: {what}" for where, what in list(problems.items())[:3]
+        )
+        raise RequestError(f"{wrong}. See docs/environments.md for what is served.") from None
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -198,107 +175,75 @@ def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {"name": call["function"]["name"], "arguments": arguments}}
 
 
-@dataclass
-class Answered:
-    """One response, as far as it is there."""
-
-    text: str = ""
-    """That was told."""
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    tokens: list[str] = field(default_factory=list)
-    """The text of each token by itself."""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    finish_reason: str | None = None
-    """None: it goes on."""
-
-
 @dataclass(frozen=True)
-class Answer:
-    """How responses to one request are told."""
+class Answered:
+    """A response as it is answered."""
 
-    model: str
-    request: ChatRequest | CompletionRequest
-    prompts_ids: list[list[int]]
-    """Of each prompt; its `n` responses come one after the other."""
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: int = field(default_factory=lambda: int(time.time()))
+    text: str
+    """What the client reads."""
+    token_ids: list[int]
+    log_probs: list[float]
+    tokens: list[str]
+    """The text of each token by itself, where log-probs are wanted."""
+    tool_calls: list[ToolCall]
+    finish_reason: str
 
-    @property
-    def is_chat(self) -> bool:
-        """Whether it is told in messages."""
-        return isinstance(self.request, ChatRequest)
 
-    def whole(self, answered: Sequence[Answered]) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
-        body = self._head("chat.completion" if self.is_chat else "text_completion")
-        body["choices"] = [self._choice(i, each, "message") for i, each in enumerate(answered)]
-        if self.request.return_token_ids and len(self.prompts_ids) == 1:
-            body["prompt_token_ids"] = self.prompts_ids[0]
-        return body | {"usage": self._usage(sum(len(each.token_ids) for each in answered))}
+def answer_of(
+    request: Wanted,
+    prompts_ids: Sequence[list[int]],
+    answered: Sequence[Answered],
+) -> dict[str, Any]:
+    """The body of an answer, but for its id and the model's name.
 
-    def piece(self, index: int, news: Answered) -> dict[str, Any]:
-        """One event of a stream."""
-        body = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        return body | {"choices": [self._choice(index, news, "delta")]}
+    Args:
+        request: What was asked.
+        prompts_ids: Of each prompt; its `n` responses come one after the other.
+        answered: All responses.
+    """
+    is_chat = isinstance(request, ChatRequest)
+    choices = []
+    for index, each in enumerate(answered):
+        called = each.tool_calls and each.finish_reason == "stop"
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": "tool_calls" if called else each.finish_reason,
+            "logprobs": _log_probs(each, is_chat) if request.wants_log_probs else None,
+        } | ({"message": _message(each)} if is_chat else {"text": each.text})
+        if request.return_token_ids:
+            choice["token_ids"] = each.token_ids
+            if not is_chat:
+                choice["prompt_token_ids"] = prompts_ids[index // request.n]
+        choices.append(choice)
+    body = {"object": "chat.completion" if is_chat else "text_completion", "choices": choices}
+    if request.return_token_ids and is_chat:
+        body["prompt_token_ids"] = prompts_ids[0]
+    given, sampled = sum(map(len, prompts_ids)), sum(len(each.token_ids) for each in answered)
+    usage = {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
+    return body | {"usage": usage}
 
-    def usage_event(self, num_tokens: int) -> dict[str, Any]:
-        """The last event of a stream, where the client wants it."""
-        body = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        return body | {"choices": [], "usage": self._usage(num_tokens)}
 
-    def _usage(self, num_tokens: int) -> dict[str, int]:
-        asked = sum(map(len, self.prompts_ids))
-        told = {"prompt_tokens": asked, "completion_tokens": num_tokens}
-        return told | {"total_tokens": asked + num_tokens}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        prefix = "chatcmpl" if self.is_chat else "cmpl"
-        head = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created}
-        return head | {"model": self.model}
-
-    def _choice(self, index: int, said: Answered, key: Literal["message", "delta"]) -> Any:
-        choice: dict[str, Any] = {"index": index}
-        if self.is_chat:
-            choice[key] = self._message(said, is_delta=key == "delta")
-        else:
-            choice["text"] = said.text
-        called = said.tool_calls and said.finish_reason == "stop"
-        choice["finish_reason"] = "tool_calls" if called else said.finish_reason
-        choice["logprobs"] = self._log_probs(said) if self.request.tells_log_probs else None
-        if self.request.return_token_ids:
-            choice["token_ids"] = said.token_ids
-            if not self.is_chat:
-                choice["prompt_token_ids"] = self.prompts_ids[index // self.request.n]
-        return choice
-
-    def _message(self, said: Answered, *, is_delta: bool) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": said.text}
-        if said.tool_calls:
-            message["content"] = said.text or None
-            message["tool_calls"] = [
-                {
-                    **({"index": number} if is_delta else {}),
-                    "id": f"call_{self.id}_{number}",
-                    "type": "function",
-                    "function": {"name": each.name, "arguments": json.dumps(dict(each.arguments))},
-                }
-                for number, each in enumerate(said.tool_calls)
-            ]
-        return message
-
-    def _log_probs(self, said: Answered) -> dict[str, Any]:
-        if not self.is_chat:
-            return {"tokens": said.tokens, "token_logprobs": said.log_probs}
-        told = zip(said.tokens, said.log_probs, strict=True)
-        return {
-            "content": [
-                {
-                    "token": token,
-                    "logprob": log_prob,
-                    "bytes": list(token.encode()),
-                    "top_logprobs": [],
-                }
-                for token, log_prob in told
-            ]
+def _message(said: Answered) -> dict[str, Any]:
+    if not said.tool_calls:
+        return {"role": "assistant", "content": said.text}
+    calls = [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": each.name, "arguments": json.dumps(dict(each.arguments))},
         }
+        for each in said.tool_calls
+    ]
+    return {"role": "assistant", "content": said.text or None, "tool_calls": calls}
+
+
+def _log_probs(said: Answered, is_chat: bool) -> dict[str, Any]:
+    if not is_chat:
+        return {"tokens": said.tokens, "token_logprobs": said.log_probs}
+    at = zip(said.tokens, said.log_probs, strict=True)
+    return {
+        "content": [
+            {"token": token, "logprob": each, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, each in at
+        ]
+    }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raypo.collectives import Workers, as_tensor
 from raypo.config import LearnerSection, ModelSection, PPOSection, is_import_path
+from raypo.custom.loader import load_function
 from raypo.data.batching import batches_by_tokens
 from raypo.learner.export import kept, save_adapter, save_critic, save_folder
 from raypo.learner.learning_rate import learning_rate
@@ -37,8 +38,7 @@ from raypo.models import lora
 from raypo.models.critic import Critic, CriticStart
 from raypo.models.lora import adapter_off, load_policy
 from raypo.models.networks import Policy
-from raypo.ppo.own import own_surrogate
-from raypo.rewards.loader import load_function
+from raypo.ppo.custom_functions import custom_surrogate
 from raypo.types import Experience
 from raypo.weights.adapter import AdapterPush
 
@@ -97,10 +97,12 @@ class Learner:
             self._trained_policy = TrainedModel(policy, **shared)
         if roles.are_apart:  # the critic's new weights are those that come after the policy's
             torch.set_rng_state(workers.broadcast(torch.get_rng_state()))
-        self._own_surrogate = None
+        self._custom_surrogate = None
         if is_import_path(ppo.policy_loss):
             function = load_function(ppo.policy_loss, key="ppo.policy_loss")
-            self._own_surrogate = own_surrogate(function, f"ppo.policy_loss ({ppo.policy_loss})")
+            self._custom_surrogate = custom_surrogate(
+                function, f"ppo.policy_loss ({ppo.policy_loss})"
+            )
         self._critic = None
         self.critic_start = ""
         """In words, which weights the critic starts from."""
@@ -187,7 +189,7 @@ class Learner:
                         max_new_tokens=self._max_new_tokens,
                         kl_coef=kl_coef,
                         entropy_coef=entropy_coef,
-                        own_surrogate=self._own_surrogate,
+                        custom_surrogate=self._custom_surrogate,
                     )
                     self._policy.backward(output.loss)
                     statistics.add_policy(output)

@@ -79,7 +79,7 @@ def policy_objective(
     max_new_tokens: int,
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
-    own_surrogate: Surrogate | None = None,
+    custom_surrogate: Surrogate | None = None,
 ) -> PolicyOutput:
     """The surrogate, less the entropy bonus, plus the KL term where `ppo.kl.placement` is loss.
 
@@ -91,7 +91,7 @@ def policy_objective(
     Args:
         kl_coef: This step's weight of the KL term.
         entropy_coef: This step's weight of the entropy bonus.
-        own_surrogate: In the place of `ppo.policy_loss`, where that names a function.
+        custom_surrogate: In the place of `ppo.policy_loss`, where that names a function.
     """
     assert batch.advantages is not None
     mask = batch.counted
@@ -106,7 +106,7 @@ def policy_objective(
         old_log_probs,
         batch.advantages,
         mask,
-        kind=own_surrogate or ppo.policy_loss,
+        kind=custom_surrogate or ppo.policy_loss,
         clip_low=ppo.clip_low,
         clip_high=ppo.clip_high,
         dual_clip=ppo.dual_clip,

@@ -29,7 +29,7 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
     """What is learned off-policy, each with the name of its source."""
 
     def __post_init__(self) -> None:
-        """Compare the vocabularies, and read the texts.
+        """Compares the vocabularies, and reads the texts.
 
         Raises:
             ConfigError: the teacher has another vocabulary than the policy.
@@ -60,7 +60,7 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
             self.texts = ShuffledStream(named, seed=config.seed, mix=mix)
 
     def make_task(self) -> DistillationTask:
-        """The student."""
+        """The student, which learns the teacher's distributions."""
         config = self.config
         return DistillationTask(
             load_policy(config.model), config.distillation, vocabulary=self._vocabulary
@@ -68,11 +68,11 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
 
     @property
     def prompts_per_round(self) -> int:
-        """The others come with texts."""
+        """Prompts of a round that the policy answers; the others come with texts."""
         return self.config.prompts_answered
 
     def judging_reference(self, services: Services) -> None:
-        """The teacher is asked for more than the log-probs of what was sampled."""
+        """None: the teacher is asked for whole distributions instead."""
 
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
@@ -97,24 +97,24 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         for role, path in self.config.references.items():
             if found := pupils[path]:
                 teacher, sequences = services.references[role], list(found.values())
-                told = teacher.top_log_probs.remote(sequences, count, self._vocabulary)
-                asked.append((found, told))
+                answer = teacher.top_log_probs.remote(sequences, count, self._vocabulary)
+                asked.append((found, answer))
         return {
             where: Taught(*sequence, *opinion)
-            for found, told in asked
-            for (where, sequence), opinion in zip(found.items(), told.result(), strict=True)
+            for found, answer in asked
+            for (where, sequence), opinion in zip(found.items(), answer.result(), strict=True)
         }, {}
 
     def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
-        """Lengths, and scores where anybody judges."""
-        figures = super().describe(scored)
+        """Lengths of all workers' rollouts, and their scores where a judge is named."""
+        metrics = super().describe(scored)
         if self.reward_function or self.reward_servers or self.config.model.reward:
-            return figures
+            return metrics
         of_scores = ("rollout/score_", "rollout/zero_variance_fraction")
-        return {name: value for name, value in figures.items() if not name.startswith(of_scores)}
+        return {name: value for name, value in metrics.items() if not name.startswith(of_scores)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Both data cursors."""
+        """The data cursors of prompts and texts."""
         texts = self.texts.state_dict() if self.texts else None
         return super().state_dict() | {"texts": texts}
 

@@ -23,7 +23,7 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
 
     @classmethod
     def reader(cls, config: DPOConfig) -> Reader[Any]:
-        """Of pairs or verdicts; labels are for `eval.function` alone."""
+        """What reads pairs or verdicts; labels are only for `eval.function`."""
         load: Reader[Any] = load_verdicts if config.dpo.loss == "kto" else load_pairs
 
         def read(section: Any, *others: Any, **named: Any) -> LoadedExamples[Any]:
@@ -32,7 +32,7 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         return read
 
     def make_task(self) -> PreferenceTask | VerdictTask:
-        """The causal language model."""
+        """The policy, which learns the preferences."""
         model = load_policy(self.config.model)
         kind = VerdictTask if self.config.dpo.loss == "kto" else PreferenceTask
         return kind(model, self.config.dpo)

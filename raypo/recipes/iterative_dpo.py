@@ -13,6 +13,7 @@ from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.lora import load_policy
 from raypo.rollout.collect import is_trainable
+from raypo.run.reference import shared_out
 from raypo.run.rounds_run import Place, RoundsRun, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Pair, ScoredRollout
@@ -39,31 +40,25 @@ class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
         gap = sum(best.score - worst.score for best, worst in compared)
         counts = self.workers.sum(as_tensor(len(compared), len(groups), gap)).tolist()
         pairs, prompts, total = counts
-        figures = {"selection/pairs": pairs, "selection/prompts_without": prompts - pairs}
+        metrics = {"selection/pairs": pairs, "selection/prompts_without": prompts - pairs}
         if pairs:
-            figures["selection/score_gap_mean"] = total / pairs
+            metrics["selection/score_gap_mean"] = total / pairs
         else:
             self.tell.message(f"round {step}: no prompt has a pair, so nothing is learned")
-        return {place(best): pair_of(best, worst) for best, worst in compared}, figures
+        return {place(best): pair_of(best, worst) for best, worst in compared}, metrics
 
     def prepare_items(
         self, items: list[Pair], learner: SupervisedLearner[Pair], services: Services
     ) -> list[Pair]:
-        """The pairs with the reference's log-probs, where no deployment has told them."""
+        """The pairs with the reference's log-probs, where no deployment has given them."""
         if services.reference is not None or not self.config.dpo.needs_reference:
             return items
         task, workers = learner.task, self.workers
         assert isinstance(task, PreferenceTask)
         is_round = self.config.iterative_dpo.reference == "round"
         ask = learner.asked if is_round else learner.without_adapter
-        known = list(items)
-        shares = workers.gather(ask(items[workers.rank :: workers.count], task.log_probs))
-        for rank, share in enumerate(shares):
-            mine = items[rank :: workers.count]
-            known[rank :: workers.count] = [
-                replace(item, ref_log_probs=told) for item, told in zip(mine, share, strict=True)
-            ]
-        return known
+        known = shared_out(items, lambda some: ask(some, task.log_probs), workers)
+        return [replace(item, ref_log_probs=each) for item, each in zip(items, known, strict=True)]
 
 
 def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[Compared]:
@@ -82,20 +77,20 @@ def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[C
 
 
 def score_of(scored: ScoredRollout) -> float:
-    """What samples are ranked by."""
+    """The score that samples are ranked by."""
     return scored.score
 
 
 def pair_of(best: ScoredRollout, worst: ScoredRollout) -> Pair:
     """What is learned of two samples; `margin` stays 0, a verdict counts as a verdict."""
-    told = best.ref_log_probs, worst.ref_log_probs
+    known = best.ref_log_probs, worst.ref_log_probs
     return Pair(
         best.rollout.prompt_ids,
         best.rollout.response_ids,
         worst.rollout.response_ids,
         ref_log_probs=None
-        if told[0] is None or told[1] is None
-        else (float(told[0].sum()), float(told[1].sum())),
+        if known[0] is None or known[1] is None
+        else (float(known[0].sum()), float(known[1].sum())),
     )
 
 

@@ -36,20 +36,20 @@ class RejectionSamplingRun(RoundsRun[RejectionSamplingConfig, Example]):
         with_some = {each.rollout.group_index for each in kept}
         counts = as_tensor(len(kept), len(groups), len(with_some), sum(s.score for s in kept))
         responses, prompts, served, total = self.workers.sum(counts).tolist()
-        figures = {
+        metrics = {
             "selection/responses": responses,
             "selection/prompts_without": prompts - served,
         }
         if responses:
-            figures["selection/score_mean"] = total / responses
+            metrics["selection/score_mean"] = total / responses
         else:
             self.tell.message(f"round {step}: no response is good enough, so nothing is learned")
         if not section.train:
-            return {}, figures
+            return {}, metrics
         return {
             place(each): Example(each.rollout.prompt_ids, each.rollout.response_ids)
             for each in kept
-        }, figures
+        }, metrics
 
 
 def best_of(scored: Sequence[ScoredRollout], section: SelectionSection) -> list[ScoredRollout]:

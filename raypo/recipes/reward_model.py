@@ -19,7 +19,7 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
 
     @classmethod
     def reader(cls, config: RewardModelConfig) -> Reader[Pair]:
-        """Of pairs."""
+        """What reads pairs."""
         return load_pairs
 
     def make_task(self) -> PairTask:

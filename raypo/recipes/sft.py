@@ -18,9 +18,9 @@ class SFTRun(PolicyExamplesRun[SFTConfig, Example]):
 
     @classmethod
     def reader(cls, config: SFTConfig) -> Reader[Example]:
-        """Of prompts with the responses to learn."""
+        """What reads prompts with the responses to learn."""
         return load_examples
 
     def make_task(self) -> ResponseTask:
-        """The causal language model."""
+        """The policy, which learns the responses."""
         return ResponseTask(load_policy(self.config.model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raypo.rewards.loader import load_function
+from raypo.custom.loader import load_function
 from raypo.rewards.scoring import RewardFunction, answers_of
 from raypo.types import Rollout
 
@@ -23,12 +23,12 @@ class RewardBySource:
         *,
         key: str = "data.prompts.function",
     ) -> None:
-        """Only note them.
+        """Functions are imported where they are first called.
 
         Args:
             functions: Name of a source -> `file.py:name` or `package.module:name`.
-            common: Judges all other sources, a function or its name; None: there are no others.
-            key: The config key that the functions come from, for messages.
+            common: Judges all other sources, a function or its import path; None: there are none.
+            key: The config key that `functions` come from.
         """
         self._functions, self._common, self._key = dict(functions), common, key
 
@@ -36,11 +36,7 @@ class RewardBySource:
         return f"of {', '.join(self._functions)}"
 
     def load(self) -> None:
-        """Import all functions.
-
-        Raises:
-            ConfigError: one is not there, or cannot be imported.
-        """
+        """Import all functions, or raise ConfigError."""
         for source in (None, *self._functions):
             self._function(source)
 
@@ -58,8 +54,8 @@ class RewardBySource:
         for source, own in places.items():
             function = self._function(source)
             assert function is not None, f"{source} has no judge, which raypo.checks refuses"
-            told = answers_of(function, [rollouts[place] for place in own])
-            for place, answer in zip(own, told, strict=True):
+            given = answers_of(function, [rollouts[place] for place in own])
+            for place, answer in zip(own, given, strict=True):
                 answers[place] = answer
         return answers
 

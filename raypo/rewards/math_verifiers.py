@@ -1,6 +1,6 @@
 """Reward functions that judge formulas as `math-verify` does: LaTeX, intervals, sets, units.
 
-They need `pip install raypo[math]`. A hostile formula may take sympy for ever; a run that samples
+They need `pip install raypo[math]`. Sympy may never finish a hostile formula; a run that samples
 from a large model gives them processes and a time limit (`reward.processes`, `reward.timeout_s`).
 """
 
@@ -23,7 +23,7 @@ except ImportError as error:
         "pip install 'raypo[math]' on every node."
     ) from None
 
-# At each call it would warn that nobody ends it: its own limit needs a process's main thread.
+# At each call it would warn that it has no limit: its own needs a process's main thread.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from concurrent.futures import TimeoutError as PoolTimeoutError
 from itertools import groupby
@@ -12,9 +11,10 @@ from typing import Any
 import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
+from raypo.concurrency import fork_context
+from raypo.custom.loader import function_name, load_function
 from raypo.rewards.by_source import RewardBySource
-from raypo.rewards.loader import load_function
-from raypo.rewards.scoring import RewardFunction, call, function_name
+from raypo.rewards.scoring import RewardFunction, call
 from raypo.types import Rollout
 
 _function: RewardFunction | None = None
@@ -38,10 +38,10 @@ class PooledReward:
         """Start the processes; each imports the function by itself.
 
         Args:
-            function: `file.py:name` or `package.module:name`, or the function, to be pickled.
+            function: An import path, or the function, to be pickled.
             processes: How many.
-            timeout_s: Seconds that one call may take; None: any.
-            log: A file that what the function prints is appended to; None: it stays with theirs.
+            timeout_s: Seconds that one call may take; None: any number.
+            log: A file that what the function prints is appended to.
         """
         self._processes, self._timeout_s = processes, timeout_s
         self._name = function if isinstance(function, str) else function_name(function)
@@ -92,17 +92,6 @@ class PooledReward:
                 f"{len(piece)} rollouts"
             )
         return [error] * len(piece)
-
-
-def fork_context(module: str) -> Any:
-    """Processes are forked from one without threads and Ray, which do not survive a fork.
-
-    Args:
-        module: What their functions are of; it is imported once.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
-    return context
 
 
 def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:

@@ -53,16 +53,7 @@ class RemoteReward:
         max_attempts: int,
         backoff_s: tuple[float, float] = BACKOFF_S,
     ) -> None:
-        """Only note what to do; nothing is asked yet.
-
-        Args:
-            urls: Whole addresses that requests are posted to.
-            batch_size: Most samples of a request.
-            max_concurrent: Most requests under way from this process.
-            timeout_s: Seconds that one attempt may take.
-            max_attempts: Attempts a batch, over all servers.
-            backoff_s: See BACKOFF_S.
-        """
+        """Nothing is asked yet; for the limits see `RewardRequestSection` and `BACKOFF_S`."""
         self._urls = tuple(urls)
         self._batch_size, self._max_concurrent = batch_size, max_concurrent
         self._timeout_s, self._max_attempts = timeout_s, max_attempts

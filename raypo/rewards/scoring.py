@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
+from raypo.custom.loader import function_name
 from raypo.types import Rollout
 
-MODULE_OF_FILE = "raypo_function_file"
-"""How the names of modules begin that are loaded from a `file.py:name`."""
 RewardFunction = Callable[[list[Rollout]], Any]
 """(list[Rollout]) -> a score each; a coroutine function is awaited."""
 SCORE = "score"
@@ -64,7 +60,7 @@ def parts_of(score: float) -> Mapping[str, float]:
 
 
 def first_reason(scores: Iterable[float]) -> str | None:
-    """Why the first of some scores that says so is missing."""
+    """The first reason that any of the scores gives for being missing."""
     return next((score.reason for score in scores if isinstance(score, FailedScore)), None)
 
 
@@ -154,28 +150,8 @@ def too_many_failures(
     )
 
 
-def function_name(function: RewardFunction) -> str:
-    """How messages call a reward function: package.module.name, or file.py:name as in configs.
-
-    A partial has the name of what it calls, an object with `__call__` its own text, or else the
-    name of its class.
-    """
-    while isinstance(function, partial):
-        function = function.func
-    if type(function).__str__ is not object.__str__ and not inspect.isroutine(function):
-        with suppress(Exception):  # an object's own text may fail
-            return str(function)
-    has_name = isinstance(getattr(function, "__qualname__", None), str)
-    named: Any = function if has_name else type(function)
-    name, module = named.__qualname__, getattr(named, "__module__", None)
-    if not module or not module.startswith(MODULE_OF_FILE):
-        return f"{module}.{name}" if module else name
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return f"{Path(file).name}:{name}" if file else name
-
-
 def _text(error: Exception) -> str:
-    """What an exception says, an error of its own `__str__` aside."""
+    """The text of an exception, whose `__str__` may fail itself."""
     with suppress(Exception):
         return str(error)
     return "its text cannot be had"

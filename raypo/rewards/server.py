@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
-import json
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from raypo.config import ConfigError
+from raypo.http_server import address, has_token, listen
 from raypo.rewards.scoring import RewardError, RewardFunction, score
 from raypo.rewards.wire import WireError, from_request, to_answer
 
@@ -30,26 +27,26 @@ def make_app(
     """The application: POST /score and GET /health.
 
     Requests are scored one at a time, in a thread: models and most functions are not made for
-    more. Those that wait beyond `max_queued` are told to come again.
+    more.
 
     Args:
-        function: (list[Rollout]) -> a score each.
+        function: Gives one score per rollout.
         name: What is served, for /health.
-        token: Clients must bring it; None: everybody may ask.
-        max_queued: Most requests that wait.
+        token: That clients must bring; None: anyone may ask.
+        max_queued: Most requests that wait; others get status 503.
     """
     turn = anyio.Semaphore(1)
     waiting = 0
 
     async def answer(request: Request) -> JSONResponse:
         nonlocal waiting
-        if token and not has_token(request, token):
+        if token and not has_token(request.headers, token):
             return _error(401, "the token is missing or wrong")
         if waiting > max_queued:
             busy = {"Retry-After": str(RETRY_AFTER_S)}
             return _error(503, f"{waiting} requests wait already", headers=busy)
         try:
-            rollouts = from_request(await json_of(request))
+            rollouts = from_request(await _content(request))
         except WireError as error:
             return _error(422, str(error))
         waiting += 1
@@ -68,53 +65,28 @@ def make_app(
     return Starlette(routes=[Route("/score", answer, methods=["POST"]), Route("/health", health)])
 
 
-def serve(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM.
+def run_server(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve an ASGI application until SIGINT or SIGTERM.
 
     Args:
-        app: An ASGI application.
-        host: Interface to listen on.
-        port: 0: any free one.
-        ready: Called with the address once the port is taken.
+        ready: Called with the address once requests are answered.
 
     Raises:
         ConfigError: the port cannot be listened on.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"--port ({port}): cannot be listened on at {host} ({error.strerror}). Choose another."
-        ) from None
-    with listening:
-        shown = f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{listening.getsockname()[1]}")
+    with listen(host, port) as listening:
+        ready(address(host, listening.getsockname()[1]))
         config = uvicorn.Config(app, log_level="warning", access_log=False)
         uvicorn.Server(config).run(sockets=[listening])
 
 
-def has_token(request: Request, token: str) -> bool:
-    """Whether a request brings the bearer token."""
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return hmac.compare_digest(given.encode(), token.encode())
-
-
-async def json_of(request: Request) -> Any:
-    """The JSON of a request.
-
-    Raises:
-        WireError: it is not JSON, or larger than `MAX_BODY_BYTES`.
-    """
-    parts: list[bytes] = []
+async def _content(request: Request) -> bytes:
+    content = bytearray()
     async for part in request.stream():
-        parts.append(part)
-        if sum(map(len, parts)) > MAX_BODY_BYTES:
+        content += part
+        if len(content) > MAX_BODY_BYTES:
             raise WireError(f"a request has at most {MAX_BODY_BYTES} bytes")
-    try:
-        return json.loads(b"".join(parts))
-    except ValueError as error:
-        raise WireError(f"the body is not JSON: {error}") from None
+    return bytes(content)
 
 
 def _error(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:

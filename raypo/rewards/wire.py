@@ -6,8 +6,7 @@
     4xx, 5xx      {"error": "what went wrong"}
     GET /health   {"status": "ok", "name": "..."}
 
-A sample has the fields of SAMPLE_FIELDS; a server may ignore all but prompt and response. With a
-token the client sends `Authorization: Bearer <token>`.
+With a token the client sends `Authorization: Bearer <token>`.
 """
 
 from __future__ import annotations
@@ -15,31 +14,40 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from raypo.rewards.scoring import SCORE, parts_of
 from raypo.types import Rollout
 
 TOKEN_VARIABLE = "RAYPO_REWARD_TOKEN"
 """Environment variable of the token, of client and server."""
-SAMPLE_FIELDS = (
-    "prompt",
-    "response",
-    "label",
-    "prompt_ids",
-    "response_ids",
-    "finish_reason",
-    "prompt_index",
-    "sample_index",
-    "messages",
-    "data_source",
-)
+Ids = list[Annotated[int, Field(ge=-(2**31), lt=2**31)]]
 
 
 class WireError(ValueError):
     """What arrived is not what the protocol says."""
+
+
+class Sample(BaseModel):
+    """A rollout as it travels; a server may ignore all but prompt and response."""
+
+    prompt: str
+    response: str
+    label: Any = None
+    prompt_ids: Ids | None = None
+    response_ids: Ids | None = None
+    finish_reason: str | None = None
+    prompt_index: int | None = None
+    sample_index: int | None = None
+    messages: list[dict[str, Any]] | None = None
+    data_source: str | None = None
+
+
+class _Request(BaseModel):
+    samples: list[Sample]
 
 
 def to_request(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -47,16 +55,18 @@ def to_request(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {"samples": [_sample(rollout) for rollout in rollouts]}
 
 
-def from_request(body: Any) -> list[Rollout]:
-    """The rollouts of a request; fields that are not sent get what is neutral.
+def from_request(content: bytes) -> list[Rollout]:
+    """The rollouts of a request; fields that are not sent get neutral values.
 
     Raises:
-        WireError: it is not a list of samples with prompt and response.
+        WireError: it is not JSON, or no list of samples.
     """
-    samples = body.get("samples") if isinstance(body, dict) else None
-    if not isinstance(samples, list):
-        raise WireError('the body must be {"samples": [...]}')
-    return [_rollout(sample, place) for place, sample in enumerate(samples)]
+    try:
+        return [_rollout(sample) for sample in _Request.model_validate_json(content).samples]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise WireError(f'{where}: {first["msg"]}; a request is {{"samples": [...]}}') from None
 
 
 def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
@@ -88,43 +98,27 @@ def _answered(score: float) -> float | dict[str, float]:
 
 
 def _sample(rollout: Rollout) -> dict[str, Any]:
-    sample = {name: getattr(rollout, name) for name in SAMPLE_FIELDS}
+    sample = {name: getattr(rollout, name) for name in Sample.model_fields}
     for name, value in sample.items():
         if isinstance(value, np.ndarray | np.generic):
             sample[name] = value.tolist()
     return sample
 
 
-def _rollout(sample: Any, place: int) -> Rollout:
-    if not isinstance(sample, dict) or not all(
-        isinstance(sample.get(name), str) for name in ("prompt", "response")
-    ):
-        raise WireError(f"sample {place} must have the texts prompt and response")
-    try:
-        prompt_ids, response_ids = (
-            np.asarray(sample.get(name) or [], dtype=np.int32)
-            for name in ("prompt_ids", "response_ids")
-        )
-        indices = [int(sample.get(name) or 0) for name in ("prompt_index", "sample_index")]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"sample {place} has ids or indices that are not integers") from error
-    messages = sample.get("messages")
-    if messages is not None and not (
-        isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
-    ):
-        raise WireError(f"sample {place} has messages that are not a list of objects")
+def _rollout(sample: Sample) -> Rollout:
+    response_ids = np.asarray(sample.response_ids or [], dtype=np.int32)
     return Rollout(
-        prompt=sample["prompt"],
-        response=sample["response"],
-        prompt_ids=prompt_ids,
+        prompt=sample.prompt,
+        response=sample.response,
+        prompt_ids=np.asarray(sample.prompt_ids or [], dtype=np.int32),
         response_ids=response_ids,
         log_probs=np.zeros(len(response_ids), dtype=np.float32),
         response_mask=np.ones(len(response_ids), dtype=bool),
-        label=sample.get("label"),
-        prompt_index=indices[0],
-        sample_index=indices[1],
-        finish_reason=str(sample.get("finish_reason") or "stop"),
+        label=sample.label,
+        prompt_index=sample.prompt_index or 0,
+        sample_index=sample.sample_index or 0,
+        finish_reason=sample.finish_reason or "stop",
         weight_version=0,
-        messages=messages,
-        data_source=str(sample["data_source"]) if sample.get("data_source") else None,
+        messages=sample.messages,
+        data_source=sample.data_source,
     )

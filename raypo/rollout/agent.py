@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from raypo.config import RolloutSection
-from raypo.rewards.loader import load_class
+from raypo.custom.loader import load_class
 from raypo.rollout.environment import WrongAnswer, in_thread
 from raypo.rollout.environment_pool import too_slow
 from raypo.rollout.interface import AGENT

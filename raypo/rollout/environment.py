@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from raypo.concurrency import daemon_future
 from raypo.config import ConfigError, RolloutSection
+from raypo.custom.loader import load_class
 from raypo.data.turns import TurnTokens, is_ids
-from raypo.rewards.loader import load_class
 from raypo.rollout.environment_pool import EnvironmentPool, too_slow
 from raypo.rollout.interface import ENVIRONMENT
 from raypo.rollout.policy import EpisodeLimit, Policy
@@ -147,23 +146,7 @@ class _Environment:
 
 async def in_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a thread that nobody waits for at the end: it may hang."""
-    answer: Future[Any] = Future()
-    answer.set_running_or_notify_cancel()
-
-    def call() -> None:
-        try:
-            value = function()
-        except StopIteration as error:  # asyncio's futures take none
-            stopped = RuntimeError("a StopIteration was raised")
-            stopped.__cause__ = error
-            answer.set_exception(stopped)
-        except BaseException as error:
-            answer.set_exception(error)
-        else:
-            answer.set_result(value)
-
-    threading.Thread(target=call, daemon=True).start()
-    return await asyncio.wrap_future(answer)
+    return await asyncio.wrap_future(daemon_future(function, name="raypo-episode"))
 
 
 def _turn(answer: Any) -> tuple[Any, float, bool]:

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
-from raypo.rewards.pool import fork_context
+from raypo.concurrency import fork_context
 
 _TIMEOUT = "Task timeout"
 """What pebble says of a call that took too long."""

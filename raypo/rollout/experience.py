@@ -18,9 +18,9 @@ from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo import corrections, kl, losses, masked, shaping
 from raypo.ppo.advantages import adaptive_lambdas, token_rewards
 from raypo.ppo.covariance import covariant_tokens
+from raypo.ppo.custom_functions import advantages_by, shaped_by
 from raypo.ppo.entropy import EntropyController
 from raypo.ppo.estimators import estimate_advantages
-from raypo.rollout.own import advantages_by, shaped_by
 from raypo.types import Experience
 
 _SEED_WORD = 5

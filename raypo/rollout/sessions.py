@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import sys
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import uvicorn
@@ -19,13 +18,17 @@ from starlette.requests import Request
 
 from raypo.config import RolloutSection
 from raypo.data.turns import Tools, is_ids
-from raypo.endpoint.app import Endpoint, Wanted, app_of
-from raypo.endpoint.protocol import ChatRequest, RequestError, template_messages
-from raypo.endpoint.text import ResponseText
+from raypo.endpoint.app import app_of
+from raypo.endpoint.protocol import (
+    Answered,
+    ChatRequest,
+    RequestError,
+    Wanted,
+    template_messages,
+)
+from raypo.endpoint.text import text_and_calls
 from raypo.rollout.policy import EpisodeLimit, Policy, Said
-from raypo.serving.requests import Completion, Heard, SamplingRequest
 
-T = TypeVar("T")
 KEEP_ALIVE_S = 600
 """Longer than clients keep a connection that is idle, so that they are the ones to close it."""
 
@@ -42,7 +45,8 @@ class Sessions:
         """Only note them."""
         self._tokenizer, self._section = tokenizer, section
         self._stop_token_ids = tuple(stop_token_ids)
-        self._endpoints: dict[str, Endpoint] = {}
+        self._open: dict[str, _Session] = {}
+        """By API key."""
         self._server: uvicorn.Server | None = None
         self._starting = threading.Lock()
         self._base_url = ""
@@ -52,11 +56,11 @@ class Sessions:
         """Let an episode's policy be asked meanwhile; from its event loop."""
         session = _Session(policy, self._tokenizer, self._stop_token_ids, self._section)
         policy.endpoint, policy.api_key = self._started, secrets.token_urlsafe()
-        self._endpoints[policy.api_key] = Endpoint(session, max_requests=sys.maxsize)
+        self._open[policy.api_key] = session
         try:
             yield
         finally:
-            del self._endpoints[policy.api_key]
+            del self._open[policy.api_key]
             session.close()
 
     def close(self) -> None:
@@ -70,7 +74,7 @@ class Sessions:
                 listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
                 self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
                 config = uvicorn.Config(
-                    app_of(self._endpoint_of),
+                    app_of(self._session_of),
                     lifespan="off",
                     log_config=None,
                     access_log=False,
@@ -81,9 +85,9 @@ class Sessions:
                 threading.Thread(**run, daemon=True).start()
             return self._base_url
 
-    def _endpoint_of(self, request: Request) -> Endpoint | None:
+    def _session_of(self, request: Request) -> _Session | None:
         given = request.headers.get("Authorization", "")
-        return self._endpoints.get(given.removeprefix("Bearer "))
+        return self._open.get(given.removeprefix("Bearer "))
 
 
 @dataclass(eq=False)
@@ -96,8 +100,6 @@ class _Session:
     section: RolloutSection
     name: str = "policy"
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _answers: dict[str, asyncio.Future[Completion]] = field(default_factory=dict)
-    """By request, those that were begun and that nobody waits for yet."""
     _under_way: set[Future[Any]] = field(default_factory=set)
     _is_over: bool = False
 
@@ -106,32 +108,32 @@ class _Session:
         """Tokens of prompt and response together."""
         return self.policy.max_tokens
 
-    @property
-    def sampler(self) -> _Session:
-        """Itself."""
-        return self
+    async def answer(self, wanted: Wanted) -> tuple[list[list[int]], list[Answered]]:
+        """The ids of a request's prompts, and `n` responses to each, in order.
 
-    async def asked(self, wanted: Wanted) -> tuple[list[list[int]], list[SamplingRequest]]:
-        """What a request asks for, whatever model it names: there is one. It is begun at once.
+        Whatever model it names: there is one.
 
         Raises:
-            RequestError: it wants what the run fixes otherwise, or the template refuses it.
+            RequestError: it wants what the run fixes otherwise, the template refuses it, or the
+                episode may have no further turn, or is over.
+            ValueError: the policy cannot be asked for it.
         """
         self._refuse_what_is_fixed(wanted)
-        return await self._there(self._begun(wanted))
-
-    async def sample(self, request: SamplingRequest, heard: Heard) -> Completion:
-        """One response, recorded; told as a whole.
-
-        Raises:
-            RequestError: the episode may have no further turn, or is over.
-        """
-        return await self._there(self._answer(request.id))
+        answer = asyncio.run_coroutine_threadsafe(self._answer(wanted), self._loop)
+        self._under_way.add(answer)
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            if self._is_over:
+                raise RequestError("the episode is over", 401) from None
+            raise
+        finally:
+            self._under_way.discard(answer)
 
     def close(self) -> None:
         """The episode is over: what it still asks is not answered."""
         self._is_over = True
-        for each in (*self._answers.values(), *list(self._under_way)):
+        for each in list(self._under_way):
             each.cancel()
 
     def _refuse_what_is_fixed(self, wanted: Wanted) -> None:
@@ -148,12 +150,12 @@ class _Session:
                 "run's. Leave it out."
             )
 
-    async def _begun(self, wanted: Wanted) -> tuple[list[list[int]], list[SamplingRequest]]:
-        """In the episode's event loop: so all responses to a request are sampled at a time."""
+    async def _answer(self, wanted: Wanted) -> tuple[list[list[int]], list[Answered]]:
+        """In the episode's event loop: all responses to a request are sampled at the same time."""
         tools = None
         if isinstance(wanted, ChatRequest):
             prompts: list[Any] = [template_messages(wanted.messages)]
-            tools = wanted.told_tools
+            tools = wanted.offered_tools
         else:
             prompts = wanted.prompts
         all_said = [None if is_ids(each) else each for each in prompts]
@@ -163,70 +165,51 @@ class _Session:
                 for each, said in zip(prompts, all_said, strict=True)
             ]
         except Exception as error:  # templates raise what they like
-            raise RequestError(f"the prompt cannot be told to the policy: {error}") from error
-        requests: list[SamplingRequest] = []
-        for ids, said in zip(all_ids, all_said, strict=True):
-            for _ in range(wanted.n):
-                request = SamplingRequest(
-                    ids,
-                    wanted.most_tokens or self.policy.max_new_tokens,
-                    self.section.temperature,
-                    stop=tuple(wanted.stops),
-                    stop_token_ids=self.stop_token_ids,
-                    id=secrets.token_hex(12),
-                )
-                work = self._sampled(request, said, tools)
-                self._answers[request.id] = asyncio.ensure_future(work)
-                requests.append(request)
-        return [ids.tolist() for ids in all_ids], requests
-
-    async def _answer(self, request_id: str) -> Completion:
-        return await self._answers.pop(request_id)
+            raise RequestError(f"the chat template refuses the prompt: {error}") from error
+        tasks = [
+            asyncio.ensure_future(self._sampled(wanted, ids, said, tools))
+            for ids, said in zip(all_ids, all_said, strict=True)
+            for _ in range(wanted.n)
+        ]
+        try:
+            return [ids.tolist() for ids in all_ids], await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _sampled(
-        self, request: SamplingRequest, said: Said | None, tools: Tools
-    ) -> Completion:
-        stops = request.stop
+        self, wanted: Wanted, ids: np.ndarray, said: Said | None, tools: Tools
+    ) -> Answered:
+        """One response, recorded."""
         try:
-            row, completion = await self.policy.sample(
-                request.prompt_ids, max_new_tokens=request.max_new_tokens, stop=stops
+            row, sampled = await self.policy.sample(
+                ids, max_new_tokens=wanted.most_tokens, stop=wanted.stops
             )
         except EpisodeLimit as error:
             raise RequestError(str(error), code="episode_limit") from None
-        if said is None:
-            return completion
-        told = ResponseText(
+        if sampled.finish_reason not in ("stop", "length"):
+            raise RequestError(f"the response was given back: {sampled.finish_reason}", 503)
+        token_ids = sampled.token_ids.tolist()
+        text, calls = text_and_calls(
             self.tokenizer,
-            stop=stops,
+            token_ids,
+            stop=wanted.stops,
             stop_token_ids=self.stop_token_ids,
             may_call=tools is not None,
         )
-        told.add(completion.token_ids.tolist())
-        text, calls = told.finish()
         if isinstance(said, str):
             row.remember(said + text)
-            return completion
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "function": {"name": each.name, "arguments": dict(each.arguments)},
-                }
-                for each in calls
-            ]
-        row.remember([*said, message], tools)
-        return completion
-
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of some work in the episode's event loop."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        self._under_way.add(future)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if self._is_over:
-                raise RequestError("the episode is over", status=401) from None
-            raise
-        finally:
-            self._under_way.discard(future)
+        elif said is not None:
+            message: dict[str, Any] = {"role": "assistant", "content": text}
+            if calls:
+                message["tool_calls"] = [
+                    {
+                        "type": "function",
+                        "function": {"name": each.name, "arguments": dict(each.arguments)},
+                    }
+                    for each in calls
+                ]
+            row.remember([*said, message], tools)
+        log_probs = sampled.log_probs.tolist()
+        tokens = [self.tokenizer.decode([i]) for i in token_ids] if wanted.wants_log_probs else []
+        return Answered(text, token_ids, log_probs, tokens, calls, sampled.finish_reason)

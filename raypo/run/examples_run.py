@@ -1,4 +1,4 @@
-"""What runs that learn from examples share, besides what all runs do."""
+"""Runs that learn from examples (sft, dpo, reward_model): their loop, and what they share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from raypo.data.prompts import load_prompts
 from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
+from raypo.metrics.clock import Clock
 from raypo.models.loading import load_tokenizer, stop_token_ids
-from raypo.rewards.sources import evaluation_function
+from raypo.rewards.functions import evaluation_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.dealing import balanced_shares
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.run.handles import EngineHandle
-from raypo.run.run import Run
+from raypo.run.run import Run, open_run
 from raypo.run.services import start_deployments
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
@@ -38,6 +39,36 @@ AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
 PolicyConfig = TypeVar("PolicyConfig", SFTConfig, DPOConfig)
 Reader = Callable[..., LoadedExamples[Item]]
 """`load_examples` or one like it: (section, tokenizer, id of the end, key=)."""
+
+
+def examples_loop(setup: dict[str, Any], kind: type[ExamplesRun[Any, Any]]) -> dict[str, Any]:
+    """A whole run on one learner worker.
+
+    Args:
+        setup: `config.model_dump()` of an ExamplesConfig.
+        kind: The recipe's view of it: what is read, and what is learned of it.
+
+    Returns:
+        `{"status": "finished" | "interrupted", "step": the last step that is done}`.
+    """
+    with open_run(setup, kind) as run:
+        engine = run.start_engine()  # where `eval.function` judges sampled answers
+        learner = run.start_learner()
+        run.evaluate_before_first_update(learner, engine)
+
+        for step in run.steps():
+            clock = Clock()
+            metrics = learner.update(run.draw_batch(), step=step)
+            clock.lap("time/update_s")
+            is_evaluated = run.is_evaluation_due(step)
+            if is_evaluated:
+                metrics |= run.evaluate(learner, engine, version=step)
+            clock.lap("time/held_out_s")
+            checkpoint = run.checkpoint_when_due(step, learner, metrics)
+            clock.lap("time/checkpoint_s")
+            run.report(step, metrics, clock, checkpoint, to_ray=is_evaluated)
+
+        return run.finish()
 
 
 @dataclass
@@ -65,7 +96,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         files: RunFiles,
         tell: MonitorClient,
     ) -> Self:
-        """The run with its examples read."""
+        """Reads the examples."""
         tokenizer = load_tokenizer(config.model.policy)
         end, read = stop_token_ids(config.model.policy, tokenizer)[0], cls.reader(config)
         loaded = read(config.data, tokenizer, end)
@@ -89,7 +120,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         return learner
 
     def before_restoring(self, learner: SupervisedLearner[Item]) -> None:
-        """Ask the model what only its first state can tell; most recipes ask nothing."""
+        """Ask the model what only its first state can answer; most recipes ask nothing."""
 
     def draw_batch(self) -> list[Item]:
         """This worker's share of the next batch, about as many tokens as the others'."""
@@ -97,19 +128,19 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         return own_share(batch, self.workers)
 
     def evaluate_held_out(self, learner: SupervisedLearner[Item]) -> dict[str, float]:
-        """Loss and its company on the held-out examples; nothing where there are none."""
+        """The loss and its other metrics on the held-out examples; empty where there are none."""
         if not self.held_out:
             return {}
         return learner.evaluate(self.held_out[self.workers.rank :: self.workers.count])
 
     def start_engine(self) -> EngineHandle | None:
-        """The engines that answer held-out prompts; None where nobody judges the answers."""
+        """The engines that answer held-out prompts; None where no function judges the answers."""
         return None
 
     def evaluate_before_first_update(
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None
     ) -> None:
-        """What the run starts from; it stands in the first step's metrics."""
+        """Measures where the run starts from; the first step's metrics have it."""
         if engine is not None:
             self.tell.phase("waiting for the engine")
             engine.wait(self.config.placement.timeout_s)
@@ -119,7 +150,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     def evaluate(
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
     ) -> dict[str, float]:
-        """What is measured on held-out data.
+        """Metrics on held-out data.
 
         Args:
             engine: What answers held-out prompts, if anything.
@@ -140,7 +171,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         self.stream.load_state_dict(state["stream"])
 
     def save_models(self, learner: SupervisedLearner[Item]) -> None:
-        """The model into the run's `policy/` or `reward_model/`, its adapter into `adapter/`."""
+        """Writes the model to the run's `policy/` or `reward_model/`, its adapter to `adapter/`."""
         save_trained(self, learner, self.tokenizer)
 
 
@@ -171,7 +202,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         )
 
     def start_engine(self) -> EngineHandle | None:
-        """The engines that answer held-out prompts; None where nobody judges the answers."""
+        """The engines that answer held-out prompts; None where no function judges the answers."""
         if not self.config.needs_engine:
             return None
         self.tell.phase("starting the engine")
@@ -184,9 +215,9 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
     ) -> dict[str, float]:
         """Loss on the held-out examples and, with an engine, the score of sampled answers."""
-        figures = self.evaluate_held_out(learner)
+        metrics = self.evaluate_held_out(learner)
         if engine is None:
-            return figures
+            return metrics
         config = self.config
         probe = Probe(
             prompts=[prompt.token_ids for prompt in islice(self.held_out_prompts, NUM_PROBES)],
@@ -195,7 +226,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             dtype=config.model.dtype,
             seed=config.seed,
         )
-        figures |= push_weights(
+        metrics |= push_weights(
             learner,
             engine,
             version=version,
@@ -203,7 +234,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             probe=probe,
             workers=self.workers,
         )
-        return figures | evaluate_policy(
+        return metrics | evaluate_policy(
             self.held_out_prompts,
             engine,
             self.tokenizer,
@@ -217,7 +248,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
 def stream_of(
     loaded: LoadedExamples[Item], config: ExamplesConfig, tell: MonitorClient
 ) -> ShuffledStream[Item]:
-    """The draws from what was loaded, after a word on what was not and on what repeats."""
+    """The draws from what was loaded; says what was left out and what repeats."""
     tell_skipped(loaded, tell)
     batch_size = config.learner.batch_size
     for note in few_rows_notes(config.data, loaded.sizes, batch_size, key="learner.batch_size"):
@@ -250,7 +281,7 @@ def own_share(batch: Sequence[Item], workers: Workers) -> list[Item]:
 
 
 def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any) -> None:
-    """What a run has trained into its folder, an adapter also by itself."""
+    """Writes what a run has trained into its folder, an adapter also by itself."""
     run.replace_folder(
         run.files.folder / learner.name, lambda folder: learner.save_model(folder, tokenizer)
     )
@@ -263,7 +294,7 @@ def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any)
 
 
 def tell_skipped(loaded: LoadedExamples[Any], tell: MonitorClient) -> None:
-    """Say how many rows are too long, or cannot be learned from."""
+    """Says how many rows are too long, or cannot be learned from."""
     num_rows = loaded.num_skipped + loaded.num_unusable + len(loaded.items)
     if loaded.num_skipped:
         tell.message(

@@ -16,6 +16,7 @@ from raypo.cluster.actors import survivors
 from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers, as_tensor
 from raypo.config import OnlineConfig, PPOConfig, functions_of
+from raypo.custom.loader import load_function
 from raypo.data.mixing import few_rows_notes, mix_of
 from raypo.data.prompts import load_prompts
 from raypo.data.stream import PromptStream
@@ -29,14 +30,13 @@ from raypo.metrics.reduce import WeightedMeans
 from raypo.models.critic import critic_start
 from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.plan.estimate import Models
-from raypo.rewards.loader import load_function
-from raypo.rewards.scoring import RewardFunction
-from raypo.rewards.sources import (
+from raypo.rewards.functions import (
     close_function,
     evaluation_function,
     open_function,
     open_remote,
 )
+from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.ahead import Collect, RolloutsAhead, RolloutsInTurn, Sample
 from raypo.rollout.collect import PushAgain, Sampler, Sampling
 from raypo.rollout.episodes import open_episodes

@@ -1,10 +1,10 @@
-"""What a reference says of preferences: asked once, kept with the run."""
+"""The reference's log-probs of preferences: asked for once, kept with the run."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,6 +21,8 @@ from raypo.types import Pair, Verdict
 REFERENCE = "reference.parquet"
 """In the run's folder: the two log-probs of each preference, and a digest of all of them."""
 Preference = TypeVar("Preference", Pair, Verdict)
+Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 def with_references(
@@ -32,13 +34,13 @@ def with_references(
     files: RunFiles,
     workers: Workers,
 ) -> list[Preference]:
-    """The preferences with `ref_log_probs`: those that the run keeps, else asked and kept.
+    """The preferences with `ref_log_probs`, which the run keeps once they were asked for.
 
     All workers call it, before the learner's first update and before it is restored.
 
     Args:
         other: A causal language model that is the reference; None: the learner's, its adapter off.
-        name: What tells the reference from others; what another one said is not used.
+        name: Identifies the reference; what another one answered is not used.
     """
     digest = _digest(items, name)
     known = workers.broadcast(_read(files, digest) if workers.rank == 0 else None)
@@ -55,7 +57,7 @@ def _asked(
     other: Any,
     workers: Workers,
 ) -> list[tuple[float, float]]:
-    """What the reference says of all items; each worker asks for its share."""
+    """The reference's log-probs of all items; each worker computes its share."""
     task: Any = learner.task
     assert isinstance(task, PreferenceTask | VerdictTask)
     reference = None if other is None else Policy(other, temperature=1.0)
@@ -64,15 +66,19 @@ def _asked(
         asked = model if reference is None else reference.to(device)
         return task.log_probs(asked, some, device)  # type: ignore[arg-type]
 
-    mine = learner.without_adapter(items[workers.rank :: workers.count], ask)
-    known: list[Any] = [None] * len(items)
-    for rank, share in enumerate(workers.gather(mine)):
-        known[rank :: workers.count] = share
-    return known
+    return shared_out(items, lambda some: learner.without_adapter(some, ask), workers)
+
+
+def shared_out(
+    items: Sequence[Item], ask: Callable[[Sequence[Item]], Sequence[T]], workers: Workers
+) -> list[T]:
+    """The answers for all items, for which each worker asks about its share."""
+    shares = workers.gather(ask(items[workers.rank :: workers.count]))
+    return [shares[place % workers.count][place // workers.count] for place in range(len(items))]
 
 
 def _digest(items: Sequence[Pair | Verdict], name: str) -> str:
-    """Tells these preferences in this order, and who is asked, from all others."""
+    """Identifies these preferences in this order, and the reference."""
     digest = hashlib.sha256(name.encode())
     for item in items:
         for value in vars(item).values():

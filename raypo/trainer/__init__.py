@@ -25,12 +25,12 @@ def _loop(name: str, *kinds: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     A driver that loads no models starts in two thirds of the time.
 
     Args:
-        name: Module and function in `raypo.recipes`.
+        name: Module and function in `raypo`.
         kinds: Of a loop that several recipes share: the recipe's view of a run, named likewise.
     """
 
     def loop(setup: dict[str, Any]) -> dict[str, Any]:
-        function, *views = (resolve_name(f"raypo.recipes.{each}") for each in (name, *kinds))
+        function, *views = (resolve_name(f"raypo.{each}") for each in (name, *kinds))
         return function(setup, *views)
 
     return loop
@@ -39,49 +39,49 @@ def _loop(name: str, *kinds: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 class PPOTrainer(RecipeTrainer[PPOConfig]):
     """PPO on a language model: `PPOTrainer("ppo.yaml").fit()`."""
 
-    loop = _loop("ppo:train_loop_per_worker")
+    loop = _loop("recipes.ppo:train_loop_per_worker")
     config_class = PPOConfig
 
 
 class SFTTrainer(RecipeTrainer[SFTConfig]):
     """Supervised fine-tuning: `SFTTrainer("sft.yaml").fit()`."""
 
-    loop = _loop("from_examples:examples_loop", "sft:SFTRun")
+    loop = _loop("run.examples_run:examples_loop", "recipes.sft:SFTRun")
     config_class = SFTConfig
 
 
 class RewardModelTrainer(RecipeTrainer[RewardModelConfig]):
     """A reward model from pairs: `RewardModelTrainer("reward_model.yaml").fit()`."""
 
-    loop = _loop("from_examples:examples_loop", "reward_model:RewardModelRun")
+    loop = _loop("run.examples_run:examples_loop", "recipes.reward_model:RewardModelRun")
     config_class = RewardModelConfig
 
 
 class DPOTrainer(RecipeTrainer[DPOConfig]):
     """A policy from preferences: `DPOTrainer("dpo.yaml").fit()`."""
 
-    loop = _loop("from_examples:examples_loop", "dpo:DPORun")
+    loop = _loop("run.examples_run:examples_loop", "recipes.dpo:DPORun")
     config_class = DPOConfig
 
 
 class RejectionSamplingTrainer(RecipeTrainer[RejectionSamplingConfig]):
     """The best of several samples, learned: `RejectionSamplingTrainer("run.yaml").fit()`."""
 
-    loop = _loop("rounds:rounds_loop", "rejection_sampling:RejectionSamplingRun")
+    loop = _loop("run.rounds_run:rounds_loop", "recipes.rejection_sampling:RejectionSamplingRun")
     config_class = RejectionSamplingConfig
 
 
 class DistillationTrainer(RecipeTrainer[DistillationConfig]):
     """A policy from a teacher's distributions: `DistillationTrainer("run.yaml").fit()`."""
 
-    loop = _loop("rounds:rounds_loop", "distillation:DistillationRun")
+    loop = _loop("run.rounds_run:rounds_loop", "recipes.distillation:DistillationRun")
     config_class = DistillationConfig
 
 
 class IterativeDPOTrainer(RecipeTrainer[IterativeDPOConfig]):
     """DPO on pairs of its own samples: `IterativeDPOTrainer("run.yaml").fit()`."""
 
-    loop = _loop("rounds:rounds_loop", "iterative_dpo:IterativeDPORun")
+    loop = _loop("run.rounds_run:rounds_loop", "recipes.iterative_dpo:IterativeDPORun")
     config_class = IterativeDPOConfig
 
 

@@ -17,9 +17,9 @@ from raypo.cluster.connect import cluster_address, connect
 from raypo.cluster.devices import check_accelerators, check_driver
 from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.config.paths import storage_path
+from raypo.custom.loader import check_callable
 from raypo.plan.hardware import this_machine
 from raypo.plan.placement import worker_resources
-from raypo.rewards.loader import check_callable
 from raypo.rewards.scoring import RewardFunction
 from raypo.storage.folder import TEMPORARY
 from raypo.storage.run_files import GIVEN_ROWS, RunFiles

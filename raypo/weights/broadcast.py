@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from raypo.collectives import Workers
+from raypo.concurrency import daemon_future
 from raypo.plan.sizes import BUCKET_BYTES
 from raypo.weights.buckets import Entries, Staged, stage
 from raypo.weights.manifest import WeightError
@@ -256,18 +256,11 @@ def connect(backend: Any, device: torch.device, timeout_s: float) -> None:
     Raises:
         RuntimeError: one did not come in time, or NCCL's own error.
     """
-    outcome: Future[None] = Future()
-
-    def wait() -> None:
-        try:
-            outcome.set_result(backend.eager_connect_single_device(device))
-        except BaseException as error:  # handed to the caller below
-            outcome.set_exception(error)
-
-    # No pool: its thread would be waited for when the process ends.
-    Thread(target=wait, name="raypo-nccl", daemon=True).start()
+    connected = daemon_future(
+        lambda: backend.eager_connect_single_device(device), name="raypo-nccl"
+    )
     try:
-        outcome.result(timeout_s)
+        connected.result(timeout_s)
     except TimeoutError:
         Thread(target=backend.abort, daemon=True).start()  # it may wait for the other thread
         raise RuntimeError("a member did not connect") from None

@@ -16,6 +16,7 @@ from raypo import (
     RejectionSamplingConfig,
     RejectionSamplingTrainer,
 )
+from raypo.config import DataSection
 from raypo.data.prompts import peek
 from tests.integration.pipeline import rounds_values, write_examples
 from tests.tiny import tiny_policy
@@ -76,7 +77,12 @@ def test_rejection_sampling_learns_what_the_judge_likes(folder: Path, whole):
 
 def test_what_was_selected_is_a_data_set_for_sft(folder: Path, whole):
     file = folder / "runs/whole/selected/round_00002.parquet"
-    assert peek([str(file)], "prompt", "label", response_keys={"key": "response"}) == 16
+    assert (
+        peek(
+            DataSection(prompts=(str(file),), label_key="label"), response_keys={"key": "response"}
+        )
+        == 16
+    )
     scores = pq.read_table(file)["score"].to_pylist()
     assert sum(scores) / 16 == pytest.approx(whole[1]["selection/score_mean"])
 
@@ -104,7 +110,10 @@ def test_iterative_dpo_learns_from_pairs_of_its_own_samples(folder: Path, local_
         assert row["mismatch/probe_gap_max"] < 1e-3
     file = folder / "runs/iterative_dpo/pairs/round_00001.parquet"
     columns = {"one": "chosen", "other": "rejected"}
-    assert peek([str(file)], "prompt", "label", response_keys=columns) == rows[0]["selection/pairs"]
+    assert (
+        peek(DataSection(prompts=(str(file),), label_key="label"), response_keys=columns)
+        == rows[0]["selection/pairs"]
+    )
 
 
 def test_distillation_comes_closer_to_its_teacher_on_its_own_samples_and_on_texts(

@@ -258,7 +258,7 @@ def test_eval_makes_the_folder_of_its_figures_before_it_samples(
 
     monkeypatch.setattr("raypo.checks.check_evaluation", lambda *_: None)
     monkeypatch.setattr("raypo.tracking.logs.log_to_file", lambda _: None)
-    monkeypatch.setattr("raypo.run.evaluate_model.evaluate_model", sampled)
+    monkeypatch.setattr("raypo.rollout.standalone_evaluation.evaluate_model", sampled)
     assert exit_status(monkeypatch, "eval", "model", "--config", config, "--to", to) == 0
     assert json.loads(to.read_text())["results"]["held_out"]["eval/score_mean"] == 0.5
 

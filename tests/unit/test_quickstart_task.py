@@ -210,7 +210,7 @@ def test_run_configs_fit_the_task_and_each_other(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "5031=", "answer": "0135"}\n')
 
-    peek([str(path)], ppo.data.prompt_key, ppo.data.label_key)
+    peek(ppo.data.model_copy(update={"prompts": (str(path),)}))
 
     assert sft.data.max_response_tokens >= ANSWER_TOKENS
     assert ppo.rollout.max_new_tokens >= ANSWER_TOKENS

@@ -22,7 +22,7 @@ from ray.train import (
 
 from raypo.checks import with_steps_of_epochs
 from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
-from raypo.recipes import from_examples, rounds
+from raypo.run import examples_run, rounds_run
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import (
     DistillationTrainer,
@@ -312,7 +312,7 @@ def test_fresh_removes_the_run_that_is_there_before_anything_starts(values: dict
 def test_a_shared_loop_gets_its_recipes_view_of_a_run(
     trainer: Any, loop: str, monkeypatch: pytest.MonkeyPatch
 ):
-    module = from_examples if loop == "examples_loop" else rounds
+    module = examples_run if loop == "examples_loop" else rounds_run
     monkeypatch.setattr(module, loop, lambda setup, view: {"view": view})
     view = trainer.loop({})["view"]
     assert get_args(view.__orig_bases__[0])[0] is trainer.config_class

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypo.config import ConfigError, DataSection
+from raypo.data import prompts
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "10+10=", "answer": "20"}]
 CHAT = [{"role": "user", "content": "hi"}]
@@ -35,16 +36,16 @@ def refused(call, *args, **kwargs):
     return str(error.value)
 
 
-def save_to_disk(folder, rows, *, files=1, batch=1000):
-    """A folder as the `save_to_disk` of datasets writes it: Arrow streams, and what they are."""
-    folder.mkdir(parents=True)
-    size = -(-len(rows) // files)
-    names = [f"data-{number:05d}-of-{files:05d}.arrow" for number in range(files)]
-    for number, name in enumerate(names):
-        table = pa.Table.from_pylist(rows[number * size : (number + 1) * size])
-        with pa.ipc.new_stream(folder / name, table.schema) as writer:
-            writer.write_table(table, max_chunksize=batch)
-    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
-    (folder / "state.json").write_text(json.dumps(state))
-    (folder / "dataset_info.json").write_text("{}")
+def peek(path, prompt_key="prompt", label_key=None, *, key="data.prompts", **values):
+    """What the check before the start says of a source."""
+    return prompts.peek(
+        section(path, prompt_key=prompt_key, label_key=label_key, **values), key=key
+    )
+
+
+def save_to_disk(folder, rows, *, files=1):
+    """A folder of a data set, as the package itself writes it."""
+    from datasets import Dataset
+
+    Dataset.from_list(rows).save_to_disk(folder, num_shards=files)
     return str(folder)

@@ -7,9 +7,9 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from raypo.data.prompts import load_prompts, peek
+from raypo.data.prompts import load_prompts
 from raypo.data.rows import read_rows
-from tests.unit.data.prompt_files import CHAT, ROWS, refused, section, write
+from tests.unit.data.prompt_files import CHAT, ROWS, peek, refused, section, write
 
 
 def test_every_kind_of_file_gives_the_same_prompts(file, tokenizer):
@@ -164,8 +164,8 @@ def test_rows_are_read_as_they_are_asked_for(tmp_path):
 def test_peek_imports_nothing_heavy(tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS)
     code = (
-        "import sys\nfrom raypo.data.prompts import peek\n"
-        f"peek([{path!r}], 'prompt')\n"
+        "import sys\nfrom raypo.config import DataSection\nfrom raypo.data.prompts import peek\n"
+        f"peek(DataSection(prompts=[{path!r}]))\n"
         "heavy = ('torch', 'transformers', 'ray', 'vllm', 'pyarrow')\n"
         "print([m for m in heavy if m in sys.modules])"
     )
@@ -174,7 +174,7 @@ def test_peek_imports_nothing_heavy(tmp_path):
 
 
 def test_a_message_ends_with_a_remedy(tmp_path):
-    message = refused(peek, [str(tmp_path / "a.md")], "prompt")
+    message = refused(peek, str(tmp_path / "a.md"))
     assert re.search(r"\. Give a file .*\.$", message)
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from datasets import Dataset, DatasetDict
 
 from raypo.config import ResponsesSection, SourceEntry
 from raypo.data.examples import load_examples
-from raypo.data.prompts import load_prompts, peek
+from raypo.data.prompts import load_prompts
 from raypo.data.rows import read_rows
 from tests.tiny import CHAT_TEMPLATE
-from tests.unit.data.prompt_files import CHAT, ROWS, refused, save_to_disk, section, write
+from tests.unit.data.prompt_files import CHAT, ROWS, peek, refused, save_to_disk, section, write
 
 NUMBERED = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(7)]
 
@@ -29,12 +30,12 @@ def test_a_pattern_names_its_files_in_the_order_of_their_names(tmp_path, tokeniz
         write(tmp_path / name, [{"prompt": name}])
     (tmp_path / "d.jsonl").mkdir()
     assert texts(load_prompts(section(f"{tmp_path}/*.jsonl"), tokenizer)) == ["a.jsonl", "b.jsonl"]
-    assert peek([f"{tmp_path}/[ab].jsonl"], "prompt") == 2
+    assert peek(f"{tmp_path}/[ab].jsonl") == 2
 
 
 def test_a_pattern_that_nothing_matches_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert refused(peek, ["data/*.jsonl"], "prompt") == (
+    assert refused(peek, "data/*.jsonl") == (
         f"data.prompts (data/*.jsonl): no file matches this pattern in {tmp_path}. Correct it."
     )
 
@@ -42,12 +43,12 @@ def test_a_pattern_that_nothing_matches_is_refused(tmp_path, monkeypatch):
 def test_every_file_that_matches_must_be_of_a_known_kind(tmp_path):
     write(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "b.txt").write_text("no rows")
-    told = refused(peek, [f"{tmp_path}/*"], "prompt")
+    told = refused(peek, f"{tmp_path}/*")
     assert told.startswith(f"data.prompts ({tmp_path}/b.txt): .txt is not a kind of file")
 
 
 def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
-    assert peek([write(tmp_path / "part[1].jsonl", ROWS)], "prompt") == 2
+    assert peek(write(tmp_path / "part[1].jsonl", ROWS)) == 2
 
 
 def test_a_pattern_may_stand_in_a_uri(tmp_path):
@@ -64,15 +65,15 @@ def test_a_pattern_may_stand_in_a_uri(tmp_path):
 # Folders of save_to_disk
 
 
-@pytest.mark.parametrize(("files", "batch"), [(1, 1000), (3, 2)])
-def test_a_saved_folder_is_read_in_order_and_at_any_place(tmp_path, tokenizer, files, batch):
-    folder = save_to_disk(tmp_path / "set", NUMBERED, files=files, batch=batch)
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_saved_folder_is_read_in_order_and_at_any_place(tmp_path, tokenizer, files):
+    folder = save_to_disk(tmp_path / "set", NUMBERED, files=files)
     loaded = load_prompts(section(folder, label_key="answer"), tokenizer)
     assert texts(loaded) == [row["prompt"] for row in NUMBERED]
     assert [loaded.prompts[place].label for place in (6, 0, 3)] == ["7", "1", "4"]
     assert loaded.prompts[4].index == 4
     assert loaded.prompts[4].token_ids.tolist() == tokenizer("4+1=")["input_ids"]
-    assert peek([folder], "prompt", "answer") == 7
+    assert peek(folder, "prompt", "answer") == 7
 
 
 def test_what_is_too_long_is_left_out_of_a_saved_folder_too(tmp_path, tokenizer):
@@ -84,13 +85,12 @@ def test_what_is_too_long_is_left_out_of_a_saved_folder_too(tmp_path, tokenizer)
 
 
 def test_of_several_splits_one_is_named(tmp_path, tokenizer):
-    for split in ("train", "test"):
-        save_to_disk(tmp_path / "set" / split, [{"prompt": split}])
-    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    sets = {split: Dataset.from_list([{"prompt": split}]) for split in ("train", "test")}
+    DatasetDict(**sets).save_to_disk(tmp_path / "set")
     path = str(tmp_path / "set")
     assert texts(load_prompts(section(path), tokenizer)) == ["train"]
     assert texts(load_prompts(section(SourceEntry(path=path, split="test")), tokenizer)) == ["test"]
-    assert refused(peek, [SourceEntry(path=path, split="valid")], "prompt") == (
+    assert refused(peek, SourceEntry(path=path, split="valid")) == (
         f"data.prompts ({path}, valid): the folder has no split valid, it has train, test. Set "
         f"data.prompts={{path: {path}, split: train}}."
     )
@@ -98,7 +98,7 @@ def test_of_several_splits_one_is_named(tmp_path, tokenizer):
 
 def test_a_folder_of_one_data_set_has_no_splits(tmp_path):
     entry = SourceEntry(path=save_to_disk(tmp_path / "set", ROWS), split="test")
-    assert refused(peek, [entry], "prompt").endswith(
+    assert refused(peek, entry).endswith(
         "a folder of save_to_disk has no configurations, and this one no splits. Remove what it "
         "has not."
     )
@@ -108,21 +108,26 @@ def test_a_folder_of_one_data_set_has_no_splits(tmp_path):
 def test_a_saved_folder_that_is_broken_is_named(tmp_path, content):
     path = save_to_disk(tmp_path / "set", ROWS)
     (Path(path) / "data-00000-of-00001.arrow").write_bytes(content)
-    told = refused(peek, [path], "prompt")
+    told = refused(peek, path)
     assert told.startswith(f"data.prompts ({path}): cannot be read: ")
     assert told.endswith(" Save it again.")
 
 
-def test_what_the_real_package_saves_is_read(tmp_path, tokenizer):
-    datasets = pytest.importorskip("datasets", reason="the package datasets is optional")
+def test_a_saved_folder_is_read_as_it_was_selected(tmp_path):
     rows = [{"prompt": CHAT, "answer": str(number)} for number in range(5)]
-    made = datasets.Dataset.from_list(rows).select([4, 2, 0])
-    made.save_to_disk(str(tmp_path / "one"), num_shards=2)
-    datasets.DatasetDict(a=made, b=made).save_to_disk(str(tmp_path / "two"))
-    for source in (str(tmp_path / "one"), SourceEntry(path=str(tmp_path / "two"), split="b")):
-        found = list(read_rows(source, key="data.prompts"))
-        assert [row.values["answer"] for row in found] == ["4", "2", "0"]
-        assert found[0].values["prompt"] == CHAT
+    Dataset.from_list(rows).select([4, 2, 0]).save_to_disk(tmp_path / "one", num_shards=2)
+    found = list(read_rows(str(tmp_path / "one"), key="data.prompts"))
+    assert [row.values["answer"] for row in found] == ["4", "2", "0"]
+    assert found[0].values["prompt"] == CHAT
+
+
+def test_a_saved_folder_needs_the_package(tmp_path, monkeypatch):
+    path = save_to_disk(tmp_path / "set", ROWS)
+    monkeypatch.setattr("raypo.data.rows.find_spec", lambda name: None)
+    assert refused(peek, path) == (
+        f"data.prompts ({path}): a folder of save_to_disk needs the package datasets. pip install "
+        "datasets on every node."
+    )
 
 
 def test_of_a_saved_folder_a_few_bytes_a_prompt_stay_in_memory(tmp_path, tokenizer):
@@ -210,7 +215,7 @@ def test_a_system_prompt_has_its_place_or_is_refused(tmp_path, chat_tokenizer, p
     path = write(tmp_path / "a.jsonl", [{"prompt": prompt}])
     expected = f"data.system_prompt ('Be brief.'): {path}:1 {told}"
     if how == "peek":
-        assert refused(peek, [path], "prompt", system_prompt="Be brief.") == expected
+        assert refused(peek, path, system_prompt="Be brief.") == expected
     else:
         given = section(path, system_prompt="Be brief.")
         assert refused(load_prompts, given, chat_tokenizer) == expected

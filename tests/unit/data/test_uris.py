@@ -8,8 +8,8 @@ from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from raypo.checks import check_inputs
 from raypo.config import RECIPES, ConfigError
-from raypo.data.prompts import load_prompts, peek
-from tests.unit.data.prompt_files import ROWS, refused, section, write
+from raypo.data.prompts import load_prompts
+from tests.unit.data.prompt_files import ROWS, peek, refused, section, write
 
 ENDINGS = [".jsonl", ".json", ".csv", ".parquet"]
 
@@ -42,7 +42,7 @@ def bucket(request, tmp_path, monkeypatch):
 def check(request, tokenizer):
     """How many prompts there are, either way a file is looked at."""
     if request.param == "peek":
-        return lambda uri: peek([uri], "prompt")
+        return lambda uri: peek(uri)
     return lambda uri: len(load_prompts(section(uri), tokenizer).prompts)
 
 

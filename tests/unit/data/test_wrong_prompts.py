@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypo.config import SourceEntry
-from raypo.data.prompts import load_prompts, peek
-from tests.unit.data.prompt_files import ROWS, refused, section, write
+from raypo.data.prompts import load_prompts
+from tests.unit.data.prompt_files import ROWS, peek, refused, section, write
 
 
 @pytest.fixture(params=["peek", "load"])
@@ -20,9 +20,7 @@ def check(request, tokenizer):
         columns = section(path, prompt_key=prompt_key, label_key=label_key)
         return len(load_prompts(columns, tokenizer).prompts)
 
-    if request.param == "peek":
-        return lambda path, prompt_key="prompt", label_key=None: peek([path], prompt_key, label_key)
-    return load
+    return peek if request.param == "peek" else load
 
 
 def test_good_files_are_good(file, check):
@@ -145,16 +143,14 @@ def test_a_prompt_that_is_neither_text_nor_chat(tmp_path, check, value):
 
 
 def test_messages_name_the_key_that_the_paths_come_from():
-    assert refused(peek, ["x.jsonl"], "prompt", key="eval.prompts").startswith(
-        "eval.prompts (x.jsonl)"
-    )
+    assert refused(peek, "x.jsonl", key="eval.prompts").startswith("eval.prompts (x.jsonl)")
 
 
 def test_peek_looks_at_the_first_rows_only_and_loading_at_all(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a"}\n' * 1000 + "{broken\n")
 
-    peek([str(path)], "prompt")
+    peek(str(path))
     assert f"{path}:1001" in refused(load_prompts, section(str(path)), tokenizer)
 
 
@@ -200,7 +196,7 @@ def test_a_data_set_id_needs_the_package(check, monkeypatch, name):
     monkeypatch.setattr("raypo.data.rows.find_spec", lambda _: None)
     assert refused(check, name) == (
         f"data.prompts ({name}): there is no such file, and a Hugging Face data set needs the "
-        "package datasets. Correct the path, or pip install datasets."
+        "package datasets. Correct the path, or pip install datasets on every node."
     )
 
 
@@ -246,4 +242,4 @@ def test_a_data_set_entry_needs_the_package(check, monkeypatch):
 
 
 def test_peek_downloads_nothing(data_sets):
-    assert peek(["openai/gsm9k"], "prompt") is None  # loading that one is refused
+    assert peek("openai/gsm9k") is None  # loading that one is refused

@@ -8,8 +8,8 @@ import pytest
 
 from raypo.config import ConfigError, EvalSection, RewardSection
 from raypo.rewards.by_source import RewardBySource
+from raypo.rewards.functions import evaluation_function, open_function
 from raypo.rewards.scoring import RewardError, score
-from raypo.rewards.sources import evaluation_function, open_function
 from tests.unit.rewards.test_scoring import rollout
 
 SOURCE = """

@@ -338,12 +338,12 @@ def test_a_full_server_says_come_again():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"{", "the body is not JSON"),
-        (b"[]", "the body must be"),
-        (b'{"samples": [{"prompt": 1}]}', "sample 0 must have the texts prompt and response"),
+        (b"{", "the body: Invalid JSON"),
+        (b"[]", "the body: Input should be an object"),
+        (b'{"samples": [{"prompt": 1}]}', "samples.0.prompt: Input should be a valid string"),
         (
             b'{"samples": [{"prompt": "", "response": "", "prompt_ids": ["a"]}]}',
-            "sample 0 has ids or indices that are not integers",
+            "samples.0.prompt_ids.0: Input should be a valid integer",
         ),
     ],
 )
@@ -363,7 +363,7 @@ def test_health_names_what_is_served():
 
 
 def test_prompt_and_response_are_enough_for_a_request():
-    (made,) = from_request({"samples": [{"prompt": "2+2=", "response": "4"}]})
+    (made,) = from_request(b'{"samples": [{"prompt": "2+2=", "response": "4"}]}')
     assert (made.prompt, made.response, made.label, made.finish_reason) == (
         "2+2=",
         "4",

@@ -4,9 +4,8 @@ import time
 import pytest
 
 from raypo.config import EvalSection, RewardSection
+from raypo.rewards.functions import TimedReward, evaluation_function, open_function
 from raypo.rewards.scoring import RewardError, score
-from raypo.rewards.sources import evaluation_function, open_function
-from raypo.rewards.timed import TimedReward
 from tests.unit.rewards.test_by_source import rollout
 
 TWO = [rollout("1"), rollout("2")]

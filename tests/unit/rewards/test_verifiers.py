@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from raypo.config import ConfigError, DataSection
+from raypo.custom.loader import check_function, load_function
 from raypo.data.rows import read_rows
-from raypo.rewards.loader import check_function, load_function
 from raypo.rewards.verifiers import (
     answer_format,
     final_answer,

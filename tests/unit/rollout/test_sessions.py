@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -164,6 +165,13 @@ class Calling(Talking):
         return Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
 
 
+class GivesBack(Talking):
+    """An engine that has no time left for what it is asked."""
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        return replace(super()._completion(request), finish_reason="timeout")
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
@@ -262,6 +270,11 @@ def test_a_token_that_the_policy_does_not_know_is_refused(tokenizer):
     assert status == 400
     assert said.startswith("token ids of the policy lie in 0 to 299")
     assert not engine.rounds
+
+
+def test_a_response_that_was_given_back_is_no_answer(tokenizer):
+    played(tokenizer, "Wants", GivesBack(), labels=({},))
+    assert told[0] == (503, "the response was given back: timeout")
 
 
 def test_evaluation_samples_as_it_is_told_to(tokenizer):

@@ -1,6 +1,6 @@
 """Figures of several sources together."""
 
-from raypo.run.evaluate_model import joined
+from raypo.rollout.standalone_evaluation import joined
 
 
 def test_a_part_that_one_source_lacks_is_the_mean_of_those_that_have_it():

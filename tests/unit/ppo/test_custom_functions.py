@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from examples.own_functions.functions import over_the_median, ranks, spo
-from raypo.ppo.losses import policy_loss
-from raypo.ppo.own import (
-    OwnFunctionError,
+from raypo.ppo.custom_functions import (
+    CustomFunctionError,
     StepRewards,
     StepScores,
-    own_advantages,
-    own_scores,
-    own_surrogate,
+    custom_advantages,
+    custom_scores,
+    custom_surrogate,
 )
+from raypo.ppo.losses import policy_loss
 from raypo.ppo.surrogates import TokenLoss, Tokens
 from raypo.ppo.surrogates import ppo as ppo_surrogate
 from tests.unit.ppo.steps import random_step
@@ -25,7 +25,7 @@ STEP = random_step(0, rows=6)
 
 
 def loss_of(function: Any, **knobs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    return policy_loss(*STEP.policy(), kind=own_surrogate(function, LABEL), **knobs)
+    return policy_loss(*STEP.policy(), kind=custom_surrogate(function, LABEL), **knobs)
 
 
 def gradient(loss: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def test_what_a_function_says_of_masked_tokens_counts_for_nothing():
     ],
 )
 def test_a_loss_that_cannot_be_used_is_refused_by_its_key(function: Any, told: str):
-    with pytest.raises(OwnFunctionError, match=told) as caught:
+    with pytest.raises(CustomFunctionError, match=told) as caught:
         loss_of(function)
     assert str(caught.value).startswith(LABEL)
 
@@ -106,15 +106,15 @@ def step_rewards() -> StepRewards:
 
 
 def test_shaped_scores_leave_out_what_was_not_judged():
-    shaped = own_scores(ranks, step_scores([5.0, 0.0, 7.0], [True, False, True]), "key")
+    shaped = custom_scores(ranks, step_scores([5.0, 0.0, 7.0], [True, False, True]), "key")
     assert shaped[[0, 2]].tolist() == [0.0, 0.5]
     assert shaped[1].isnan()
 
 
 def test_an_advantage_of_each_response_is_that_of_each_of_its_tokens():
-    by_row = own_advantages(over_the_median, step_rewards(), "key")
+    by_row = custom_advantages(over_the_median, step_rewards(), "key")
     assert by_row.tolist() == [[-1.0, -1.0], [0.0, 0.0], [7.0, 7.0], [0.0, 0.0]]
-    by_token = own_advantages(lambda step: step.rewards + 2.0, step_rewards(), "key")
+    by_token = custom_advantages(lambda step: step.rewards + 2.0, step_rewards(), "key")
     assert by_token.tolist() == [[2.0, 2.0], [2.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
 
 
@@ -131,13 +131,13 @@ def test_an_advantage_of_each_response_is_that_of_each_of_its_tokens():
     ],
 )
 def test_advantages_that_cannot_be_used_are_refused(given: Any, told: str):
-    with pytest.raises(OwnFunctionError, match=told):
-        own_advantages(lambda step: given, step_rewards(), "ppo.advantage (mine.py:f)")
+    with pytest.raises(CustomFunctionError, match=told):
+        custom_advantages(lambda step: given, step_rewards(), "ppo.advantage (mine.py:f)")
 
 
 def test_nan_where_nothing_counts_is_no_mistake():
     given = torch.tensor([1.0, 1.0, 1.0, torch.nan])  # the last response has no token
-    assert own_advantages(lambda step: given, step_rewards(), "key").isfinite().all()
+    assert custom_advantages(lambda step: given, step_rewards(), "key").isfinite().all()
 
 
 def test_the_examples_loss_turns_where_ppos_gradient_ends():

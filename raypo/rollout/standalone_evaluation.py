@@ -18,18 +18,15 @@ from raypo.config import (
     source_name,
 )
 from raypo.data.prompts import load_prompts
-from raypo.models.loading import load_causal_lm, load_tokenizer, stop_token_ids
+from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.plan.estimate import max_model_len
-from raypo.plan.sizes import BUCKET_BYTES
-from raypo.rewards.sources import evaluation_function, open_function
+from raypo.rewards.functions import evaluation_function, open_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.judges import Judges
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.weights.buckets import pack
-from raypo.weights.transport import LocalTransport
 
 
 def evaluate_model(
@@ -41,7 +38,7 @@ def evaluate_model(
         model: Folder or hub id of a causal language model.
         config: Its `data`, `rollout`, `eval` and `model.dtype` count; `eval.function`, else
             `reward.function`, is the judge.
-        tell: Called with what goes on.
+        tell: Called with a line about each thing that begins.
 
     Raises:
         ConfigError: the config names no held-out prompts or no judge, or a prompt file is wrong.
@@ -60,7 +57,7 @@ def evaluate_model(
     function = evaluation_function(config.eval, of_training)  # None: the episodes' own scores
     if function is None and not plays:
         raise ConfigError(
-            "eval.function (None): nobody judges the answers. Set it to file.py:name or "
+            "eval.function (None): no function judges the answers. Set it to file.py:name or "
             "package.module:name."
         )
     tokenizer = load_tokenizer(model)
@@ -95,13 +92,13 @@ def evaluate_model(
 
 
 def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The figures over all sources that have them: means by their prompts, counts summed."""
+    """The metrics over all sources that have them: means by their prompts, counts summed."""
     whole: dict[str, float] = {}
-    for name in dict.fromkeys(name for figures in results.values() for name in figures):
-        having = [figures for figures in results.values() if name in figures]
-        whole[name] = sum(figures[name] for figures in having)
+    for name in dict.fromkeys(name for metrics in results.values() for name in metrics):
+        having = [metrics for metrics in results.values() if name in metrics]
+        whole[name] = sum(metrics[name] for metrics in having)
         if name not in ("eval/prompts", "eval/failed"):
-            prompts = sum(figures["eval/prompts"] for figures in having)
+            prompts = sum(metrics["eval/prompts"] for metrics in having)
             whole[name] = sum(each[name] * each["eval/prompts"] for each in having) / prompts
     return whole
 
@@ -127,14 +124,9 @@ def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Itera
         max_model_len=max_model_len(config),
         seed=config.seed,
         reads_text=config.rollout.reads_text,
+        reads_weights=True,
     )
     try:
-        weights = load_causal_lm(model, dtype=config.model.dtype)
-        named = weights.named_parameters(remove_duplicate=False)
-        with torch.no_grad():
-            buckets = pack(((n, p.detach()) for n, p in named), bucket_bytes=BUCKET_BYTES)
-            engine.load_weights(LocalTransport().send(buckets, version=0))
-        del weights
         yield LocalEngine(Here(engine.generate))
     finally:
         engine.shutdown()

@@ -3,7 +3,7 @@
 import pytest
 
 from raypo.config import ConfigError
-from raypo.rewards.loader import check_class, load_class
+from raypo.custom.loader import check_class, load_class
 from raypo.rollout.interface import ENVIRONMENT
 
 KEY = "rollout.environment"

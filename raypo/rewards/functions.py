@@ -1,17 +1,52 @@
-"""The judges outside of models that a config names, opened and closed."""
+"""The functions and servers that judge by a config: opened, with their limits, and closed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
+from raypo.concurrency import daemon_future
 from raypo.config import EvalSection, RewardSection, functions_of
+from raypo.custom.loader import function_name, load_function
 from raypo.rewards.by_source import RewardBySource
-from raypo.rewards.loader import load_function
 from raypo.rewards.pool import PooledReward
 from raypo.rewards.remote import RemoteReward
-from raypo.rewards.scoring import RewardFunction
-from raypo.rewards.timed import TimedReward
+from raypo.rewards.scoring import RewardError, RewardFunction, call
+from raypo.types import Rollout
+
+
+class TimedReward:
+    """A reward function with a limit on every call, which runs in a thread.
+
+    A thread cannot be ended, so a call that hangs stops the run.
+    """
+
+    def __init__(
+        self, function: RewardFunction, *, timeout_s: float, key: str = "reward.timeout_s"
+    ) -> None:
+        """Calls may take `timeout_s` seconds, which the config key `key` says."""
+        self._function, self._timeout_s, self._key = function, timeout_s, key
+
+    def __str__(self) -> str:
+        return function_name(self._function)
+
+    def __call__(self, rollouts: list[Rollout]) -> list[Any]:
+        """The function's answer.
+
+        Raises:
+            RewardError: there was none in time.
+            Exception: whatever the function raises.
+        """
+        answer = daemon_future(lambda: call(self._function, rollouts), name="raypo-reward")
+        if not wait([answer], self._timeout_s).done:
+            raise RewardError(
+                f"{self._key} ({self._timeout_s:g}): {self} gave no answer in time for "
+                f"{len(rollouts)} rollouts. Find what it waits for, or give it more time. In "
+                "training, with reward.processes, a call is ended and its samples count as failed."
+            )
+        return answer.result()
 
 
 def open_function(
@@ -26,8 +61,8 @@ def open_function(
     Args:
         section: Names the function.
         given: The one that was passed in Python; it wins.
-        by_source: Names of sources with functions of their own, which win over both.
-        log: Where what it prints in processes of its own is appended; None: with what they inherit.
+        by_source: Name of a source -> the import path of its own function, which wins over both.
+        log: A file that what it prints in its processes is appended to.
     """
     function = given or section.function
     if by_source:
@@ -50,12 +85,7 @@ def open_function(
 def evaluation_function(
     section: EvalSection, otherwise: RewardFunction | None
 ) -> RewardFunction | None:
-    """What judges answers to held-out prompts; None: nobody, or the other judges.
-
-    Args:
-        section: Names the function, and those of its sources.
-        otherwise: What judges where `eval.function` is null.
-    """
+    """What judges held-out answers: functions of sources, `eval.function`, or `otherwise`."""
     own = load_function(section.function, key="eval.function") if section.function else None
     by_source = functions_of(section.prompts)
     if by_source:
@@ -67,7 +97,7 @@ def evaluation_function(
 
 
 def open_remote(section: RewardSection) -> RemoteReward | None:
-    """A function that asks the servers of `reward.url`; None without one."""
+    """A function that asks the servers of `reward.url`; None without any."""
     if section.url is None:
         return None
     request = section.request

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raypo.config import ConfigError
-from raypo.rewards.loader import check_function, load_function
+from raypo.custom.loader import check_function, load_function
 from raypo.rewards.scoring import RewardError, function_name, score
 from raypo.rewards.verifiers import exact_match
 from tests.unit.rewards.test_scoring import ROLLOUTS
@@ -79,6 +79,25 @@ def test_a_missing_name_and_the_nearest(tmp_path, find):
     )
 
 
+@pytest.mark.parametrize(
+    "parameters", ["()", "(prompt, response)", "(rollouts, *, scale)", "(a, b=..., *, c, d=...)"]
+)
+def test_what_cannot_be_called_with_the_rollouts_alone(tmp_path, find, parameters):
+    path = write(tmp_path / "rewards.py", f"def score{parameters}: ...")
+    expected = parameters.replace("...", "Ellipsis")
+    assert refused(find, f"{path}:score") == (
+        f"reward.function ({path}:score): it is called with one argument, a list of rollouts, "
+        f"and it has the parameters {expected}. Give a function like def score(rollouts): ..."
+    )
+
+
+def test_what_a_decorator_makes_of_it_is_left_to_the_import(tmp_path):
+    text = "def call(function): return lambda rollouts: function()\n@call\ndef score(): return []\n"
+    spec = f"{write(tmp_path / 'rewards.py', text)}:score"
+    check_function(spec)
+    assert load_function(spec)([]) == []
+
+
 # What the static check says
 
 
@@ -117,23 +136,6 @@ def test_what_is_no_python_is_named_with_its_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("def score(): ...", "it has the parameters ()"),
-        ("def score(prompt, response): ...", "it has the parameters (prompt, response)"),
-        ("def score(rollouts, *, scale): ...", "it has the parameters (rollouts, *, scale)"),
-        ("class score: ...", "it is a class"),
-    ],
-)
-def test_what_cannot_be_called_with_the_rollouts_alone(tmp_path, text, problem):
-    path = write(tmp_path / "rewards.py", text)
-    assert refused(check_function, f"{path}:score") == (
-        f"reward.function ({path}:score): it is called with one argument, the list of rollouts, "
-        f"and {problem}. Give a function like def score(rollouts): ..."
-    )
-
-
-@pytest.mark.parametrize(
     "module", ["no_such_module", "json.no_such_module", "math.pi", "__main__.x"]
 )
 def test_a_missing_module(module):
@@ -163,7 +165,7 @@ def test_nothing_of_the_users_is_imported_by_the_check(tmp_path, monkeypatch):
 
 def test_the_check_imports_nothing_heavy():
     code = (
-        "import sys\nfrom raypo.rewards.loader import check_function\n"
+        "import sys\nfrom raypo.custom.loader import check_function\n"
         "check_function('raypo.rewards.verifiers:exact_match')\n"
         "print([m for m in ('torch', 'transformers', 'ray', 'vllm') if m in sys.modules])"
     )
@@ -228,14 +230,19 @@ def test_an_import_that_fails_keeps_its_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "what"), [("score = 3", "of type int"), ("class score: ...", "a class")]
+    ("text", "what", "calls"),
+    [
+        ("score = 3", "of type int", [load_function]),
+        ("class score: ...", "a class", [check_function, load_function]),
+    ],
 )
-def test_what_is_no_function(tmp_path, text, what):
+def test_what_is_no_function(tmp_path, text, what, calls):
     path = write(tmp_path / "rewards.py", text)
-    assert refused(load_function, f"{path}:score") == (
-        f"reward.function ({path}:score): it is {what}, not a function. Give a function, or an "
-        "object with __call__, that takes a list of rollouts."
-    )
+    for call in calls:
+        assert refused(call, f"{path}:score") == (
+            f"reward.function ({path}:score): it is {what}, not a function. Give a function, or "
+            "an object with __call__, that takes a list of rollouts."
+        )
 
 
 def test_a_module_in_nested_folders_without_init_files_is_found(

@@ -1,7 +1,7 @@
-"""Functions of a user's own in the place of raypo's: what they are given, and what they may return.
+"""Custom losses, advantages and score shapings: what they are given, and what they may return.
 
 B responses of the step, those of all workers; T response tokens. Every mask: True = keep. What a
-function returns is checked before it is used, and told with the config key that named it.
+function returns is checked before it is used; errors begin with the config key that named it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from raypo.collectives import Workers
+from raypo.custom.loader import load_function
 from raypo.ppo.kl import MAX_LOG_RATIO
 from raypo.ppo.surrogates import TokenLoss, Tokens
+from raypo.types import Experience
 
 
-class OwnFunctionError(RuntimeError):
-    """A function of the user's raised an error, or returned what cannot be used."""
+class CustomFunctionError(RuntimeError):
+    """A custom function raised an error, or returned what cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +52,10 @@ class StepRewards:
     gamma: float
 
 
-def own_surrogate(function: Callable[[Tokens], Any], label: str) -> Callable[[Tokens], TokenLoss]:
-    """A user's policy loss as one of `raypo.ppo.surrogates`.
+def custom_surrogate(
+    function: Callable[[Tokens], Any], label: str
+) -> Callable[[Tokens], TokenLoss]:
+    """A custom policy loss as one of `raypo.ppo.surrogates`.
 
     It returns the loss of each token, [B, T] with gradient, or a whole `TokenLoss`. Masked tokens
     may hold anything finite. raypo weighs the tokens by the correction, masks them, adds them up by
@@ -65,7 +71,7 @@ def own_surrogate(function: Callable[[Tokens], Any], label: str) -> Callable[[To
         loss = given.loss if isinstance(given, TokenLoss) else given
         _check(loss, label, {"[B, T]": tuple(tokens.mask.shape)})
         if tokens.log_probs.requires_grad and not loss.requires_grad:
-            raise OwnFunctionError(
+            raise CustomFunctionError(
                 f"{label}: the loss has no gradient. Compute it from tokens.log_probs or "
                 "tokens.log_ratio, without detach() around all of them."
             )
@@ -79,11 +85,11 @@ def own_surrogate(function: Callable[[Tokens], Any], label: str) -> Callable[[To
     return surrogate
 
 
-def own_scores(function: Callable[[StepScores], Any], step: StepScores, label: str) -> Tensor:
-    """Shaped scores [B] float32 by a user's function, NaN where not valid.
+def custom_scores(function: Callable[[StepScores], Any], step: StepScores, label: str) -> Tensor:
+    """Shaped scores [B] float32 by a custom function, NaN where not valid.
 
     Raises:
-        OwnFunctionError: it raised an error, or returned no [B] of finite numbers.
+        CustomFunctionError: it raised an error, or returned no [B] of finite numbers.
     """
     shaped = _called(function, step, label)
     _check(shaped, label, {"[B]": tuple(step.scores.shape)})
@@ -91,11 +97,13 @@ def own_scores(function: Callable[[StepScores], Any], step: StepScores, label: s
     return torch.where(step.valid, shaped.detach().float(), torch.nan)
 
 
-def own_advantages(function: Callable[[StepRewards], Any], step: StepRewards, label: str) -> Tensor:
-    """Advantages [B, T] float32 by a user's function, 0 where masked.
+def custom_advantages(
+    function: Callable[[StepRewards], Any], step: StepRewards, label: str
+) -> Tensor:
+    """Advantages [B, T] float32 by a custom function, 0 where masked.
 
     Raises:
-        OwnFunctionError: it raised an error, or returned neither [B, T] nor [B] of finite numbers.
+        CustomFunctionError: it raised an error, or returned no [B, T] or [B] of finite numbers.
     """
     given = _called(function, step, label)
     shapes = {"[B, T]": tuple(step.mask.shape), "[B]": tuple(step.scores.shape)}
@@ -107,11 +115,80 @@ def own_advantages(function: Callable[[StepRewards], Any], step: StepRewards, la
     return torch.where(step.mask, by_token, 0.0)
 
 
+def shaped_by(
+    spec: str, experience: Experience, workers: Workers, *, max_new_tokens: int
+) -> Tensor:
+    """Scores [B] of this worker's rows by `ppo.shaping.function`, NaN where there is none."""
+    key, samples = "ppo.shaping.function", _samples(experience)
+    rows, mine = _rows_of_all(
+        workers,
+        scores=experience.scores,
+        num_tokens=experience.response_mask.sum(1),
+        truncated=experience.truncated,
+        group_index=experience.group_index,
+        sample_index=samples,
+    )
+    valid = ~rows["scores"].isnan() & (rows["num_tokens"] > 0)
+    rows["scores"] = torch.where(valid, rows["scores"], 0.0)
+    step = StepScores(**rows, valid=valid, max_new_tokens=max_new_tokens)
+    shaped = custom_scores(load_function(spec, key=key), step, f"{key} ({spec})")[mine]
+    return shaped.to(experience.scores)
+
+
+def advantages_by(
+    spec: str,
+    scores: Tensor,  # [B], shaped
+    rewards: Tensor,  # [B, T]
+    experience: Experience,
+    workers: Workers,
+    *,
+    gamma: float,
+) -> Tensor:
+    """Advantages [B, T] of this worker's rows by a function that `ppo.advantage` names."""
+    key, samples = "ppo.advantage", _samples(experience)
+    valid = ~scores.isnan() & experience.response_mask.any(1)
+    rows, mine = _rows_of_all(
+        workers,
+        scores=torch.where(valid, scores, 0.0),
+        rewards=rewards,
+        mask=experience.response_mask & valid.unsqueeze(1),
+        valid=valid,
+        truncated=experience.truncated,
+        group_index=experience.group_index,
+        sample_index=samples,
+    )
+    step = StepRewards(**rows, gamma=gamma)
+    of_all = custom_advantages(load_function(spec, key=key), step, f"{key} ({spec})")
+    return of_all[mine, : rewards.shape[1]].to(rewards)
+
+
+def _samples(experience: Experience) -> Tensor:
+    """[B]: of each row, which of its draw's samples it belongs to."""
+    if experience.sample_index is None:
+        return torch.arange(len(experience))
+    return experience.sample_index
+
+
+def _rows_of_all(workers: Workers, **rows: Tensor) -> tuple[dict[str, Tensor], slice]:
+    """Tensors of the rows of all workers in the order of ranks, and where this worker's are."""
+    shares = workers.gather({name: each.detach().cpu() for name, each in rows.items()})
+    counts = [len(next(iter(share.values()))) for share in shares]
+    first = sum(counts[: workers.rank])
+    joined = {}
+    for name in rows:
+        parts = [share[name] for share in shares]
+        if parts[0].dim() == 2:
+            longest = max(part.shape[1] for part in parts)
+            parts = [pad(part, (0, longest - part.shape[1])) for part in parts]
+        joined[name] = torch.cat(parts)
+    return joined, slice(first, first + counts[workers.rank])
+
+
 def _called(function: Callable[[Any], Any], given: Any, label: str) -> Any:
     try:
         return function(given)
     except Exception as error:
-        raise OwnFunctionError(
+        raise CustomFunctionError(
             f"{label} raised {type(error).__name__}: {error}. Correct the function."
         ) from error
 
@@ -119,16 +196,16 @@ def _called(function: Callable[[Any], Any], given: Any, label: str) -> Any:
 def _check(result: Any, label: str, shapes: dict[str, tuple[int, ...]]) -> None:
     expected = " or ".join(f"{name} = {shape}" for name, shape in shapes.items())
     if not isinstance(result, Tensor):
-        raise OwnFunctionError(
+        raise CustomFunctionError(
             f"{label} returned {type(result).__name__}. Return a tensor of shape {expected}."
         )
     if tuple(result.shape) not in shapes.values():
-        raise OwnFunctionError(
+        raise CustomFunctionError(
             f"{label} returned a tensor of shape {tuple(result.shape)}. Return one of shape "
             f"{expected}."
         )
     if not result.is_floating_point():
-        raise OwnFunctionError(
+        raise CustomFunctionError(
             f"{label} returned a tensor of {result.dtype}. Return floating point numbers."
         )
 
@@ -136,7 +213,7 @@ def _check(result: Any, label: str, shapes: dict[str, tuple[int, ...]]) -> None:
 def _check_finite(kept: Tensor, label: str) -> None:
     wrong = int((~torch.isfinite(kept)).sum())
     if wrong:
-        raise OwnFunctionError(
+        raise CustomFunctionError(
             f"{label} returned NaN or infinity in {wrong} of {kept.numel()} places that count. "
             "Look for logarithms of 0 and divisions by 0, such as by a deviation of equal scores."
         )

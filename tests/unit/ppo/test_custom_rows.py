@@ -93,7 +93,7 @@ def test_a_response_without_a_score_is_no_ones_rival():
 
 def test_a_function_that_is_not_there_is_told_by_its_key(tmp_path: Path):
     from raypo.config import ConfigError
-    from raypo.rewards.loader import check_function
+    from raypo.custom.loader import check_function
 
     file = tmp_path / "own.py"
     file.write_text("def loss(tokens, step):\n    return tokens\n")

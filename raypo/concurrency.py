@@ -1,0 +1,45 @@
+"""Threads and processes for code that may hang, or must not be forked with ours."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.context import ForkServerContext
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
+    """What a function returns, called in a thread that no exit of the process waits for.
+
+    The threads of a pool are waited for, so that one call that hangs would hold the process back.
+    """
+    answer: Future[T] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def call() -> None:
+        try:
+            answer.set_result(function())
+        except StopIteration as error:  # asyncio's futures take none
+            stopped = RuntimeError("a StopIteration was raised")
+            stopped.__cause__ = error
+            answer.set_exception(stopped)
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return answer
+
+
+def fork_context(module: str) -> ForkServerContext:
+    """Processes are forked from one without threads and Ray, which do not survive a fork.
+
+    Args:
+        module: What their functions are of; it is imported once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context

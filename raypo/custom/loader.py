@@ -1,0 +1,304 @@
+"""Functions and classes by import path: `file.py:name` or `package.module:name`.
+
+`key` is the config key that a path comes from; errors begin with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from raypo.config import ConfigError
+
+Methods = Mapping[str, Sequence[str]]
+"""Names of the methods that a class must have -> the parameters that each is called with."""
+TAKES = {
+    "ppo.policy_loss": "the tokens",
+    "ppo.advantage": "the step",
+    "ppo.shaping.function": "the step",
+    "callbacks": "the step",
+}
+"""Config key -> the argument that its function is called with; of all others a list of rollouts."""
+_MODULE_OF_FILE = "raypo_function_file"
+"""How the names of modules begin that are loaded from a `file.py:name`."""
+
+
+def check_function(spec: str, *, key: str = "reward.function") -> None:
+    """Check from its source that a function is there and takes one argument; nothing is imported.
+
+    So a file that loads a model is refused in milliseconds, on machines without its packages too.
+
+    Raises:
+        ConfigError: `spec` is malformed, the file or module is missing or not Python, the name is
+            not defined in it, or it cannot be called with one argument.
+    """
+    if (outline := _outline(spec, key)) is not None:
+        check_callable(outline, name=spec, key=key)
+
+
+def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., Any]:
+    """Import a function. A file is imported once per process, and its folder is put on the path.
+
+    Raises:
+        ConfigError: as `check_function`, or the import fails.
+    """
+    function = _imported(spec, key)
+    check_callable(function, name=spec, key=key)
+    return function
+
+
+def check_callable(function: Any, *, name: str, key: str = "reward.function") -> None:
+    """Refuse what is no function of one argument, nor an object with such a `__call__`."""
+    takes = TAKES.get(key, "a list of rollouts")
+    if isinstance(function, type) or not callable(function):
+        what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
+        raise ConfigError(
+            f"{key} ({name}): it is {what}, not a function. Give a function, or an object "
+            f"with __call__, that takes {takes}."
+        )
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # compiled, and it does not say
+        return
+    try:
+        signature.bind([])
+    except TypeError:
+        raise ConfigError(
+            f"{key} ({name}): it is called with one argument, {takes}, and it has the parameters "
+            f"{signature}. Give a function like def score({takes.split()[-1]}): ..."
+        ) from None
+
+
+def check_class(spec: str, methods: Methods, *, key: str) -> None:
+    """Check from its source that a class and its methods are there; nothing is imported.
+
+    Raises:
+        ConfigError: as `check_function`, or a method is missing or takes other parameters. Methods
+            that a base class may have are left to `load_class`.
+    """
+    if (outline := _outline(spec, key)) is not None:
+        _check_methods(outline, methods, spec, key)
+
+
+def load_class(
+    spec: str, methods: Methods, arguments: Mapping[str, Any], *, key: str
+) -> partial[Any]:
+    """Import a class, and bind the keyword arguments of `{key}_args` that objects are made with.
+
+    Raises:
+        ConfigError: as `check_class`, the import fails, or it does not take the arguments.
+    """
+    cls = _imported(spec, key)
+    _check_methods(cls, methods, spec, key)
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}_args ({dict(arguments)}): {spec} cannot be made with them: {error}. Its "
+            f"parameters are {inspect.signature(cls)}; set {key}_args to fit."
+        ) from None
+    return partial(cls, **arguments)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The name of a function in messages: package.module.name, or file.py:name as in configs.
+
+    A partial has the name of what it calls, an object its own text or else its class's name.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    if type(function).__str__ is not object.__str__ and not inspect.isroutine(function):
+        with suppress(Exception):  # an object's own text may fail
+            return str(function)
+    has_name = isinstance(getattr(function, "__qualname__", None), str)
+    named: Any = function if has_name else type(function)
+    name, module = named.__qualname__, getattr(named, "__module__", None)
+    if not module or not module.startswith(_MODULE_OF_FILE):
+        return f"{module}.{name}" if module else name
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return f"{Path(file).name}:{name}" if file else name
+
+
+def _check_methods(cls: Any, methods: Methods, spec: str, key: str) -> None:
+    def refused(problem: str) -> ConfigError:
+        wanted = ", ".join(f"{method}({', '.join(given)})" for method, given in methods.items())
+        return ConfigError(f"{key} ({spec}): a class with {wanted} is wanted, and {problem}.")
+
+    if not isinstance(cls, type):
+        raise refused(f"it is a {type(cls).__name__}")
+    for name, parameters in methods.items():
+        if not callable(method := getattr(cls, name, None)):
+            raise refused(f"it has no {name}")
+        try:
+            inspect.signature(method).bind(None, *parameters)
+        except TypeError:
+            given = inspect.signature(method)
+            raise refused(f"its {name} has the parameters {given}") from None
+
+
+def _imported(spec: str, key: str) -> Any:
+    """Imports the module and returns what is named."""
+    place, name = _parts(spec, key)
+    try:
+        if place.endswith(".py"):
+            module = _module_of_file(_existing(place, spec, key))
+        else:
+            module = importlib.import_module(place)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key} ({spec}): {place} cannot be imported: {type(error).__name__}: {error}. "
+            "Correct it, or install what it needs on every node."
+        ) from error
+    found = getattr(module, name, None)
+    if found is None:
+        raise _no_such_name(name, [n for n in vars(module) if n[0] != "_"], spec, place, key)
+    return found
+
+
+def _outline(spec: str, key: str) -> Any:
+    """A function or class with the parameters of the one that is named, and nothing else of it.
+
+    None where only an import shows it.
+    """
+    place, name = _parts(spec, key)
+    if place.endswith(".py"):
+        source = _existing(place, spec, key)
+    elif (source := _module_source(place, spec, key)) is None:
+        return None  # a compiled module
+    try:
+        tree = ast.parse(source.read_bytes(), filename=str(source))
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ConfigError(
+            f"{key} ({spec}): {source}{line} is not Python: {error.args[0]}. Correct the file."
+        ) from None
+    defined = dict(_defined(tree))
+    if name not in defined and not {"*", "__getattr__"} & defined.keys():
+        raise _no_such_name(name, list(defined), spec, str(source), key)
+    match defined.get(name):
+        case ast.FunctionDef() | ast.AsyncFunctionDef() as function:
+            return _outline_of_function(function)
+        case ast.ClassDef() as cls:
+            kind = _WithAnyMethod if cls.bases else type
+            methods = {
+                each.name: _outline_of_function(each)
+                for each in cls.body
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+            return kind(name, (), methods)
+    return None
+
+
+class _WithAnyMethod(type):
+    """Makes the outline of a class with base classes, which may have any further method."""
+
+    def __getattr__(cls, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def _outline_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
+    """A function with the same parameters; nothing of the user's is evaluated for it."""
+    if node.decorator_list:  # what a decorator makes of it takes what it likes
+        return lambda *args, **kwargs: None
+    given = node.args
+    for each in ast.walk(given):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    given.defaults = [ast.Constant(...) for _ in given.defaults]
+    given.kw_defaults = [each and ast.Constant(...) for each in given.kw_defaults]
+    outline = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, ast.Constant(None))))
+    return eval(compile(outline, "<outline>", "eval"))
+
+
+def _defined(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Names that a module's statements define, branches included, with what defines them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child.name, child
+        elif isinstance(child, ast.alias):
+            yield child.asname or child.name.split(".")[0], child
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id, child
+        else:
+            yield from _defined(child)
+
+
+def _parts(spec: str, key: str) -> tuple[str, str]:
+    place, _, name = spec.rpartition(":")
+    parts = [name] if place.endswith(".py") else [name, *place.split(".")]
+    if place and all(part.isidentifier() for part in parts):
+        return place, name
+    raise ConfigError(
+        f"{key} ({spec}): a function is named file.py:name or package.module:name. "
+        f"Set {key} so, for example rewards.py:score."
+    )
+
+
+def _existing(place: str, spec: str, key: str) -> Path:
+    path = Path(place).expanduser().absolute()
+    if path.is_file():
+        return path
+    raise ConfigError(
+        f"{key} ({spec}): there is no file {path}. Correct the path; a relative one is taken from "
+        "the folder that raypo is started in."
+    )
+
+
+def _module_source(module: str, spec: str, key: str) -> Path | None:
+    """The source file of a module, found without importing its parents; None: it is compiled."""
+    first, *rest = module.split(".")
+    found = None
+    with suppress(ValueError):  # a module without a spec, like __main__
+        found = importlib.util.find_spec(first)
+    if found and not rest:
+        is_source = found.origin is not None and found.origin.endswith(".py")
+        return Path(found.origin) if is_source and found.origin else None
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        path = Path(folder, *rest)
+        for source in (path.with_suffix(".py"), path / "__init__.py"):
+            if source.is_file():
+                return source
+        if any(path.parent.glob(f"{path.name}.*")):
+            return None
+    raise ConfigError(
+        f"{key} ({spec}): there is no module {module}. Install it, put its folder on "
+        f"PYTHONPATH, or give the file: path/to/{module.rpartition('.')[2]}.py:name."
+    )
+
+
+def _no_such_name(name: str, defined: list[str], spec: str, place: str, key: str) -> ConfigError:
+    near = difflib.get_close_matches(name, defined, n=1, cutoff=0.6)
+    hint = f"Did you mean {near[0]}?" if near else f"Define it there, or correct {key}."
+    return ConfigError(f"{key} ({spec}): {place} defines no {name}. {hint}")
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    name = _MODULE_OF_FILE + re.sub(r"\W", "_", path.as_posix())
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # its neighbours can be imported
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look themselves up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

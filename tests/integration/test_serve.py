@@ -1,0 +1,189 @@
+"""`raypo serve` as a process of its own, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from raypo import Rollout
+from raypo.config import EngineSection
+from raypo.models.loading import load_tokenizer, stop_token_ids
+from raypo.serving.engine import Engine
+from raypo.serving.requests import SamplingRequest
+from tests.integration.task import raypo
+from tests.tiny import tiny_policy
+
+MESSAGES: Any = [{"role": "user", "content": "Say something."}]
+KEY = "a-key"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> str:
+    return str(tiny_policy(tmp_path_factory.mktemp("policy"), max_position_embeddings=2048))
+
+
+@pytest.fixture(scope="module")
+def base_url(policy: str) -> Iterator[str]:
+    os.environ["RAYPO_API_KEY"] = KEY
+    server = raypo("serve", policy, "--name", "tiny", "--port", "0", "--kv-cache-gb", "0.1")
+    del os.environ["RAYPO_API_KEY"]
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert line.startswith("raypo: serves tiny at http://127.0.0.1:"), server.communicate()[1]
+        yield line.split(" at ")[1].strip()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.fixture
+def client(base_url: str) -> Any:
+    """OpenAI's own; its types know none of the ids."""
+    return openai.OpenAI(base_url=base_url, api_key=KEY, max_retries=0)
+
+
+def tokens_when_idle(base_url: str) -> float:
+    """Waits until nothing is sampled; tokens that were sampled so far."""
+    url, key = base_url.replace("/v1", "/metrics"), {"Authorization": f"Bearer {KEY}"}
+    for _ in range(600):
+        told = httpx.get(url, headers=key).text
+        counts = {
+            name: float(value)
+            for name, value in re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", told, re.MULTILINE)
+        }
+        if not counts["num_requests_running"] and not counts["num_requests_waiting"]:
+            return counts["generation_tokens_total"]
+        time.sleep(0.05)
+    raise AssertionError("it samples on")
+
+
+def test_what_is_told_is_what_an_engine_in_training_samples(client: Any, policy: str):
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=24,
+        temperature=0.7,
+        top_p=0.9,
+        seed=5,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    tokenizer = load_tokenizer(policy)
+    text = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    prompt_ids = tokenizer.encode(text, add_special_tokens=False)
+    engine = Engine(
+        policy,
+        section=EngineSection(kv_cache_gb=0.1),
+        dtype="float32",
+        max_model_len=2048,
+        reads_weights=True,
+    )
+    stops = stop_token_ids(policy, tokenizer)
+    request = SamplingRequest(np.array(prompt_ids), 24, 0.7, 0.9, seed=5, stop_token_ids=stops)
+    (sampled,) = engine.generate([request])
+    engine.shutdown()
+    (choice,) = answer.choices
+    assert answer.prompt_token_ids == prompt_ids
+    assert choice.token_ids == sampled.token_ids.tolist()
+    told = [each.logprob for each in choice.logprobs.content]
+    np.testing.assert_allclose(told, sampled.log_probs, atol=1e-5)
+    assert choice.message.content == tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
+    assert choice.finish_reason == sampled.finish_reason
+
+
+def test_a_stream_is_the_same_answer_piece_by_piece(client: Any):
+    how = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "seed": 8}
+    (whole,) = client.chat.completions.create(**how).choices
+    choices = [each.choices[0] for each in client.chat.completions.create(**how, stream=True)]
+    assert len(choices) > 3
+    assert "".join(each.delta.content or "" for each in choices) == whole.message.content
+    assert choices[-1].finish_reason == whole.finish_reason
+
+
+def test_samples_of_a_prompt_are_those_of_their_seeds(client: Any):
+    def ids(seed: int, n: int) -> list[list[int]]:
+        answer = client.completions.create(
+            model="tiny",
+            prompt="abc",
+            n=n,
+            seed=seed,
+            max_tokens=8,
+            extra_body={"return_token_ids": True},
+        )
+        return [each.token_ids for each in answer.choices]
+
+    assert ids(3, n=3) == ids(3, n=1) + ids(4, n=1) + ids(5, n=1)
+
+
+def test_a_client_that_closes_has_its_request_cancelled(client: Any, base_url: str):
+    before = tokens_when_idle(base_url)
+    ask: Any = {"model": "tiny", "prompt": "abc", "n": 4, "max_tokens": 1500}
+    ask["extra_body"] = {"ignore_eos": True}
+    stream = client.completions.create(**ask, stream=True)
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.3).completions.create(**ask)
+    assert tokens_when_idle(base_url) - before < 4000, "2 times 4 times 1500 were asked for"
+
+
+def test_the_examples_judge_asks_it_for_grades(base_url: str, monkeypatch: pytest.MonkeyPatch):
+    from examples.smollm2_judge import reward
+
+    monkeypatch.setattr(reward, "URL", base_url)
+    monkeypatch.setattr(reward, "MODEL", "tiny")
+    monkeypatch.setenv("RAYPO_API_KEY", KEY)
+    blank = np.zeros(1, np.int32)
+    rollouts = [
+        Rollout("Greet.", text, blank, blank, blank, blank, None, 0, 0, "stop", 0)
+        for text in ("Hello!", "Go away.")
+    ]
+    before = tokens_when_idle(base_url)
+    grades = asyncio.run(reward.grade(rollouts))
+    assert tokens_when_idle(base_url) > before
+    assert all(each is None or each in (0.0, 0.25, 0.5, 0.75, 1.0) for each in grades)
+
+    monkeypatch.setattr(reward, "MODEL", "another")
+    refused = asyncio.run(reward.grade(rollouts))
+    assert len(grades) == len(refused) == 2
+    assert all(isinstance(each, openai.NotFoundError) for each in refused)
+
+
+def test_wrong_requests_are_those_of_openai(client: Any, base_url: str):
+    create = client.chat.completions.create
+    with pytest.raises(openai.NotFoundError, match="`other` does not exist"):
+        create(model="other", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="2048"):
+        create(model="tiny", messages=[{"role": "user", "content": "x" * 3000}])
+    assert [each.id for each in client.models.list()] == ["tiny"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/invocations", "/tokenize"])
+def test_nothing_is_told_without_the_key(base_url: str, path: str):
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=base_url, api_key="wrong", max_retries=0).models.list()
+    assert httpx.get(base_url.replace("/v1", path)).status_code == 401
+    assert httpx.get(base_url.replace("/v1", "/health")).status_code == 200
+
+
+def test_a_port_that_is_taken_is_refused_at_once(base_url: str, tmp_path: Path):
+    tiny_policy(tmp_path / "policy")
+    port = base_url.rpartition(":")[2].removesuffix("/v1")
+    server = raypo("serve", tmp_path / "policy", "--port", port)
+    _, told = server.communicate(timeout=20)
+    assert server.returncode == 2
+    assert f"--port ({port}): cannot be listened on at 127.0.0.1 (Address already in use)" in told
