@@ -21,18 +21,12 @@ from examples.code.make_data import (
 )
 from examples.code.reward import INPUTS, hidden_tests
 from raypo import PPOConfig, Rollout, SFTConfig
-from raypo.tools.sandbox import PythonSandbox, SandboxError
 
 CODE = Path(__file__).parents[2] / "examples" / "code"
 TASK = make_task("product", "a", "plus", 2)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _needs_namespaces() -> None:
-    try:
-        asyncio.run(PythonSandbox().run(""))
-    except SandboxError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("python_sandbox")
 
 
 def judged(*responses: str) -> list[dict[str, float]]:
