@@ -80,7 +80,7 @@ class Environments:
         total = 0.0
         while True:
             try:
-                reply = await policy.generate(ids)
+                reply = await policy.generate(ids, tools=self._tools)
             except EpisodeLimit:
                 policy.is_cut_off = True
                 return total

@@ -272,8 +272,10 @@ class _Seat:
         order = self.draw.group_index, self.sample_index, number
         return await self.table.ask(_Call(order, request, self))
 
-    def _decode(self, ids: np.ndarray) -> str:
-        return self.episodes.tokenizer.decode(ids, skip_special_tokens=True)
+    def _decode(self, ids: np.ndarray, with_special: bool = False) -> str:
+        if with_special:
+            ids = ids[~np.isin(ids, self.sampling.stop_token_ids)]
+        return self.episodes.tokenizer.decode(ids, skip_special_tokens=not with_special)
 
     def _rollout(self, policy: Policy, episode: Episode, number: int, row: Recorded) -> Rollout:
         prompt, is_agents = self.draw.prompt, self.episodes.section.agent is not None

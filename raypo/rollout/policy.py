@@ -29,7 +29,8 @@ class Reply:
     """One turn of the policy."""
 
     text: str
-    """Without special tokens."""
+    """Without special tokens; with them but for the end of the turn, where tools may be called:
+    to some models the marks of a call are special."""
     token_ids: np.ndarray  # int32 [T], as sampled
     conversation: np.ndarray  # int32, all before it, and it: what a next turn goes on from
     finish_reason: str
@@ -101,7 +102,8 @@ class Policy:
 
     ask: Callable[[np.ndarray, int, int, Sequence[str]], Awaitable[Completion]]
     """Of ids, the number of the call, most new tokens, and further texts that end the turn."""
-    decode: Callable[[np.ndarray], str]
+    decode: Callable[[np.ndarray, bool], str]
+    """Of ids, and whether special tokens are text."""
     tokens: TurnTokens
     max_turns: int
     max_episode_tokens: int
@@ -147,7 +149,8 @@ class Policy:
             prompt: The whole conversation so far: a text, chat messages, or token ids. What was
                 sampled is found again in it, and not tokenised once more: append `reply.message`
                 to messages, `reply.text` to a text, or go on from the ids in `reply.conversation`.
-            tools: What the chat template tells the policy of, where the prompt is messages.
+            tools: That may be called; the chat template tells the policy of them, where the prompt
+                is messages.
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
@@ -159,7 +162,7 @@ class Policy:
             ids = self.ids_of(said, tools)
         row, completion = await self.sample(ids)
         reply = Reply(
-            self.decode(completion.token_ids),
+            self.decode(completion.token_ids, tools is not None),
             completion.token_ids,
             row.ids,
             completion.finish_reason,

@@ -199,7 +199,7 @@ class _Session:
             self.tokenizer,
             stop=stops,
             stop_token_ids=self.stop_token_ids,
-            may_call=tools is not None,
+            tools=tools,
         )
         told.add(completion.token_ids.tolist())
         text, calls = told.finish()

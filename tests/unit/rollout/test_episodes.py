@@ -122,6 +122,18 @@ class Telling(Counting):
     tools = (calculator,)
 
 
+class Expecting(Counting):
+    """Every action is the label."""
+
+    async def step(self, action: str) -> Any:
+        assert action == self.label, action
+        return await super().step(action)
+
+
+class ExpectingCalls(Expecting):
+    tools = (calculator,)
+
+
 MAIN = threading.get_ident()
 
 
@@ -355,3 +367,15 @@ def test_the_chat_template_is_told_of_an_environments_tools(tokenizer, monkeypat
         read = tokenizer.decode(request.prompt_ids)
         assert read.startswith("calculator;user: 1+1")
         assert read.count("calculator") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "action"), [("Expecting", "hi"), ("ExpectingCalls", "<unk>hi")], ids=["none", "tools"]
+)
+def test_marks_that_are_special_tokens_are_seen_where_tools_may_be_called(tokenizer, name, action):
+    ids = np.array(tokenizer.encode("<unk>hi<eos>"), np.int32)
+    says_so = Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
+    engine = Engine(lambda requests: [says_so] * len(requests))
+    (each,) = played(tokenizer, engine, labels=(action,), samples=1, name=name)
+    assert each.episode is not None
+    assert each.episode.error is None

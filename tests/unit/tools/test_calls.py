@@ -1,5 +1,6 @@
 import asyncio
 import json
+from typing import Any, cast
 
 import pydantic
 import pytest
@@ -12,6 +13,24 @@ from tests.tiny import tiny_tokenizer
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
 CALL = ToolCall("add", {"a": 1, "b": [2, "x"]})
+NOW = ToolCall("now", {})
+ARGUMENTS = '{"a": 1, "b": [2, "x"]}'
+PYTHONIC = {"a": True, "b": None, "c": -1.5, "d": {"e": ()}}
+XML = {"x": "<function=g>"}
+CODER = """<tool_call>
+<function=add>
+<parameter=a>
+1
+</parameter>
+<parameter=b>
+[2, "x"]
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=now>
+</function>
+</tool_call>"""
 
 
 async def add(a: int, b: int = 0) -> str:
@@ -41,9 +60,25 @@ async def add(a: int, b: int = 0) -> str:
         ("[1, 2]", []),
         ("{not json}", []),
         ("[" * 10**5, []),
+        (f"<tool_call>[{ADD}, {ADD}]</tool_call>", [CALL, CALL]),
+        (f"[TOOL_CALLS][{ADD}, {ADD}]", [CALL, CALL]),
+        (f"So: [TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]now[ARGS]{{}}", [CALL, NOW]),
+        (f"[TOOL_CALLS]add[CALL_ID]x1[ARGS]{ARGUMENTS}", [CALL]),
+        (f"[TOOL_CALLS]add{ARGUMENTS}", [CALL]),
+        ('<|tool_call_start|>[add(a=1, b=[2, "x"]), now()]<|tool_call_end|>Done', [CALL, NOW]),
+        ('<|python_start|>[add(a=1, b=[2, "x"])]<|python_end|>', [CALL]),
+        ('[add(a=1, b=[2, "x"]), now()]', [CALL, NOW]),
+        ("[f(a=true, b=null, c=-1.5, d={'e': ()})]", [ToolCall("f", PYTHONIC)]),
+        ("[my.tool(a='')]", [ToolCall("my.tool", {"a": ""})]),
+        ("[add(a=os)]", []),
+        ("[add(1)]", []),
+        ("[add(**{})]", []),
+        ("[1, add()]", []),
+        (CODER, [ToolCall("add", {"a": "1", "b": '[2, "x"]'}), NOW]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "<function=g>"}}', [ToolCall("f", XML)]),
     ],
 )
-def test_calls_are_found_in_the_forms_of_hermes_and_llama(text, calls):
+def test_calls_are_found_in_the_forms_of_the_field(text, calls):
     assert parse_tool_calls(text) == calls
 
 
@@ -55,13 +90,44 @@ def test_calls_are_found_in_the_forms_of_hermes_and_llama(text, calls):
         ('<tool_call>["add"]</tool_call>', 'a tool call is {"name"'),
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'a tool call is {"name"'),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', 'a tool call is {"name"'),
-        ('{"name": "add", "arguments": "one"}', "is not JSON"),
+        ('{"name": "add", "arguments": "one"}', "the arguments of add are not JSON"),
         ("<tool_call>" + "[" * 10**5, "is not JSON"),
+        ("[TOOL_CALLS]add", "is not JSON"),
+        ("[TOOL_CALLS]add[ARGS]{one}", "the arguments of add are not JSON"),
+        ("<|tool_call_start|>[add(1)]<|tool_call_end|>", r"arguments of a tool call have names"),
+        ("<|tool_call_start|>[add(a=b)]<|tool_call_end|>", "is not JSON"),
     ],
 )
 def test_a_call_that_is_none_is_the_models_mistake(text, problem):
     with pytest.raises(ToolError, match=problem):
         parse_tool_calls(text)
+
+
+async def typed(
+    a: int, b: list[str], c: str, d: bool, e: str | None, f: dict[str, int] | None, g: float
+) -> str:
+    return ""
+
+
+def test_plain_text_arguments_have_the_types_of_the_tool():
+    wrote = {
+        "a": "1",
+        "b": '["2"]',
+        "c": "12",
+        "d": "True",
+        "e": "first\n second",
+        "f": '{"x": 3}',
+        "g": "not a number",
+        "h": "4",
+    }
+    parameters = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in wrote.items())
+    text = f"<tool_call>\n<function=typed>\n{parameters}</function>\n</tool_call>"
+    read = wrote | {"a": 1, "b": ["2"], "d": True, "f": {"x": 3}}
+    assert parse_tool_calls(text, [add, typed]) == [ToolCall("typed", read)]
+    properties = pydantic.TypeAdapter(cast(Any, typed)).json_schema()
+    schema = {"type": "function", "function": {"name": "typed", "parameters": properties}}
+    assert parse_tool_calls(text, [schema]) == [ToolCall("typed", read)]
+    assert parse_tool_calls(text, [add]) == [ToolCall("typed", wrote)]
 
 
 def test_a_tool_is_called_with_its_arguments():
