@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextvars import copy_context
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -83,17 +84,19 @@ class Environments:
                 reply = await policy.generate(ids, tools=self._tools)
             except EpisodeLimit:
                 policy.is_cut_off = True
-                return total
+                break
             action = reply.token_ids.tolist() if self._reads_ids else reply.text
             observation, reward, done = _turn(await environment.call("step", action))
             policy.rows[-1].rewards[-1] = reward
             total += reward
             if done:
-                return total
+                break
             between = self._tokens.between(
                 reply.token_ids, observation, chat=chat, tools=self._tools
             )
             ids = np.concatenate([reply.conversation, between])
+        policy.metrics = metrics_of(environment)
+        return total
 
     def close(self) -> None:
         """End the processes, if there are any."""
@@ -114,6 +117,7 @@ class _Environment:
         self._make, self._pool, self._timeout_s, self._quota = make, pool, timeout_s, quota
         self._here: Any = None
         self._state: bytes | None = None
+        self.metrics: Any = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What its method returns.
@@ -123,7 +127,8 @@ class _Environment:
         """
         async with self._quota:
             if self._pool:
-                self._state, answer = await self._pool.call(self._state, method, *arguments)
+                called = await self._pool.call(self._state, method, *arguments)
+                self._state, answer, self.metrics = called
                 return answer
             limit = asyncio.timeout(self._timeout_s)
             try:
@@ -142,7 +147,9 @@ class _Environment:
 
         is_coroutine = inspect.iscoroutinefunction(getattr(self._make.func, method))
         answer = call() if is_coroutine else await in_thread(call)
-        return await answer if inspect.isawaitable(answer) else answer
+        answer = await answer if inspect.isawaitable(answer) else answer
+        self.metrics = getattr(self._here, "metrics", None)
+        return answer
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
@@ -162,8 +169,20 @@ async def in_thread(function: Callable[[], Any]) -> Any:
         else:
             answer.set_result(value)
 
-    threading.Thread(target=call, daemon=True).start()
+    threading.Thread(target=copy_context().run, args=(call,), daemon=True).start()
     return await asyncio.wrap_future(answer)
+
+
+def metrics_of(player: Any) -> dict[str, float]:
+    """The `metrics` of an environment or an agent, looked at."""
+    metrics = getattr(player, "metrics", None)
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping) or not all(
+        isinstance(value, Real) and math.isfinite(value) for value in metrics.values()
+    ):
+        raise WrongAnswer(f"metrics is {metrics!r:.100}, not finite numbers by their names")
+    return {str(name): float(value) for name, value in metrics.items()}
 
 
 def _turn(answer: Any) -> tuple[Any, float, bool]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from raypo.data.turns import Observation, Tools, TurnTokens, is_ids, messages_of
 from raypo.serving.requests import Completion
+from raypo.types import ToolUse
 
 
 class EpisodeLimit(Exception):
@@ -130,6 +131,9 @@ class Policy:
     """What it began with, where that is not the prompt of the data."""
     is_cut_off: bool = False
     """Whether a limit ended it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environment or the agent measured."""
+    tool_uses: list[ToolUse] = field(default_factory=list)
     _since: float = 0.0
 
     @property
@@ -141,6 +145,10 @@ class Policy:
         """
         assert self.endpoint is not None, "only an agent is given a policy"
         return self.endpoint()
+
+    def hear(self, use: ToolUse) -> None:
+        """A tool was called."""
+        self.tool_uses.append(replace(use, turn=self.num_calls))
 
     async def generate(self, prompt: Observation, *, tools: Tools = None) -> Reply:
         """Sample one turn.

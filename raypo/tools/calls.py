@@ -10,13 +10,17 @@ from __future__ import annotations
 import ast
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, cast
 
 import pydantic
+
+from raypo.types import ToolUse
 
 Tool = Callable[..., Awaitable[str]]
 Tools = Sequence[Tool | Mapping[str, Any]]
@@ -37,6 +41,10 @@ _PARAMETER = re.compile(
 )
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+heard: ContextVar[Callable[[ToolUse], None]] = ContextVar("heard", default=lambda use: None)
+"""Hears of each use of a tool; an episode has its own."""
 
 
 class ToolError(Exception):
@@ -83,11 +91,22 @@ def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
 
 
 async def call(tools: Sequence[Tool], asked: ToolCall) -> str:
-    """The answer of the tool that a call names.
+    """The answer of the tool that a call names; in an episode the use is recorded.
 
     Raises:
         ToolError: there is no such tool, the arguments are not its own, or it says so.
     """
+    begin, error = time.perf_counter(), None
+    try:
+        return await _answer(tools, asked)
+    except BaseException as failure:
+        error = str(failure) or type(failure).__name__
+        raise
+    finally:
+        heard.get()(ToolUse(asked.name, time.perf_counter() - begin, error))
+
+
+async def _answer(tools: Sequence[Tool], asked: ToolCall) -> str:
     named = {tool.__name__: tool for tool in tools}
     if asked.name not in named:
         raise ToolError(f"there is no tool {asked.name}; there are: {', '.join(named)}")
@@ -107,6 +126,25 @@ async def call(tools: Sequence[Tool], asked: ToolCall) -> str:
             f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
         )
         raise ToolError(f"{asked.name}: {wrong}") from None
+
+
+async def answer_calls(response: str, tools: Sequence[Tool]) -> list[str]:
+    """The tools' answers to the calls in a response; empty where it calls none.
+
+    What the model did wrong is an answer too: `error: ...`.
+    """
+    try:
+        calls = parse_tool_calls(response, tools)
+    except ToolError as error:
+        heard.get()(ToolUse("", 0.0, str(error)))
+        return [f"error: {error}"]
+    answers = []
+    for each in calls:
+        try:
+            answers.append(await call(tools, each))
+        except ToolError as error:
+            answers.append(f"error: {error}")
+    return answers
 
 
 def _marked(body: str, tools: Tools) -> list[ToolCall]:

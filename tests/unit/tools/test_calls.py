@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.tools.calculator import calculator
-from raypo.tools.calls import ToolCall, ToolError, call, parse_tool_calls
+from raypo.tools.calls import ToolCall, ToolError, answer_calls, call, heard, parse_tool_calls
 from raypo.tools.sandbox import PythonSandbox
+from raypo.types import ToolUse
 from tests.tiny import tiny_tokenizer
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
@@ -147,6 +148,42 @@ def test_a_tool_is_called_with_its_arguments():
 def test_wrong_calls_are_told_to_the_model(asked, problem):
     with pytest.raises(ToolError, match=problem):
         asyncio.run(call([calculator, add], asked))
+
+
+def test_each_use_of_a_tool_is_heard_of():
+    uses: list[ToolUse] = []
+
+    async def broken() -> str:
+        raise KeyError("no file")
+
+    async def used() -> list[str]:
+        heard.set(uses.append)
+        answers = await answer_calls(
+            '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+            '<tool_call>{"name": "calculator", "arguments": {"expression": "1/0"}}</tool_call>'
+            '<tool_call>{"name": "sub"}</tool_call>',
+            [calculator],
+        )
+        answers += await answer_calls("<tool_call>{}</tool_call>", [calculator])
+        answers += await answer_calls("The answer is 42.", [calculator])
+        with pytest.raises(KeyError):
+            await answer_calls('{"name": "broken", "arguments": {}}', [broken])
+        return answers
+
+    assert asyncio.run(used()) == [
+        "42",
+        "error: division by zero",
+        "error: there is no tool sub; there are: calculator",
+        'error: a tool call is {"name": "...", "arguments": {...}}',
+    ]
+    assert [(use.name, use.error) for use in uses] == [
+        ("calculator", None),
+        ("calculator", "division by zero"),
+        ("sub", "there is no tool sub; there are: calculator"),
+        ("", 'a tool call is {"name": "...", "arguments": {...}}'),
+        ("broken", "'no file'"),
+    ]
+    assert uses[0].seconds > 0
 
 
 def test_an_error_of_a_tool_itself_is_not_taken_for_the_models():
