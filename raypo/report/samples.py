@@ -266,7 +266,7 @@ class Turn:
 def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
     """A response turn by turn; one that is no episode, or without a tokenizer, is one turn."""
     rewards, uses = row.get("turn_rewards") or [], _tool_uses(row)
-    if tokenizer is None:
+    if tokenizer is None or not row.get("response_mask"):
         return [Turn(True, row["response"], sum(rewards), [t for ts in uses.values() for t in ts])]
     found = []
     for by_policy, first, end in _stretches(row):

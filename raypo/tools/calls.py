@@ -41,8 +41,6 @@ _PARAMETER = re.compile(
 )
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None}
-
-
 heard: ContextVar[Callable[[ToolUse], None]] = ContextVar("heard", default=lambda use: None)
 """Hears of each use of a tool; an episode has its own."""
 
