@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
 from multiprocessing.context import ForkServerContext
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ T = TypeVar("T")
 def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
     """What a function returns, called in a thread that no exit of the process waits for.
 
+    It runs in a copy of the caller's context (`contextvars`).
     The threads of a pool are waited for, so that one call that hangs would hold the process back.
     """
     answer: Future[T] = Future()
@@ -30,7 +32,7 @@ def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=call, name=name, daemon=True).start()
+    threading.Thread(target=copy_context().run, args=(call,), name=name, daemon=True).start()
     return answer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from raypo.tools.calls import CALL, ToolCall, ToolError, parse_tool_calls
+from raypo.tools.calls import MARKS, ToolCall, ToolError, Tools, parse_tool_calls
 
 
 def text_and_calls(
@@ -15,7 +15,7 @@ def text_and_calls(
     *,
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
-    may_call: bool = False,
+    tools: Tools | None = None,
 ) -> tuple[str, list[ToolCall]]:
     """The text of a response without the calls in it, and these; what is no proper call is text.
 
@@ -24,16 +24,16 @@ def text_and_calls(
         token_ids: The response.
         stop: Texts that end it and are no part of it.
         stop_token_ids: Tokens that end it; no part of the text either.
-        may_call: Whether a tool may be called. Special tokens are then text: to some models the
-            marks of a call are special.
+        tools: That may be called. Special tokens are then text: to some models the marks of a call
+            are special.
     """
     kept = [each for each in token_ids if each not in stop_token_ids]
-    text = tokenizer.decode(kept, skip_special_tokens=not may_call)
+    text = tokenizer.decode(kept, skip_special_tokens=tools is None)
     text = text[: min((text.find(each) for each in stop if each in text), default=len(text))]
     calls: list[ToolCall] = []
-    if may_call:
+    if tools is not None:
         with suppress(ToolError):
-            calls = parse_tool_calls(text)
+            calls = parse_tool_calls(text, tools)
     if calls:
-        text = text[: text.index(CALL)] if CALL in text else ""
+        text = text[: min((text.index(mark) for mark in MARKS if mark in text), default=0)]
     return text, calls

@@ -186,6 +186,10 @@ MEANINGS = {
     "whole episode being one; also of `eval/`",
     "rollout/turns_mean": "turns of the policy, with an [environment](environments.md)",
     "rollout/episodes_failed": "episodes without a score",
+    "episode/<name>": "what environments or agents [measured](environments.md#what-is-seen), the "
+    "mean over episodes; also of `eval/`",
+    "tools/calls_mean": "calls of [tools](tools.md) in an episode",
+    "tools/failures": "calls of a step that went wrong",
     "train/loss": "the loss of the examples of a step",
     "train/accuracy": "share of their pairs, or verdicts, that come out right",
     "kl/ref_response_mean": "KL to the reference, in nats per response, an agent's whole episode "
@@ -199,6 +203,7 @@ MEANINGS = {
     "time/wait_for_rollouts_s": "of them, seconds that the learner waited for rollouts",
     "perf/engine_idle_s": "seconds that an engine did not compute, on average",
     "perf/environment_s_mean": "seconds that an episode waited for its environment",
+    "perf/tools_s_mean": "of them, seconds that tools took",
     "perf/wait_for_environments_s": "seconds that the engines waited for all environments, in "
     "training, of the worker that waited longest",
     "perf/<phase>_tokens_per_s": "the rate of a phase while it lasts",

@@ -10,7 +10,7 @@ from typing import Any
 
 from raypo.config import RolloutSection
 from raypo.custom.loader import load_class
-from raypo.rollout.environment import WrongAnswer, in_thread
+from raypo.rollout.environment import WrongAnswer, in_thread, metrics_of
 from raypo.rollout.environment_pool import too_slow
 from raypo.rollout.interface import AGENT
 from raypo.rollout.policy import Policy
@@ -57,11 +57,14 @@ class Agents:
             raise WrongAnswer(f"run returned {score!r:.100}, not a finite number")
         return float(score)
 
-    async def _run(self, *arguments: Any) -> Any:
+    async def _run(self, given: Any, label: Any, policy: Policy) -> Any:
         agent: Any = self._make()
         if inspect.iscoroutinefunction(agent.run):
-            return await agent.run(*arguments)
-        return await in_thread(lambda: agent.run(*arguments))
+            score = await agent.run(given, label, policy)
+        else:
+            score = await in_thread(lambda: agent.run(given, label, policy))
+        policy.metrics = metrics_of(agent)
+        return score
 
     def close(self) -> None:
         """End the server, if there is one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -79,20 +79,22 @@ class Environments:
         total = 0.0
         while True:
             try:
-                reply = await policy.generate(ids)
+                reply = await policy.generate(ids, tools=self._tools)
             except EpisodeLimit:
                 policy.is_cut_off = True
-                return total
+                break
             action = reply.token_ids.tolist() if self._reads_ids else reply.text
             observation, reward, done = _turn(await environment.call("step", action))
             policy.rows[-1].rewards[-1] = reward
             total += reward
             if done:
-                return total
+                break
             between = self._tokens.between(
                 reply.token_ids, observation, chat=chat, tools=self._tools
             )
             ids = np.concatenate([reply.conversation, between])
+        policy.metrics = metrics_of(environment)
+        return total
 
     def close(self) -> None:
         """End the processes, if there are any."""
@@ -113,6 +115,7 @@ class _Environment:
         self._make, self._pool, self._timeout_s, self._quota = make, pool, timeout_s, quota
         self._here: Any = None
         self._state: bytes | None = None
+        self.metrics: Any = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What its method returns.
@@ -122,7 +125,8 @@ class _Environment:
         """
         async with self._quota:
             if self._pool:
-                self._state, answer = await self._pool.call(self._state, method, *arguments)
+                called = await self._pool.call(self._state, method, *arguments)
+                self._state, answer, self.metrics = called
                 return answer
             limit = asyncio.timeout(self._timeout_s)
             try:
@@ -141,12 +145,26 @@ class _Environment:
 
         is_coroutine = inspect.iscoroutinefunction(getattr(self._make.func, method))
         answer = call() if is_coroutine else await in_thread(call)
-        return await answer if inspect.isawaitable(answer) else answer
+        answer = await answer if inspect.isawaitable(answer) else answer
+        self.metrics = getattr(self._here, "metrics", None)
+        return answer
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a thread that nobody waits for at the end: it may hang."""
     return await asyncio.wrap_future(daemon_future(function, name="raypo-episode"))
+
+
+def metrics_of(player: Any) -> dict[str, float]:
+    """The `metrics` of an environment or an agent, looked at."""
+    metrics = getattr(player, "metrics", None)
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping) or not all(
+        isinstance(value, Real) and math.isfinite(value) for value in metrics.values()
+    ):
+        raise WrongAnswer(f"metrics is {metrics!r:.100}, not finite numbers by their names")
+    return {str(name): float(value) for name, value in metrics.items()}
 
 
 def _turn(answer: Any) -> tuple[Any, float, bool]:

@@ -15,6 +15,8 @@ import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
 from raypo.concurrency import fork_context
+from raypo.tools.calls import heard
+from raypo.types import ToolUse
 
 _TIMEOUT = "Task timeout"
 """What pebble says of a call that took too long."""
@@ -42,7 +44,9 @@ class EnvironmentPool:
             context=fork_context(__name__),
         )
 
-    async def call(self, state: bytes | None, method: str, *arguments: Any) -> tuple[bytes, Any]:
+    async def call(
+        self, state: bytes | None, method: str, *arguments: Any
+    ) -> tuple[bytes, Any, Any]:
         """Call a method of an environment.
 
         Args:
@@ -51,6 +55,7 @@ class EnvironmentPool:
         Returns:
             state: The environment afterwards.
             answer: What the method returned.
+            metrics: The environment's, if it has any.
 
         Raises:
             TimeoutError: it took too long, and its process was ended.
@@ -61,7 +66,7 @@ class EnvironmentPool:
             _call, args=(state, method, *arguments), timeout=self._timeout_s
         )
         try:
-            return await asyncio.wrap_future(scheduled)
+            state, answer, metrics, uses = await asyncio.wrap_future(scheduled)
         except TimeoutError as error:
             if error.args != (_TIMEOUT, self._timeout_s):
                 raise  # one of its own
@@ -70,6 +75,9 @@ class EnvironmentPool:
             raise RuntimeError(
                 f"{method}: its process died with status {expired.exitcode}"
             ) from None
+        for use in uses:
+            heard.get()(use)
+        return state, answer, metrics
 
     def close(self) -> None:
         """End the processes at once."""
@@ -88,13 +96,18 @@ def _open(load: Callable[[], Callable[[], Any]]) -> None:
     _make = load()
 
 
-def _call(state: bytes | None, method: str, *arguments: Any) -> tuple[bytes, Any]:
+def _call(
+    state: bytes | None, method: str, *arguments: Any
+) -> tuple[bytes, Any, Any, list[ToolUse]]:
     assert _make is not None
+    uses: list[ToolUse] = []
+    heard.set(uses.append)
     environment = _make() if state is None else pickle.loads(state)
     answer = getattr(environment, method)(*arguments)
     if inspect.isawaitable(answer):
         answer = asyncio.run(_awaited(answer))
-    return cloudpickle.dumps(environment), answer
+    metrics = getattr(environment, "metrics", None)
+    return cloudpickle.dumps(environment), answer, metrics, uses
 
 
 async def _awaited(answer: Any) -> Any:

@@ -27,6 +27,7 @@ from raypo.rollout.environment import Environments, in_thread
 from raypo.rollout.policy import EpisodeLimit, Policy, Recorded
 from raypo.rollout.sessions import Sessions
 from raypo.serving.requests import Completion, SamplingRequest
+from raypo.tools.calls import heard
 from raypo.types import Episode, Prompt, Rollout
 
 
@@ -246,6 +247,7 @@ class _Seat:
             vocabulary_size=self.episodes.vocabulary_size,
         )
         begin, score, error = time.perf_counter(), math.nan, None
+        heard.set(policy.hear)
         try:
             score = await self.episodes.player.run(prompt, policy, quota)
         except (KeyboardInterrupt, GeneratorExit):
@@ -255,7 +257,9 @@ class _Seat:
         finally:
             self.table.leave(self)
         took = time.perf_counter() - begin - policy.asking_s
-        episode = Episode(score, policy.num_calls, took, error)
+        episode = Episode(
+            score, policy.num_calls, took, error, policy.metrics, tuple(policy.tool_uses)
+        )
         told = [row for row in policy.rows if row.mask.any()]
         rows = told or [*policy.rows, Recorded(self.draw.prompt.token_ids)][:1]
         return [self._rollout(policy, episode, *each) for each in enumerate(rows)]
@@ -272,8 +276,10 @@ class _Seat:
         order = self.draw.group_index, self.sample_index, number
         return await self.table.ask(_Call(order, request, self))
 
-    def _decode(self, ids: np.ndarray) -> str:
-        return self.episodes.tokenizer.decode(ids, skip_special_tokens=True)
+    def _decode(self, ids: np.ndarray, with_special: bool = False) -> str:
+        if with_special:
+            ids = ids[~np.isin(ids, self.sampling.stop_token_ids)]
+        return self.episodes.tokenizer.decode(ids, skip_special_tokens=not with_special)
 
     def _rollout(self, policy: Policy, episode: Episode, number: int, row: Recorded) -> Rollout:
         prompt, is_agents = self.draw.prompt, self.episodes.section.agent is not None

@@ -17,7 +17,9 @@ class Environment(Protocol):
 
     The methods may be plain or coroutines. With `reads_token_ids = True` in the class, actions are
     lists of token ids, and not texts. Its `tools` are what a chat template tells the policy of:
-    functions, or their JSON schemas.
+    functions, or their JSON schemas. Actions then keep special tokens but for the one that ends a
+    turn: to some models the marks of a tool call are special. Its `metrics`, numbers by their
+    names, are read when the episode is over; their means over episodes are `episode/<name>`.
     """
 
     async def reset(self, prompt: str | list[dict[str, Any]], label: Any) -> Observation | None:
@@ -36,7 +38,7 @@ class Environment(Protocol):
         """Answer one turn of the policy.
 
         Args:
-            action: What the policy wrote, without special tokens.
+            action: What the policy wrote; without `tools`, without special tokens.
 
         Returns:
             observation: What the policy reads next; None where the episode is done.
@@ -47,7 +49,10 @@ class Environment(Protocol):
 
 
 class Agent(Protocol):
-    """One episode's agent: made with `rollout.agent_args`, and run once."""
+    """One episode's agent: made with `rollout.agent_args`, and run once.
+
+    It may have `metrics`, as an environment.
+    """
 
     async def run(self, prompt: str | list[dict[str, Any]], label: Any, policy: Policy) -> float:
         """Do what it takes; the policy may be asked as often as it is needed, also in parallel.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from raypo.data.turns import Observation, Tools, TurnTokens, is_ids, messages_of
 from raypo.serving.requests import Completion
+from raypo.types import ToolUse
 
 
 class EpisodeLimit(Exception):
@@ -29,7 +30,8 @@ class Reply:
     """One turn of the policy."""
 
     text: str
-    """Without special tokens."""
+    """Without special tokens; with them but for the end of the turn, where tools may be called:
+    to some models the marks of a call are special."""
     token_ids: np.ndarray  # int32 [T], as sampled
     conversation: np.ndarray  # int32, all before it, and it: what a next turn goes on from
     finish_reason: str
@@ -101,7 +103,8 @@ class Policy:
 
     ask: Callable[[np.ndarray, int, int, Sequence[str]], Awaitable[Completion]]
     """Of ids, the number of the call, most new tokens, and further texts that end the turn."""
-    decode: Callable[[np.ndarray], str]
+    decode: Callable[[np.ndarray, bool], str]
+    """Of ids, and whether special tokens are text."""
     tokens: TurnTokens
     max_turns: int
     max_episode_tokens: int
@@ -128,6 +131,9 @@ class Policy:
     """What it began with, where that is not the prompt of the data."""
     is_cut_off: bool = False
     """Whether a limit ended it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environment or the agent measured."""
+    tool_uses: list[ToolUse] = field(default_factory=list)
     _since: float = 0.0
 
     @property
@@ -140,6 +146,10 @@ class Policy:
         assert self.endpoint is not None, "only an agent is given a policy"
         return self.endpoint()
 
+    def hear(self, use: ToolUse) -> None:
+        """A tool was called."""
+        self.tool_uses.append(replace(use, turn=self.num_calls))
+
     async def generate(self, prompt: Observation, *, tools: Tools = None) -> Reply:
         """Sample one turn.
 
@@ -147,7 +157,8 @@ class Policy:
             prompt: The whole conversation so far: a text, chat messages, or token ids. What was
                 sampled is found again in it, and not tokenised once more: append `reply.message`
                 to messages, `reply.text` to a text, or go on from the ids in `reply.conversation`.
-            tools: What the chat template tells the policy of, where the prompt is messages.
+            tools: That may be called; the chat template tells the policy of them, where the prompt
+                is messages.
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
@@ -159,7 +170,7 @@ class Policy:
             ids = self.ids_of(said, tools)
         row, completion = await self.sample(ids)
         reply = Reply(
-            self.decode(completion.token_ids),
+            self.decode(completion.token_ids, tools is not None),
             completion.token_ids,
             row.ids,
             completion.finish_reason,

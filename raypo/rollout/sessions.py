@@ -195,7 +195,7 @@ class _Session:
             token_ids,
             stop=wanted.stops,
             stop_token_ids=self.stop_token_ids,
-            may_call=tools is not None,
+            tools=tools,
         )
         if isinstance(said, str):
             row.remember(said + text)

@@ -14,6 +14,15 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
+MARKED = (
+    "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>",
+    '[TOOL_CALLS]add[ARGS]{"a": 1}',
+    "<|tool_call_start|>[add(a=1)]<|tool_call_end|>",
+)
+SCHEMA = {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": SCHEMA}]
+
+
 @pytest.mark.parametrize(
     ("text", "how", "told", "calls"),
     [
@@ -21,9 +30,13 @@ def tokenizer(tmp_path_factory):
         ("one END two", {"stop": ["END", "two"]}, "one ", []),
         ("abcd", {"stop": ["bcd", "c"]}, "a", []),
         ("ENDE", {"stop": ["ENDING"]}, "ENDE", []),
-        (f"see: {ADD}", {"may_call": True}, "see: ", [ToolCall("add", {"a": 1})]),
-        (ADD[11:-12], {"may_call": True}, "", [ToolCall("add", {"a": 1})]),
-        ("see <tool_call>add(1)", {"may_call": True}, "see <tool_call>add(1)", []),
+        (f"see: {ADD}", {"tools": []}, "see: ", [ToolCall("add", {"a": 1})]),
+        (ADD[11:-12], {"tools": []}, "", [ToolCall("add", {"a": 1})]),
+        *(
+            (f"see: {each}", {"tools": TOOLS}, "see: ", [ToolCall("add", {"a": 1})])
+            for each in MARKED
+        ),
+        ("see <tool_call>add(1)", {"tools": []}, "see <tool_call>add(1)", []),
         (ADD, {}, ADD, []),
     ],
 )

@@ -22,6 +22,8 @@ from raypo.rollout.episodes import Episodes
 from raypo.rollout.judges import Judges
 from raypo.rollout.policy import EpisodeLimit, Policy
 from raypo.rollout.sessions import Sessions
+from raypo.tools.calculator import calculator
+from raypo.tools.calls import answer_calls
 from raypo.types import Prompt, Rollout
 from tests.chat_templates import CHAT_TEMPLATES
 from tests.tiny import tiny_tokenizer
@@ -98,6 +100,26 @@ class Races:
         await policy.generate(prompt)
         await asyncio.sleep(0.01)
         await policy.generate(prompt)
+
+
+class Measures:
+    """A tool between its two calls, and what it counted."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        self.metrics = {"tokens": 0}
+        for _ in range(2):
+            reply = await policy.generate(prompt)
+            self.metrics["tokens"] += len(reply.token_ids)
+            if policy.num_calls == 1:
+                await asyncio.gather(answer_calls('{"name": "calculator"}', [calculator]))
+        return 1.0
+
+
+class MeasuresInThread(Measures):
+    def run(self, prompt: Any, label: Any, policy: Policy) -> float:  # pyright: ignore
+        self.metrics = {"tokens": 0}
+        asyncio.run(answer_calls('{"name": "calculator"}', [calculator]))
+        return 1.0
 
 
 class Naughty:
@@ -190,7 +212,7 @@ def test_ways_that_part_are_rows_of_one_sample_and_each_token_is_trained_once(to
     shared = [*first.prompt_ids.tolist(), *sampled[0]]
     for each in rollouts[1:]:
         assert each.prompt_ids[: len(shared)].tolist() == shared
-    assert {each.episode for each in rollouts} == {rollouts[0].episode}
+    assert all(each.episode == rollouts[0].episode for each in rollouts)
 
 
 def test_conversations_of_their_own_are_rows_of_their_own(tokenizer):
@@ -257,3 +279,17 @@ def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):
     assert len(set(pairs)) == 4
     trained = int(experience.response_mask.sum())
     assert trained == sum(each.num_sampled for each in rollouts)
+
+
+@pytest.mark.parametrize(("name", "turn"), [("Measures", 1), ("MeasuresInThread", 0)])
+def test_uses_of_tools_and_what_an_agent_measures_are_recorded(tokenizer, name, turn):
+    rollouts = played(tokenizer, name)
+    for each in rollouts:
+        assert each.episode is not None
+        (use,) = each.episode.tool_uses
+        assert (use.name, use.turn) == ("calculator", turn)
+        assert use.error == "calculator: expression: Missing required argument"
+    for number in {each.sample_index for each in rollouts}:
+        mine = [each for each in rollouts if each.sample_index == number]
+        assert mine[0].episode is not None
+        assert mine[0].episode.metrics == {"tokens": sum(each.num_sampled for each in mine)}
