@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from raypo.config import (
+    DistillationConfig,
     DPOConfig,
     EngineSection,
     ExamplesConfig,
@@ -176,7 +177,7 @@ def _learner(
     step = sum(update.values())
     first = learned[0][1]
     batch = _batch(config, rows=config.rows_per_update, workers=workers)
-    made = memory.logits(first, batch, itemsize=itemsize, copies=2) if has_policy else 0
+    made = _logits(config, first, batch, device, copies=2) if has_policy else 0
     saved = max(
         memory.activations(
             shape, batch, itemsize=itemsize, checkpointing=config.learner.activation_checkpointing
@@ -185,7 +186,7 @@ def _learner(
     )
     batch = _batch(config, rows=config.responses_per_step, workers=workers)
     scratch = memory.layer_scratch(first, batch, itemsize=itemsize)
-    scratch += memory.logits(first, batch, itemsize=itemsize, copies=1) if has_policy else 0
+    scratch += _logits(config, first, batch, device, copies=1) if has_policy else 0
     evaluate = _named(gathered, {"activations": scratch})
     result.phases = {
         "evaluate": evaluate,
@@ -230,10 +231,10 @@ def _examples_learner(
     )
     checkpointing = learner.activation_checkpointing
     saved = memory.activations(shape, batch, itemsize=itemsize, checkpointing=checkpointing)
-    made = memory.logits(shape, batch, itemsize=itemsize, copies=2) if has_words else 0
+    made = _logits(config, shape, batch, device, copies=2) if has_words else 0
     gathered = update.pop("gathered weights", 0)
     scratch = memory.layer_scratch(shape, batch, itemsize=itemsize)
-    scratch += memory.logits(shape, batch, itemsize=itemsize, copies=1) if has_words else 0
+    scratch += _logits(config, shape, batch, device, copies=1) if has_words else 0
     evaluate = _named(gathered, {"activations": scratch})
     for name, reference in models.references.items():
         evaluate[name] = reference.parameters * itemsize
@@ -242,6 +243,25 @@ def _examples_learner(
         "update": _update(device, gathered, saved, made, sum(update.values())),
     }
     return result
+
+
+def _logits(
+    config: OnlineConfig | ExamplesConfig,
+    shape: ModelShape,
+    batch: Batch,
+    device: Device,
+    *,
+    copies: int,
+) -> int:
+    """Bytes of the logits that a head makes at a time, and of their gradient: two copies."""
+    return memory.logits(
+        shape,
+        batch,
+        itemsize=ITEMSIZE[config.model.dtype],
+        copies=copies,
+        device=device,
+        in_float32=isinstance(config, DistillationConfig),
+    )
 
 
 def _trained(
@@ -287,7 +307,7 @@ def _frozen(
     batch = _batch(config, rows=config.responses_per_step, workers=config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
     if head:
-        added["logits"] = memory.logits(shape, batch, itemsize=itemsize, copies=1)
+        added["logits"] = _logits(config, shape, batch, device, copies=1)
     return Memory(
         held={"runtime": RUNTIME[device]["frozen"], "weights": parameters * itemsize},
         phases={"score": added},

@@ -124,7 +124,9 @@ def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     host_memory.HOST = "elsewhere"  # or nothing would be moved
-    token_log_probs.CHUNK_ELEMENTS = 400  # other numbers of chunks of logits on each worker
+    token_log_probs.CHUNK_ELEMENTS = {
+        "cpu": 400
+    }  # other numbers of chunks of logits on each worker
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     workers = Workers.current()
