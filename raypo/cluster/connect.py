@@ -34,6 +34,10 @@ _WORKER_DEFAULTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "20000",
 }
+_PASSED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "VLLM_", "HF_")
+"""Beginnings of the variables that reach workers from where the command starts."""
+_OF_ONE_NODE = {"VLLM_HOST_IP", "VLLM_HOST_PORT", "HF_TOKEN"}
+"""But for these: addresses are each node's own, and everybody can read a job's variables."""
 _LOCAL_DEFAULTS = {
     # A process that imports ray.train: seconds of a small machine's start-up, and the one machine
     # is not going to be taken away.
@@ -159,8 +163,12 @@ def _started_here() -> str | None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Variables that workers get; what the user has set is kept, NCCL_* and device flags too."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    """Variables that workers get; what the user has set is kept, device flags too."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_PASSED) and name not in _OF_ONE_NODE
+    }
     defaults = {name: os.environ.get(name, value) for name, value in _WORKER_DEFAULTS.items()}
     return kept | defaults | users_choice()
 

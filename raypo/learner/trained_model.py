@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
-from raypo.learner.offload import Offload, OffloadPlan
+from raypo.learner.offload import Offload
 from raypo.learner.roles import DataParallel
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
@@ -83,14 +83,7 @@ class TrainedModel:
         for parameter, exact in self._masters.items():
             self._set_master(parameter, exact)
         self._read_masters()
-        zero = self._engine.config.get("zero_optimization", {})
-        plan = OffloadPlan.of(
-            self._stage,
-            by_deepspeed=isinstance(self._engine.optimizer, _zero_optimizers()),
-            has_frozen=self._has_frozen,
-            has_offload_param="offload_param" in zero,
-        )
-        self.offload = Offload(self._engine, optimizer=optimizer, plan=plan)
+        self.offload = Offload(self._engine, optimizer)
         """Of the model to the host, where it shares a GPU with an engine."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

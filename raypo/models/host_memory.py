@@ -24,7 +24,8 @@ class HostMemory:
     def __init__(self) -> None:
         self._places: dict[int, list[Tensor]] = {}
         """By the address of a storage: its bytes on the host, uint8 [bytes] each."""
-        self._away: dict[int, torch.UntypedStorage] = {}
+        self._away: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        """By address: storages that are empty, and the bytes that they had."""
         self._rest = torch.empty(0, dtype=torch.uint8)
         """Of the last block, what nobody has."""
 
@@ -34,31 +35,47 @@ class HostMemory:
         Args:
             unchanged: Nobody writes to them, so that what was once copied need not be again.
         """
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            address, size = storage._cdata, storage.nbytes()
-            is_there = storage.device.type == HOST or size == 0 or address in self._away
-            if is_there or not storage.resizable():  # a file's mapped memory is not
-                continue
+        for address, storage in self._present(tensors):
+            size = storage.nbytes()
             is_new = sum(map(len, self._places.get(address, ()))) != size
             if is_new:
                 self._places[address] = list(self._room(size))
             if is_new or not unchanged:
                 for device, host in self._pairs(address, storage):
                     host.copy_(device, non_blocking=True)
-            self._away[address] = storage
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # before the memory is others'
-        for storage in self._away.values():
-            storage.resize_(0)
+            self._away[address] = storage, size
+        self._empty()
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """As `take`, of tensors whose contents nobody reads again: they come back with any."""
+        for address, storage in self._present(tensors):
+            self._places.pop(address, None)
+            self._away[address] = storage, storage.nbytes()
+        self._empty()
 
     def give_back(self) -> None:
         """All that was taken, where it was."""
-        for address, storage in self._away.items():
-            storage.resize_(sum(map(len, self._places[address])))
+        for address, (storage, size) in self._away.items():
+            storage.resize_(size)
             for device, host in self._pairs(address, storage):
                 device.copy_(host, non_blocking=True)
         self._away = {}
+
+    def _present(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        """Storages that are on the device, by their addresses."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            address, is_empty = storage._cdata, storage.nbytes() == 0
+            if is_empty or address in self._away or storage.device.type == HOST:
+                continue
+            if storage.resizable():  # a file's mapped memory is not
+                yield address, storage
+
+    def _empty(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # before the memory is others'
+        for storage, _ in self._away.values():
+            storage.resize_(0)
 
     def _pairs(
         self, address: int, storage: torch.UntypedStorage
@@ -66,8 +83,8 @@ class HostMemory:
         """The bytes of a storage on its device, and where they lie on the host."""
         flat: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
         flat.set_(storage)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        places = self._places[address]
-        yield from zip(flat.split([len(place) for place in places]), places, strict=True)
+        if places := self._places.get(address):
+            yield from zip(flat.split([len(place) for place in places]), places, strict=True)
 
     def _room(self, size: int) -> Iterator[Tensor]:
         while size:

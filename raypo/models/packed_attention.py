@@ -5,6 +5,7 @@ N packed tokens, H heads, D their size, n responses of a group.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -30,6 +31,12 @@ _TRIAL = (
 )
 MAX_GAP = 0.1
 """Relative, of the trial: rounding in bfloat16 comes to 0.01, a wrong attention to 0.3 and more."""
+BLOCK = 128
+"""Tokens of a side of the blocks of flex attention."""
+MAX_COMPILED = 64
+"""Kinds of calls of flex attention in a process: of dtypes, heads, windows, with and without
+gradients, and not of lengths. One more is an error, where torch else leaves out the compiler and
+makes all scores."""
 
 
 def can_read_packed(model: Any) -> bool:
@@ -50,7 +57,7 @@ def use_packed_attention(model: Any) -> None:
     """From now on the model can read packed rows; what it reads otherwise, it reads as before.
 
     It is tried on three short rows first. A model whose answers are others than those of separate
-    rows (it keeps the layout from its attention, or is recurrent) stays as it is.
+    rows (it keeps the layout from its attention, or is recurrent) stays as it is, with a warning.
     """
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -60,11 +67,18 @@ def use_packed_attention(model: Any) -> None:
         apart = hidden_states(backbone, packed)
         model.set_attn_implementation(NAME)
         try:
-            gap = hidden_states(backbone, packed) - apart
-        except (RuntimeError, TypeError, ValueError):
-            gap = apart
-    if not gap.float().norm() <= MAX_GAP * apart.float().norm():
+            gap = (hidden_states(backbone, packed) - apart).float().norm() / apart.float().norm()
+            problem = None if gap <= MAX_GAP else f"its answers are {float(gap):.2g} of them off"
+        except (RuntimeError, TypeError, ValueError) as error:
+            problem = f"{type(error).__name__}: {error}"
+    if problem:
         model.set_attn_implementation(before)
+        warnings.warn(
+            f"{type(model).__name__} cannot read packed rows ({problem}). Each response is read "
+            f"with its prompt and padding, which takes longer. Set model.attention to {before} if "
+            f"that is meant.",
+            stacklevel=2,
+        )
 
 
 def hidden_states(backbone: Any, packed: Packed) -> Tensor:
@@ -208,12 +222,16 @@ def flex(
 def _flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    torch._dynamo.config.recompile_limit = MAX_COMPILED
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def _block_mask(layout: Layout, window: int | None) -> Any:
-    """Made once a layout and window: all layers of a pass share it."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Made once a layout and window: all layers of a pass share it.
+
+    `create_block_mask` would look at all pairs of tokens.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     made: dict[int | None, Any] = layout.__dict__.setdefault("_block_masks", {})
     if window not in made:
@@ -221,9 +239,51 @@ def _block_mask(layout: Layout, window: int | None) -> Any:
 
         def sees(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             same = (part[q] == part[k]) | (part[k] == 0)
-            near = position[q] - position[k] < (window or len(position))
-            return (group[q] == group[k]) & same & (position[k] <= position[q]) & near
+            seen = (group[q] == group[k]) & same & (position[k] <= position[q])
+            return seen if window is None else seen & (position[q] - position[k] < window)
 
-        size = len(position)
-        made[window] = create_block_mask(sees, None, None, size, size, device=str(layout.device))
+        pairs = seen_pairs(layout, window)
+        whole = torch.from_numpy(pairs == BLOCK**2).to(layout.device)
+        partly = torch.from_numpy((pairs > 0) & (pairs < BLOCK**2)).to(layout.device)
+        made[window] = BlockMask.from_kv_blocks(
+            *_indices(partly),
+            *_indices(whole),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=sees,
+            seq_lengths=(len(position), len(position)),
+        )
     return made[window]
+
+
+def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
+    """How many tokens of a block see how many of another: pairs, [blocks, blocks] int.
+
+    A token sees two stretches: of its prompt, and of its own response up to itself.
+    """
+    groups = np.array([(g.first, g.prompt, g.tokens) for g in layout.groups], np.int32)
+    first, prompt = np.repeat(groups[:, :2], groups[:, 2], axis=0).T  # [N] each
+    position = layout.segments[2].cpu().numpy()  # [N] int32, as the others
+    token = np.arange(len(position), dtype=np.int32)
+    oldest = np.maximum(position - (window or len(position)) + 1, 0)
+    stretches = (
+        (first + oldest, np.minimum(first + prompt, token + 1)),
+        (token - position + np.maximum(oldest, prompt), token + 1),
+    )
+    count = -(-len(token) // BLOCK)
+
+    def pairs_from(place: np.ndarray) -> np.ndarray:
+        """Each token with all that stand at its place or later, [blocks, blocks + 1]."""
+        block, offset = np.divmod(place, BLOCK)
+        at, cells = token // BLOCK * (count + 1) + block, count * (count + 1)
+        begun = np.bincount(at, minlength=cells).reshape(count, -1)
+        of_first = np.bincount(at, BLOCK - offset, minlength=cells).reshape(count, -1)
+        return of_first + BLOCK * (begun.cumsum(1) - begun)
+
+    seen = sum(pairs_from(begin) - pairs_from(np.maximum(begin, end)) for begin, end in stretches)
+    return np.asarray(seen)[:, :-1]
+
+
+def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of [blocks, blocks] bool how many are set, and which: these come first."""
+    which = torch.argsort(blocks, dim=-1, descending=True, stable=True)
+    return blocks.sum(-1)[None, None].int(), which[None, None].int()

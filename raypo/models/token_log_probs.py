@@ -13,11 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raypo.models.packed_attention import hidden_states, own_logits
 from raypo.models.packing import Packed, pack_padded
-from raypo.plan.sizes import CHUNK_ELEMENTS
-
-SCRATCH_ELEMENTS = {"cpu": 1 << 19}
-"""Of those, how many are worked on in float32 at a time, by device: on CPU what its caches hold;
-elsewhere all."""
+from raypo.plan.sizes import CHUNK_ELEMENTS, SCRATCH_ELEMENTS
 
 
 def response_log_probs(
@@ -94,7 +90,8 @@ def over_logits(
     if not has_plain_head(model) or any(model.get_output_embeddings().children()):
         return of_chunk(own_logits(model, packed), *known)
     head = model.get_output_embeddings()
-    rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
+    elements = CHUNK_ELEMENTS[head.weight.device.type]
+    rows = max(1, elements // model.config.get_text_config().vocab_size)
 
     def of_states(states: Tensor, *known: Tensor) -> tuple[Tensor | None, ...]:
         return of_chunk(type(head).forward(head, states), *known)
@@ -208,6 +205,5 @@ def _finite(log_p: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    elements = min(CHUNK_ELEMENTS, SCRATCH_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS))
-    rows = max(1, elements // logits.shape[-1])
+    rows = max(1, SCRATCH_ELEMENTS[logits.device.type] // logits.shape[-1])
     return [slice(first, first + rows) for first in range(0, len(logits), rows)]

@@ -8,6 +8,7 @@ from typing import Literal
 
 from raypo.config import (
     AnyConfig,
+    DistillationConfig,
     DPOConfig,
     EngineSection,
     ExamplesConfig,
@@ -187,9 +188,9 @@ def _learner(
         memory.activations(each.shape, learning, itemsize=itemsize, checkpointing=checkpointing)
         for each in learned
     )
-    made = memory.logits(first, learning, itemsize=itemsize, copies=2) if has_words else 0
+    made = _logits(config, first, learning, device, copies=2) if has_words else 0
     scratch = memory.layer_scratch(first, reading, itemsize=itemsize)
-    scratch += memory.logits(first, reading, itemsize=itemsize, copies=1) if has_words else 0
+    scratch += _logits(config, first, reading, device, copies=1) if has_words else 0
     evaluate = _named(gathered, {"activations": scratch})
     step = sum(update.values())
     result.phases = {
@@ -223,6 +224,20 @@ def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:
         response_tokens=config.data.max_response_tokens,
     )
     return batch, batch
+
+
+def _logits(
+    config: AnyConfig, shape: ModelShape, batch: Batch, device: Device, *, copies: int
+) -> int:
+    """Bytes of the logits that a head makes at a time, and of their gradient: two copies."""
+    return memory.logits(
+        shape,
+        batch,
+        itemsize=ITEMSIZE[config.model.dtype],
+        copies=copies,
+        device=device,
+        in_float32=isinstance(config, DistillationConfig),
+    )
 
 
 def _trained(config: AnyConfig, model: Learned) -> tuple[int, int]:
@@ -260,7 +275,7 @@ def _frozen(
     batch = _batch(config, config.responses_per_step, config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
     if head:
-        added["logits"] = memory.logits(shape, batch, itemsize=itemsize, copies=1)
+        added["logits"] = _logits(config, shape, batch, device, copies=1)
     return Memory(
         held={"runtime": RUNTIME[device]["frozen"], "weights": weights},
         phases={"score": added},

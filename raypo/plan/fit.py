@@ -43,10 +43,7 @@ CHOICES = (
     (3, True, True),
 )
 """ZeRO stage, optimizer off-loaded, weights off-loaded."""
-OFF_LOAD = {
-    "zero_force_ds_cpu_optimizer": False,
-    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-}
+OFF_LOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 """Of `learner.deepspeed`: the optimizer in RAM."""
 MAX_REMEDIES = 3
 MOMENTS = {phase.value: phase for phase in Phase if phase != Phase.LEARN} | {

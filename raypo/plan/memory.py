@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.sharding import Sharding
-from raypo.plan.sizes import BUCKET_BYTES, CHUNK_ELEMENTS
+from raypo.plan.sizes import BUCKET_BYTES, CHUNK_ELEMENTS, SCRATCH_ELEMENTS
 
 MASTER = 4
 """Bytes of a master weight, of each of AdamW's two moments and of an accumulated gradient: fp32."""
@@ -109,13 +109,25 @@ def layer_scratch(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
     return batch.tokens * itemsize * (3 * shape.hidden + 4 * shape.intermediate)
 
 
-def logits(shape: ModelShape, batch: Batch, *, itemsize: int, copies: int) -> int:
+def logits(
+    shape: ModelShape,
+    batch: Batch,
+    *,
+    itemsize: int,
+    copies: int,
+    device: str,
+    in_float32: bool = False,
+) -> int:
     """Bytes of a chunk's logits (and their gradient: two copies) and of the scratch beside them.
 
-    Of `raypo.models.token_log_probs.packed_log_probs`.
+    Of `raypo.models.token_log_probs.over_logits`.
+
+    Args:
+        in_float32: All of the chunk is worked on at once, as for a divergence.
     """
-    elements = min(batch.tokens * shape.vocabulary, CHUNK_ELEMENTS)
-    return elements * (copies * itemsize + SCRATCH_COPIES * 4)
+    elements = min(batch.tokens * shape.vocabulary, CHUNK_ELEMENTS[device])
+    scratch = elements if in_float32 else min(elements, SCRATCH_ELEMENTS[device])
+    return elements * copies * itemsize + scratch * SCRATCH_COPIES * 4
 
 
 def trained(

@@ -82,6 +82,7 @@ def deepspeed_config(
         "managed_gradient_accumulation": False,
         "gradient_clipping": section.max_grad_norm,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW steps on CPUs too
         "zero_optimization": {"stage": stage, "overlap_comm": on_gpu},
         "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
         "steps_per_print": None,

@@ -1,5 +1,8 @@
 """A batch for learners under real DeepSpeed in this process, and a process group of one."""
 
+import gc
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,6 +48,7 @@ def learner(
     clip: float = 0.2,
     rate: float = LR,
     workers: Workers | None = None,
+    deepspeed: Mapping[str, Any] | None = None,
     **section: Any,
 ) -> Learner:
     """Two epochs of PPO with a critic; `section` are further keys of `model`."""
@@ -59,6 +63,7 @@ def learner(
             max_grad_norm=MAX_NORM,
             max_tokens_per_microbatch=microbatch,
             max_skipped_updates=1,
+            deepspeed=dict(deepspeed or {}),
         ),
         temperature=1.0,
         max_new_tokens=T,
@@ -84,3 +89,17 @@ def weights(of: Learner) -> dict[str, Tensor]:
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def held_bytes() -> int:
+    """Of the numbers of all tensors of this process, but for those of a file that is mapped."""
+    gc.collect()
+    sizes: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some objects warn when they are asked for their class
+        tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    for each in tensors:
+        storage = each.untyped_storage()
+        if each.is_floating_point() and storage.device.type == "cpu" and storage.resizable():
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())

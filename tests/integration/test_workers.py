@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.integration.task import REPOSITORY
+from tests.integration.test_offload import OPTIMIZERS, SMALL
 from tests.tiny import tiny_policy
 
 CASES = [(dtype, stage) for dtype in ("float32", "bfloat16") for stage in range(4)]
@@ -78,6 +79,16 @@ def test_figures_and_weights_agree_with_one_worker(
     )
     assert difference.max() <= (0.1 * LR if exact else 10 * LR)
     assert difference.mean() <= (1e-3 * LR if exact else 0.5 * LR)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_workers_leave_the_device_whichever_class_of_deepspeeds_holds_their_weights(
+    outcomes: dict[int, dict[Any, Any]], case: tuple[str, int]
+):
+    """They were moved and brought back before the step, too: the figures above are of that."""
+    found = outcomes[2][case]
+    assert found["optimizer"] == OPTIMIZERS[case]
+    assert found["moved"] > found["held"] - SMALL
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -1,5 +1,7 @@
 """One of several learner workers: a whole step on given rollouts, at every ZeRO stage and dtype.
 
+Each worker's models are moved to the host and back before and after the step.
+
 python -m tests.integration.workers_probe TASK.json, with RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT in the environment; rank 0 writes what came out.
 """
@@ -21,11 +23,12 @@ from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
-from raypo.models import token_log_probs
+from raypo.models import host_memory, token_log_probs
 from raypo.recipes.ppo import ppo_step
 from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.experience import AdvantageState
 from raypo.types import Rollout, ScoredRollout
+from tests.integration.learning import held_bytes
 
 GROUPS, SAMPLES, LONGEST = 12, 2, 24
 PPO = PPOSection.model_validate(
@@ -107,10 +110,23 @@ def one_step(learner: Learner, roles: Roles, *, step: int = 1) -> dict[str, Any]
     return {"figures": figures, "tokens": workers.gather(tokens), "weights": weights}
 
 
+def off_and_back(learner: Learner) -> int:
+    """Bytes that left the device, whose place a CPU takes here."""
+    before = held_bytes()
+    learner.offload_training_state()
+    learner.offload_parameters()
+    moved = before - held_bytes()
+    learner.reload()
+    return moved
+
+
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
-    token_log_probs.CHUNK_ELEMENTS = 400  # other numbers of chunks of logits on each worker
+    host_memory.HOST = "elsewhere"  # or nothing would be moved
+    token_log_probs.CHUNK_ELEMENTS = {
+        "cpu": 400
+    }  # other numbers of chunks of logits on each worker
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     workers = Workers.current()
@@ -118,15 +134,22 @@ def main() -> None:
     results = {}
     for dtype, stage in task["cases"]:
         case = (task["model"], dtype, stage, task["lora"], roles)
+        before = held_bytes()
         learner = new_learner(*case)
-        results[dtype, stage] = one_step(learner, roles)
+        off_and_back(learner)
+        results[dtype, stage] = result = one_step(learner, roles)
+        told = sum(weight.nbytes for weight in result["weights"].values())
+        result |= {"held": held_bytes() - before - told, "moved": off_and_back(learner)}
+        if roles.trains_policy:
+            optimizer = learner._policy._engine.optimizer
+            result["optimizer"] = type(optimizer).__name__
         if folder := task["checkpoints"]:
             directory = Path(folder) / f"{dtype}_{stage}_{workers.count}"
             directory.mkdir(exist_ok=True)
             learner.save(directory)
             learner = new_learner(*case)
             learner.restore(directory)
-            results[dtype, stage]["second"] = one_step(learner, roles, step=2)
+            result["second"] = one_step(learner, roles, step=2)
     if workers.rank == 0:
         torch.save(results, task["out"])
     dist.destroy_process_group()

@@ -88,10 +88,15 @@ def test_a_local_ray_that_does_not_come_up_is_told_in_words(monkeypatch: pytest.
     assert alone["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "0"
 
 
-def test_every_nccl_variable_and_device_flag_of_the_user_reaches_the_workers(
+def test_what_the_user_tells_nccl_torch_vllm_and_the_hub_reaches_the_workers(
     monkeypatch: pytest.MonkeyPatch,
 ):
     theirs = {
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "VLLM_ATTENTION_BACKEND": "FLASH_ATTN",
+        "HF_HUB_OFFLINE": "1",
         "NCCL_SOCKET_IFNAME": "eth1",
         "NCCL_CUMEM_ENABLE": "1",
         "TOKENIZERS_PARALLELISM": "true",
@@ -103,6 +108,12 @@ def test_every_nccl_variable_and_device_flag_of_the_user_reaches_the_workers(
     environment = worker_environment()
     assert {name: environment[name] for name in theirs} == theirs
     assert environment["NCCL_DEBUG"] == "WARN"
+
+
+def test_addresses_of_this_node_and_secrets_stay_here(monkeypatch: pytest.MonkeyPatch):
+    for name in ("VLLM_HOST_IP", "HF_TOKEN", "PYTHONPATH"):
+        monkeypatch.setenv(name, "10.0.0.1")
+    assert not {"VLLM_HOST_IP", "HF_TOKEN", "PYTHONPATH"} & worker_environment().keys()
 
 
 ALL_BUT_NCCL_DEBUG = [
@@ -121,8 +132,9 @@ ALL_BUT_NCCL_DEBUG = [
 def test_workers_of_a_ray_that_the_user_has_started_are_told_what_they_lack(
     mode: str, job: str, untold: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    for name in module._WORKER_DEFAULTS:
-        monkeypatch.delenv(name, raising=False)
+    for name in [*os.environ]:
+        if name in module._WORKER_DEFAULTS or name.startswith(module._PASSED):
+            monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     actor = {"worker": "an actor's id", "driver": None}[mode]
     said = {"env_vars": {"NCCL_DEBUG": "INFO"}}  # to ray.init, and so to all workers

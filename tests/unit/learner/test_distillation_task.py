@@ -63,7 +63,9 @@ def test_the_loss_is_the_sum_of_the_divergences_at_all_response_tokens(kind, cou
 def test_neither_the_cut_nor_the_chunks_matter(monkeypatch):
     section, items = DistillationSection(), taught(4)
     whole, gradients = loss_and_gradients(section, [items])
-    monkeypatch.setattr(token_log_probs, "CHUNK_ELEMENTS", 2 * VOCABULARY)  # two tokens a chunk
+    monkeypatch.setattr(
+        token_log_probs, "CHUNK_ELEMENTS", {"cpu": 2 * VOCABULARY}
+    )  # two tokens a chunk
     for pieces in ([items], [items[:2], items[2:]], [[each] for each in items[::-1]]):
         total, others = loss_and_gradients(section, pieces)
         assert total == pytest.approx(whole, rel=1e-9)

@@ -51,3 +51,17 @@ def test_what_does_not_change_is_copied_once():
     host.take([weights.fill_(3.0)])
     host.give_back()
     assert weights.tolist() == [3.0] * 5
+
+
+def test_what_is_dropped_comes_back_with_its_size_and_takes_no_room_meanwhile():
+    scratch, kept = torch.ones(30), torch.arange(4.0)
+    host = HostMemory()
+    for _ in range(2):
+        host.drop([scratch])
+        host.take([kept, scratch])
+        assert scratch.untyped_storage().nbytes() == kept.untyped_storage().nbytes() == 0
+        assert [sum(map(len, each)) for each in host._places.values()] == [16]
+        host.give_back()
+        scratch.fill_(2.0)
+        assert scratch.sum() == 60.0
+        assert kept.tolist() == [0.0, 1.0, 2.0, 3.0]

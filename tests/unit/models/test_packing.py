@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -123,11 +123,25 @@ def test_a_model_that_keeps_the_layout_from_its_attention_is_left_as_it_is() -> 
     assert can_read_packed(model), "its flags say so"
     expected = separate_states(model, with_last=False)
 
-    use_packed_attention(model)
+    with pytest.warns(UserWarning, match=r"cannot read packed rows .* model.attention to eager"):
+        use_packed_attention(model)
 
     assert model.config._attn_implementation == "eager"
     states = hidden_states(model.base_model, pack(*rows()))
     torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_why_a_model_cannot_read_packed_rows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiler says on a GPU, above all."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel of that head size")
+
+    monkeypatch.setattr(packed_attention, "packed_attention", broken)
+    model = model_of(LlamaConfig(**GATED))
+    with pytest.warns(UserWarning, match=r"\(RuntimeError: no kernel of that head size\)"):
+        use_packed_attention(model)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_window_that_only_the_mask_knows_is_not_read_packed() -> None:
@@ -165,6 +179,39 @@ def test_flex_attention_says_the_same(config, monkeypatch) -> None:
     states = states_of(model, pack(*rows()))
 
     torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+
+
+def long_rows(seed: int, groups: int) -> Packed:
+    """Prompts of 1 to 400 tokens with up to five responses each: blocks of every kind."""
+    generator = np.random.default_rng(seed)
+    prompts, responses = [], []
+    for _ in range(groups):
+        prompt = generator.integers(4, 60, int(generator.integers(1, 400)))
+        for _ in range(int(generator.integers(1, 6))):
+            prompts.append(prompt)
+            responses.append(generator.integers(4, 60, int(generator.integers(0, 300))))
+    return pack(prompts, responses)
+
+
+@pytest.mark.parametrize("window", [None, 3, 200])
+@pytest.mark.parametrize(("seed", "groups"), [(0, 1), (1, 2), (2, 4), (3, 6)])
+def test_the_blocks_of_flex_attention_are_those_that_torch_finds_by_every_pair(
+    seed: int, groups: int, window: int | None
+) -> None:
+    layout = long_rows(seed, groups).layout
+    mine = packed_attention._block_mask(layout, window)
+    count = layout.segments[0].numel()
+    theirs = create_block_mask(mine.mask_mod, None, None, count, count, device="cpu")
+    assert mine.shape == theirs.shape
+    for name in ("kv", "full_kv", "q", "full_q"):
+        found, expected = (getattr(each, f"{name}_num_blocks") for each in (mine, theirs))
+        assert torch.equal(found, expected)
+        found, expected = (getattr(each, f"{name}_indices") for each in (mine, theirs))
+        assert torch.equal(found, expected)
+    assert (
+        packed_attention.seen_pairs(layout, window).sum()
+        == create_mask(mine.mask_mod, None, None, count, count, device="cpu").sum()
+    )
 
 
 def test_each_prompt_is_read_once_and_last_tokens_not_at_all() -> None:

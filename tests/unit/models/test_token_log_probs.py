@@ -95,7 +95,8 @@ def test_padding_is_finite_and_no_entropy_unless_asked(model) -> None:
 
 @pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 24])
 def test_gradient_equals_the_unpadded_computation(model, monkeypatch, chunk_elements: int) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
+    for name in ("CHUNK_ELEMENTS", "SCRATCH_ELEMENTS"):
+        monkeypatch.setattr(module, name, {"cpu": chunk_elements})
     weights = torch.linspace(-1.0, 2.0, 7)
     expected_log_probs, expected_entropy = naive(model)
     expected_loss = (weights * expected_log_probs).sum() + 0.3 * expected_entropy.sum()

@@ -1,6 +1,8 @@
 """Formulas by head, and against what torch and the code's own constants say."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from raypo.models.lora import add_adapter
 from raypo.models.packed_attention import hidden_states
 from raypo.models.packing import pack
 from raypo.plan.estimate import Models, roles_of
-from raypo.plan.memory import Batch, activations, trained, worst_batch
+from raypo.plan.memory import Batch, activations, logits, trained, worst_batch
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.sharding import Sharding, deepspeed_config
 from tests.tiny import tiny_policy
@@ -192,3 +194,15 @@ def test_lora_takes_the_optimizer_and_the_reference_out_of_the_plan(tmp_path: Pa
     small = learner(lora)
     assert small["policy optimizer"] < full["policy optimizer"] / 5
     assert small["policy weights"] > full["policy weights"]
+
+
+@pytest.mark.parametrize(("device", "made", "scratch"), [("cpu", 24, 19), ("cuda", 27, 24)])
+def test_logits_take_a_chunk_and_its_gradient_and_float32_scratch_of_a_part(
+    tmp_path: Path, device: str, made: int, scratch: int
+):
+    shape = replace(ModelShape.read(str(tiny_policy(tmp_path))), vocabulary=1 << 17)
+    many = Batch(1, 1, 1, 1 << 14)
+    kind: Any = {"itemsize": 2, "copies": 2, "device": device}
+    assert logits(shape, many, **kind) == 2 * 2 * (1 << made) + 3 * 4 * (1 << scratch)
+    assert logits(shape, many, **kind, in_float32=True) == (2 * 2 + 3 * 4) * (1 << made)
+    assert logits(shape, Batch(1, 1, 1, 1), **kind) == (2 * 2 + 3 * 4) * (1 << 17)
