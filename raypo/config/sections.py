@@ -291,17 +291,6 @@ class LearnerSection(WorkersSection):
         """Workers of the group, those of the policy and those of the critic."""
         return self.num_workers + self.critic_workers
 
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        stage = self.deepspeed.get("zero_optimization", {}).get("stage", self.zero_stage)
-        if self.critic_workers and stage == 3:
-            yield (
-                f"learner.critic_workers ({self.critic_workers}): at ZeRO stage 3 "
-                f"(learner.zero_stage, learner.deepspeed) DeepSpeed compares the order of weights "
-                f"over all workers, and here each model has workers of its own. Set "
-                f"learner.zero_stage to 2, or learner.critic_workers to 0."
-            )
-
 
 class EvalSection(Config):
     """Held-out prompts, judged as the run goes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,18 @@ class Learner:
         shared |= {"workers": roles.own, "mpu": roles.mpu}
         self._model = model
         self._is_reference = ppo.needs_reference and model.is_own_reference
-        self._trained_policy = None
+        shares: Any = nullcontext  # transformers fills shares from rank 0 of all workers
+        if not roles.are_apart:
+            shares = partial(in_shares, section, dtype=model.dtype, workers=workers)
+        network = None
         if roles.trains_policy:
-            with in_shares(section, dtype=model.dtype, workers=workers):
+            with shares():
                 network = load_policy(model)
-            policy = Policy(network, temperature=temperature)
-            self._trained_policy = TrainedModel(policy, **shared)
         if roles.are_apart:  # the critic's new weights are those that come after the policy's
             torch.set_rng_state(workers.broadcast(torch.get_rng_state()))
+        self._trained_policy = None
+        if network is not None:
+            self._trained_policy = TrainedModel(Policy(network, temperature=temperature), **shared)
         self._custom_surrogate = None
         if is_import_path(ppo.policy_loss):
             function = load_function(ppo.policy_loss, key="ppo.policy_loss")
@@ -108,7 +113,7 @@ class Learner:
         """In words, which weights the critic starts from."""
         if ppo.needs_critic and roles.trains_critic:
             start = critic_start or CriticStart(model.critic or model.policy)
-            with in_shares(section, dtype=model.dtype, workers=workers):
+            with shares():
                 critic, self.critic_start = Critic.load(
                     start, lora=model.lora, dtype=model.dtype, attention=model.attention
                 )

@@ -19,6 +19,7 @@ from raypo.collectives import Workers
 from raypo.config import WorkersSection
 from raypo.learner.offload import Offload
 from raypo.learner.roles import DataParallel
+from raypo.learner.team_order import compare_within
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 from raypo.plan.sharding import deepspeed_config
@@ -47,6 +48,8 @@ class TrainedModel:
             mpu: The same for DeepSpeed, where they are not all workers of the default group.
         """
         deepspeed = _import_deepspeed()
+        if mpu is not None:
+            compare_within(mpu.group)
         parameters = list(module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._has_frozen = len(trained) < len(parameters)
@@ -76,8 +79,8 @@ class TrainedModel:
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers, self._section = workers, section
         self._stage = int(self._engine.zero_optimization_stage())
-        takes_gradients_itself = isinstance(self._engine.optimizer, _zero_optimizers())
-        if workers.count == 1 and not takes_gradients_itself:  # nothing to sum: it would be copied
+        has_buckets = hasattr(self._engine.optimizer, "ipg_buckets")  # it takes gradients itself
+        if workers.count == 1 and not has_buckets:  # nothing to sum: it would be copied
             self._engine.enable_backward_allreduce = False
         self._engine.train()
         for parameter, exact in self._masters.items():
@@ -233,14 +236,6 @@ def outermost_networks(module: nn.Module) -> list[PreTrainedModel]:
     if isinstance(module, PreTrainedModel):
         return [module]
     return [network for child in module.children() for network in outermost_networks(child)]
-
-
-def _zero_optimizers() -> tuple[type, ...]:
-    """DeepSpeed's optimizers that can move their states to the host."""
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    return DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 
 
 def _import_deepspeed() -> Any:

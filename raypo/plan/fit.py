@@ -162,8 +162,6 @@ class Plan:
                 continue  # they are in RAM already
             if stage == 0 and self.config.model.dtype == "bfloat16":
                 continue  # it runs as 1
-            if stage == 3 and self.config.learner.total_workers > self.config.learner.num_workers:
-                continue  # a critic with workers of its own refuses it
             fullest = sorted(
                 self._loads(sharding),
                 key=lambda load: -load.needed / (load.available or load.needed * 2),

@@ -80,7 +80,9 @@ def main() -> None:
     gc.collect()
     with peak(found, "learner"):
         learner = Learner(
-            ModelSection(policy=task["model"], dtype="bfloat16"),
+            ModelSection.model_validate(
+                {"policy": task["model"], "dtype": "bfloat16", "lora": task["lora"]}
+            ),
             PPOSection.model_validate({"advantage": "grpo", "kl": {"coef": 0.0}}),
             section,
             temperature=1.0,

@@ -37,13 +37,14 @@ class Pair:
     engine: Engine
     learner: Any
     version: int = 0
+    bucket_bytes: int = 20_000
 
     def push(self, named_tensors: dict[str, Tensor] | None = None) -> WeightPush:
         """The learner's weights under the next version, not yet loaded."""
         self.version += 1
         tensors = weights(self.learner) if named_tensors is None else named_tensors
         return LocalTransport().send(
-            pack(tensors.items(), bucket_bytes=20_000), version=self.version
+            pack(tensors.items(), bucket_bytes=self.bucket_bytes), version=self.version
         )
 
     def restart(self) -> None:
@@ -77,18 +78,26 @@ def disturb(learner: Any) -> None:
 
 def gap(learner: Any, completions: list[Completion], prompts=PROMPTS, temperature=1.0) -> float:
     """Largest distance between the engine's and the learner's log-probs."""
+    return float(gaps(learner, completions, prompts, temperature).max())
+
+
+def gaps(
+    learner: Any, completions: list[Completion], prompts=PROMPTS, temperature=1.0
+) -> np.ndarray:
+    """Distances between the engine's and the learner's log-probs, of all tokens."""
     log_probs = [
         learner_log_probs(learner, prompt, completion.token_ids, temperature)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     engine = np.concatenate([completion.log_probs for completion in completions])
-    return float(np.abs(engine - np.concatenate(log_probs)).max())
+    return np.abs(engine - np.concatenate(log_probs))
 
 
 def learner_log_probs(
     model: Any, prompt: np.ndarray, response: np.ndarray, temperature: float
 ) -> np.ndarray:
     ids = [torch.from_numpy(part.astype(np.int64))[None] for part in (prompt, response)]
+    ids = [each.to(model.device) for each in ids]
     with torch.no_grad():
         log_probs, _ = response_log_probs(
             model,
@@ -98,7 +107,7 @@ def learner_log_probs(
             torch.ones_like(ids[1], dtype=torch.bool),
             temperature=temperature,
         )
-    return log_probs[0].numpy()
+    return log_probs[0].cpu().numpy()
 
 
 def start(folder: str) -> Engine:

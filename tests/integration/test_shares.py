@@ -18,8 +18,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcome(folder: Path) -> Outcome:
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
-    return run_workers(folder, 2, timeout_s=500, **sizes)
+    return run_workers(
+        folder, 2, timeout_s=500, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8
+    )
 
 
 def test_each_worker_holds_its_share_and_what_is_on_its_way(outcome: Outcome):

@@ -106,7 +106,7 @@ def test_a_worker_whose_groups_were_all_filtered_is_fed_its_share_of_tokens(
     assert max(tokens) <= 1.2 * min(tokens)
 
 
-APART = [("float32", 0), ("float32", 2), ("bfloat16", 2)]
+APART = [("float32", 0), ("float32", 2), ("float32", 3), ("bfloat16", 2), ("bfloat16", 3)]
 
 
 @pytest.fixture(scope="module")

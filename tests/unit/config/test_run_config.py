@@ -460,11 +460,6 @@ def test_a_critic_is_kept_only_where_there_is_one():
     ("keys", "words"),
     [
         ({"ppo__advantage": "reinforce"}, "ppo.advantage: reinforce has no critic"),
-        ({"learner__zero_stage": 3}, "Set learner.zero_stage to 2"),
-        (
-            {"learner__deepspeed": {"zero_optimization": {"stage": 3}}},
-            "Set learner.zero_stage to 2",
-        ),
         (
             {"learner__num_workers": 31},
             "learner.num_workers + learner.critic_workers = 33, rollout.prompts_per_step = 32",

@@ -1,0 +1,25 @@
+"""ZeRO-3 where not all workers train the same model: the one place that changes DeepSpeed 0.19.
+
+While it learns the order in which modules run, DeepSpeed compares that order over the default
+group, in which policy and critic have workers of their own with other orders. A test says if
+DeepSpeed should come to ask the group of the weights itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def compare_within(group: Any) -> None:
+    """From now on DeepSpeed compares within the group of those that train what this worker does."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    def assert_same(order: list[int]) -> None:
+        orders: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(orders, order, group=group)
+        if any(each != order for each in orders):
+            raise RuntimeError(f"workers run the modules of one model in other orders: {orders}")
+
+    coordinator.assert_ints_same_as_other_ranks = assert_same
