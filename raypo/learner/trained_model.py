@@ -22,6 +22,7 @@ from raypo.learner.offload import Offload, OffloadPlan
 from raypo.learner.roles import DataParallel
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
+from raypo.models.packed_attention import reads_packed
 
 
 class TrainedModel:
@@ -101,6 +102,11 @@ class TrainedModel:
     def device(self) -> torch.device:
         """Where inputs must lie."""
         return self._engine.device
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether all its networks read packed rows."""
+        return all(map(reads_packed, outermost_networks(self.module)))
 
     @property
     def module(self) -> Any:
