@@ -67,6 +67,14 @@ class Workers:
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
+    def gather_first(self, value: Any) -> list[Any]:
+        """What every worker passed, in the order of ranks, on rank 0; nothing on the others."""
+        if self.count == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.count if self.rank == 0 else []
+        dist.gather_object(value, gathered or None, group=self.group, group_dst=0)
+        return gathered
+
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
         """What every worker has for this one, in the order of ranks.
 

@@ -10,6 +10,8 @@ def batches_by_tokens(
     prompt_lengths: Sequence[int],
     response_lengths: Sequence[int],
     max_tokens: int,
+    *,
+    is_packed: bool = True,
 ) -> list[list[int]]:
     """Rows in packs of at most `max_tokens`, where the rows of a pack share their prompt's tokens.
 
@@ -18,6 +20,8 @@ def batches_by_tokens(
         prompt_lengths: Tokens of each row's prompt.
         response_lengths: Tokens of each row's response.
         max_tokens: Most tokens of a pack; only a single row that is longer exceeds it.
+        is_packed: False for a model that reads a padded row for each response
+            (`raypo.models.packed_attention.reads_packed`): prompts and padding count in each.
 
     Returns:
         Indices of rows, every row once. Rows of one prompt stay together as far as the budget
@@ -29,6 +33,8 @@ def batches_by_tokens(
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens ({max_tokens}): a batch takes at least one token.")
+    if not is_packed:
+        return _padded_batches(prompt_lengths, response_lengths, max_tokens)
     rows_of: dict[Hashable, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows_of.setdefault(prompt, []).append(row)
@@ -50,4 +56,16 @@ def batches_by_tokens(
                 room = max_tokens - prompt_lengths[row]
             batches[-1].append(row)
             room -= response_lengths[row]
+    return batches
+
+
+def _padded_batches(
+    prompt_lengths: Sequence[int], response_lengths: Sequence[int], max_tokens: int
+) -> list[list[int]]:
+    lengths = [sum(both) for both in zip(prompt_lengths, response_lengths, strict=True)]
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > max_tokens:
+            batches.append([])
+        batches[-1].append(row)
     return batches

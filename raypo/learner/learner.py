@@ -120,6 +120,10 @@ class Learner:
             self._critic = TrainedModel(critic, **shared)
 
     @property
+    def _models(self) -> list[TrainedModel]:
+        return [model for model in (self._trained_policy, self._critic) if model]
+
+    @property
     def _policy(self) -> TrainedModel:
         assert self._trained_policy is not None, "asked of the policy's workers only"
         return self._trained_policy
@@ -254,7 +258,7 @@ class Learner:
 
     def reload(self) -> None:
         """Bring back what was moved to the host."""
-        for model in filter(None, (self._trained_policy, self._critic)):
+        for model in self._models:
             model.offload.reload()
 
     def save(self, directory: Path) -> None:
@@ -394,6 +398,7 @@ class Learner:
             tokens.sum(1).tolist(),
             experience.attention_mask[rows].sum(1).tolist(),
             self._section.max_tokens_per_microbatch,
+            is_packed=all(model.is_packed for model in self._models),
         )
         count = int(self._workers.max(torch.tensor(len(pieces))))
         cut = [rows[torch.tensor(piece)] for piece in pieces]

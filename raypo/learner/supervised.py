@@ -175,7 +175,9 @@ class SupervisedLearner(Generic[Item]):
         prompt_lengths = [len(item.prompt_ids) for item in items]
         lengths = [item.num_tokens - len(item.prompt_ids) for item in items]
         budget = self._section.max_tokens_per_microbatch
-        pieces = batches_by_tokens(prompts, prompt_lengths, lengths, budget)
+        pieces = batches_by_tokens(
+            prompts, prompt_lengths, lengths, budget, is_packed=self._model.is_packed
+        )
         count = int(self._workers.max(torch.tensor(len(pieces))))
         return pieces + [[] for _ in range(count - len(pieces))]
 

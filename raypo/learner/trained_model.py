@@ -22,6 +22,7 @@ from raypo.learner.roles import DataParallel
 from raypo.learner.team_order import compare_within
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
+from raypo.models.packed_attention import reads_packed
 from raypo.plan.sharding import deepspeed_config
 
 
@@ -97,6 +98,11 @@ class TrainedModel:
     def device(self) -> torch.device:
         """Where inputs must lie."""
         return self._engine.device
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether all its networks read packed rows."""
+        return all(map(reads_packed, outermost_networks(self.module)))
 
     @property
     def module(self) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 # N tokens, I inputs, O outputs.
 
@@ -20,10 +22,14 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        fits = input.dtype == self.weight.dtype == torch.float32 and input.device.type == "cpu"
-        if not fits or self.weight.device.type != "cpu" or input.numel() == 0:
+        if input.numel() == 0 or not (self.fits(input) and self.fits(self.weight)):
             return super().forward(input)
         return _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def fits(tensor: Tensor) -> bool:
+        """Whether oneDNN takes it."""
+        return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 def use_fastest_linear(model: nn.Module) -> None:
@@ -73,3 +79,10 @@ class _Linear(torch.autograd.Function):
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """oneDNN's left [N, I] times right [O, I] transposed, plus bias [O]: [N, O]."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+
+
+def product_for(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
+    """The product left [N, I] times right [O, I] transposed as a layer makes it: [N, O]."""
+    if isinstance(layer, OneDnnLinear) and layer.fits(layer.weight):
+        return product
+    return linear

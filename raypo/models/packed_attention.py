@@ -81,6 +81,11 @@ def use_packed_attention(model: Any) -> None:
         )
 
 
+def reads_packed(model: Any) -> bool:
+    """Whether a Hugging Face model reads packed rows; else it reads a padded row a response."""
+    return model.config._attn_implementation == NAME
+
+
 def hidden_states(backbone: Any, packed: Packed) -> Tensor:
     """Hidden states [M, H] that the answers of packed rows are made of.
 
@@ -88,7 +93,7 @@ def hidden_states(backbone: Any, packed: Packed) -> Tensor:
         backbone: A Hugging Face model without a head. One whose attention cannot be stood in for
             reads a padded row for each response.
     """
-    if backbone.config._attn_implementation == NAME:
+    if reads_packed(backbone):
         hidden = backbone(**packed_inputs(packed)).last_hidden_state[0]  # [N, H]
         return hidden[packed.states]
     return _by_rows(lambda ids: backbone(input_ids=ids, use_cache=False).last_hidden_state, packed)
@@ -96,7 +101,7 @@ def hidden_states(backbone: Any, packed: Packed) -> Tensor:
 
 def own_logits(model: Any, packed: Packed) -> Tensor:
     """Logits [M, V] as a causal language model's own forward pass makes them of those states."""
-    if model.config._attn_implementation == NAME:
+    if reads_packed(model):
         return model(**packed_inputs(packed), logits_to_keep=packed.states).logits[0]
     return _by_rows(lambda ids: model(input_ids=ids, use_cache=False).logits, packed)
 

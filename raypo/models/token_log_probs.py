@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from raypo.models.linear import product_for
 from raypo.models.packed_attention import hidden_states, own_logits
 from raypo.models.packing import Packed, pack_padded
 from raypo.plan.sizes import CHUNK_ELEMENTS, SCRATCH_ELEMENTS
@@ -60,23 +61,27 @@ def packed_log_probs(
     """As `response_log_probs`, of packed rows: [M] each, both differentiable."""
     if temperature <= 0.0:
         raise ValueError(f"temperature ({temperature}): log-probs need a positive one.")
+    ids = packed.response_ids
+    if not _has_bare_head(model):
+        logits = own_logits(model, packed)
+        return token_log_probs(logits, ids, temperature=temperature, with_entropy=with_entropy)
+    head = model.get_output_embeddings()
 
-    def of_chunk(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        return token_log_probs(
-            logits, token_ids, temperature=temperature, with_entropy=with_entropy
+    def of_states(states: Tensor) -> tuple[Tensor, Tensor]:
+        return _HeadLogProbs.apply(  # type: ignore[no-any-return]
+            states, head.weight, head.bias, ids, head, temperature, with_entropy
         )
 
-    log_probs, entropy = over_logits(model, packed, of_chunk, packed.response_ids)
-    assert log_probs is not None
-    return log_probs, entropy
+    log_probs, entropy = _in_place_of_head(model, packed, of_states)
+    return log_probs, entropy if with_entropy else None
 
 
 def over_logits(
     model: Any,  # a Hugging Face causal language model
     packed: Packed,
-    of_chunk: Callable[..., tuple[Tensor | None, ...]],
+    of_chunk: Callable[..., tuple[Tensor, ...]],
     *known: Tensor,  # [M, ...] each
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, ...]:
     """What a function makes of the logits of packed rows, differentiable where it is.
 
     The head is applied to a chunk of tokens at a time, in the backward pass once more, so that
@@ -85,33 +90,52 @@ def over_logits(
 
     Args:
         of_chunk: Gets the logits [n, V] of some rows and what is known of these, [n, ...] each;
-            what it returns, [n, ...] each or None, is put together over all rows.
+            what it returns, [n, ...] each, is put together over all rows.
     """
-    if not has_plain_head(model) or any(model.get_output_embeddings().children()):
+    if not _has_bare_head(model):
         return of_chunk(own_logits(model, packed), *known)
     head = model.get_output_embeddings()
-    elements = CHUNK_ELEMENTS[head.weight.device.type]
-    rows = max(1, elements // model.config.get_text_config().vocab_size)
+    rows = chunk_rows(head.weight)
 
-    def of_states(states: Tensor, *known: Tensor) -> tuple[Tensor | None, ...]:
+    def of_states(states: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
         return of_chunk(type(head).forward(head, states), *known)
 
-    def of_all(states: Tensor, *known: Tensor) -> tuple[Tensor | None, ...]:
+    def of_all(states: Tensor) -> tuple[Tensor, ...]:
         chunks = list(zip(*(each.split(rows) for each in (states, *known)), strict=True))
         if len(chunks) > 1 and torch.is_grad_enabled():
             made = [checkpoint(of_states, *chunk, use_reentrant=False) for chunk in chunks]
         else:
             made = [of_states(*chunk) for chunk in chunks]
-        return tuple(
-            None if parts[0] is None else torch.cat(parts) for parts in zip(*made, strict=True)
-        )
+        return tuple(map(torch.cat, zip(*made, strict=True)))
 
-    states = hidden_states(model.base_model, packed)  # [M, H]
-    head.forward = of_all  # one call of the head, whatever the chunks: ZeRO-3 gathers at each
+    return _in_place_of_head(model, packed, of_all)
+
+
+def _in_place_of_head(
+    model: Any, packed: Packed, of_states: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """What a function makes of the hidden states [M, H], as one call of the head.
+
+    ZeRO-3 gathers a module's weights when it is called, so the head is called once, whatever the
+    chunks.
+    """
+    states = hidden_states(model.base_model, packed)
+    head = model.get_output_embeddings()
+    head.forward = of_states
     try:
-        return head(states, *known)
+        return head(states)
     finally:
         del head.forward
+
+
+def chunk_rows(weight: Tensor) -> int:
+    """Of how many tokens the logits are made at a time by a head of weight [V, H]."""
+    return max(1, CHUNK_ELEMENTS[weight.device.type] // len(weight))
+
+
+def _has_bare_head(model: Any) -> bool:
+    """Whether logits are the output of a linear head that has no adapter around it."""
+    return has_plain_head(model) and not any(model.get_output_embeddings().children())
 
 
 def has_plain_head(model: Any) -> bool:
@@ -153,50 +177,133 @@ def token_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Log-probs and entropy that keep the logits and one number a row for the backward pass.
-
-    With z = logits / temperature, p = softmax(z) and H the entropy:
-    d log p[a] / dz = onehot(a) - p, and dH / dz = -p * (log p + H).
-    """
+    """Log-probs and entropy that keep the logits and two numbers a row for the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_norm = torch.empty(len(logits), dtype=dtype, device=logits.device)  # [N]
-        entropy = torch.zeros_like(log_norm)  # [N]
-        for rows in _chunks(logits):
-            z = logits[rows].to(dtype, copy=True).div_(temperature)
-            log_norm[rows] = z.logsumexp(-1)
-            if with_entropy:
-                log_p = _finite(z.sub_(log_norm[rows, None]))
-                entropy[rows] = -(log_p.exp() * log_p).sum(-1)
-        chosen = logits.gather(-1, token_ids[:, None]).squeeze(-1).to(dtype) / temperature
+        log_probs, log_norm, entropy = _statistics(logits, token_ids, temperature, with_entropy)
         ctx.save_for_backward(logits, token_ids, log_norm, entropy)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
-        return chosen - log_norm, entropy
+        ctx.temperature = temperature
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        logits, token_ids, log_norm, entropy = ctx.saved_tensors
-        of_log_probs, of_entropy = grads  # None: nothing depends on it
-        if of_log_probs is None:
-            of_log_probs = torch.zeros_like(log_norm)
-        grad = torch.empty_like(logits)  # [N, V]
-        for rows in _chunks(logits):
-            z = logits[rows].to(log_norm.dtype, copy=True).div_(ctx.temperature)
-            log_p = _finite(z.sub_(log_norm[rows, None]))
-            p = log_p.exp()
-            if of_entropy is None or not ctx.with_entropy:
-                chunk = p.mul_(-of_log_probs[rows, None])
-            else:
-                weight = of_entropy[rows, None] * log_p.add_(entropy[rows, None])
-                chunk = p.mul_(weight.add_(of_log_probs[rows, None])).neg_()
-            chunk.scatter_add_(-1, token_ids[rows, None], of_log_probs[rows, None])
-            grad[rows] = chunk.div_(ctx.temperature)
+        logits, *saved = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        _gradient_of_logits(logits, *saved, *grads, temperature=ctx.temperature, out=grad)
         return grad, None, None, None
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    """`_TokenLogProbs` of a head's logits, which are made a chunk at a time and kept nowhere.
+
+    The backward pass makes each chunk's logits once more. The gradient of the head's weight is
+    added up in float32, whatever its dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,  # [M, H]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,  # [V]
+        token_ids: Tensor,  # [M] int64
+        head: Any,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        rows = chunk_rows(weight)
+        made = [
+            _statistics(_logits(head, chunk, weight, bias), ids, temperature, with_entropy)
+            for chunk, ids in zip(states.split(rows), token_ids.split(rows), strict=True)
+        ]
+        log_probs, log_norm, entropy = (torch.cat(parts) for parts in zip(*made, strict=True))
+        ctx.save_for_backward(states, weight, bias, token_ids, log_norm, entropy)
+        ctx.head, ctx.temperature = head, temperature
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        states, weight, bias, *saved = ctx.saved_tensors
+        of_states, of_weight, of_bias = ctx.needs_input_grad[:3]
+        grad_states = torch.empty_like(states) if of_states else None
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = weight.new_zeros(weight.shape, dtype=exact) if of_weight else None
+        grad_bias = weight.new_zeros(len(weight), dtype=exact) if of_bias else None
+        size = chunk_rows(weight)
+        for first in range(0, len(states), size):
+            rows = slice(first, first + size)
+            logits = _logits(ctx.head, states[rows], weight, bias)
+            known = [None if each is None else each[rows] for each in (*saved, *grads)]
+            _gradient_of_logits(logits, *known, temperature=ctx.temperature, out=logits)  # type: ignore[arg-type]
+            if grad_states is not None:
+                grad_states[rows] = product_for(ctx.head)(logits, weight.t())
+            if grad_weight is not None:
+                grad_weight += product_for(ctx.head)(logits.t(), states[rows].t())
+            if grad_bias is not None:
+                grad_bias += logits.sum(0, dtype=exact)
+        cast = (None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))
+        return grad_states, *cast, None, None, None, None
+
+
+def _logits(head: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits = product_for(head)(states, weight)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _statistics(
+    logits: Tensor,  # [N, V]
+    token_ids: Tensor,  # [N]
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of each token, log of the softmax's norm, and entropy (0 unless asked for); [N]."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_norm = torch.empty(len(logits), dtype=dtype, device=logits.device)
+    entropy = torch.zeros_like(log_norm)
+    for rows in _chunks(logits):
+        z = logits[rows].to(dtype, copy=True).div_(temperature)
+        log_norm[rows] = z.logsumexp(-1)
+        if with_entropy:
+            log_p = _finite(z.sub_(log_norm[rows, None]))
+            entropy[rows] = -(log_p.exp() * log_p).sum(-1)
+    chosen = logits.gather(-1, token_ids[:, None]).squeeze(-1).to(dtype) / temperature
+    return chosen - log_norm, log_norm, entropy
+
+
+def _gradient_of_logits(
+    logits: Tensor,  # [N, V]
+    token_ids: Tensor,  # [N]
+    log_norm: Tensor,  # [N]
+    entropy: Tensor,  # [N]
+    of_log_probs: Tensor | None,  # [N]; None: nothing depends on it
+    of_entropy: Tensor | None,  # [N]
+    *,
+    temperature: float,
+    out: Tensor,
+) -> None:
+    """Into `out` [N, V], which may be the logits themselves.
+
+    With z = logits / temperature, p = softmax(z) and H the entropy:
+    d log p[a] / dz = onehot(a) - p, and dH / dz = -p * (log p + H).
+    """
+    if of_log_probs is None:
+        of_log_probs = torch.zeros_like(log_norm)
+    for rows in _chunks(logits):
+        z = logits[rows].to(log_norm.dtype, copy=True).div_(temperature)
+        log_p = _finite(z.sub_(log_norm[rows, None]))
+        if of_entropy is None:
+            grad = log_p.exp_().mul_(-of_log_probs[rows, None])
+        else:
+            p = log_p.exp()
+            weight = of_entropy[rows, None] * log_p.add_(entropy[rows, None])
+            grad = p.mul_(weight.add_(of_log_probs[rows, None])).neg_()
+        grad.scatter_add_(-1, token_ids[rows, None], of_log_probs[rows, None])
+        out[rows] = grad.div_(temperature)
 
 
 def _finite(log_p: Tensor) -> Tensor:

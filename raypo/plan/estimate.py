@@ -188,9 +188,9 @@ def _learner(
         memory.activations(each.shape, learning, itemsize=itemsize, checkpointing=checkpointing)
         for each in learned
     )
-    made = _logits(config, first, learning, device, copies=2) if has_words else 0
+    made = _logits(config, first, learning, device, learns=True) if has_words else 0
     scratch = memory.layer_scratch(first, reading, itemsize=itemsize)
-    scratch += _logits(config, first, reading, device, copies=1) if has_words else 0
+    scratch += _logits(config, first, reading, device) if has_words else 0
     evaluate = _named(gathered, {"activations": scratch})
     step = sum(update.values())
     result.phases = {
@@ -227,16 +227,16 @@ def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:
 
 
 def _logits(
-    config: AnyConfig, shape: ModelShape, batch: Batch, device: Device, *, copies: int
+    config: AnyConfig, shape: ModelShape, batch: Batch, device: Device, *, learns: bool = False
 ) -> int:
-    """Bytes of the logits that a head makes at a time, and of their gradient: two copies."""
+    """Bytes of the logits that a head makes at a time, and of its gradient where it learns."""
     return memory.logits(
         shape,
         batch,
         itemsize=ITEMSIZE[config.model.dtype],
-        copies=copies,
         device=device,
-        in_float32=isinstance(config, DistillationConfig),
+        learns=learns and config.model.lora is None,
+        of_divergence=isinstance(config, DistillationConfig),
     )
 
 
@@ -275,7 +275,7 @@ def _frozen(
     batch = _batch(config, config.responses_per_step, config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
     if head:
-        added["logits"] = _logits(config, shape, batch, device, copies=1)
+        added["logits"] = _logits(config, shape, batch, device)
     return Memory(
         held={"runtime": RUNTIME[device]["frozen"], "weights": weights},
         phases={"score": added},

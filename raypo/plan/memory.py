@@ -114,20 +114,24 @@ def logits(
     batch: Batch,
     *,
     itemsize: int,
-    copies: int,
     device: str,
-    in_float32: bool = False,
+    learns: bool,
+    of_divergence: bool = False,
 ) -> int:
-    """Bytes of a chunk's logits (and their gradient: two copies) and of the scratch beside them.
+    """Bytes of a chunk's logits and of what is worked out beside them.
 
-    Of `raypo.models.token_log_probs.over_logits`.
+    Of `raypo.models.token_log_probs`: the gradient of log-probs is written over the logits, and
+    that of the head's weight is added up in float32.
 
     Args:
-        in_float32: All of the chunk is worked on at once, as for a divergence.
+        learns: The weight of the head has a gradient.
+        of_divergence: All of a chunk is worked on at once in float32, and its gradient is autograd's.
     """
     elements = min(batch.tokens * shape.vocabulary, CHUNK_ELEMENTS[device])
-    scratch = elements if in_float32 else min(elements, SCRATCH_ELEMENTS[device])
-    return elements * copies * itemsize + scratch * SCRATCH_COPIES * 4
+    if of_divergence:
+        return elements * ((1 + learns) * itemsize + SCRATCH_COPIES * 4)
+    scratch = min(elements, SCRATCH_ELEMENTS[device]) * SCRATCH_COPIES * 4
+    return elements * itemsize + scratch + learns * shape.vocabulary * shape.hidden * 4
 
 
 def trained(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from heapq import heapreplace
 from itertools import groupby
 
 import numpy as np
@@ -95,27 +96,31 @@ def balanced_shares(
         num_shares: How many shares.
     """
 
-    def tokens(piece: list[int]) -> int:
-        return prompt_lengths[piece[0]] + sum(response_lengths[row] for row in piece)
-
-    def load(share: list[list[int]]) -> int:
-        return sum(map(tokens, share))
-
-    pieces = list(pieces)
+    sized = [
+        (prompt_lengths[piece[0]] + sum(response_lengths[row] for row in piece), piece)
+        for piece in pieces
+    ]
+    mean = sum(tokens for tokens, _ in sized) / num_shares
     while True:
-        shares: list[list[list[int]]] = [[] for _ in range(num_shares)]
-        for piece in sorted(pieces, key=lambda piece: (-tokens(piece), piece)):
-            min(shares, key=load).append(piece)
-        heaviest = max(shares, key=load)
-        divisible = [piece for piece in heaviest if len(piece) > 1] or [
-            piece for piece in pieces if len(piece) > 1 and not all(shares)
+        shares: list[list[tuple[int, list[int]]]] = [[] for _ in range(num_shares)]
+        loads = [(0, share) for share in range(num_shares)]  # a heap
+        for tokens, piece in sorted(sized, key=lambda each: (-each[0], each[1])):
+            load, lightest = loads[0]
+            shares[lightest].append((tokens, piece))
+            heapreplace(loads, (load + tokens, lightest))
+        load, heaviest = max(loads, key=lambda each: (each[0], -each[1]))
+        divisible = [each for each in shares[heaviest] if len(each[1]) > 1] or [
+            each for each in sized if len(each[1]) > 1 and not all(shares)
         ]
-        mean = sum(map(load, shares)) / num_shares
-        if not divisible or (all(shares) and load(heaviest) <= MOST_LOAD * mean):
-            return [[row for piece in share for row in piece] for share in shares]
-        largest = max(divisible, key=tokens)
-        pieces.remove(largest)
-        pieces += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+        if not divisible or (all(shares) and load <= MOST_LOAD * mean):
+            return [[row for _, piece in share for row in piece] for share in shares]
+        tokens, largest = max(divisible, key=lambda each: each[0])
+        sized.remove((tokens, largest))
+        half = len(largest) // 2
+        second = prompt_lengths[largest[0]] + sum(response_lengths[row] for row in largest[half:])
+        again = prompt_lengths[largest[0]]
+        sized += [(tokens - second + again, largest[:half]), (second, largest[half:])]
+        mean += again / num_shares
 
 
 def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:

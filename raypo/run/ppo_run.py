@@ -322,7 +322,7 @@ class OnlineRun(Run[AnyOnline]):
     def _write_rollouts(
         self, step: int, mine: list[dict[str, Any]], *, held_out: bool = False
     ) -> None:
-        shares = self.workers.gather(mine)
+        shares = self.workers.gather_first(mine)
         if self.workers.rank == 0:
             rows = [row for share in shares for row in share]
             rows.sort(key=lambda row: (row["group_index"], row["sample_index"], row["row_index"]))

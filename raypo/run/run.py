@@ -314,7 +314,7 @@ class Run(ABC, Generic[AnyConfig]):
         """What callbacks add to a step's metrics; rank 0 asks them for all."""
         if not self._callbacks:
             return {}
-        shares = self.workers.gather(list(self._sampled))
+        shares = self.workers.gather_first(list(self._sampled))
         added: dict[str, float] = {}
         if self.workers.rank == 0:
             rollouts = [each for share in shares for each in share]

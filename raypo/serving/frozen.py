@@ -22,6 +22,7 @@ from raypo.models.loading import (
     same_vocabulary,
     short_name,
 )
+from raypo.models.packed_attention import reads_packed
 from raypo.models.packing import pack
 from raypo.models.scores import sequence_scores
 from raypo.models.token_log_probs import over_logits, packed_log_probs
@@ -110,6 +111,7 @@ class TorchModel(FrozenModel):
             [len(prompt) for prompt, _ in sequences],
             [len(response) for _, response in sequences],
             self._max_batch_tokens,
+            is_packed=reads_packed(self._model),
         )
         for rows in batches:
             prompts, responses = zip(*(sequences[row] for row in rows), strict=True)

@@ -30,7 +30,8 @@ from raypo.weights.manifest import WeightError
 from raypo.weights.store import Kept
 from raypo.weights.transport import ObjectTransport, PushedEngines, Transport
 
-PROBE_TOKENS = 8
+PROBE_PROMPT_TOKENS, PROBE_TOKENS = 16, 4
+"""Last tokens of each prompt that a probe reads, and tokens that it samples."""
 PRIORITY = -1
 """What trains waits for a probe, where both ask an engine."""
 RETRY_S = 0.2
@@ -107,7 +108,7 @@ class Probe:
         """Short samples, other ones for every version."""
         return [
             SamplingRequest(
-                prompt_ids=ids,
+                prompt_ids=ids[-PROBE_PROMPT_TOKENS:],
                 max_new_tokens=min(PROBE_TOKENS, self.max_new_tokens),
                 temperature=self.temperature,
                 top_p=1.0,
@@ -273,7 +274,8 @@ def try_probe(
         answers = [each for own in by_engine for each in own]
         answers = answers or ask.remote(requests).result()
     completions: list[Completion] = workers.broadcast(answers)
-    prompts = list(probe.prompts) * (len(completions) // len(probe.prompts))
+    prompts = [request.prompt_ids for request in probe.requests(version)]
+    prompts *= len(completions) // len(prompts)
     experience = to_experience(_scored(prompts, completions))
     gap = (learner.log_probs(experience) - experience.rollout_log_probs).abs()
     gap = gap[experience.response_mask]

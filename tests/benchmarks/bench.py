@@ -261,8 +261,11 @@ class Bench:
             config[name] = config.get(name, {}) | section
         file = self.folder / "raypo.yaml"
         file.write_text(yaml.safe_dump(config))
+        begin = time.time()
         found = self._measured([sys.executable, "-m", "raypo.cli", "train", str(file), "--fresh"])
         run = self.folder / "raypo_runs/bench"
+        first, *_ = (run / "timeline/worker_0.jsonl").read_text().splitlines()
+        found["start_s"] = json.loads(first)["spans"][0][2] - begin
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         steps = []
         for row in rows:
@@ -311,8 +314,12 @@ class Bench:
         if tool in ("trl", "trl8"):
             return self.trl(work | ({"batch": 8} if tool == "trl8" else {}))
         if tool == "critic":
-            critic = {"preset": "ppo", "kl": {"coef": 0.02}}
-            return self.raypo(work, ppo=critic | {"minibatch_size": PROMPTS * SAMPLES})
+            critic = {"preset": "ppo", "kl": {"coef": 0.02}, "num_epochs": 1}
+            found = self.raypo(work, ppo=critic | {"minibatch_size": PROMPTS * SAMPLES})
+            return found | {"passes_s": found["evaluate_s"] + found["update_s"]}
+        if tool == "barecritic":
+            found = self.piece("bare", work | {"critic": True})
+            return found | {"passes_s": found["forward_s"] + found["update_s"]}
         return self.piece(tool, work)
 
     def growth(self, what: str, size: str) -> dict[str, Any]:
@@ -330,11 +337,10 @@ GROWTH = {
     "new-tokens": (24, 48, 96, 192),
     "model": tuple(SHAPES),
 }
-TOOLS = ("raypo", "trl", "trl8", "vllm", "bare", "learner", "deepspeed")
+TOOLS = ("raypo", "trl", "trl8", "vllm", "bare", "learner", "deepspeed", "critic", "barecritic")
 """trl has all 32 responses in a micro-batch, trl8 has 8: the table shows the faster one."""
 CASES = [(dtype, length) for length in LENGTHS for dtype in DTYPES]
 NAMES = [f"{tool}_{dtype}_{length}" for dtype, length in CASES for tool in TOOLS]
-NAMES += ["critic_float32_short"]
 NAMES += [f"growth_{what}_{size}" for what, sizes in GROWTH.items() for size in sizes]
 
 
@@ -354,12 +360,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         file.write_text(json.dumps(known, indent=1))
     print(f"\n{table(known)}\n\n{file}")
     if any(name.startswith("growth_") for name in known["found"]):
-        print(draw_growth(known["found"], options.runs / "growth.html"))
+        print(draw_growth(known["found"], options.runs / "growth.png"))
 
 
 def machine() -> dict[str, Any]:
     """What the measurements ran on."""
     from raypo.learner.peak import measured_flops
+    from raypo.storage.summary import installed_versions
 
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.split(":")[1].strip() for line in info.splitlines() if "model name" in line]
@@ -369,6 +376,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "flags": flags,
         "peak_gflops": {name: measured_flops(dtype, "cpu") / 1e9 for name, dtype in DTYPES.items()},
+        "versions": installed_versions(),
     }
 
 
@@ -414,6 +422,11 @@ def table(known: dict[str, Any]) -> str:
     row("bare update, s", part("bare", "update_s"))
     row("raypo's learner alone, update, s", part("learner", "update_s"))
     row("**update in a run / bare**", ratio(("raypo", "update_s"), ("bare", "update_s")))
+    row("PPO with a critic: values and update, s", part("critic", "passes_s"))
+    row("the same of bare loops, s", part("barecritic", "passes_s"))
+    row("**with a critic / bare**", ratio(("critic", "passes_s"), ("barecritic", "passes_s")))
+    row("start-up, s", part("raypo", "start_s"))
+    row("**start-up / vLLM's own**", ratio(("raypo", "start_s"), ("vllm", "start_s")))
     row("bare optimizer, s", part("bare", "optimizer_s"))
     row("bare DeepSpeed's optimizer (stage 2), s", part("deepspeed", "optimizer_s"))
     row("raypo's optimizer, s", part("learner", "optimizer_s"))
@@ -463,26 +476,19 @@ def needed_flops(prompt: int) -> float:
 
 def draw_growth(found: dict[str, Any], file: Path) -> Path:
     """Seconds of a step and its phases over what grows."""
-    from plotly.subplots import make_subplots
+    from matplotlib.figure import Figure
 
-    figure = make_subplots(
-        1, len(GROWTH), subplot_titles=[name.replace("-", " ") for name in GROWTH]
-    )
-    for column, (what, sizes) in enumerate(GROWTH.items(), start=1):
-        steps = {size: found.get(f"growth_{what}_{size}") for size in sizes}
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    for axes, (what, sizes) in zip(figure.subplots(1, len(GROWTH)), GROWTH.items(), strict=True):
+        steps = {str(size): found.get(f"growth_{what}_{size}") for size in sizes}
         measured = {size: step for size, step in steps.items() if step}
         for phase in ("step_s", "generate_s", "score_s", "update_s", "push_weights_s"):
-            figure.add_scatter(
-                x=[str(size) for size in measured],
-                y=[step[phase] for step in measured.values()],
-                name=f"{phase.removesuffix('_s')}",
-                legendgroup=phase,
-                showlegend=column == 1,
-                row=1,
-                col=column,
-            )
-    figure.update_yaxes(title_text="s", rangemode="tozero")
-    figure.write_html(file)
+            seconds = [step[phase] for step in measured.values()]
+            label = phase.removesuffix("_s").replace("_", " ")
+            axes.plot(list(measured), seconds, marker="o", label=label)
+        axes.set(xlabel=what.replace("-", " "), ylabel="s", ylim=0)
+    figure.axes[0].legend(fontsize=8)
+    figure.savefig(file, dpi=110)
     return file
 
 

@@ -95,7 +95,8 @@ class Bare:
     Nothing is padded, no prompt is read twice, and the head reads what is predicted only.
     """
 
-    def __init__(self, work: dict[str, Any], *, learning: bool) -> None:
+    def __init__(self, work: dict[str, Any], *, learning: bool, values: bool = False) -> None:
+        """A policy, or with `values` a critic: the same network with a head of one number."""
         from transformers import AutoModelForCausalLM
 
         dtype = getattr(torch, work["dtype"])
@@ -116,6 +117,9 @@ class Bare:
         first = torch.full((samples, 1), width - 1)
         self.states = torch.cat([first, before], 1).flatten()  # [n T]
         self.targets = responses.flatten()
+        if values:
+            self.model.lm_head = torch.nn.Linear(self.model.config.hidden_size, 1, dtype=dtype)
+        self.answers = self.values if values else self.log_probs
         if learning:
             self.weights = list(self.model.parameters())
             is_rounded = dtype == torch.bfloat16
@@ -123,18 +127,23 @@ class Bare:
             self.optimizer = torch.optim.AdamW(self.masters or self.weights, lr=1e-6, fused=True)
 
     def log_probs(self) -> Tensor:
+        return -cross_entropy(self.outputs().float(), self.targets, reduction="none")
+
+    def values(self) -> Tensor:
+        return self.outputs().float().squeeze(-1)
+
+    def outputs(self) -> Tensor:
         hidden = self.model.model(
             input_ids=self.ids,
             position_ids=self.positions,
             attention_mask=self.mask,
             use_cache=False,
         ).last_hidden_state
-        logits = self.model.lm_head(hidden[:, self.states]).flatten(0, 1)
-        return -cross_entropy(logits.float(), self.targets, reduction="none")
+        return self.model.lm_head(hidden[:, self.states]).flatten(0, 1)
 
     def backward(self) -> None:
-        log_probs = self.log_probs()
-        (log_probs - log_probs.detach()).exp().mean().neg().backward()
+        answers = self.answers()
+        (answers - answers.detach()).exp().mean().neg().backward()
 
     def step(self) -> None:
         if self.masters is not None:
@@ -153,15 +162,21 @@ class Bare:
 
 
 def bare(work: dict[str, Any]) -> dict[str, float]:
-    """Forward without gradients, and an update: forward, backward, clipping, fused AdamW."""
-    loop = Bare(work, learning=True)
+    """Forward without gradients, and an update: forward, backward, clipping, fused AdamW.
+
+    With `critic` in the work a critic's passes and update are added.
+    """
+    loops = [Bare(work, learning=True)]
+    if work.get("critic"):
+        loops.append(Bare(work, learning=True, values=True))
     with torch.no_grad():
-        forward_s = shortest(work["repeats"], loop.log_probs)
+        forward_s = sum(shortest(work["repeats"], loop.answers) for loop in loops)
     backward, step = [], []
     for _ in range(work["repeats"] + 1):
         times = [time.perf_counter()]
-        for part in (loop.backward, loop.step):
-            part()
+        for part in (Bare.backward, Bare.step):
+            for loop in loops:
+                part(loop)
             times.append(time.perf_counter())
         backward.append(times[1] - times[0])
         step.append(times[2] - times[1])

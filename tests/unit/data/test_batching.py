@@ -52,3 +52,21 @@ def test_every_row_once_and_the_budget_is_exact(
         shared = sum(of_prompt[prompt] for prompt in {prompts[row] for row in batch})
         tokens = shared + sum(responses[row] for row in batch)
         assert tokens <= max_tokens or len(batch) == 1
+
+
+def test_rows_that_are_not_packed_count_their_prompt_and_padding_each():
+    assert batches_by_tokens("aab", [3, 3, 2], [4, 1, 2], 14, is_packed=False) == [[0, 1], [2]]
+    assert batches_by_tokens("aab", [3, 3, 2], [4, 1, 2], 13, is_packed=False) == [[0], [1, 2]]
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=20),
+    max_tokens=st.integers(1, 40),
+)
+def test_no_padded_batch_of_several_rows_exceeds_the_budget(lengths, max_tokens):
+    prompts, responses = [p for p, _ in lengths], [r for _, r in lengths]
+    batches = batches_by_tokens(prompts, prompts, responses, max_tokens, is_packed=False)
+    assert sorted(row for rows in batches for row in rows) == list(range(len(lengths)))
+    for rows in batches:
+        longest = max(prompts[row] + responses[row] for row in rows)
+        assert len(rows) == 1 or len(rows) * longest <= max_tokens

@@ -60,6 +60,7 @@ class PlainModel:
 
     optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.SGD)
     dtype = torch.float64
+    is_packed = True
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -170,3 +171,23 @@ def test_logits_are_left_as_they_are() -> None:
 def test_temperature_is_positive(model) -> None:
     with pytest.raises(ValueError, match=r"temperature \(0.0\)"):
         response_log_probs(model, *padded(), temperature=0.0)
+
+
+def test_gradient_of_a_rounded_head_is_added_up_in_float32(model, monkeypatch) -> None:
+    """Many chunks in bfloat16: a sum that was rounded at each of them would drift."""
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 32})  # a token a chunk
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    tokens = 400
+    states = torch.randn(tokens, rounded.config.hidden_size, dtype=torch.bfloat16)
+    ids = torch.randint(0, 32, (tokens,))
+    head = rounded.get_output_embeddings()
+
+    log_probs, _ = module._HeadLogProbs.apply(states, head.weight, None, ids, head, 1.0, False)
+    (grad,) = torch.autograd.grad(log_probs.sum(), head.weight)
+
+    exact = head.weight.detach().double().requires_grad_()
+    logits = states.double() @ exact.t()
+    chosen = logits.log_softmax(-1).gather(-1, ids[:, None]).sum()
+    (expected,) = torch.autograd.grad(chosen, exact)
+    error = (grad.double() - expected).norm() / expected.norm()
+    assert error < 0.004  # one rounding to bfloat16; a sum in bfloat16 comes to 0.02

@@ -197,12 +197,16 @@ def test_lora_takes_the_optimizer_and_the_reference_out_of_the_plan(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("device", "made", "scratch"), [("cpu", 24, 19), ("cuda", 27, 24)])
-def test_logits_take_a_chunk_and_its_gradient_and_float32_scratch_of_a_part(
+def test_logits_take_a_chunk_float32_scratch_of_a_part_and_the_heads_gradient(
     tmp_path: Path, device: str, made: int, scratch: int
 ):
     shape = replace(ModelShape.read(str(tiny_policy(tmp_path))), vocabulary=1 << 17)
     many = Batch(1, 1, 1, 1 << 14)
-    kind: Any = {"itemsize": 2, "copies": 2, "device": device}
-    assert logits(shape, many, **kind) == 2 * 2 * (1 << made) + 3 * 4 * (1 << scratch)
-    assert logits(shape, many, **kind, in_float32=True) == (2 * 2 + 3 * 4) * (1 << made)
-    assert logits(shape, Batch(1, 1, 1, 1), **kind) == (2 * 2 + 3 * 4) * (1 << 17)
+    kind: Any = {"itemsize": 2, "device": device}
+    head = 4 * shape.vocabulary * shape.hidden
+    frozen = 2 * (1 << made) + 3 * 4 * (1 << scratch)
+    assert logits(shape, many, **kind, learns=False) == frozen
+    assert logits(shape, many, **kind, learns=True) == frozen + head
+    divergence = logits(shape, many, **kind, learns=True, of_divergence=True)
+    assert divergence == (2 * 2 + 3 * 4) * (1 << made)
+    assert logits(shape, Batch(1, 1, 1, 1), **kind, learns=False) == (2 + 3 * 4) * (1 << 17)
