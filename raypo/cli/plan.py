@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,7 +61,11 @@ def plan(
     for table in tables(made):
         console.print(table)
         console.print()
-    rates_of = _measured_here(made) if made.nodes == this_machine() else Rates.of
+    rates_of: Callable[[Plan], Rates | None] = Rates.of
+    if made.device == "cpu" and run.recipe == "ppo" and made.nodes == this_machine():
+        from raypo.learner.calibration import rates_here  # torch from here on
+
+        rates_of = rates_here(made)
     if rates := rates_of(made):
         console.print(times(step_time(made, rates), faster(made, rates_of)))
         console.print()
@@ -73,20 +76,6 @@ def plan(
         return
     tell("\n".join(f"{config}: {problem}" for problem in made.problems))
     raise typer.Exit(WRONG_INPUT)
-
-
-def _measured_here(made: Plan) -> Callable[[Plan], Rates | None]:
-    """Rates of plans like this one: on CPUs what these cores reach, all of them at work."""
-    from raypo.config import PPOConfig
-    from raypo.plan.times import Rates
-
-    if made.device != "cpu" or not isinstance(made.config, PPOConfig):
-        return Rates.of
-    from raypo.learner.peak import measured_flops, measured_memory  # torch from here on
-
-    cores = made.nodes[0].cpus or 1
-    flops, memory = measured_flops(made.config.model.dtype, "cpu"), measured_memory()
-    return partial(Rates.of_cores, flops=flops / cores, memory=memory / cores)
 
 
 def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | None) -> None:

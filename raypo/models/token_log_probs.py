@@ -68,12 +68,23 @@ def packed_log_probs(
     head = model.get_output_embeddings()
 
     def of_states(states: Tensor) -> tuple[Tensor, Tensor]:
-        return _HeadLogProbs.apply(  # type: ignore[no-any-return]
-            states, head.weight, head.bias, ids, head, temperature, with_entropy
-        )
+        return head_log_probs(head, states, ids, temperature, with_entropy)
 
     log_probs, entropy = _in_place_of_head(model, packed, of_states)
     return log_probs, entropy if with_entropy else None
+
+
+def head_log_probs(
+    head: Any,  # a linear layer
+    states: Tensor,  # [M, H]
+    token_ids: Tensor,  # [M] int64
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of tokens after hidden states, and the entropy (0 unless asked for): [M] each."""
+    return _HeadLogProbs.apply(  # type: ignore[no-any-return]
+        states, head.weight, head.bias, token_ids, head, temperature, with_entropy
+    )
 
 
 def over_logits(

@@ -14,7 +14,7 @@ twice as many. Embeddings, norms and what is computed twice to save memory do no
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from raypo.plan.model_shape import ModelShape
 
@@ -61,6 +61,16 @@ class Groups:
     def tokens(self) -> float:
         """Tokens of all groups; a prompt is read once."""
         return self.prompts * (self.prompt_tokens + self.samples * self.response_tokens)
+
+    def within(self, tokens: int) -> Groups:
+        """As many whole groups as have so many tokens, else one of fewer or shorter responses."""
+        each = self.prompt_tokens + self.samples * self.response_tokens
+        if each <= tokens:
+            return replace(self, prompts=max(1, min(int(self.prompts), tokens // each)))
+        samples = max(1, (tokens - self.prompt_tokens) // self.response_tokens)
+        part = min(1.0, tokens / (self.prompt_tokens + samples * self.response_tokens))
+        prompt, response = int(part * self.prompt_tokens), int(part * self.response_tokens)
+        return Groups(1, samples, max(1, prompt), max(2, response))
 
     def forward_flops(self, shape: ModelShape, *, with_logits: bool = True) -> float:
         """FLOPs of one forward pass, each prompt read once for its responses."""

@@ -125,7 +125,7 @@ def logits(
 
     Args:
         learns: The weight of the head has a gradient.
-        of_divergence: All of a chunk is worked on at once in float32, and its gradient is autograd's.
+        of_divergence: All of a chunk is worked on at once in float32, with gradients of autograd.
     """
     elements = min(batch.tokens * shape.vocabulary, CHUNK_ELEMENTS[device])
     if of_divergence:

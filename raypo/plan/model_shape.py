@@ -64,10 +64,23 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear maps of a layer that one token passes, by name."""
+        gate = {"gate_proj": (self.hidden, self.intermediate)} if self.gated else {}
+        return {
+            "q_proj": (self.hidden, self.attention),
+            "k_proj": (self.hidden, self.key_value),
+            "v_proj": (self.hidden, self.key_value),
+            "o_proj": (self.attention, self.hidden),
+            **gate,
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    @property
     def layer_weights(self) -> int:
-        """Elements of a layer's matrices that one token passes."""
-        attention = 2 * self.hidden * (self.attention + self.key_value)
-        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
+        """Elements of these."""
+        return sum(inputs * outputs for inputs, outputs in self.linears.values())
 
     def kv_bytes_per_token(self, dtype: str, *, tensor_parallel: int = 1) -> int:
         """Bytes of keys and values of one token in a device's cache, over all layers."""
@@ -93,18 +106,10 @@ class ModelShape:
         Args:
             targets: Names of the layers; None, or names that this does not know: all of them.
         """
-        sizes = {
-            "q_proj": self.hidden + self.attention,
-            "k_proj": self.hidden + self.key_value,
-            "v_proj": self.hidden + self.key_value,
-            "o_proj": self.attention + self.hidden,
-            "gate_proj": self.hidden + self.intermediate if self.gated else 0,
-            "up_proj": self.hidden + self.intermediate,
-            "down_proj": self.intermediate + self.hidden,
-        }
-        if targets is not None and sizes.keys() >= set(targets):
-            sizes = {name: sizes[name] for name in targets}
-        return self.layers * rank * sum(sizes.values())
+        linears = self.linears
+        if targets is not None and linears.keys() >= set(targets):
+            linears = {name: linears[name] for name in targets}
+        return self.layers * rank * sum(map(sum, linears.values()))
 
     @classmethod
     def read(cls, path: str, *, key: str = "model.policy") -> ModelShape:

@@ -9,7 +9,7 @@ CPUs they are measured where the plan is made. All responses are taken to be as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from raypo.config import PPOConfig
@@ -34,14 +34,22 @@ STORE_BYTES_S = 2e9
 
 
 @dataclass(frozen=True)
-class CpuShares:
-    """What is reached on CPUs of the rate of a product of matrices, by who computes."""
+class Reached:
+    """FLOP/s of some cores together, counted as in `raypo.plan.flops`, and bytes a second."""
 
-    learned: float
-    sampled: float
+    forward: float
+    """In a pass without gradients."""
+    update: float
+    """In a forward and a backward pass, which count as three."""
+    decode: float
+    """In the products of an engine's step, of weights that no cache holds."""
+    memory: float
+
+    def times(self, factor: float) -> Reached:
+        """Of so many times the cores."""
+        return Reached(*(factor * rate for rate in astuple(self)))
 
 
-ON_CPU = {"float32": CpuShares(1.0, 0.55), "bfloat16": CpuShares(0.35, 0.16)}
 CPU_ENGINE_STEP_S = 0.005
 CPU_STORE_BYTES_S = 4e8
 """Of SmolLM2-135M on two cores: docs/performance.md. How far they carry: docs/scale.md."""
@@ -62,8 +70,10 @@ class Rates:
     """Between a GPU and its node's RAM."""
     engine_step_s: float = ENGINE_STEP_S
     store: float = STORE_BYTES_S
+    update: float | None = None
+    """FLOP/s of forward and backward passes together, where that is another than `flops`."""
     sampled: float | None = None
-    """FLOP/s of a part of an engine, where that is another than a learner worker's."""
+    """FLOP/s of a part of an engine, where that is another than `flops`."""
 
     @classmethod
     def of(cls, plan: Plan) -> Rates | None:
@@ -87,31 +97,32 @@ class Rates:
         )
 
     @classmethod
-    def of_cores(cls, plan: Plan, *, flops: float, memory: float) -> Rates:
+    def of_cores(cls, plan: Plan, core: Reached) -> Rates:
         """Of a ppo run on the cores of one machine.
 
         Args:
             plan: Of the run.
-            flops: FLOP/s of a product of matrices on one core, in the policy's dtype.
-            memory: Bytes a second that one core reads.
+            core: What one core reaches.
         """
         config = plan.config
         assert isinstance(config, PPOConfig), "rates are told of ppo runs only"
-        learner, shares = config.learner, ON_CPU[config.model.dtype]
+        learner = config.learner
         engines = sum(
             guest.role == "engine" for each in plan.bundles for guest in each.bundle.guests
         )
         cores = float(config.placement.cpus_per_bundle)
         if config.placement.group_of("engine") == "colocated":
             cores = learner.cpus_per_worker * learner.total_workers / engines
+        worker = core.times(learner.cpus_per_worker)
         return cls(
-            flops=shares.learned * flops * learner.cpus_per_worker,
-            memory=memory * learner.cpus_per_worker,
-            link=memory,
-            host=memory,
+            flops=worker.forward,
+            memory=worker.memory,
+            link=core.memory,
+            host=core.memory,
             engine_step_s=CPU_ENGINE_STEP_S,
             store=CPU_STORE_BYTES_S,
-            sampled=shares.sampled * flops * cores,
+            update=worker.update,
+            sampled=core.times(cores).decode,
         )
 
 
@@ -168,6 +179,31 @@ def groups_of(config: PPOConfig) -> Groups:
     rollout = config.rollout
     lengths = config.data.max_prompt_tokens, rollout.max_response_tokens
     return Groups(rollout.prompts_per_step, rollout.samples_per_prompt, *lengths)
+
+
+def microbatch_of(config: PPOConfig) -> Groups:
+    """What a learner worker reads at a time in an update."""
+    part = config.ppo.minibatch_size / config.responses_per_step / config.learner.num_workers
+    whole = groups_of(config)
+    share = replace(whole, prompts=max(1.0, part * whole.prompts))
+    return share.within(config.learner.max_tokens_per_microbatch)
+
+
+def sampled_of(plan: Plan) -> tuple[int, int]:
+    """Responses of each engine in a step, and how many of them it samples at a time."""
+    config = plan.config
+    assert isinstance(config, PPOConfig), "rates are told of ppo runs only"
+    engines = {g.index for each in plan.bundles for g in each.bundle.guests if g.role == "engine"}
+    share = -(-config.responses_per_step // len(engines))
+    section = config.rollout.engine
+    a_token = plan.models.policy.kv_bytes_per_token(
+        config.model.dtype, tensor_parallel=section.tensor_parallel
+    )
+    held = next(role.memory.held for role in plan.roles if role.name == "engine")
+    groups = groups_of(config)
+    each = groups.prompt_tokens / groups.samples + groups.response_tokens
+    fitting = int(held["KV cache"] / a_token / each) if held.get("KV cache") else share
+    return share, max(1, min(share, sequences_at_once(section, plan.gpu_bytes), fitting))
 
 
 def step_time(plan: Plan, rates: Rates) -> StepTime:
@@ -261,22 +297,20 @@ class _Work:
         config, rates, shape = self.config, self._rates, self._plan.models.policy
         size, engines = self._devices["engine"], self._replicas["engine"]
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-        share = -(-config.responses_per_step // engines)
+        share, at_once = sampled_of(self._plan)
         a_token = shape.kv_bytes_per_token(config.model.dtype, tensor_parallel=size)
-        cache = self._memory["engine"].held.get("KV cache", 0)
-        tokens_each = prompt / config.rollout.samples_per_prompt + response
-        fitting = int(cache / a_token / tokens_each) if cache else share
-        most = sequences_at_once(config.rollout.engine, self._plan.gpu_bytes)
-        at_once = max(1, min(share, most, fitting))
         steps = response * max(1.0, share / at_once)
         weights = shape.parameters * self._itemsize / size
         read = steps * (weights + at_once * (prompt + response / 2) * a_token)
-        flops = self._pass(shape) / engines / size
+        prompts = replace(self._groups, samples=1, response_tokens=0)
+        read_at_once = prompts.forward_flops(shape, with_logits=False)
+        arithmetic = read_at_once / rates.flops
+        arithmetic += (self._pass(shape) - read_at_once) / (rates.sampled or rates.flops)
         reduced = 4 * shape.layers * shape.hidden * self._itemsize * share * response
         moved = reduced * (size - 1) / size
         return PhaseTime(
             "generate",
-            {"memory": read / rates.memory, "arithmetic": flops / (rates.sampled or rates.flops)},
+            {"memory": read / rates.memory, "arithmetic": arithmetic / engines / size},
             {"steps of the engine": steps * rates.engine_step_s, "links": moved / rates.link},
             moved,
         )
@@ -340,7 +374,7 @@ class _Work:
         after = {"optimizer": steps * OPTIMIZER_BYTES * share / rates.memory}
         if self._sharding.offload_optimizer:
             after = {"PCIe and the processors' AdamW": steps * OPTIMIZER_BYTES * share / rates.host}
-        beside = {"arithmetic": passes * epochs * flops / workers / rates.flops}
+        beside = {"arithmetic": passes * epochs * flops / workers / (rates.update or rates.flops)}
         return PhaseTime("update", beside | self._links(moved), after, moved)
 
     def push(self) -> PhaseTime:

@@ -235,8 +235,8 @@ class Bench:
         found = self._measured([str(python), str(HERE / "bench_trl.py"), settings])
         return self._of_steps(found, found.pop("steps"), work)
 
-    def raypo(self, work: dict[str, Any], **sections: Any) -> dict[str, Any]:
-        """A raypo run: the fastest step after the first."""
+    def run_file(self, work: dict[str, Any], **sections: Any) -> Path:
+        """The config of a raypo run."""
         config: dict[str, Any] = {
             "name": "bench",
             "num_steps": work["steps"] + 1,  # the last one, with its checkpoint, does not count
@@ -261,6 +261,11 @@ class Bench:
             config[name] = config.get(name, {}) | section
         file = self.folder / "raypo.yaml"
         file.write_text(yaml.safe_dump(config))
+        return file
+
+    def raypo(self, work: dict[str, Any], **sections: Any) -> dict[str, Any]:
+        """A raypo run: the fastest step after the first."""
+        file = self.run_file(work, **sections)
         begin = time.time()
         found = self._measured([sys.executable, "-m", "raypo.cli", "train", str(file), "--fresh"])
         run = self.folder / "raypo_runs/bench"

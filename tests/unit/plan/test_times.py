@@ -1,6 +1,7 @@
 """A roofline of a step: hand-computed phases, what scales with what, and the key that helps."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,19 @@ import pytest
 
 from raypo.config import PPOConfig
 from raypo.plan.fit import Plan, make_plan
+from raypo.plan.flops import Groups
 from raypo.plan.hardware import parse_cluster
 from raypo.plan.tables import times
-from raypo.plan.times import OPTIMIZER_BYTES, PhaseTime, Rates, StepTime, faster, step_time
+from raypo.plan.times import (
+    OPTIMIZER_BYTES,
+    PhaseTime,
+    Rates,
+    Reached,
+    StepTime,
+    faster,
+    microbatch_of,
+    step_time,
+)
 from tests.unit.plan.test_plan import LLAMA_8B
 
 ONE = Rates(flops=1e12, memory=1e10, link=1e9, host=1e9, engine_step_s=0.0, store=1e9)
@@ -88,6 +99,28 @@ def test_frozen_models_score_eight_times_as_fast_on_eight_devices(folder: Path):
     assert phases(one)["score"].seconds == pytest.approx(
         8 * phases(plan(folder, "8xH100"))["score"].seconds
     )
+
+
+def test_cores_are_shared_out_between_workers_and_engines(folder: Path):
+    """Two workers of two cores each; the one engine beside them takes turns on all four."""
+    workers = {"num_workers": 2, "cpus_per_worker": 2, "zero_stage": 2}
+    made = plan(folder, "4xCPU,999G", learner=workers)
+    rates = Rates.of_cores(made, Reached(forward=1e9, update=2e9, decode=3e9, memory=4e9))
+    assert (rates.flops, rates.update, rates.memory) == (2e9, 4e9, 8e9)
+    assert rates.sampled == 12e9
+    slow = phases(made, rates)["update"].beside["arithmetic"]
+    fast = phases(made, replace(rates, update=8e9))["update"].beside["arithmetic"]
+    assert slow == 2 * fast
+
+
+def test_a_workers_microbatch_is_what_its_budget_holds_of_its_share(folder: Path):
+    """Two of 64 prompts in each minibatch of 64 responses, and room for one with its responses."""
+    made = plan(folder, "8xH100")
+    assert isinstance(made.config, PPOConfig)
+    assert microbatch_of(made.config) == Groups(1, 4, 512, 512)
+    made = plan(folder, "8xH100", learner={"max_tokens_per_microbatch": 8192})
+    assert isinstance(made.config, PPOConfig)
+    assert microbatch_of(made.config) == Groups(2, 4, 512, 512)
 
 
 def test_who_stays_awake_moves_nothing_to_the_host(folder: Path):
