@@ -206,6 +206,7 @@ class Replicas:
                 self.limits.health_check_timeout_s,
             )
             ray.kill(self.actor(index), no_restart=False)
+            self._were_up.discard(index)  # until it answers again it is starting
 
     def _end_unhealthy(self, index: int, answer: Any) -> None:
         if isinstance(answer, Unhealthy):

@@ -102,6 +102,8 @@ class RolloutsAhead:
     _again: int = 0
     """Samples of this worker that were under way at a checkpoint, and are asked for once more."""
     _closed: bool = False
+    _failed: BaseException | None = None
+    """What ended the beginning of batches."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     """Guards everything above."""
 
@@ -111,7 +113,7 @@ class RolloutsAhead:
         first = last_step + 1 + len(self._batches)
         for step in range(first, self.num_steps + 1):
             self._batches[step] = Future()
-        threading.Thread(target=self._begin_each, args=(sample, first), daemon=True).start()
+        threading.Thread(target=self._begin_all, args=(sample, first), daemon=True).start()
         collects = threading.Thread(
             target=self._collect_each, args=(sample, collect, first), daemon=True
         )
@@ -218,6 +220,14 @@ class RolloutsAhead:
             self._batches[step] = Future()
             self._batches[step].set_result(collected)
 
+    def _begin_all(self, sample: Sample, first: int) -> None:
+        try:
+            self._begin_each(sample, first)
+        except BaseException as error:  # who collects the batches tells it
+            with self._changed:
+                self._failed = error
+                self._changed.notify_all()
+
     def _begin_each(self, sample: Sample, first: int) -> None:
         for step in range(first, self.num_steps + 1):
             with self._changed:
@@ -256,9 +266,14 @@ class RolloutsAhead:
 
     def _collect(self, sample: Sample, collect: Collect, step: int) -> Collected:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or step in self._begun)
+            self._changed.wait_for(
+                lambda: self._closed or self._failed is not None or step in self._begun
+            )
             if self._closed:
                 raise Closed
+            if step not in self._begun:
+                assert self._failed is not None
+                raise self._failed
             begun, clock = self._begun[step], Clock()
         rounds: list[Span] = []
         waited_s = 0.0

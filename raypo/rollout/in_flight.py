@@ -58,8 +58,8 @@ class Pushes:
 class EnginesInFlight:
     """Engines whose requests stay under way while weights are pushed.
 
-    What a pause gives back (`rollout.in_flight: restart`), and what is lost with an engine while
-    nothing is kept that another one could load, is asked anew when the push has ended.
+    What is lost with an engine while nothing is kept that another one could load is asked anew when
+    the push has ended.
     """
 
     engine: Joinable

@@ -253,8 +253,8 @@ class Engine:
 
         Args:
             in_flight: What becomes of requests that are being sampled when weights are pushed. For
-                `restart` they are given back here. Weights that are pushed without a pause have
-                them recomputed.
+                `restart` they wait for their turn again, from here on. Weights that are pushed
+                without a pause have them recomputed.
 
         Raises:
             RuntimeError: it is broken.
@@ -263,7 +263,7 @@ class Engine:
         self._loop.settle()
         self._serving.paused = in_flight
         if in_flight == "restart":
-            self._loop.give_back_running()
+            self._loop.restart_running()
 
     @_between_steps
     def resume(self) -> None:
@@ -333,7 +333,9 @@ class Engine:
             )
         self._ask_workers("raypo_finish_push")
         if self._adapters:
-            self._loop.give_back_running(adapters=self._adapters.forget_all())
+            in_pause = self._serving.paused is not None  # the adapters come before its end
+            out = self._loop.restart_running if in_pause else self._loop.give_back_running
+            out(adapters=self._adapters.forget_all())
         if not self._loop.forget_keys():
             raise WeightError("vLLM did not let go of the old weights' prefix cache.")
         self._serving.version, self._arriving = manifest.version, None
@@ -434,19 +436,30 @@ class Engine:
             WeightError: one is kept no longer, did not arrive whole, or is not of this model.
             RuntimeError: the engine was started without adapters, or is broken.
         """
-        for kept in pushes:
-            if self._held.get(kept.adapter) == kept.id or kept.id in self._replaced:
+        missing = [kept for kept in pushes if not self._holds(kept)]
+        found = [(kept, kept.fetch()) for kept in missing]
+        if any(push is None for _, push in found):
+            raise WeightError("this engine has lost its weights, and nothing of them is kept.")
+        if found:
+            self._load_all(found)
+
+    @_between_steps
+    def _load_all(self, found: Sequence[tuple[Kept, Any]]) -> None:
+        """Nothing is sampled under the weights before their adapter is there too."""
+        for kept, push in found:
+            if self._holds(kept):
                 continue
-            push = kept.fetch()
-            if push is None:
-                raise WeightError("this engine has lost its weights, and nothing of them is kept.")
             if kept.adapter is None:
                 self.load_weights(push)
-            else:
-                if (before := self._held.pop(kept.adapter, None)) is not None:
-                    self._replaced.add(before)
-                self.load_adapter(push)
-                self._held[kept.adapter] = kept.id
+                continue
+            if (before := self._held.pop(kept.adapter, None)) is not None:
+                self._replaced.add(before)
+            self.load_adapter(push)
+            self._held[kept.adapter] = kept.id
+
+    def _holds(self, kept: Kept) -> bool:
+        """Whether it has a push, or a newer one in its place."""
+        return self._held.get(kept.adapter) == kept.id or kept.id in self._replaced
 
     @_between_steps
     def drop_adapter(self, name: str) -> None:

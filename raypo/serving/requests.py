@@ -11,7 +11,7 @@ import numpy as np
 InFlight = Literal["keep", "recompute", "restart"]
 """What becomes of requests that are being sampled when new weights arrive. keep: they go on with
 the keys and values of the old weights; recompute: these are computed again, the tokens stay;
-restart: they are given back with what was sampled, for their caller to ask anew."""
+restart: they wait for their turn again, and are sampled from their first token."""
 
 
 @dataclass(frozen=True)

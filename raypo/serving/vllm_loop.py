@@ -63,12 +63,16 @@ class Asked:
     answer: Future[Completion]
     deadline: float
     """On the clock of `time.monotonic`; inf: none."""
+    number: int = 0
+    """Order of its arrival."""
     has_place: bool = False
     """Whether it takes one of the places of those that wait to join."""
     name: str | None = None
     """What vLLM calls it, while vLLM has it."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Of the weights, each with the first token that they were to sample."""
+    scheduled: Any = None
+    """What vLLM's scheduler has of it; it knows its preemptions also when it has ended."""
     num_preemptions: int = 0
     """Those that were counted."""
     heard: Heard | None = None
@@ -260,6 +264,20 @@ class VllmLoop:
 
         self.give_back(are_meant, "paused")
 
+    def restart_running(self, *, adapters: Collection[str | None] | None = None) -> None:
+        """Let what runs, under these adapters or all, wait for its turn again, without its tokens.
+
+        What somebody has heard tokens of is given back instead.
+        """
+        for each in list(self._running.values()):
+            if adapters is not None and each.request.adapter not in adapters:
+                continue
+            if each.heard is not None:
+                self._give_back(each, "paused")
+                continue
+            self._withdraw(each)
+            self._line_up(Lot([each], alone=False))
+
     def forget_keys(self) -> bool:
         """Let no key or value of weights that were replaced be used, but by what runs on with them.
 
@@ -270,9 +288,14 @@ class VllmLoop:
             self._salt = str(next(self._numbers))
             return True
         self._salt = None
-        if self._running:
-            return self.llm.reset_prefix_cache(reset_running_requests=True)
-        return self.llm.reset_prefix_cache()
+        if not self._running:
+            return self.llm.reset_prefix_cache()
+        for each in self._running.values():
+            self._count_preemptions(each)
+        is_done = self.llm.reset_prefix_cache(reset_running_requests=True)
+        for each in self._running.values():  # vLLM counts this as a preemption of each
+            each.num_preemptions = each.scheduled.num_preemptions
+        return is_done
 
     def note_version(self, adapter: str | None, version: int) -> None:
         """What runs is sampled under other weights from its next token on.
@@ -346,11 +369,15 @@ class VllmLoop:
         if refusal is not None and (self.serving.broken is not None or not is_paused):
             self._fail(lot.asked, RuntimeError(refusal))
             return
-        priority = min(each.request.priority for each in lot.asked)
-        heapq.heappush(self._queue, (priority, next(self._numbers), lot))
         for each in lot.asked:
+            each.number = next(self._numbers)
             if each.deadline < math.inf:
-                heapq.heappush(self._deadlines, (each.deadline, next(self._numbers), each))
+                heapq.heappush(self._deadlines, (each.deadline, each.number, each))
+        self._line_up(lot)
+
+    def _line_up(self, lot: Lot) -> None:
+        priority = min(each.request.priority for each in lot.asked)
+        heapq.heappush(self._queue, (priority, lot.asked[0].number, lot))
 
     def _admit(self) -> None:
         """Let vLLM have what may enter now."""
@@ -387,6 +414,7 @@ class VllmLoop:
         )
         for each, name in zip(lot.asked, names, strict=True):
             each.name, each.versions = name, [(0, self._version(each.request))]
+            each.scheduled, each.num_preemptions = self._scheduler.requests[name], 0
             self._running[self._state(each).external_req_id] = each
         self._runs_alone = lot.alone
 
@@ -403,9 +431,8 @@ class VllmLoop:
         for output in outputs:
             if output.finished:
                 each, said = self._running[output.request_id], output.outputs[0]
-                self._answer(
-                    each, output.request_id, said.token_ids, said.logprobs, said.finish_reason
-                )
+                self._left(each, output.request_id, len(said.token_ids))
+                self._answer(each, said.token_ids, said.logprobs, said.finish_reason)
         for each in self._running.values():
             if each.heard is not None:
                 self._tell(each, each.heard)
@@ -423,20 +450,29 @@ class VllmLoop:
     def _give_back(self, each: Asked, reason: str) -> None:
         if each.name is None:
             self._leave_queue([each])
-            each.answer.set_result(completion_of((), (), reason))
+            self._answer(each, (), (), reason)
             return
+        self._answer(each, *self._withdraw(each), reason)
+
+    def _withdraw(self, each: Asked) -> tuple[Sequence[int], Sequence[Any]]:
+        """Take a request out of vLLM; its tokens so far, and what vLLM says of each."""
         state = self._state(each)
         self.llm.llm_engine.abort_request([each.name], internal=True)
-        tokens, log_probs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
-        self._answer(each, state.external_req_id, tokens, log_probs, reason)
+        tokens = state.detokenizer.output_token_ids
+        self._left(each, state.external_req_id, len(tokens))
+        return tokens, state.logprobs_processor.logprobs
 
-    def _answer(
-        self, each: Asked, name: str, tokens: Sequence[int], log_probs: Sequence[Any], reason: str
-    ) -> None:
+    def _left(self, each: Asked, name: str, num_tokens: int) -> None:
+        """A request is not vLLM's any more."""
+        self._count_preemptions(each)
         del self._running[name]
         each.name = None
-        self._tokens += len(tokens)
+        self._tokens += num_tokens
         self._runs_alone = self._runs_alone and bool(self._running)
+
+    def _answer(
+        self, each: Asked, tokens: Sequence[int], log_probs: Sequence[Any], reason: str
+    ) -> None:
         each.answer.set_result(completion_of(tokens, log_probs, reason, each.versions))
 
     def _leave_queue(self, asked: Iterable[Asked]) -> None:
@@ -469,6 +505,14 @@ class VllmLoop:
         """What vLLM has of a request that runs, its tokens with it."""
         return self.llm.llm_engine.output_processor.request_states[each.name]
 
+    def _count_preemptions(self, each: Asked) -> None:
+        self._preemptions += each.scheduled.num_preemptions - each.num_preemptions
+        each.num_preemptions = each.scheduled.num_preemptions
+
+    @property
+    def _scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
     def _adapter(self, request: SamplingRequest) -> Any | None:
         if request.adapter is None or self.adapters is None:
             return None
@@ -489,13 +533,9 @@ class VllmLoop:
             return
         self._looked_at = now
         tokens = self._tokens
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         for each in self._running.values():
             tokens += self._state(each).detokenizer.num_output_tokens()
-            known = scheduler.requests.get(each.name)
-            if known is not None:
-                self._preemptions += known.num_preemptions - each.num_preemptions
-                each.num_preemptions = known.num_preemptions
+            self._count_preemptions(each)
         rate, (begin_s, begin_tokens) = self.load.tokens_per_s, self._rate_from
         if self._busy_s - begin_s >= RATE_OVER_S:
             rate = (tokens - begin_tokens) / (self._busy_s - begin_s)
@@ -504,7 +544,7 @@ class VllmLoop:
         self.load = Load(
             queued=sum(not each.answer.done() for each in waiting),
             running=len(self._running),
-            kv_cache_use=scheduler.kv_cache_manager.usage,
+            kv_cache_use=self._scheduler.kv_cache_manager.usage,
             preemptions=self._preemptions,
             steps=self._steps,
             busy_s=self._busy_s,

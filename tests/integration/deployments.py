@@ -150,6 +150,12 @@ class Receiver:
         )
         return [answer] * len(requests)
 
+    def submit(self, requests: list[SamplingRequest]) -> list[Completion]:
+        """As `generate`, as soon as nobody holds it up any more."""
+        while self._dies.with_name("holds_up").exists():
+            time.sleep(0.02)
+        return self.generate(requests)
+
     def adapter(self) -> int | None:
         """The version of the adapter."""
         return self._adapter

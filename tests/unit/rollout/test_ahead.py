@@ -187,6 +187,25 @@ def test_what_ends_the_collecting_ends_the_step_that_wants_it():
         run.ahead.take(2, Clock())
 
 
+def test_what_ends_the_drawing_of_prompts_ends_the_step_that_wants_them():
+    run = Run(max_staleness=2)
+    take = run.stream.take
+
+    def fails(count: int) -> list[Draw]:
+        if run.stream.state_dict()["position"] >= 2 * PROMPTS_PER_STEP:
+            raise MemoryError("no room for another epoch's order")
+        return take(count)
+
+    run.stream.take = fails
+    run.begin()
+    run.ahead.take(1, Clock())
+    run.push(1)
+    run.ahead.take(2, Clock())
+    run.push(2)
+    with pytest.raises(MemoryError, match="no room for another epoch's order"):
+        run.ahead.take(3, Clock())
+
+
 def test_a_worker_whose_collecting_fails_does_not_wait_for_the_others_before_a_push():
     """They wait for it, with the batch after this step's half collected."""
 
