@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ class DeploymentHandle:
     _replicas: Replicas
     _prefer: tuple[int, ...] = ()
     _requirement: _Requirement = field(default_factory=_Requirement)
+    _known_as: tuple[str, tuple[int, ...]] | None = None
 
     def __repr__(self) -> str:
         return f"DeploymentHandle({self.name})"
@@ -58,6 +60,18 @@ class DeploymentHandle:
         if len(self._prefer) < 2:
             return [self]
         return [self.preferring(index) for index in self._prefer]
+
+    @property
+    def preferred(self) -> tuple[int, ...]:
+        """Numbers of the replicas that it asks first."""
+        return self._prefer
+
+    def known_as(self, id: str, part: Sequence[int]) -> DeploymentHandle:
+        """A handle for one call that other processes make too, under the same id.
+
+        A replica works on it once, and each of them gets its part of the answer, which is a list.
+        """
+        return replace(self, _known_as=(id, tuple(part)))
 
     def require(self, method: str | None, *args: Any) -> None:
         """Have every replica make a call before each request from now on; None: no call.
@@ -139,6 +153,9 @@ class Method:
         """Call the method on one replica."""
         handle = self._handle
         request = Request(self._name, args, kwargs, handle._requirement.call)
+        if handle._known_as is not None:
+            id, part = handle._known_as
+            request = replace(request, id=id, part=part)
         return Response(handle._replicas, request, handle._prefer)
 
     def on_all(self, *args: Any, **kwargs: Any) -> list[OneResponse]:

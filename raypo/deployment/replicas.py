@@ -210,5 +210,6 @@ class Replicas:
 
     def _end_unhealthy(self, index: int, answer: Any) -> None:
         if isinstance(answer, Unhealthy):
+            logger.warning("%s: %s; Ray starts it again", self.name(index), answer.reason)
             self._rest_until[index] = time.monotonic() + REST_S
             self.actor(index).leave.remote(answer.life)

@@ -96,6 +96,20 @@ class Load:
     """Over the last second, or more, that was spent in steps."""
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """What an engine was busy with over some time: means over it, and peaks."""
+
+    queued_mean: float = 0.0
+    queued_max: float = 0.0
+    running_mean: float = 0.0
+    running_max: float = 0.0
+    kv_cache_mean: float = 0.0
+    kv_cache_max: float = 0.0
+    idle: tuple[tuple[float, float], ...] = ()
+    """Times without anything to do: begin and end, in seconds since 1970."""
+
+
 def validate_request(
     request: SamplingRequest,
     *,

@@ -41,14 +41,8 @@ LONG = np.arange(300, dtype=np.int32) % 90 + 3
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = str(tiny_policy(tmp_path_factory.mktemp("policy")))
-    section = EngineSection(kv_cache_gb=0.1, extra={"max_num_seqs": RUNNING})
-    engine = Engine(
-        folder,
-        section=section,
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
-        max_waiting=WAITING,
-    )
+    section = EngineSection(kv_cache_gb=0.1, max_waiting=WAITING, extra={"max_num_seqs": RUNNING})
+    engine = Engine(folder, section=section, dtype="float32", max_model_len=MAX_MODEL_LEN)
     made = Pair(folder, engine, AutoModelForCausalLM.from_pretrained(folder).eval())
     yield made
     made.engine.shutdown()

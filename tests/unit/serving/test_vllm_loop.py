@@ -265,6 +265,55 @@ def test_preemptions_are_those_that_vllm_makes_for_want_of_room() -> None:
     loop.close()
 
 
+def test_what_a_dead_attempt_has_asked_is_given_back_also_what_comes_later(loop: VllmLoop) -> None:
+    """Its batch runs alone, and more of it waits, here and at the door."""
+    batch = loop.submit([ask(10**9, id="run/1")] * 2, alone=True)
+    waiting = loop.submit([ask(3, id="run/1"), ask(3, id="other/1"), ask(3)], alone=False)
+    until(lambda: bool(loop.llm.entered))
+    assert loop.answer_only("run", "2") == 3
+    late = loop.submit([ask(3, id="run/1")], alone=True)
+    late += loop.submit([ask(3, id="run/1"), ask(3, id="run/2")], alone=False)
+    reasons = [each.answer.result(SOON_S).finish_reason for each in (*batch, *waiting, *late)]
+    assert reasons == ["cancelled"] * 3 + ["length"] * 2 + ["cancelled"] * 2 + ["length"]
+    assert (loop.load.queued, loop.load.running) == (0, 0)
+    loop.submit([ask(1)] * 8, alone=False)  # all places are free again, or this would wait
+
+
+def test_a_step_that_hangs_is_seen_and_one_that_waits_for_work_is_not(loop: VllmLoop) -> None:
+    time.sleep(0.05)
+    assert loop.progress.stalled_s() == 0.0
+    goes_on, step = threading.Event(), loop.llm.llm_engine.step
+
+    def hangs() -> list[Any]:
+        goes_on.wait(SOON_S)
+        return step()
+
+    loop.llm.llm_engine.step = hangs
+    (asked,) = loop.submit([ask(1)], alone=True)
+    until(lambda: loop.progress.stalled_s() > 0.1)
+    goes_on.set()
+    asked.answer.result(SOON_S)
+    until(lambda: loop.progress.stalled_s() == 0.0)
+
+
+def test_the_load_of_a_stretch_is_that_since_the_one_before(loop: VllmLoop) -> None:
+    loop.stretch()
+    pause(loop, "keep")
+    asked = loop.submit([ask(5)] * 5, alone=False)
+    until(lambda: loop.load.queued == 5)
+    pause(loop, None)
+    for each in asked:
+        each.answer.result(SOON_S)
+    busy = loop.stretch()
+    assert (busy.queued_max, busy.running_max) == (5, 3)
+    assert 0.0 < busy.queued_mean <= 5
+    time.sleep(0.1)
+    (asked,) = loop.submit([ask(1)], alone=False)
+    asked.answer.result(SOON_S)
+    begin, end = loop.stretch().idle[-1]
+    assert 0.1 <= end - begin < SOON_S
+
+
 def test_a_batch_that_runs_alone_enters_alone_and_what_joins_fills_the_room(loop: VllmLoop) -> None:
     pause(loop, "keep")
     asked = loop.submit([ask(4)] * 5, alone=False)
