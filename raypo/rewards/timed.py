@@ -1,4 +1,4 @@
-"""A reward function in the worker itself, with a limit on every call."""
+"""A reward function in the worker itself: one call at a time, with a limit on each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,27 @@ from typing import Any
 
 from raypo.rewards.scoring import RewardError, RewardFunction, call, function_name
 from raypo.types import Rollout
+
+
+class OneAtATime:
+    """A reward function of this process; while one of them works, the others wait.
+
+    Rollouts of several batches are judged beside each other, and held-out ones beside them, but
+    nobody who writes a reward function thinks of threads.
+    """
+
+    _turn = threading.Lock()
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.function = function
+
+    def __str__(self) -> str:
+        return function_name(self.function)
+
+    def __call__(self, rollouts: list[Rollout]) -> list[Any]:
+        """What the function answers."""
+        with self._turn:
+            return call(self.function, rollouts)
 
 
 class TimedReward:

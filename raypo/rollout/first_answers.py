@@ -20,7 +20,7 @@ from ray.actor import ActorHandle
 from raypo.calls import Here
 from raypo.cluster.actors import is_alive
 from raypo.config import OnlineConfig
-from raypo.rollout.collect import Sampler, ask
+from raypo.rollout.asking import Sampler, ask
 from raypo.serving.requests import Completion, SamplingRequest
 
 THREADS = 16
@@ -116,9 +116,9 @@ def made_from(config: OnlineConfig) -> str:
 
 
 def digest(requests: Sequence[SamplingRequest]) -> str:
-    """Of all that the answers depend on; an adapter changes nothing before its first update."""
+    """Of all that the answers depend on: not who asks, nor an adapter before its first update."""
     content = hashlib.sha256()
     for request in requests:
         content.update(np.ascontiguousarray(request.prompt_ids).tobytes())
-        content.update(repr(replace(request, prompt_ids=None, adapter=None)).encode())
+        content.update(repr(replace(request, prompt_ids=None, adapter=None, id="")).encode())
     return content.hexdigest()

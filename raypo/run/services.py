@@ -54,6 +54,8 @@ class Services:
     """Roles that do not live beside these workers: engine, reference, reward_0, ..."""
     in_pool: bool = False
     """Whether the engines are several runs', which push adapters only."""
+    shared_engine: bool = False
+    """Whether several of these workers ask one engine."""
 
     @property
     def frozen(self) -> list[tuple[str, FrozenHandle]]:
@@ -132,12 +134,14 @@ def start_deployments(
         for role in _served(config, workers)
     }
     rewards = [role.name for role in roles if role.name.startswith("reward_")]
+    asked = [number for each in workers.gather(handles["engine"].preferred) for number in each]
     return Services(
         engine=EngineHandle(handles["engine"]),
         references={name: ReferenceHandle(handles[name]) for name in config.references},
         reward_models=tuple(RewardModelHandle(handles[name]) for name in rewards),
         elsewhere=frozenset(elsewhere),
         in_pool=shared is not None and shared.pool and "engine" in elsewhere,
+        shared_engine=len(asked) > len(set(asked)),
     )
 
 

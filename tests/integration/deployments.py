@@ -149,7 +149,7 @@ class Receiver:
                 self.load_bucket(bucket)
             self.finish_push(push.manifest)
 
-    def generate(self, requests: list[SamplingRequest]) -> list[Completion]:
+    def batch(self, requests: list[SamplingRequest]) -> list[Completion]:
         """One token each, which is the version; it dies on the way if a file says so."""
         if self._dies.exists():
             self._dies.unlink()
@@ -165,10 +165,10 @@ class Receiver:
         return [answer] * len(requests)
 
     def submit(self, requests: list[SamplingRequest]) -> list[Completion]:
-        """As `generate`, as soon as nobody holds it up any more."""
+        """As `batch`, as soon as nobody holds it up any more."""
         while self._dies.with_name("holds_up").exists():
             time.sleep(0.02)
-        return self.generate(requests)
+        return self.batch(requests)
 
     def adapter(self) -> int | None:
         """The version of the adapter."""
