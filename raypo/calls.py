@@ -7,9 +7,9 @@ they have outgrown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,6 +21,14 @@ class Answer(Protocol[T_co]):
 
     def result(self) -> T_co:
         """Wait for it; what was raised there is raised here."""
+        ...
+
+
+class AnswerOfEntries(Answer[list[T]], Protocol[T]):
+    """An answer that is a list, of which some entries may be there before the others."""
+
+    def news(self) -> Mapping[int, T]:
+        """Entries that have come since this was last asked, by place; some may come twice."""
         ...
 
 
@@ -36,6 +44,14 @@ class Method(Protocol[P, T_co]):
     """A method that some replica is asked for."""
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Answer[T_co]:
+        """Ask one of them."""
+        ...
+
+
+class MethodOfEntries(Protocol[P, T]):
+    """A method that some replica is asked for, and that answers a list entry by entry."""
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> AnswerOfEntries[T]:
         """Ask one of them."""
         ...
 
@@ -79,3 +95,7 @@ class Given(Generic[T]):
 
     def failure(self) -> None:
         """What has failed never gets here."""
+
+    def news(self) -> dict[int, Any]:
+        """Nothing: all of it is here."""
+        return {}

@@ -22,6 +22,10 @@ class DeploymentSection(Config):
     that ends is seen within seconds."""
     health_check_timeout_s: float = Field(default=30.0, gt=0.0)
     """Seconds without an answer to a check after which a replica is killed and started again."""
+    stall_timeout_s: float | None = Field(default=900.0, gt=0.0)
+    """Seconds that one step of an engine, one bucket of a push to it or one forward pass of a
+    frozen model may take; then the replica counts as hung, and is killed and started again; null:
+    any."""
     graceful_shutdown_timeout_s: float = Field(default=20.0, ge=0.0)
     """Seconds that requests under way get when a deployment is shut down."""
     max_restarts: int = Field(default=3, ge=0)

@@ -43,6 +43,9 @@ class EngineSection(Config):
     does not work is off-loaded to the host. false: all stay, which is faster where they fit."""
     prefix_caching: bool = True
     """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Requests that wait in an engine to join those that it samples; beyond, they wait at their
+    callers. A batch of a synchronous run enters as a whole and does not count."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other argument of vLLM's EngineArgs; it wins over raypo's choice. What another key says
     is refused here."""

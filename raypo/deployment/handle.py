@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -11,6 +12,13 @@ from raypo.cluster.actors import DeploymentError
 from raypo.deployment.replicas import PROBE_TIMEOUT_S, Deadline, Replicas
 from raypo.deployment.response import MethodOfAll, OneResponse, PinnedReplicas, Response
 from raypo.deployment.spec import Life, Request, Required
+
+
+@dataclass(eq=False)
+class _Requirement:
+    """What comes before each request of a handle, and of all that were made from it."""
+
+    call: Required | None = None
 
 
 @dataclass(eq=False)
@@ -24,7 +32,8 @@ class DeploymentHandle:
 
     _replicas: Replicas
     _prefer: tuple[int, ...] = ()
-    _required: Required | None = None
+    _requirement: _Requirement = field(default_factory=_Requirement)
+    _known_as: tuple[str, tuple[int, ...]] | None = None
 
     def __repr__(self) -> str:
         return f"DeploymentHandle({self.name})"
@@ -40,7 +49,10 @@ class DeploymentHandle:
         return self._replicas.limits.name
 
     def preferring(self, *indexes: int) -> DeploymentHandle:
-        """A handle that asks these replicas first, as long as one of them has room."""
+        """A handle that asks these replicas first, as long as one of them has room.
+
+        What either of the two requires from now on, both do.
+        """
         return replace(self, _prefer=indexes)
 
     def each_preferred(self) -> list[DeploymentHandle]:
@@ -49,18 +61,30 @@ class DeploymentHandle:
             return [self]
         return [self.preferring(index) for index in self._prefer]
 
+    @property
+    def preferred(self) -> tuple[int, ...]:
+        """Numbers of the replicas that it asks first."""
+        return self._prefer
+
+    def known_as(self, id: str, part: Sequence[int]) -> DeploymentHandle:
+        """A handle for one call that other processes make too, under the same id.
+
+        A replica works on it once, and each of them gets its part of the answer, which is a list.
+        """
+        return replace(self, _known_as=(id, tuple(part)))
+
     def require(self, method: str | None, *args: Any) -> None:
-        """Have every replica make a call before each of this handle's requests; None: no call.
+        """Have every replica make a call before each request from now on; None: no call.
 
         It has to cost nothing where there is nothing to do. So a replica that was started again
         makes up for what it has missed when it is first asked.
         """
-        self._required = (method, args) if method else None
+        self._requirement.call = (method, args) if method else None
 
     @property
     def required(self) -> tuple[Any, ...]:
         """What `require` was last given."""
-        method, args = self._required or (None, ())
+        method, args = self._requirement.call or (None, ())
         return (method, *args)
 
     def wait(self, timeout_s: float) -> None:
@@ -128,11 +152,15 @@ class Method:
     def remote(self, *args: Any, **kwargs: Any) -> Response:
         """Call the method on one replica."""
         handle = self._handle
-        request = Request(self._name, args, kwargs, handle._required)
+        request = Request(self._name, args, kwargs, handle._requirement.call)
+        if handle._known_as is not None:
+            id, part = handle._known_as
+            request = replace(request, id=id, part=part)
         return Response(handle._replicas, request, handle._prefer)
 
     def on_all(self, *args: Any, **kwargs: Any) -> list[OneResponse]:
         """Call the method on every replica that is up, however full its queue is."""
         handle = self._handle
-        pinned = PinnedReplicas(handle._replicas, handle._replicas.lives(), handle._required)
+        required = handle._requirement.call
+        pinned = PinnedReplicas(handle._replicas, handle._replicas.lives(), required)
         return MethodOfAll(pinned, self._name).on_all(*args, **kwargs)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import threading
+import time
 import traceback
 import uuid
 from collections import OrderedDict
@@ -18,6 +20,8 @@ from raypo.cluster.devices import narrowed
 from raypo.deployment.spec import Deployment, Life, Refused, Request, Unhealthy, Unprepared
 from raypo.tracking.logs import log_to_file
 
+NEWS_S, LOOK_EVERY_S = 1.0, 0.05
+"""Seconds that one who listens for entries of an answer waits for some, and how often it looks."""
 KEPT_ANSWERS = 32
 """Answers that a replica remembers, for callers that did not get theirs and ask again."""
 
@@ -40,6 +44,8 @@ class Replica:
         self._target: Any = None  # `repr` is asked even where it cannot be made
         self._life = uuid.uuid4().hex
         self._requests: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
+        self._come: dict[str, list[tuple[int, Any]]] = {}
+        """By request, entries of its answer with their places, in the order in which they came."""
         self._is_draining = False
         self._making = threading.Lock()
         """Held where the object is made, or told what it has to hold."""
@@ -84,7 +90,32 @@ class Replica:
             answer = asyncio.ensure_future(self._answer(request))
             self._requests[request.id] = answer
             self._forget_old()
-        return await answer  # a caller that gives up takes a waiting one away
+        if request.part is None:
+            return await answer  # a caller that gives up takes a waiting one away
+        whole = await asyncio.shield(answer)  # others wait for it too
+        return [whole[place] for place in request.part] if isinstance(whole, list) else whole
+
+    async def news(
+        self, id: str, part: tuple[int, ...] | None, num_seen: int
+    ) -> tuple[int, dict[int, Any]]:
+        """Entries of a request's answer that have come, where it is a list of futures.
+
+        Args:
+            id: Of the request.
+            part: As that of the request.
+            num_seen: How many had come when this was last asked.
+
+        Returns:
+            How many have come, and those that are new and wanted by their places in the part.
+        """
+        end = time.monotonic() + NEWS_S
+        while len(self._come.get(id, ())) <= num_seen and time.monotonic() < end:
+            await asyncio.sleep(LOOK_EVERY_S)
+        come = self._come.get(id, [])
+        news = dict(come[num_seen:])
+        if part is not None:
+            news = {place: news[number] for place, number in enumerate(part) if number in news}
+        return len(come), news
 
     async def where(self) -> Life:
         """Which life of the replica this is, and where."""
@@ -100,8 +131,13 @@ class Replica:
         return await asyncio.get_running_loop().run_in_executor(None, self._what_is_wrong)
 
     async def leave(self, life: str) -> None:
-        """End this process, for Ray to start the replica again; a later life goes on."""
+        """End this process, for Ray to start the replica again; a later life goes on.
+
+        Processes that it has started may hang too, with a device in their hands.
+        """
         if life == self._life:
+            for each in multiprocessing.active_children():
+                each.kill()
             os._exit(1)
 
     async def drain(self) -> None:
@@ -115,8 +151,11 @@ class Replica:
         answer = await asyncio.wrap_future(pool.submit(self._run, request))
         if not isinstance(answer, list) or not any(isinstance(each, Future) for each in answer):
             return answer
+        come = self._come[request.id] = []
         try:
-            return await asyncio.gather(*map(asyncio.wrap_future, answer))
+            return await asyncio.gather(
+                *(_noted(number, each, come) for number, each in enumerate(answer))
+            )
         except Exception:
             if (wrong := self._what_is_wrong()) is not None:
                 return wrong
@@ -167,7 +206,12 @@ class Replica:
             getattr(self._target, "check_health", lambda: None)()
         except Exception as error:
             return Unhealthy(str(error), self._life)
-        return None
+        limit = self._deployment.stall_timeout_s
+        stalled_s = getattr(self._target, "stalled_s", lambda: 0.0)()
+        if limit is None or stalled_s <= limit:
+            return None
+        reason = f"it has not got on for {stalled_s:.0f} s (stall_timeout_s: {limit:g})"
+        return Unhealthy(reason, self._life)
 
     def _is_full(self) -> bool:
         queued = self._deployment.max_queued_requests
@@ -184,3 +228,11 @@ class Replica:
         done = [id for id, answer in self._requests.items() if answer.done()]
         for id in done[:-KEPT_ANSWERS]:
             del self._requests[id]
+            self._come.pop(id, None)
+
+
+async def _noted(number: int, promised: Future[Any], come: list[tuple[int, Any]]) -> Any:
+    """What a future comes to, noted where others look for it."""
+    entry = await asyncio.wrap_future(promised)
+    come.append((number, entry))
+    return entry

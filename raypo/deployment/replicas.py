@@ -206,8 +206,10 @@ class Replicas:
                 self.limits.health_check_timeout_s,
             )
             ray.kill(self.actor(index), no_restart=False)
+            self._were_up.discard(index)  # until it answers again it is starting
 
     def _end_unhealthy(self, index: int, answer: Any) -> None:
         if isinstance(answer, Unhealthy):
+            logger.warning("%s: %s; Ray starts it again", self.name(index), answer.reason)
             self._rest_until[index] = time.monotonic() + REST_S
             self.actor(index).leave.remote(answer.life)

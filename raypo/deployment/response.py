@@ -25,6 +25,8 @@ class Response:
         self._refused: set[int] = set()
         self._unprepared: dict[int, str] = {}
         self._answer: tuple[Any] | None = None
+        self._num_seen = 0
+        """Entries of the answer that the replica has named."""
         self._send(replicas.choose(prefer, avoid=()))
 
     def result(self, timeout_s: float | None = None) -> Any:
@@ -46,8 +48,24 @@ class Response:
                 self._take(deadline)
         return self._answer[0]
 
+    def news(self) -> dict[int, Any]:
+        """Entries of the answer, a list, that have come since this was last asked; some twice.
+
+        Waits a moment for some; where the replica is lost there are none. In another thread than
+        `result`.
+        """
+        index, id, part = self._index, self._request.id, self._request.part
+        if index is None:
+            return {}
+        try:
+            asked = self._replicas.actor(index).news.remote(id, part, self._num_seen)
+            self._num_seen, news = ray.get(asked, timeout=PROBE_TIMEOUT_S)
+        except (RayError, ValueError):
+            return {}
+        return news
+
     def _send(self, index: int | None) -> None:
-        self._index, self._ref = index, None
+        self._index, self._ref, self._num_seen = index, None, 0
         if index is not None:
             self._ref: Any = self._replicas.actor(index).call.remote(self._request)
 

@@ -40,6 +40,9 @@ class Deployment:
     """Seconds that a caller waits for an answer before it checks the replica, and again."""
     health_check_timeout_s: float = 30.0
     """Seconds without an answer to a check after which a replica is killed and started again."""
+    stall_timeout_s: float | None = None
+    """Seconds that the object may be at work without getting on, where the class has a method
+    `stalled_s` that says how long it has; then it counts as one that cannot go on; None: any."""
     graceful_shutdown_timeout_s: float = 20.0
     """Seconds that requests under way get when the deployment is shut down."""
     start_timeout_s: float | None = None
@@ -97,6 +100,8 @@ class Request:
     life: str | None = None
     """The only life of the replica that it is meant for, whose line it jumps; None: any."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    part: tuple[int, ...] | None = None
+    """Which entries of the answer, a list, the caller wants; None: all of it."""
 
 
 @dataclass(frozen=True)

@@ -228,11 +228,6 @@ class Learner:
         """The weights below the policy's adapter; all workers iterate together."""
         return self._policy.gathered(lora.base_weights(self._policy.module.model))
 
-    def base_log_probs(self, experience: Experience) -> Tensor:
-        """As `log_probs`, with the adapter off."""
-        with adapter_off(self._policy.module):
-            return self.log_probs(experience)
-
     def adapter_push(self, name: str, version: int) -> AdapterPush | None:
         """The policy's adapter as it is now, on rank 0; all workers call it."""
         assert self._model.lora is not None

@@ -186,6 +186,7 @@ MEANINGS = {
     "whole episode being one; also of `eval/`",
     "rollout/turns_mean": "turns of the policy, with an [environment](environments.md)",
     "rollout/episodes_failed": "episodes without a score",
+    "rollout/samples_<fate>": "what became of each sample: [Accounts](asynchronous.md#accounts)",
     "episode/<name>": "what environments or agents [measured](environments.md#what-is-seen), the "
     "mean over episodes; also of `eval/`",
     "tools/calls_mean": "calls of [tools](tools.md) in an episode",
@@ -201,6 +202,8 @@ MEANINGS = {
     "ppo/policy_learning_rate": "the learning rate of a step; also of the critic and `train/`",
     "time/<phase>_s": "seconds of each phase; they add up to `time/step_s`",
     "time/wait_for_rollouts_s": "of them, seconds that the learner waited for rollouts",
+    "perf/engine_<load>": "the engines' load since the push before: "
+    "[Where the time goes](asynchronous.md#where-the-time-goes)",
     "perf/engine_idle_s": "seconds that an engine did not compute, on average",
     "perf/environment_s_mean": "seconds that an episode waited for its environment",
     "perf/tools_s_mean": "of them, seconds that tools took",

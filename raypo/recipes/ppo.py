@@ -4,14 +4,16 @@ every learner worker does: the same code, each with its own share of the prompts
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from raypo.collectives import Workers
 from raypo.config import PPOSection
+from raypo.data.stream import Draw
 from raypo.learner.learner import Learner
 from raypo.metrics.clock import Clock
-from raypo.rollout.collect import judge, sample
+from raypo.rollout.collect import sample
 from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.experience import (
     AdvantageState,
@@ -22,12 +24,11 @@ from raypo.rollout.experience import (
     with_corrections,
     with_covariant_tokens,
 )
-from raypo.rollout.refill import Collected, fill_step
 from raypo.run.phases import Phase
 from raypo.run.ppo_run import PPORun
 from raypo.run.run import open_run
 from raypo.run.services import Services
-from raypo.types import Experience, Rollout, ScoredRollout
+from raypo.types import Experience, ScoredRollout
 
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
@@ -45,16 +46,13 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         learner = run.start_learner()  # 3. policy and critic; restored where there is a checkpoint
         run.push_weights(learner, services, version=run.last_step)
         run.evaluate_before_first_update(services)
-        rollouts = run.open_rollouts(
-            lambda draws: sample(
-                draws, run.sampler(services), run.tokenizer, run.sampling, run.push_again
-            ),
-            lambda sampled, clock, workers: collect(run, services, sampled, clock, workers),
+        run.rollouts.begin(
+            partial(generate_and_score, run, services), run.fill, last_step=run.last_step
         )
 
         for step in run.steps():
             clock = Clock()
-            collected = rollouts.take(step, clock)  # 4. generate and score: `collect`, below;
+            collected = run.rollouts.take(step, clock)  # 4. `generate_and_score`, below
             dealt = deal(
                 collected.trained,
                 minibatch_size=config.ppo.minibatch_size,
@@ -132,34 +130,27 @@ def ppo_step(
     return experience, metrics | to_reference | to_engine | updated | entropy, next_state
 
 
-def collect(
-    run: PPORun,
-    services: Services,
-    sampled: Callable[[int], list[Rollout]],
-    clock: Clock,
-    workers: Workers,
-) -> Collected:
-    """Generate and score this worker's share of a step, and again for what `ppo.filter` drops.
+def generate_and_score(
+    run: PPORun, services: Services, draws: Sequence[Draw], clock: Clock, workers: Workers
+) -> list[ScoredRollout]:
+    """The responses to this worker's draws, with their scores and reference log-probs.
 
-    In the modes that sample ahead a thread calls it, with a clock and a process group of its own.
-
-    Args:
-        sampled: Draws so many prompts over all workers, and samples this worker's share.
+    Asked for once for each step's prompts, and again for what `ppo.filter` leaves out. In the modes
+    that sample ahead threads call it, with clocks and a process group of their own.
     """
-
-    def scored_rollouts(num_prompts: int) -> list[ScoredRollout]:
-        run.enter(Phase.GENERATE)
-        rollouts = sampled(num_prompts)
-        clock.lap("time/generate_s")
-        run.enter(Phase.SCORE)
-        scored = judge(rollouts, run.judges(services), services.reference)
-        clock.lap("time/score_s")
-        return scored
-
-    return fill_step(
-        scored_rollouts,
-        prompts_per_step=run.config.rollout.prompts_per_step,
-        section=run.config.ppo.filter,
-        reward=run.config.reward,
-        workers=workers,
+    run.enter(Phase.GENERATE)
+    judging = run.judging(services)
+    rollouts = sample(
+        draws,
+        run.sampler(services),
+        run.tokenizer,
+        run.sampling,
+        run.push_again,
+        asks=run.asks(services, workers),
+        heard=judging.hear if judging.hears else None,  # while others are still sampled
     )
+    clock.lap("time/generate_s")
+    run.enter(Phase.SCORE, before_push=not run.config.is_refilled)
+    scored = judging.scored(rollouts)
+    clock.lap("time/score_s")
+    return scored

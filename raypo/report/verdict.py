@@ -16,6 +16,7 @@ from raypo.metrics.catalogue import (
 )
 from raypo.metrics.clock import duration
 from raypo.report.change import Change, change_over_steps
+from raypo.storage.summary import sample_totals
 from raypo.tracking.warnings import seconds_by_phase
 
 MIN_START_SHARE = 0.1
@@ -42,7 +43,7 @@ def headline(
         return [f"{_STATUS.get(status, 'The run ended')}; {done}."]
     words = [_progress(rows, status, wall_s)]
     parts = [_learning(rows, config, held_out), _judges(config), _distance(rows), _texts(rows)]
-    words += filter(None, [*parts, _time(rows, wall_s)])
+    words += filter(None, [*parts, _samples(rows), _time(rows, wall_s)])
     return words
 
 
@@ -88,6 +89,26 @@ def _judges(config: Mapping[str, Any]) -> str:
 def short(path: str) -> str:
     """The last two words of a path, for people."""
     return "/".join(path.split("/")[-2:])
+
+
+def _samples(rows: Sequence[Row]) -> str:
+    """What became of the samples, where not all of them were trained."""
+    totals = sample_totals(rows)
+    if not totals or totals["trained"] == totals["sampled"]:
+        return ""
+    words = {
+        "filtered": "left out by the filter",
+        "failed": "not scored or empty",
+        "dropped": "dropped as too old",
+        "carried": "sampled or begun for a step that never came",
+    }
+    rest = [f"{totals[name]:,} {text}" for name, text in words.items() if totals[name]]
+    again = totals["asked_again"]
+    more = f" {again:,} were sampled again after a restart." if again else ""
+    return (
+        f"Of {totals['sampled']:,} samples {totals['trained']:,} were trained, "
+        f"{', '.join(rest)}.{more}"
+    )
 
 
 def _progress(rows: Sequence[Row], status: str, wall_s: float | None) -> str:

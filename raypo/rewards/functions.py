@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from concurrent.futures import wait
 from pathlib import Path
@@ -15,6 +16,27 @@ from raypo.rewards.pool import PooledReward
 from raypo.rewards.remote import RemoteReward
 from raypo.rewards.scoring import RewardError, RewardFunction, call
 from raypo.types import Rollout
+
+
+class OneAtATime:
+    """A reward function of this process; while one of them works, the others wait.
+
+    Rollouts of several batches are judged beside each other, and held-out ones beside them, but
+    nobody who writes a reward function thinks of threads.
+    """
+
+    _turn = threading.Lock()
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.function = function
+
+    def __str__(self) -> str:
+        return function_name(self.function)
+
+    def __call__(self, rollouts: list[Rollout]) -> list[Any]:
+        """What the function answers."""
+        with self._turn:
+            return call(self.function, rollouts)
 
 
 class TimedReward:
@@ -77,9 +99,7 @@ def open_function(
             log=log,
         )
     function = load_function(function) if isinstance(function, str) else function
-    if function is None or section.timeout_s is None:
-        return function
-    return TimedReward(function, timeout_s=section.timeout_s)
+    return function and _in_this_process(function, section.timeout_s, "reward.timeout_s")
 
 
 def evaluation_function(
@@ -89,11 +109,20 @@ def evaluation_function(
     own = load_function(section.function, key="eval.function") if section.function else None
     by_source = functions_of(section.prompts)
     if by_source:
-        own = RewardBySource(by_source, own or otherwise, key="eval.prompts.function")
+        common = own or otherwise
+        common = common.function if isinstance(common, OneAtATime) else common  # all have one turn
+        own = RewardBySource(by_source, common, key="eval.prompts.function")
         own.load()
-    if own is None or section.timeout_s is None:
-        return own or otherwise
-    return TimedReward(own, timeout_s=section.timeout_s, key="eval.timeout_s")
+    if own is None:
+        return otherwise
+    return _in_this_process(own, section.timeout_s, "eval.timeout_s")
+
+
+def _in_this_process(function: RewardFunction, timeout_s: float | None, key: str) -> RewardFunction:
+    """The time that it waits for its turn does not count."""
+    if timeout_s is not None:
+        function = TimedReward(function, timeout_s=timeout_s, key=key)
+    return OneAtATime(function)
 
 
 def open_remote(section: RewardSection) -> RemoteReward | None:

@@ -1,13 +1,12 @@
-"""Step 4 beside the others: rollouts of the next steps are collected while the learner updates."""
+"""Where the rollouts of the steps come from: in turn with the updates, or ahead of them."""
 
 from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,61 +14,84 @@ from typing import Any
 from raypo.collectives import Workers
 from raypo.data.stream import Draw, PromptStream
 from raypo.metrics.clock import Clock, Span
+from raypo.rollout.accounts import Ledger
 from raypo.rollout.collect import samples_of
 from raypo.rollout.refill import Collected
-from raypo.types import Rollout
+from raypo.types import ScoredRollout
 
-Sample = Callable[[Sequence[Draw]], list[Rollout]]
-"""This worker's rollouts of draws."""
-Collect = Callable[[Callable[[int], list[Rollout]], Clock, Workers], Collected]
-"""Collects this worker's share of a step's rollouts; all workers call it together. It is given what
-draws so many prompts over all workers and samples this worker's share."""
+Scored = Callable[[Sequence[Draw], Clock, Workers], list[ScoredRollout]]
+"""Samples and judges this worker's draws; where rollouts are collected in order, all workers call
+it together."""
+Fill = Callable[[Callable[[int], list[ScoredRollout]], Workers], Collected]
+"""Fills a step; all workers call it together. It is given what draws so many prompts over all
+workers, and returns this worker's rollouts of them."""
 
 
 class Closed(Exception):
     """The run has ended, and nobody will train what is still collected."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RolloutsInTurn:
     """Collected when they are asked for: `rollout.mode: sync`."""
 
-    sample: Sample
-    collect: Collect
     stream: PromptStream
+    samples_per_prompt: int
     workers: Workers
+    ledger: Ledger = field(default_factory=Ledger)
+    _scored: Scored = field(init=False)
+    _fill: Fill = field(init=False)
+
+    def begin(self, scored: Scored, fill: Fill, *, last_step: int) -> None:
+        """Know what samples and judges, and what fills a step."""
+        self._scored, self._fill = scored, fill
 
     def take(self, step: int, clock: Clock) -> Collected:
         """This worker's share of a step's rollouts; all workers call it together."""
-        return self.collect(self._sampled, clock, self.workers)
 
-    def _sampled(self, num_prompts: int) -> list[Rollout]:
-        return self.sample(_share(self.stream.take(num_prompts), self.workers))
+        def next_ones(num_prompts: int) -> list[ScoredRollout]:
+            draws = _share(self.stream.take(num_prompts), self.workers)
+            self.ledger.ask(len(draws) * self.samples_per_prompt)
+            return self._scored(draws, clock, self.workers)
+
+        collected = self._fill(next_ones, self.workers)
+        self.ledger.take(collected)
+        return collected
+
+    def counts(self) -> tuple[int, int, int]:
+        """See `Ledger.counts`."""
+        return self.ledger.counts()
+
+    def position(self) -> dict[str, Any]:
+        """Where the stream stands."""
+        return self.stream.state_dict()
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A batch whose first prompts were drawn."""
+class _Chunk:
+    """Prompts whose responses are sampled at the same time."""
 
-    num_samples: int
-    """Of this worker, in its first round."""
-    rollouts: Future[tuple[list[Rollout], Span]]
+    first: int
+    """Number of its first draw."""
+    until: int
+    """Number of the first draw after it."""
+    scored: Future[tuple[list[ScoredRollout], Clock]] = field(default_factory=Future)
 
 
 @dataclass(eq=False)
 class RolloutsAhead:
     """Rollouts of the next steps, collected in order by threads of each worker.
 
-    The batch of step k is begun when the engines hold weights of version k - 1 - max_staleness or
-    later, and its update starts from version k - 1. So no token that is trained is staler than
-    that, whatever takes how long and however often weights come while it is sampled. Within that
-    bound no more is begun than the learner needs: one batch more than before when it has to wait
-    for one, one less when the batch after next is whole already. What was begun is sampled at the
-    same time; batches stay whole and in the order of the prompt stream: a slow answer is waited for
-    and not overtaken, so what is trained has the lengths of what is sampled.
+    Prompts are drawn in order, and a step takes the next of them: as many as it has prompts, and
+    for each group that `ppo.filter` leaves out one more. A prompt is only drawn when the engines'
+    weights are new enough for the last step that may come to take it. So no token that is trained
+    is staler than `max_staleness`, whatever takes how long and however often weights come while it
+    is sampled. Within that bound no more is begun than the learner needs: a batch more than
+    before when it has to wait for one, one less when the batch after next is whole already. A slow
+    answer is waited for and not overtaken, so what is trained has the lengths of what is sampled.
 
-    Example: with `max_staleness` 1, the batch of step 3 is begun under version 1 at the earliest,
-    that is, while step 2 updates from version 1 to version 2.
+    Example: with `max_staleness` 1 and no filter, the prompts of step 3 are drawn under version 1
+    at the earliest, that is, while step 2 updates from version 1 to version 2.
     """
 
     stream: PromptStream
@@ -77,45 +99,51 @@ class RolloutsAhead:
     prompts_per_step: int
     samples_per_prompt: int
     max_staleness: int
-    """Weight versions between the first token of a batch and the update that trains it."""
+    """Weight versions between the first token of a response and the update that trains it."""
+    overlaps: bool
+    """Several batches may be sampled at the same time, over pushes."""
     settles: bool
     """Before each push, wait for the next batch as a whole: then a run does not depend on timing,
     and each batch is of one version."""
-    is_refilled: bool
-    """A batch may draw further prompts: then it does so before the next one draws its own."""
     num_steps: int
     workers: Workers
     """A process group that nobody else uses: collecting runs beside the main thread."""
+    ledger: Ledger = field(default_factory=Ledger)
+    _scored: Scored = field(init=False)
+    _fill: Fill = field(init=False)
     _version: int = -1
     _last_step: int = 0
     """The last step whose batch was taken."""
+    _filling: int = 0
+    """The last step whose batch takes prompts, or has taken them."""
+    _front: int = 0
+    """Number of the first draw that no step has taken."""
     _depth: int = 1
-    """Batches after it that are begun, as many as the bound admits or fewer."""
-    _begun: dict[int, _Begun] = field(default_factory=dict)
-    """By step, those that were not taken yet."""
+    """Batches after the last that was taken that are begun, as many as the bound admits."""
+    _chunks: list[_Chunk] = field(default_factory=list)
+    """In their order, those that were not taken as a whole."""
     _batches: dict[int, Future[Collected]] = field(default_factory=dict)
     """By step, those that were not taken yet."""
-    _before: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By step, where the stream stood before its batch."""
+    _begins: dict[int, int] = field(default_factory=dict)
+    """By step, the number of its first draw, of those that take prompts or are whole."""
     _spans: list[Span] = field(default_factory=list)
     """Of what was collected since the last look."""
-    _again: int = 0
-    """Samples of this worker that were under way at a checkpoint, and are asked for once more."""
-    _closed: bool = False
+    _ended: BaseException | None = None
+    """Why nothing is begun any more."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     """Guards everything above."""
 
-    def begin(self, sample: Sample, collect: Collect, *, last_step: int) -> None:
+    def begin(self, scored: Scored, fill: Fill, *, last_step: int) -> None:
         """Start to collect for the steps after `last_step`, whose weights the engines hold."""
+        self._scored, self._fill = scored, fill
         self._version = self._last_step = last_step
-        first = last_step + 1 + len(self._batches)
-        for step in range(first, self.num_steps + 1):
+        self._filling = last_step + len(self._batches)
+        self._front = self._drawn
+        for step in range(self._filling + 1, self.num_steps + 1):
             self._batches[step] = Future()
-        threading.Thread(target=self._begin_each, args=(sample, first), daemon=True).start()
-        collects = threading.Thread(
-            target=self._collect_each, args=(sample, collect, first), daemon=True
-        )
-        collects.start()
+        threads = (self._fill_steps, self._begin_chunks) if self.overlaps else (self._fill_steps,)
+        for each in threads:
+            threading.Thread(target=self._or_end, args=(each,), daemon=True).start()
 
     def take(self, step: int, clock: Clock) -> Collected:
         """This worker's share of a step's rollouts, as soon as it is whole.
@@ -133,8 +161,8 @@ class RolloutsAhead:
         collected = batch.result()
         with self._changed:
             del self._batches[step]
-            self._before.pop(step, None)
-            self._begun.pop(step, None)
+            self._begins.pop(step, None)
+            self.ledger.take(collected)
             self._last_step = step
             self._changed.notify_all()
         clock.lap("time/wait_for_rollouts_s")
@@ -144,7 +172,7 @@ class RolloutsAhead:
         """In the main thread, before a push: wait for the next batch, where that is meant.
 
         Raises:
-            Exception: whatever ended the collecting. It is not kept for `take`: other workers may
+            Exception: what ended the collecting. It is not kept for `take`: other workers may
                 wait for this one by then.
         """
         if self.settles and (following := self._batches.get(self._last_step + 1)):
@@ -162,23 +190,14 @@ class RolloutsAhead:
             spans, self._spans = self._spans, []
         return spans
 
+    def counts(self) -> tuple[int, int, int]:
+        """See `Ledger.counts`."""
+        with self._changed:
+            return self.ledger.counts()
+
     def close(self) -> None:
         """Collect no more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def carried(self) -> tuple[int, int]:
-        """This worker's samples that were asked for and not trained yet, and those asked again."""
-        with self._changed:
-            done = [batch.result() for batch in self._batches.values() if _is_whole(batch)]
-            whole = sum(len(samples_of(each.scored)) for each in done)
-            begun = self._begun.items()
-            under_way = sum(
-                each.num_samples for step, each in begun if not _is_whole(self._batches[step])
-            )
-            again, self._again = self._again, 0
-        return whole + under_way, again
+        self._end(Closed())
 
     def save(self, directory: Path, workers: Workers) -> None:
         """Write the whole batches that were not trained yet; the others are sampled again.
@@ -186,16 +205,17 @@ class RolloutsAhead:
         Args:
             workers: Of the main thread; all call it together.
         """
-        with self._changed:  # so no batch is begun meanwhile
+        with self._changed:  # so nothing is begun meanwhile
             whole = [step for step, batch in self._batches.items() if _is_whole(batch)]
             first = self._last_step + 1
             following = first + min(workers.gather(len(whole)))
-            lost = [each.num_samples for step, each in self._begun.items() if step >= following]
+            kept = {step: self._batches[step].result() for step in range(first, following)}
+            num_kept = sum(len(samples_of(each.scored)) for each in kept.values())
             state = {
-                "batches": {step: self._batches[step].result() for step in range(first, following)},
-                "before": {step: self._before[step] for step in range(first, following)},
-                "stream": self._before.get(following, self.stream.state_dict()),
-                "again": sum(lost),
+                "batches": kept,
+                "begins": {step: self._begins[step] for step in kept},
+                "stream": self._before(following),
+                "ledger": replace(self.ledger, lost=self.ledger.carried - num_kept),
             }
         with _file(directory, workers.rank).open("wb") as file:
             pickle.dump(state, file)
@@ -203,7 +223,7 @@ class RolloutsAhead:
     def position(self) -> dict[str, Any]:
         """Where the stream stood before the first batch that was not trained."""
         with self._changed:
-            return self._before.get(self._last_step + 1, self.stream.state_dict())
+            return self._before(self._last_step + 1)
 
     def restore(self, directory: Path, workers: Workers) -> None:
         """Read what `save` wrote, before `begin`."""
@@ -212,95 +232,126 @@ class RolloutsAhead:
         with path.open("rb") as file:
             state = pickle.load(file)
         self.stream.load_state_dict(state["stream"])
-        self._before |= state["before"]
-        self._again = state["again"]
+        self.ledger = state["ledger"]
+        self._begins |= state["begins"]
         for step, collected in state["batches"].items():
             self._batches[step] = Future()
             self._batches[step].set_result(collected)
 
-    def _begin_each(self, sample: Sample, first: int) -> None:
-        for step in range(first, self.num_steps + 1):
+    def _fill_steps(self) -> None:
+        for step in range(self._filling + 1, self.num_steps + 1):
             with self._changed:
-                self._changed.wait_for(partial(self._may_begin, step))
-                if self._closed:
-                    return
-                self._before[step] = self.stream.state_dict()
-                draws = _share(self.stream.take(self.prompts_per_step), self.workers)
-                begun = _Begun(len(draws) * self.samples_per_prompt, Future())
-                self._begun[step] = begun
-                self._changed.notify_all()
-            # A thread of its own, that the process does not wait for at its end.
-            args = (begun.rollouts, sample, draws)
-            threading.Thread(target=_sample_into, args=args, daemon=True).start()
-
-    def _may_begin(self, step: int) -> bool:
-        """It is needed, the engines' weights are new enough, and nobody else draws before it."""
-        before = self._batches.get(step - 1)
-        is_in_turn = not self.is_refilled or before is None or before.done()
-        is_new_enough = self._version >= step - 1 - self.max_staleness
-        is_needed = step <= self._last_step + self._depth
-        return self._closed or (is_needed and is_new_enough and is_in_turn)
-
-    def _collect_each(self, sample: Sample, collect: Collect, first: int) -> None:
-        for step in range(first, self.num_steps + 1):
-            batch = self._batches[step]
-            try:
-                collected = self._collect(sample, collect, step)
-            except BaseException as error:  # the main thread tells it
-                for each in range(step, self.num_steps + 1):
-                    self._batches[each].set_exception(error)
-                return
+                self._wait_for(lambda step=step: self._may_fill(step))
+                self._filling, self._begins[step] = step, self._front
+            laps: dict[str, float] = {}
+            next_ones = self._next_begun if self.overlaps else self._next_in_turn
+            collected = self._fill(partial(next_ones, laps=laps), self.workers)
+            collected.figures.update(laps)
             with self._changed:
-                batch.set_result(collected)
+                self._batches[step].set_result(collected)
                 self._changed.notify_all()
 
-    def _collect(self, sample: Sample, collect: Collect, step: int) -> Collected:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or step in self._begun)
-            if self._closed:
-                raise Closed
-            begun, clock = self._begun[step], Clock()
-        rounds: list[Span] = []
-        waited_s = 0.0
+    def _may_fill(self, step: int) -> bool:
+        """The learner needs it; where it is sampled in turn, its weights have come."""
+        is_new_enough = self.overlaps or self._version >= step - 1 - self.max_staleness
+        return is_new_enough and step <= self._last_step + self._depth
 
-        def sampled(num_prompts: int) -> list[Rollout]:
-            nonlocal waited_s
-            if rounds:
-                draws = _share(self.stream.take(num_prompts), self.workers)
-                rollouts, span = _sampled(sample, draws)
-            else:  # begun before, perhaps beside the batches before it
-                asked = time.perf_counter()
-                rollouts, span = begun.rollouts.result()
-                waited_s = time.perf_counter() - asked
-            rounds.append(span)
-            return rollouts
-
-        collected = collect(sampled, clock, self.workers)
-        laps = {name.replace("time/", "perf/"): s for name, s in clock.laps.items()}
-        first_s = rounds[0][2] - rounds[0][1]
-        laps["perf/generate_s"] = laps.get("perf/generate_s", 0.0) - waited_s + first_s
-        collected.figures.update(laps)
+    def _next_in_turn(self, num_prompts: int, laps: dict[str, float]) -> list[ScoredRollout]:
+        """This worker's rollouts of the next draws, sampled now."""
         with self._changed:
-            self._spans += rounds + [each for each in clock.spans if "generate" not in each[0]]
-        return collected
+            chunk, draws = self._draw(num_prompts)
+            self._front = chunk.until
+        self._score(chunk, draws)
+        return self._finished(chunk, laps)
+
+    def _next_begun(self, num_prompts: int, laps: dict[str, float]) -> list[ScoredRollout]:
+        """This worker's rollouts of the next draws, which may be the first of a later step's."""
+        with self._changed:
+            first, until = self._front, self._front + num_prompts
+            self._front = until
+            self._changed.notify_all()
+            self._wait_for(lambda: self._drawn >= until)
+            chunks = [each for each in self._chunks if each.first < until]
+        scored = [one for each in chunks for one in self._finished(each, laps)]
+        with self._changed:
+            self._chunks = [each for each in self._chunks if each.until > until]
+        return [each for each in scored if first <= each.rollout.group_index < until]
+
+    def _begin_chunks(self) -> None:
+        """As many prompts as a step has, again and again, on all workers the same."""
+        while True:
+            with self._changed:
+                self._wait_for(self._may_begin)
+                chunk, draws = self._draw(self.prompts_per_step)
+                self._chunks.append(chunk)
+                self._changed.notify_all()
+            threading.Thread(target=self._score, args=(chunk, draws), daemon=True).start()
+
+    def _may_begin(self) -> bool:
+        """It is needed, and the engines' weights are new enough for whatever step may take it."""
+        last = self._drawn + self.prompts_per_step - 1
+        step = self._filling + 1 + (last - self._front) // self.prompts_per_step
+        is_due = step <= min(self._last_step + self._depth, self.num_steps)
+        is_needed = is_due or self._drawn < self._front
+        return is_needed and self._version >= step - 1 - self.max_staleness
+
+    def _draw(self, num_prompts: int) -> tuple[_Chunk, Sequence[Draw]]:
+        chunk = _Chunk(self._drawn, self._drawn + num_prompts)
+        draws = _share(self.stream.take(num_prompts), self.workers)
+        self.ledger.ask(len(draws) * self.samples_per_prompt)
+        return chunk, draws
+
+    def _score(self, chunk: _Chunk, draws: Sequence[Draw]) -> None:
+        clock = Clock()
+        try:
+            chunk.scored.set_result((self._scored(draws, clock, self.workers), clock))
+        except BaseException as error:  # whoever fills the step tells it
+            chunk.scored.set_exception(error)
+
+    def _finished(self, chunk: _Chunk, laps: dict[str, float]) -> list[ScoredRollout]:
+        """Wait for a chunk; its laps are those of the first step that takes some of it."""
+        scored, clock = chunk.scored.result()
+        for name, seconds in clock.laps.items():
+            name = name.replace("time/", "perf/")
+            laps[name] = laps.get(name, 0.0) + seconds
+        clock.laps.clear()
+        with self._changed:
+            self._spans += clock.spans
+            clock.spans.clear()
+        return scored
+
+    def _or_end(self, work: Callable[[], None]) -> None:
+        """What ends one of the threads ends the others, and the step that waits for them."""
+        try:
+            work()
+        except BaseException as error:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        with self._changed:
+            self._ended = self._ended or error
+            for batch in self._batches.values():
+                if not batch.done():
+                    batch.set_exception(self._ended)
+            self._changed.notify_all()
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._ended is not None or condition())
+        if self._ended is not None:
+            raise self._ended
+
+    @property
+    def _drawn(self) -> int:
+        """Number of the next draw."""
+        return self.stream.state_dict()["position"]
+
+    def _before(self, step: int) -> dict[str, Any]:
+        """Where the stream stood before a step's batch: the next one's, or one that is there."""
+        return self.stream.state_dict() | {"position": self._begins.get(step, self._front)}
 
 
 def _share(draws: Sequence[Draw], workers: Workers) -> Sequence[Draw]:
     return draws[workers.rank :: workers.count]
-
-
-def _sampled(sample: Sample, draws: Sequence[Draw]) -> tuple[list[Rollout], Span]:
-    begin = time.time()
-    return sample(draws), ("perf/generate_s", begin, time.time())
-
-
-def _sample_into(
-    answer: Future[tuple[list[Rollout], Span]], sample: Sample, draws: Sequence[Draw]
-) -> None:
-    try:
-        answer.set_result(_sampled(sample, draws))
-    except BaseException as error:  # whoever collects the batch tells it
-        answer.set_exception(error)
 
 
 def _is_whole(batch: Future[Collected]) -> bool:

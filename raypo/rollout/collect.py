@@ -1,45 +1,24 @@
-"""Step 4: prompts -> rollouts -> scores and reference log-probs, for one worker's share."""
+"""Step 4: prompts -> rollouts, for one worker's share, and which of them can be trained."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
-from raypo.calls import Method
-from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
 from raypo.data.stream import Draw
 from raypo.rewards.scoring import first_reason, too_many_failures
-from raypo.rollout.judges import Judges
+from raypo.rollout.asking import Ask, PushAgain, Sampler, ask, ask_or_push
+from raypo.rollout.judges import Judges, Judging, Reference
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout, ScoredRollout
-
-
-class Sampler(Protocol):
-    """What sampling asks of engines."""
-
-    @property
-    def generate(self) -> Method[[list[SamplingRequest]], list[Completion]]:
-        """One response a request, in the order given."""
-        ...
-
-    def each_preferred(self) -> Sequence[Sampler]:
-        """This worker's engines, one by one; itself where it has but one."""
-        ...
-
-
-class Reference(Protocol):
-    """What a step asks of the reference model."""
-
-    @property
-    def log_probs(self) -> Method[[list[Rollout]], list[np.ndarray]]:
-        """float32 [T] of each response's tokens, nats."""
-        ...
 
 
 class Decoder(Protocol):
@@ -93,8 +72,10 @@ class Sampling:
     top_k: int | None = None
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    priority: int = 0
-    """Of requests that join what is being sampled; lower comes sooner."""
+    priority: int | None = 0
+    """Of requests that join what is being sampled; lower comes sooner; None: older draws do."""
+    owner: str = ""
+    """Whose requests they are: the id of all of them."""
     episodes: Plays | None = None
     """Where responses are episodes of several turns: who plays them."""
 
@@ -107,6 +88,8 @@ class Sampling:
         seed: int,
         samples_per_prompt: int = 1,
         adapter: str | None = None,
+        priority: int | None = 0,
+        owner: str = "",
         episodes: Plays | None = None,
     ) -> Sampling:
         """The sampling of training rollouts."""
@@ -121,16 +104,10 @@ class Sampling:
             stop_token_ids=stop_token_ids,
             seed=seed,
             adapter=adapter,
+            priority=priority,
+            owner=owner,
             episodes=episodes,
         )
-
-
-@dataclass(frozen=True)
-class PushAgain:
-    """What all workers do together when no engine is left that holds the weights."""
-
-    push: Callable[[], object]
-    workers: Workers
 
 
 def sample(
@@ -139,6 +116,9 @@ def sample(
     tokenizer: Decoder,
     sampling: Sampling,
     push_again: PushAgain | None = None,
+    *,
+    asks: Ask | None = None,
+    heard: Callable[[list[Rollout]], None] | None = None,
 ) -> list[Rollout]:
     """Responses for this worker's draws: `samples_per_prompt` a draw, in order.
 
@@ -149,6 +129,9 @@ def sample(
     Args:
         push_again: Given: all workers call this together, and where one of them is left without
             an engine, all leave for one more push of the weights.
+        asks: How the engine is asked; None: by `ask`.
+        heard: Is given, from any thread, the rollouts of a draw that are there before others. Those
+            of an episode never are.
     """
     if sampling.episodes is not None:
         return sampling.episodes.play(draws, engine, sampling, push_again)
@@ -157,36 +140,57 @@ def sample(
         for draw in draws
         for number in range(sampling.samples_per_prompt)
     ]
-    completions = _generate(requests, engine, push_again) if requests or push_again else []
-    texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-    return [
-        _rollout(draws[i // sampling.samples_per_prompt], i % sampling.samples_per_prompt, c, text)
-        for i, (c, text) in enumerate(zip(completions, texts, strict=True))
-    ]
+    if not requests and push_again is None and asks is None:
+        return []
+    groups = _Groups(draws, sampling.samples_per_prompt, tokenizer, heard)
+    completions = ask_or_push(
+        requests, asks or partial(ask, engine=engine), push_again, groups.hear if heard else None
+    )
+    return groups.all_of(completions)
 
 
-def _generate(
-    requests: list[SamplingRequest], engine: Sampler, push_again: PushAgain | None
-) -> list[Completion]:
-    try:
-        completions, lost = ask(requests, engine), None
-    except NoReplicaLeft as error:
-        if push_again is None:
-            raise
-        completions, lost = [], error
-    if push_again is None or not push_again.workers.sum(as_tensor(lost is not None)):
-        return completions
-    push_again.push()
-    return ask(requests, engine) if lost else completions
+@dataclass
+class _Groups:
+    """Responses as they come, and the rollouts of each draw that has all of its own."""
 
+    draws: Sequence[Draw]
+    size: int
+    tokenizer: Decoder
+    heard: Callable[[list[Rollout]], None] | None
+    _come: dict[int, Completion] = field(default_factory=dict)
+    _whole: dict[int, list[Rollout]] = field(default_factory=dict)
+    """By the draw's place."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-def ask(requests: list[SamplingRequest], engine: Sampler) -> list[Completion]:
-    """All at once, each of this worker's engines an equal lot; the answers in the order given."""
-    engines = engine.each_preferred()
-    size = -(-len(requests) // len(engines))
-    lots = [requests[i * size : (i + 1) * size] for i in range(len(engines))]
-    pending = [one.generate.remote(lot) for one, lot in zip(engines, lots, strict=True) if lot]
-    return [completion for response in pending for completion in response.result()]
+    def hear(self, place: int, completion: Completion) -> None:
+        """A response has come, perhaps not for the first time."""
+        draw = place // self.size
+        places = range(draw * self.size, (draw + 1) * self.size)
+        with self._lock:
+            self._come.setdefault(place, completion)
+            if draw in self._whole or any(each not in self._come for each in places):
+                return
+            rollouts = self._rollouts(draw, [self._come[each] for each in places])
+            self._whole[draw] = rollouts
+        assert self.heard is not None
+        self.heard(rollouts)
+
+    def all_of(self, completions: Sequence[Completion]) -> list[Rollout]:
+        """The rollouts of all draws; what was heard of stays, whatever an engine said later."""
+        with self._lock:
+            for draw in range(len(self.draws)):
+                of_draw = completions[draw * self.size : (draw + 1) * self.size]
+                if draw not in self._whole:
+                    self._whole[draw] = self._rollouts(draw, of_draw)
+            return [each for draw in range(len(self.draws)) for each in self._whole[draw]]
+
+    def _rollouts(self, draw: int, completions: Sequence[Completion]) -> list[Rollout]:
+        ids = [completion.token_ids for completion in completions]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [
+            _rollout(self.draws[draw], number, completion, text)
+            for number, (completion, text) in enumerate(zip(completions, texts, strict=True))
+        ]
 
 
 def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0) -> SamplingRequest:
@@ -202,7 +206,8 @@ def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0)
         seed=request_seed(sampling, draw.group_index, sample_index, turn),
         stop_token_ids=sampling.stop_token_ids,
         adapter=sampling.adapter,
-        priority=sampling.priority,
+        id=sampling.owner,
+        priority=draw.group_index if sampling.priority is None else sampling.priority,
     )
 
 
@@ -237,13 +242,7 @@ def judge(
     rollouts: list[Rollout], judges: Judges, reference: Reference | None
 ) -> list[ScoredRollout]:
     """The rollouts with their scores and reference log-probs; all judges work at the same time."""
-    pending = reference.log_probs.remote(rollouts) if reference and rollouts else None
-    scores = judges.scores_by_source(rollouts)
-    ref_log_probs = pending.result() if pending else [None] * len(rollouts)
-    return [
-        ScoredRollout(rollout, judges.total(by_source), by_source, log_probs)
-        for rollout, by_source, log_probs in zip(rollouts, scores, ref_log_probs, strict=True)
-    ]
+    return Judging(judges, reference).scored(rollouts)
 
 
 def is_trainable(scored: ScoredRollout) -> bool:

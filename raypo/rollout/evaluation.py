@@ -15,7 +15,8 @@ from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.ppo.groups import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
-from raypo.rollout.collect import Decoder, PushAgain, Sampler, Sampling, sample, samples_of
+from raypo.rollout.asking import Ask, PushAgain, Sampler
+from raypo.rollout.collect import Decoder, Sampling, sample, samples_of
 from raypo.rollout.judges import Judges, named_numbers
 from raypo.types import Prompt, ScoredRollout
 
@@ -36,6 +37,7 @@ def evaluate_policy(
     workers: Workers,
     judges: Judges | None = None,
     push_again: PushAgain | None = None,
+    asks: Ask | None = None,
     before_judging: Callable[[], None] = lambda: None,
     keep: Callable[[list[ScoredRollout]], None] | None = None,
 ) -> dict[str, float]:
@@ -47,14 +49,14 @@ def evaluate_policy(
     Args:
         function: What the score is; None: what the judges say.
         judges: Those of training; their reward models also give `eval/reward_model_mean`.
-        push_again: As in `sample`.
+        push_again: As in `sample`; so is `asks`.
         before_judging: Called when the engines have done their part.
         keep: Called with this worker's samples, their score that of `eval/score_mean`.
     """
     sampling = _of_evaluation(section, sampling)
     mine = [prompts[place] for place in range(workers.rank, len(prompts), workers.count)]
     draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
-    rollouts = sample(draws, engine, tokenizer, sampling, push_again)
+    rollouts = sample(draws, engine, tokenizer, sampling, push_again, asks=asks)
     before_judging()
     means = WeightedMeans()
     judged: list[dict[str, float]] = []

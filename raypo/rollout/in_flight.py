@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from raypo.calls import Answer, Method
+from raypo.calls import AnswerOfEntries, MethodOfEntries
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.serving.requests import Completion, SamplingRequest
 
@@ -17,7 +17,7 @@ class Joinable(Protocol):
     """Engines that requests can join at any step."""
 
     @property
-    def submit(self) -> Method[[list[SamplingRequest]], list[Completion]]:
+    def submit(self) -> MethodOfEntries[[list[SamplingRequest]], Completion]:
         """One response a request, in the order given."""
         ...
 
@@ -58,21 +58,21 @@ class Pushes:
 class EnginesInFlight:
     """Engines whose requests stay under way while weights are pushed.
 
-    What a pause gives back (`rollout.in_flight: restart`), and what is lost with an engine while
-    nothing is kept that another one could load, is asked anew when the push has ended.
+    What is lost with an engine while nothing is kept that another one could load is asked anew when
+    the push has ended.
     """
 
     engine: Joinable
     pushes: Pushes
 
     @property
-    def generate(self) -> Method[[list[SamplingRequest]], list[Completion]]:
+    def generate(self) -> MethodOfEntries[[list[SamplingRequest]], Completion]:
         """One response a request, in the order given; they join what is being sampled."""
         return self
 
     submit = generate
 
-    def remote(self, requests: list[SamplingRequest]) -> Answer[list[Completion]]:
+    def remote(self, requests: list[SamplingRequest]) -> AnswerOfEntries[Completion]:
         """Ask; see `generate`."""
         return _Answer(self, requests)
 
@@ -90,23 +90,40 @@ class _Answer:
     def result(self) -> list[Completion]:
         while len(self._answers) < len(self._requests):
             try:
-                told = self._pending.result()
+                answers = dict(enumerate(self._asked.answer.result()))
             except NoReplicaLeft:
-                if self._engines.pushes.wait() == self._asked_after:
+                if self._engines.pushes.wait() == self._asked.after:
                     raise
             else:
-                whole = {
-                    number: each
-                    for number, each in zip(self._left, told, strict=True)
-                    if each.finish_reason != "paused"
-                }
-                self._answers |= whole
+                self._answers |= self._asked.whole(answers)
             self._ask()
         return [self._answers[number] for number in range(len(self._requests))]
 
+    def news(self) -> dict[int, Completion]:
+        asked = self._asked
+        return asked.whole(asked.answer.news())
+
     def _ask(self) -> None:
-        self._left = [n for n in range(len(self._requests)) if n not in self._answers]
-        if self._left:
-            self._asked_after = self._engines.pushes.wait()
-            left = [self._requests[number] for number in self._left]
-            self._pending = self._engines.engine.submit.remote(left)
+        left = [n for n in range(len(self._requests)) if n not in self._answers]
+        if left:
+            after = self._engines.pushes.wait()
+            requests = [self._requests[number] for number in left]
+            answer = self._engines.engine.submit.remote(requests)
+            self._asked = _Asked(left, after, answer)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    places: list[int]
+    """Among all requests, those that were not answered before."""
+    after: int
+    """Pushes that there had been."""
+    answer: AnswerOfEntries[Completion]
+
+    def whole(self, answers: Mapping[int, Completion]) -> dict[int, Completion]:
+        """Responses by place among all requests, without what was given back before its end."""
+        return {
+            self.places[number]: each
+            for number, each in answers.items()
+            if each.finish_reason != "paused"
+        }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raypo.serving.requests import Load
+from raypo.metrics.clock import Span
+from raypo.serving.requests import Load, Stretch
 
 
 @dataclass
@@ -17,20 +18,25 @@ class EnginesLoad:
     _busy_s: float = 0.0
     _preemptions: int = 0
 
-    def figures(self, loads: Sequence[Load]) -> dict[str, float]:
-        """`perf/engine_*`: requests and KV cache at this moment, waiting since the last look.
+    def figures(self, stretches: Mapping[str, tuple[Load, Stretch]]) -> dict[str, float]:
+        """`perf/engine_*` since the last look: requests and KV cache, and what was waited.
 
         Args:
-            loads: Of all engines that answer. One that was started again counts from 0: what it
-                had done since the last look is then not known, and taken for nothing.
+            stretches: By name, of all engines that answer. One that was started again counts from
+                0: what it had done since the last look is then not known, and taken for nothing.
         """
         now = time.monotonic()
+        loads = [load for load, _ in stretches.values()]
+        told = [stretch for _, stretch in stretches.values()]
         busy_s = sum(each.busy_s for each in loads)
         preemptions = sum(each.preemptions for each in loads)
         figures = {
-            "perf/engine_queued": float(sum(each.queued for each in loads)),
-            "perf/engine_running": float(sum(each.running for each in loads)),
-            "perf/engine_kv_cache": max((each.kv_cache_use for each in loads), default=0.0),
+            "perf/engine_queued": sum((each.queued_mean for each in told), 0.0),
+            "perf/engine_queued_max": max((each.queued_max for each in told), default=0.0),
+            "perf/engine_running": sum((each.running_mean for each in told), 0.0),
+            "perf/engine_running_max": max((each.running_max for each in told), default=0.0),
+            "perf/engine_kv_cache": max((each.kv_cache_mean for each in told), default=0.0),
+            "perf/engine_kv_cache_max": max((each.kv_cache_max for each in told), default=0.0),
             "perf/engine_preemptions": float(max(0, preemptions - self._preemptions)),
         }
         if self._looked_at is not None and loads:
@@ -38,3 +44,12 @@ class EnginesLoad:
             figures["perf/engine_idle_s"] = max(0.0, now - self._looked_at - worked_s)
         self._looked_at, self._busy_s, self._preemptions = now, busy_s, preemptions
         return figures
+
+
+def idle_spans(stretches: Mapping[str, tuple[Load, Stretch]]) -> list[Span]:
+    """By engine's name, the times in which it had nothing to do."""
+    return [
+        (name, begin, end)
+        for name, (_, stretch) in stretches.items()
+        for begin, end in stretch.idle
+    ]

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from raypo.calls import Answer, AnswerOfOne
+from raypo.calls import Answer, AnswerOfEntries, AnswerOfOne
 from raypo.deployment.handle import DeploymentHandle, PinnedReplicas
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import FrozenModel, ReferenceModel, RewardModel, TorchModel
@@ -32,6 +32,10 @@ class _OfEach(_OfAll[P, T_co], Protocol[P, T_co]):
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Answer[T_co]: ...
 
 
+class _OfEntries(_OfAll[P, list[T]], Protocol[P, T]):
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> AnswerOfEntries[T]: ...
+
+
 @dataclass(frozen=True)
 class EngineHandle:
     """A deployment of engines; any number of threads and processes may ask at the same time."""
@@ -40,12 +44,12 @@ class EngineHandle:
 
     @property
     def generate(self):
-        """`Engine.generate`."""
-        return _each(self.handle.generate, Engine.generate)
+        """`Engine.batch`; entry by entry, and at last when all responses are here."""
+        return _each_in_time(self.handle.batch, Engine.batch)
 
     @property
     def submit(self):
-        """`Engine.submit`; the answer is here when all of the call's responses are."""
+        """`Engine.submit`; in the same way."""
         return _each_in_time(self.handle.submit, Engine.submit)
 
     @property
@@ -61,6 +65,15 @@ class EngineHandle:
     def each_preferred(self) -> list[EngineHandle]:
         """As `DeploymentHandle.each_preferred`."""
         return [EngineHandle(each) for each in self.handle.each_preferred()]
+
+    @property
+    def preferred(self) -> tuple[int, ...]:
+        """As `DeploymentHandle.preferred`."""
+        return self.handle.preferred
+
+    def known_as(self, id: str, part: Sequence[int]) -> EngineHandle:
+        """As `DeploymentHandle.known_as`."""
+        return EngineHandle(self.handle.known_as(id, part))
 
     def pinned(self) -> PinnedEngines:
         """As `DeploymentHandle.pinned`."""
@@ -87,14 +100,24 @@ class PinnedEngines:
     replicas: PinnedReplicas
 
     @property
+    def names(self) -> list[str]:
+        """Of each, in the order in which they answer."""
+        return self.replicas.names
+
+    @property
     def peak_memory(self):
         """`Engine.peak_memory`."""
         return _all(self.replicas.peak_memory, Engine.peak_memory)
 
     @property
-    def load(self):
-        """`Engine.load`."""
-        return _all(self.replicas.load, Engine.load)
+    def stretch(self):
+        """`Engine.stretch`."""
+        return _all(self.replicas.stretch, Engine.stretch)
+
+    @property
+    def answer_only(self):
+        """`Engine.answer_only`."""
+        return _all(self.replicas.answer_only, Engine.answer_only)
 
     @property
     def hold(self):
@@ -210,8 +233,8 @@ def _each(method: _OfEach[..., Any], *replicas: Callable[Concatenate[Any, P], T]
 
 
 def _each_in_time(
-    method: _OfEach[..., Any], *replicas: Callable[Concatenate[Any, P], list[Future[T]]]
-) -> _OfEach[P, list[T]]:
+    method: _OfEntries[..., Any], *replicas: Callable[Concatenate[Any, P], list[Future[T]]]
+) -> _OfEntries[P, T]:
     """The same as `_each`, for a method whose futures the replica waits for."""
     return method
 

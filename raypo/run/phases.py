@@ -60,11 +60,19 @@ class Sleeper(Protocol):
         ...
 
 
+class Sleep(Protocol):
+    """`Engine.sleep` of each."""
+
+    def on_all(self, *, before_push: bool = False) -> Sequence[Answer[None]]:
+        """Ask each of them."""
+        ...
+
+
 class SleepingEngine(Protocol):
     """Engines that are up now; they wake up part by part."""
 
     @property
-    def sleep(self) -> MethodOfAll[[], None]:
+    def sleep(self) -> Sleep:
         """Give up the device's memory."""
         ...
 
@@ -104,8 +112,12 @@ class Phases:
     """Known from its start on."""
     now: Phase = Phase.START
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, *, before_push: bool = False) -> None:
         """Go on to a phase; all workers call it, and none goes on before all are there.
+
+        Args:
+            before_push: New weights come before the engines sample again, so that those which
+                leave need not be kept.
 
         Raises:
             PhaseError: it cannot follow the present one.
@@ -121,19 +133,19 @@ class Phases:
             return
         leaving, coming = set(before) - set(after), set(after) - set(before)
         self.workers.barrier()  # nobody is still at work
-        self._make_room(leaving)
+        self._make_room(leaving, before_push)
         self.workers.barrier()  # all memory is free
         self._bring_back(coming)
         self.workers.barrier()
 
-    def _make_room(self, leaving: set[str]) -> None:
+    def _make_room(self, leaving: set[str], before_push: bool) -> None:
         learner = self.learner
         if learner is not None and TRAINING_STATE in leaving:
             learner.offload_training_state()
         if learner is not None and PARAMETERS in leaving:
             learner.offload_parameters()
         if leaving & {ENGINE_WEIGHTS, KV_CACHE}:
-            self._ask(lambda: self.engines.pinned().sleep.on_all())
+            self._ask(lambda: self.engines.pinned().sleep.on_all(before_push=before_push))
         if FROZEN_MODELS in leaving:
             self._ask(lambda: [one for each in self.frozen for one in each.pinned().sleep.on_all()])
 

@@ -17,10 +17,11 @@ from raypo.learner.learner import minibatch_order
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.metrics.clock import Clock
-from raypo.rollout.collect import Reference, judge, refuse_too_many_failures, sample
+from raypo.rollout.collect import judge, refuse_too_many_failures, sample
+from raypo.rollout.judges import Reference
 from raypo.run.examples_run import new_learner, own_share, save_trained
+from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase
-from raypo.run.ppo_run import OnlineRun
 from raypo.run.rollout_metrics import rollout_figures, sample_row
 from raypo.run.run import open_run
 from raypo.run.services import Services
@@ -116,10 +117,15 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         draws = drawn[self.workers.rank :: self.workers.count]
         self.enter(Phase.GENERATE)
         rollouts = sample(
-            draws, self.sampler(services), self.tokenizer, self.sampling, self.push_again
+            draws,
+            self.sampler(services),
+            self.tokenizer,
+            self.sampling,
+            self.push_again,
+            asks=self.asks(services, self.workers),
         )
         clock.lap("time/generate_s")
-        self.enter(Phase.SCORE)
+        self.enter(Phase.SCORE, before_push=True)
         scored = judge(rollouts, self.judges(services), self.judging_reference(services))
         refuse_too_many_failures(scored, self.config.reward, self.workers)
         clock.lap("time/score_s")

@@ -56,6 +56,8 @@ class Services:
     """Whether the engines are several runs', which push adapters only."""
     joins: bool = False
     """Whether what is asked of the engines joins what they sample for other runs."""
+    shared_engine: bool = False
+    """Whether several of these workers ask one engine."""
 
     @property
     def frozen(self) -> list[tuple[str, FrozenHandle]]:
@@ -144,6 +146,7 @@ def start_deployments(
         for kind in ("reference", "reward")
     }
     pool = shared if shared is not None and shared.pool and "engine" in elsewhere else None
+    asked = [number for each in workers.gather(handles["engine"].preferred) for number in each]
     return Services(
         engine=EngineHandle(handles["engine"]),
         references={name: ReferenceHandle(h) for name, h in of_kind["reference"].items()},
@@ -151,6 +154,7 @@ def start_deployments(
         elsewhere=frozenset(elsewhere),
         in_pool=pool is not None,
         joins=pool is not None and pool.share_batches,
+        shared_engine=len(asked) > len(set(asked)),
     )
 
 

@@ -23,6 +23,7 @@ from raypo.serving.requests import (
     InFlight,
     Load,
     SamplingRequest,
+    Stretch,
     validate_request,
 )
 from raypo.serving.vllm_loop import Asked, Serving, VllmLoop
@@ -93,14 +94,13 @@ class Engine:
         lora: LoraSection | None = None,
         max_adapters: int = 1,
         reads_weights: bool = False,
-        max_waiting: int = 4096,
         reads_text: bool = False,
     ) -> None:
         """Start vLLM, in seconds; the weights come with `load_weights`.
 
         Args:
             model: Folder or hub id; only its config is read, unless `reads_weights`.
-            section: KV cache, prefix caching and further vLLM arguments.
+            section: KV cache, prefix caching, how many may wait, and further vLLM arguments.
             dtype: float32 or bfloat16.
             max_model_len: Most tokens of prompt and response together.
             seed: Of vLLM itself; requests bring seeds of their own.
@@ -110,8 +110,6 @@ class Engine:
             max_adapters: Most adapters at a time, all of them in one batch if need be.
             reads_weights: Serve the model's own weights at once, as version 0, so that only
                 adapters are pushed.
-            max_waiting: Most requests that wait to join those that are sampled; whoever has more
-                waits for a place.
             reads_text: Requests may have strings that end their response; the model's tokenizer is
                 loaded for them.
 
@@ -152,7 +150,7 @@ class Engine:
             self._loop = VllmLoop(
                 partial(_start, arguments, threads),
                 self._serving,
-                max_waiting=max_waiting,
+                max_waiting=section.max_waiting,
             )
         self._stop = weakref.finalize(self, self._loop.close)
         loop, ended = self._loop, threading.Event()
@@ -196,9 +194,18 @@ class Engine:
         """The most memory that its processes have held, in GB (`VllmProcesses`)."""
         return self._processes.peak_memory()
 
+    def stalled_s(self) -> float:
+        """Seconds that the step, or the push, that is under way has taken; 0 where none is."""
+        return self._loop.progress.stalled_s()
+
     def load(self) -> Load:
         """What it is busy with, as of a quarter of a second ago at most. Never waits."""
         return self._loop.load
+
+    def stretch(self) -> tuple[Load, Stretch]:
+        """What it is busy with, and what it was since this was last asked."""
+        stretch = self._loop.stretch()
+        return self._loop.load, stretch
 
     def generate(
         self, requests: Sequence[SamplingRequest], *, joins: bool = False
@@ -221,12 +228,16 @@ class Engine:
             self._withdraw(asked)
             raise
 
+    def batch(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
+        """As `generate` of a batch, for callers that do not want to wait for all of it."""
+        return [each.answer for each in self._ask(requests, alone=True)]
+
     def submit(
         self, requests: Sequence[SamplingRequest], heard: Heard | None = None
     ) -> list[Future[Completion]]:
         """As `generate` with `joins`, for callers that do not want to wait for the responses.
 
-        Where `max_waiting` requests wait already, it waits for places. What is given
+        Where `rollout.engine.max_waiting` requests wait already, it waits for places. What is given
         back before its end has a finish reason that says so: cancelled, timeout or paused.
         Callbacks of the futures hold up the sampling, and must not ask for more.
 
@@ -245,6 +256,20 @@ class Engine:
         """
         return self._loop.cancel(lambda each: each.request.id in ids)
 
+    def answer_only(self, run: str, attempt: str) -> int:
+        """Answer of a run's requests only those of one attempt; others are given back.
+
+        Their callers are dead, and would be in the way of it.
+
+        Args:
+            run: Its name; the ids of its requests are `<run>/<attempt>`.
+            attempt: The one that is alive.
+
+        Returns:
+            How many were under way.
+        """
+        return self._loop.answer_only(run, attempt)
+
     @_between_steps
     def pause(self, in_flight: InFlight = "recompute") -> None:
         """Sample nothing until `resume`; what is asked meanwhile waits.
@@ -253,8 +278,8 @@ class Engine:
 
         Args:
             in_flight: What becomes of requests that are being sampled when weights are pushed. For
-                `restart` they are given back here. Weights that are pushed without a pause have
-                them recomputed.
+                `restart` they wait for their turn again, from here on. Weights that are pushed
+                without a pause have them recomputed.
 
         Raises:
             RuntimeError: it is broken.
@@ -263,7 +288,7 @@ class Engine:
         self._loop.settle()
         self._serving.paused = in_flight
         if in_flight == "restart":
-            self._loop.give_back_running()
+            self._loop.restart_running()
 
     @_between_steps
     def resume(self) -> None:
@@ -283,12 +308,8 @@ class Engine:
         if "weights" in self._serving.asleep:
             raise WeightError("the engine's weights sleep: wake them before a push begins.")
         self._loop.settle()
-        self._serving.version, self._was_pushed_to = None, True
-        self._replaced.update(self._held.values())
-        self._held.clear()
-        self._arriving = start
-        self._serving.why_not = f"the push of version {start.version} failed half-way"
-        self._arrived = []
+        self._was_pushed_to, self._arriving, self._arrived = True, start, []
+        self._let_go(f"the push of version {start.version} failed half-way")
         return Ready.together(self._ask_workers("raypo_begin_push"))
 
     @_between_steps
@@ -333,7 +354,9 @@ class Engine:
             )
         self._ask_workers("raypo_finish_push")
         if self._adapters:
-            self._loop.give_back_running(adapters=self._adapters.forget_all())
+            in_pause = self._serving.paused is not None  # the adapters come before its end
+            out = self._loop.restart_running if in_pause else self._loop.give_back_running
+            out(adapters=self._adapters.forget_all())
         if not self._loop.forget_keys():
             raise WeightError("vLLM did not let go of the old weights' prefix cache.")
         self._serving.version, self._arriving = manifest.version, None
@@ -364,19 +387,25 @@ class Engine:
         self._ask_workers("raypo_join_group", rendezvous)
 
     @_between_steps
-    def sleep(self) -> None:
+    def sleep(self, *, before_push: bool = False) -> None:
         """Give the GPU's memory to others: weights to the host, keys and values away.
 
         Requests that are being sampled are given back (finish reason: paused).
 
         Weights of no version, as a fresh engine has, are dropped. vLLM's CPU build keeps all of
         its memory; there the engine only refuses to sample until it is woken.
+
+        Args:
+            before_push: Other weights come before anything is sampled, so these are dropped too.
         """
         self._require_unbroken()
         self._loop.give_back_running()
-        if not self._serving.asleep and self._can_sleep:
-            with self._processes.vllms_own_call():
-                self._llm.sleep(level=2 if self._serving.version is None else 1)
+        if not self._serving.asleep:
+            if before_push:
+                self._let_go("its weights were dropped before a push")
+            if self._can_sleep:
+                with self._processes.vllms_own_call():
+                    self._llm.sleep(level=2 if self._serving.version is None else 1)
         self._serving.asleep = {"weights", "kv_cache"}
 
     @_between_steps
@@ -434,19 +463,30 @@ class Engine:
             WeightError: one is kept no longer, did not arrive whole, or is not of this model.
             RuntimeError: the engine was started without adapters, or is broken.
         """
-        for kept in pushes:
-            if self._held.get(kept.adapter) == kept.id or kept.id in self._replaced:
+        missing = [kept for kept in pushes if not self._holds(kept)]
+        found = [(kept, kept.fetch()) for kept in missing]
+        if any(push is None for _, push in found):
+            raise WeightError("this engine has lost its weights, and nothing of them is kept.")
+        if found:
+            self._load_all(found)
+
+    @_between_steps
+    def _load_all(self, found: Sequence[tuple[Kept, Any]]) -> None:
+        """Nothing is sampled under the weights before their adapter is there too."""
+        for kept, push in found:
+            if self._holds(kept):
                 continue
-            push = kept.fetch()
-            if push is None:
-                raise WeightError("this engine has lost its weights, and nothing of them is kept.")
             if kept.adapter is None:
                 self.load_weights(push)
-            else:
-                if (before := self._held.pop(kept.adapter, None)) is not None:
-                    self._replaced.add(before)
-                self.load_adapter(push)
-                self._held[kept.adapter] = kept.id
+                continue
+            if (before := self._held.pop(kept.adapter, None)) is not None:
+                self._replaced.add(before)
+            self.load_adapter(push)
+            self._held[kept.adapter] = kept.id
+
+    def _holds(self, kept: Kept) -> bool:
+        """Whether it has a push, or a newer one in its place."""
+        return self._held.get(kept.adapter) == kept.id or kept.id in self._replaced
 
     @_between_steps
     def drop_adapter(self, name: str) -> None:
@@ -465,6 +505,12 @@ class Engine:
         if self._stop.detach() is not None:
             self._loop.call(self._end)
             self._loop.close()
+
+    def _let_go(self, why_not: str) -> None:
+        """Be of no version, until a push comes to its end."""
+        self._serving.version, self._serving.why_not = None, why_not
+        self._replaced.update(self._held.values())
+        self._held.clear()
 
     def _end(self) -> None:
         self._no_more_gauges()

@@ -26,6 +26,7 @@ from raypo.models.packed_attention import reads_packed
 from raypo.models.packing import pack
 from raypo.models.scores import sequence_scores
 from raypo.models.token_log_probs import over_logits, packed_log_probs
+from raypo.serving.progress import Progress
 from raypo.types import Rollout
 
 T = TypeVar("T")
@@ -52,12 +53,16 @@ class FrozenModel:
             name: Folder or hub id, for people.
             num_threads: Threads of this process's tensor operations; None: as they are.
         """
-        self._name = short_name(name)
+        self._name, self._progress = short_name(name), Progress()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name}, frozen, ready)"
+
+    def stalled_s(self) -> float:
+        """Seconds that the forward pass that is under way has taken; 0 where none is."""
+        return self._progress.stalled_s()
 
     def peak_memory(self) -> dict[str, float]:
         """The most memory that this process has held, in GB."""
@@ -115,7 +120,7 @@ class TorchModel(FrozenModel):
         )
         for rows in batches:
             prompts, responses = zip(*(sequences[row] for row in rows), strict=True)
-            with frozen_memory_advice(self._name):
+            with frozen_memory_advice(self._name), self._progress.at_work():
                 answers |= zip(rows, compute(prompts, responses), strict=True)
         return [answers[row] for row in range(len(sequences))]
 

@@ -11,7 +11,7 @@ import numpy as np
 InFlight = Literal["keep", "recompute", "restart"]
 """What becomes of requests that are being sampled when new weights arrive. keep: they go on with
 the keys and values of the old weights; recompute: these are computed again, the tokens stay;
-restart: they are given back with what was sampled, for their caller to ask anew."""
+restart: they wait for their turn again, and are sampled from their first token."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,20 @@ class Load:
     """Tokens sampled."""
     tokens_per_s: float = 0.0
     """Over the last second, or more, that was spent in steps."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What an engine was busy with over some time: means over it, and peaks."""
+
+    queued_mean: float = 0.0
+    queued_max: float = 0.0
+    running_mean: float = 0.0
+    running_max: float = 0.0
+    kv_cache_mean: float = 0.0
+    kv_cache_max: float = 0.0
+    idle: tuple[tuple[float, float], ...] = ()
+    """Times without anything to do: begin and end, in seconds since 1970."""
 
 
 def validate_request(

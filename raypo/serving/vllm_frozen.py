@@ -5,7 +5,8 @@ The same numbers as `raypo.serving.frozen`, to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,13 @@ class VllmModel(FrozenModel):
         with frozen_memory_advice(model):
             self._llm = start_llm(arguments)
         self._processes = VllmProcesses(self._llm)
+        step = self._llm.llm_engine.step
+
+        def step_and_note() -> Any:
+            self._progress.step()
+            return step()
+
+        self._llm.llm_engine.step = step_and_note  # `LLM.generate` and `encode` call it
 
     def peak_memory(self) -> dict[str, float]:
         """The most memory that its processes have held, in GB (`VllmProcesses`)."""
@@ -103,6 +111,12 @@ class VllmModel(FrozenModel):
     def shutdown(self) -> None:
         """Give memory and vLLM's globals back."""
         self._llm.llm_engine.engine_core.shutdown()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        vllms_own_call, at_work = self._processes.vllms_own_call, self._progress.at_work
+        with frozen_memory_advice(self._name), vllms_own_call(), at_work():
+            yield
 
     def _prompt(self, ids: np.ndarray) -> dict[str, list[int]]:
         if len(ids) > self._max_model_len:
@@ -177,7 +191,7 @@ class VllmReference(VllmModel):
             max_tokens=1, temperature=0.0, prompt_logprobs=count, detokenize=False
         )
         prompts = [self._prompt(np.concatenate(sequences[row])) for row in rows]
-        with frozen_memory_advice(self._name), self._processes.vllms_own_call():
+        with self._working():
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         for row, output in zip(rows, outputs, strict=True):
             answers[row] = output.prompt_logprobs[-len(sequences[row][1]) :]
@@ -232,7 +246,7 @@ class VllmRewardModel(VllmModel):
             return scores
         prompts = [self._prompt(sequences[row]) for row in rows]
         parameters = PoolingParams(use_activation=False)  # the score itself, no sigmoid of it
-        with frozen_memory_advice(self._name), self._processes.vllms_own_call():
+        with self._working():
             outputs = self._llm.encode(prompts, parameters, use_tqdm=False, pooling_task="classify")
         for row, output in zip(rows, outputs, strict=True):
             (scores[row],) = output.outputs.data.float().flatten().tolist()

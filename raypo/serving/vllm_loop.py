@@ -15,7 +15,16 @@ from typing import Any, TypeVar
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.serving.adapters import Adapters
-from raypo.serving.requests import Completion, Heard, InFlight, Load, SamplingRequest
+from raypo.serving.inside_vllm import InsideVllm
+from raypo.serving.progress import Meter, Progress
+from raypo.serving.requests import (
+    Completion,
+    Heard,
+    InFlight,
+    Load,
+    SamplingRequest,
+    Stretch,
+)
 from raypo.serving.vllm_requests import completion_of, sampling_params
 
 LOOK_EVERY_S = 0.25
@@ -63,12 +72,18 @@ class Asked:
     answer: Future[Completion]
     deadline: float
     """On the clock of `time.monotonic`; inf: none."""
+    number: int = 0
+    """Order of its arrival."""
     has_place: bool = False
     """Whether it takes one of the places of those that wait to join."""
+    waits: bool = False
+    """Whether it is in the queue."""
     name: str | None = None
     """What vLLM calls it, while vLLM has it."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Of the weights, each with the first token that they were to sample."""
+    scheduled: Any = None
+    """What vLLM's scheduler has of it; it knows its preemptions also when it has ended."""
     num_preemptions: int = 0
     """Those that were counted."""
     heard: Heard | None = None
@@ -103,6 +118,7 @@ class VllmLoop:
         self.serving = serving
         self.adapters: Adapters | None = None
         self.load = Load()
+        self.progress = Progress()
         # Handed in by other threads, under the lock.
         self._door = threading.Condition()
         self._news: list[Callable[[], None]] = []
@@ -114,8 +130,11 @@ class VllmLoop:
         # The thread's own.
         self._queue: list[tuple[int, int, Lot]] = []
         """A heap, by priority and order of arrival."""
+        self._num_queued = 0
         self._deadlines: list[tuple[float, int, Asked]] = []
         """A heap."""
+        self._attempts: dict[str, str] = {}
+        """By run, the attempt that is sampled for."""
         self._numbers = itertools.count()
         self._running: dict[str, Asked] = {}
         """By the name that vLLM's outputs have."""
@@ -123,16 +142,18 @@ class VllmLoop:
         self._salt: str | None = None
         """Keeps what is cached under these weights apart from what was under older ones."""
         self._steps, self._busy_s, self._tokens, self._preemptions = 0, 0.0, 0, 0
+        self._meter = Meter()
         self._looked_at = -math.inf
         self._rate_from = 0.0, 0
         """Seconds and tokens at which `tokens_per_s` begins."""
-        started: Future[Any] = Future()
+        started: Future[InsideVllm] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(start, started), name="raypo-vllm", daemon=True
         )
         self._thread.start()
-        self.llm = started.result()
-        self._most_running: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+        self._inside = started.result()
+        self.llm = self._inside.llm
+        self._most_running = self._inside.most_running
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in the thread, between two steps; a batch that runs alone ends first.
@@ -168,7 +189,7 @@ class VllmLoop:
         for each in asked:
             each.answer.set_running_or_notify_cancel()  # callers cannot take it away any more
         if alone:
-            self._hand_in(self._news, partial(self._arrive, Lot(asked, alone=True)))
+            self._hand_in(self._news, partial(self._arrive, Lot([*asked], alone=True)))
             return asked
         for each in asked:
             left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
@@ -185,12 +206,32 @@ class VllmLoop:
 
     def cancel(self, are_meant: Callable[[Asked], bool]) -> int:
         """Have requests given back before the next step; how many there were."""
-        answer: Future[int] = Future()
-        give_back = partial(self.give_back, are_meant, "cancelled")
+        return self._before_a_step(partial(self.give_back, are_meant, "cancelled"))
+
+    def answer_only(self, run: str, attempt: str) -> int:
+        """Give back what other attempts of a run have asked, now and when it comes; how many."""
+
+        def begin() -> int:
+            self._attempts[run] = attempt
+            return self.give_back(self._is_orphan, "cancelled")
+
+        return self._before_a_step(begin)
+
+    def stretch(self) -> Stretch:
+        """The load since this was last asked."""
+        return self._before_a_step(self._meter.take)
+
+    def _before_a_step(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread before its next step, also of a batch that runs alone."""
         if threading.current_thread() is self._thread:
-            return give_back()
-        self._hand_in(self._news, partial(_run_into, answer, give_back))
+            return function()
+        answer: Future[T] = Future()
+        self._hand_in(self._news, partial(_run_into, answer, function))
         return answer.result()
+
+    def _is_orphan(self, each: Asked) -> bool:
+        run, _, attempt = each.request.id.rpartition("/")
+        return self._attempts.get(run, attempt) != attempt
 
     def give_up(self, reason: str) -> None:
         """vLLM can never be stepped again: have all who wait told."""
@@ -221,17 +262,8 @@ class VllmLoop:
         Raises:
             RuntimeError: vLLM failed.
         """
-        core = self.llm.llm_engine.engine_core.engine_core
-        if not self._running or not getattr(core, "batch_queue", None):
-            return
-        from vllm.v1.core.sched.interface import PauseState
-
-        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        try:
-            while core.batch_queue and self.serving.broken is None:
-                self._step()
-        finally:
-            core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        if self._running:
+            self._inside.settle(self._step)
         if self.serving.broken is not None:
             raise RuntimeError(self.serving.refusal())
 
@@ -260,6 +292,20 @@ class VllmLoop:
 
         self.give_back(are_meant, "paused")
 
+    def restart_running(self, *, adapters: Collection[str | None] | None = None) -> None:
+        """Let what runs, under these adapters or all, wait for its turn again, without its tokens.
+
+        What somebody has heard tokens of is given back instead.
+        """
+        for each in list(self._running.values()):
+            if adapters is not None and each.request.adapter not in adapters:
+                continue
+            if each.heard is not None:
+                self._give_back(each, "paused")
+                continue
+            self._withdraw(each)
+            self._line_up(Lot([each], alone=False))
+
     def forget_keys(self) -> bool:
         """Let no key or value of weights that were replaced be used, but by what runs on with them.
 
@@ -270,9 +316,12 @@ class VllmLoop:
             self._salt = str(next(self._numbers))
             return True
         self._salt = None
-        if self._running:
-            return self.llm.reset_prefix_cache(reset_running_requests=True)
-        return self.llm.reset_prefix_cache()
+        for each in self._running.values():
+            self._count_preemptions(each)
+        is_done = self._inside.forget_keys(of_running=bool(self._running))
+        for each in self._running.values():  # what vLLM counts here is for no want of room
+            each.num_preemptions = each.scheduled.num_preemptions
+        return is_done
 
     def note_version(self, adapter: str | None, version: int) -> None:
         """What runs is sampled under other weights from its next token on.
@@ -290,17 +339,17 @@ class VllmLoop:
         """Whether anything runs under an adapter."""
         return any(each.request.adapter == adapter for each in self._running.values())
 
-    def _run(self, start: Callable[[], Any], started: Future[Any]) -> None:
-        _run_into(started, start)
+    def _run(self, start: Callable[[], Any], started: Future[InsideVllm]) -> None:
+        _run_into(started, lambda: InsideVllm(start()))
         if started.exception() is None:
-            self.llm = started.result()
+            self._inside = started.result()
             while self._turn():
                 pass
 
     def _turn(self) -> bool:
         """Do what was handed in, then a step where there is one to do; False at the end."""
         with self._door:
-            self._door.wait_for(self._is_needed, self._seconds_left())
+            self._wait()
             is_last = self._is_closing
             todo = list(self._news)
             self._news.clear()  # the very lists stay: others have them in hand
@@ -308,13 +357,15 @@ class VllmLoop:
                 todo += self._calls
                 self._calls.clear()
         try:
-            for function in todo:
-                function()
-            self._give_back_late()
-            self._admit()
-            if self._running and self.serving.may_step():
-                self._step()
-            self._look()
+            with self.progress.at_work():
+                for function in todo:
+                    function()
+                    self.progress.step()
+                self._give_back_late()
+                self._admit()
+                if self._running and self.serving.may_step():
+                    self._step()
+                self._look()
         except BaseException as error:
             self._break(error)
         if is_last:
@@ -322,6 +373,13 @@ class VllmLoop:
         if self.serving.broken is not None:
             self._fail_all()
         return not is_last
+
+    def _wait(self) -> None:
+        """At the door, for something to do."""
+        begin = time.monotonic()
+        self._door.wait_for(self._is_needed, self._seconds_left())
+        if not self._running and not self._num_queued:
+            self._meter.note_idle(time.monotonic() - begin)
 
     def _is_needed(self) -> bool:
         has_requests = bool(self._running or self._queue)
@@ -346,11 +404,23 @@ class VllmLoop:
         if refusal is not None and (self.serving.broken is not None or not is_paused):
             self._fail(lot.asked, RuntimeError(refusal))
             return
-        priority = min(each.request.priority for each in lot.asked)
-        heapq.heappush(self._queue, (priority, next(self._numbers), lot))
+        for each in filter(self._is_orphan, lot.asked):  # its caller has died, and waits no more
+            self._give_back(each, "cancelled")
+        lot.asked = [each for each in lot.asked if not each.answer.done()]
+        if not lot.asked:
+            return
         for each in lot.asked:
+            each.number = next(self._numbers)
             if each.deadline < math.inf:
-                heapq.heappush(self._deadlines, (each.deadline, next(self._numbers), each))
+                heapq.heappush(self._deadlines, (each.deadline, each.number, each))
+        self._line_up(lot)
+
+    def _line_up(self, lot: Lot) -> None:
+        self._num_queued += len(lot.asked)
+        for each in lot.asked:
+            each.waits = True
+        priority = min(each.request.priority for each in lot.asked)
+        heapq.heappush(self._queue, (priority, lot.asked[0].number, lot))
 
     def _admit(self) -> None:
         """Let vLLM have what may enter now."""
@@ -377,38 +447,40 @@ class VllmLoop:
         except ValueError as error:  # it was dropped while they waited
             self._fail(lot.asked, error)
             return
-        salt = {} if self._salt is None else {"cache_salt": self._salt}
-        names = self.llm.enqueue(
-            [{"prompt_token_ids": request.prompt_ids.tolist(), **salt} for request in requests],
+        names = self._inside.enqueue(
+            [request.prompt_ids for request in requests],
             [sampling_params(request) for request in requests],
-            lora_request=adapters,
-            priority=[request.priority for request in requests],
-            use_tqdm=False,
+            adapters,
+            [request.priority for request in requests],
+            self._salt,
         )
         for each, name in zip(lot.asked, names, strict=True):
             each.name, each.versions = name, [(0, self._version(each.request))]
+            each.scheduled, each.num_preemptions = self._inside.scheduled(name), 0
             self._running[self._state(each).external_req_id] = each
         self._runs_alone = lot.alone
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Whether vLLM can be stepped again."""
         begin = time.perf_counter()
         try:
             with memory_advice("the engine", ENGINE_REMEDY):
-                outputs = self.llm.llm_engine.step()
+                outputs = self._inside.step()
         except BaseException as error:
             self._break(error)
-            return
+            return False
+        self.progress.step()
         self._steps += 1
         self._busy_s += time.perf_counter() - begin
         for output in outputs:
             if output.finished:
                 each, said = self._running[output.request_id], output.outputs[0]
-                self._answer(
-                    each, output.request_id, said.token_ids, said.logprobs, said.finish_reason
-                )
+                self._left(each, output.request_id, len(said.token_ids))
+                self._answer(each, said.token_ids, said.logprobs, said.finish_reason)
         for each in self._running.values():
             if each.heard is not None:
                 self._tell(each, each.heard)
+        return True
 
     def _tell(self, each: Asked, heard: Heard) -> None:
         """Say what was sampled of a request since it was last said."""
@@ -423,24 +495,36 @@ class VllmLoop:
     def _give_back(self, each: Asked, reason: str) -> None:
         if each.name is None:
             self._leave_queue([each])
-            each.answer.set_result(completion_of((), (), reason))
+            self._answer(each, (), (), reason)
             return
-        state = self._state(each)
-        self.llm.llm_engine.abort_request([each.name], internal=True)
-        tokens, log_probs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
-        self._answer(each, state.external_req_id, tokens, log_probs, reason)
+        self._answer(each, *self._withdraw(each), reason)
 
-    def _answer(
-        self, each: Asked, name: str, tokens: Sequence[int], log_probs: Sequence[Any], reason: str
-    ) -> None:
+    def _withdraw(self, each: Asked) -> tuple[Sequence[int], Sequence[Any]]:
+        """Take a request out of vLLM; its tokens so far, and what vLLM says of each."""
+        state = self._state(each)
+        assert each.name is not None, "vLLM has it"
+        self._inside.abort(each.name)
+        tokens = state.detokenizer.output_token_ids
+        self._left(each, state.external_req_id, len(tokens))
+        return tokens, state.logprobs_processor.logprobs
+
+    def _left(self, each: Asked, name: str, num_tokens: int) -> None:
+        """A request is not vLLM's any more."""
+        self._count_preemptions(each)
         del self._running[name]
         each.name = None
-        self._tokens += len(tokens)
+        self._tokens += num_tokens
         self._runs_alone = self._runs_alone and bool(self._running)
+
+    def _answer(
+        self, each: Asked, tokens: Sequence[int], log_probs: Sequence[Any], reason: str
+    ) -> None:
         each.answer.set_result(completion_of(tokens, log_probs, reason, each.versions))
 
     def _leave_queue(self, asked: Iterable[Asked]) -> None:
         for each in asked:
+            self._num_queued -= each.waits
+            each.waits = False
             if each.has_place:
                 each.has_place = False
                 self._places.release()
@@ -467,7 +551,12 @@ class VllmLoop:
 
     def _state(self, each: Asked) -> Any:
         """What vLLM has of a request that runs, its tokens with it."""
-        return self.llm.llm_engine.output_processor.request_states[each.name]
+        assert each.name is not None, "vLLM has it"
+        return self._inside.state(each.name)
+
+    def _count_preemptions(self, each: Asked) -> None:
+        self._preemptions += each.scheduled.num_preemptions - each.num_preemptions
+        each.num_preemptions = each.scheduled.num_preemptions
 
     def _adapter(self, request: SamplingRequest) -> Any | None:
         if request.adapter is None or self.adapters is None:
@@ -484,27 +573,24 @@ class VllmLoop:
 
     def _look(self) -> None:
         """Tell the load, now and then: it takes a look at every request."""
+        kv_cache = self._inside.kv_cache_use
+        self._meter.note(queued=self._num_queued, running=len(self._running), kv_cache=kv_cache)
         now = time.monotonic()
         if self._running and now < self._looked_at + LOOK_EVERY_S:
             return
         self._looked_at = now
         tokens = self._tokens
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         for each in self._running.values():
             tokens += self._state(each).detokenizer.num_output_tokens()
-            known = scheduler.requests.get(each.name)
-            if known is not None:
-                self._preemptions += known.num_preemptions - each.num_preemptions
-                each.num_preemptions = known.num_preemptions
+            self._count_preemptions(each)
         rate, (begin_s, begin_tokens) = self.load.tokens_per_s, self._rate_from
         if self._busy_s - begin_s >= RATE_OVER_S:
             rate = (tokens - begin_tokens) / (self._busy_s - begin_s)
             self._rate_from = self._busy_s, tokens
-        waiting = (each for _, _, lot in self._queue for each in lot.asked)
         self.load = Load(
-            queued=sum(not each.answer.done() for each in waiting),
+            queued=self._num_queued,
             running=len(self._running),
-            kv_cache_use=scheduler.kv_cache_manager.usage,
+            kv_cache_use=kv_cache,
             preemptions=self._preemptions,
             steps=self._steps,
             busy_s=self._busy_s,

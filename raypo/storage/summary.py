@@ -43,7 +43,36 @@ def summarize(
             values.insert(0, start)
         if values:
             summary[name] = {"first": values[0], "last": values[-1]}
+    if totals := sample_totals(rows):
+        summary["samples"] = totals
     return summary | {"versions": dict(versions)}
+
+
+FATES = ("trained", "filtered", "failed", "dropped")
+"""What becomes of a sample in the step that takes it: `rollout/samples_<fate>`."""
+
+
+def sample_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """What became of all samples of a PPO run; nothing for others.
+
+    `sampled` is the sum of the others but `asked_again`: `carried` were asked for and belong to
+    no step, because the run was stopped before. Where a run began with another one's checkpoint,
+    what that one had carried is counted, and the rest of it is not.
+    """
+    rows = [row for row in rows if "rollout/samples_asked" in row]
+    if not rows:
+        return {}
+    carried = rows[-1]["rollout/samples_carried"]
+    begins_with = 0
+    if rows[0]["step"] > 1:  # the last step of the run before
+        begins_with, rows = rows[0]["rollout/samples_carried"], rows[1:]
+    totals = {
+        name: sum(row.get(f"rollout/samples_{name}", 0) for row in rows)
+        for name in ("asked", *FATES, "asked_again")
+    }
+    sampled = begins_with + totals.pop("asked")
+    counts = {"sampled": sampled, **totals, "carried": carried}
+    return {name: int(count) for name, count in counts.items()}
 
 
 def recount(files: RunFiles) -> None:

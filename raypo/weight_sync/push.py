@@ -67,10 +67,6 @@ class AdaptedLearner(ProbedLearner, Protocol):
         """The weights below the adapter; all workers iterate together."""
         ...
 
-    def base_log_probs(self, experience: Experience) -> Tensor:
-        """[B, T] float32, nats, with the adapter off."""
-        ...
-
 
 class ProbedEngines(Protocol):
     """What a probe asks of engines."""
@@ -185,18 +181,29 @@ def push_weights(
         WeightError: an engine received something else than was sent, or answers otherwise than
             the learner. No engine serves a version that it does not hold whole.
     """
+    _send(learner.named_weights, engine, version=version, transport=transport, workers=workers)
+    on_arrival()
+    return try_probe(learner, engine, probe, version, workers)
+
+
+def _send(
+    weights: Callable[[], Iterator[tuple[str, Tensor]]],
+    engine: SyncedEngines,
+    *,
+    version: int,
+    transport: Transport,
+    workers: Workers,
+) -> None:
     while True:
         engine.require(None)
         try:
-            transport.push(learner.named_weights(), engine, version=version, workers=workers)
+            transport.push(weights(), engine, version=version, workers=workers)
             break
         except Exception as error:  # all workers fail together
             if not workers.broadcast(isinstance(error, ReplicaLost)):
                 raise
             time.sleep(RETRY_S)
     engine.require("hold", workers.broadcast(transport.kept))
-    on_arrival()
-    return try_probe(learner, engine, probe, version, workers)
 
 
 def push_adapter(
@@ -214,7 +221,8 @@ def push_adapter(
     """Bring every engine to the learner's adapter; as `push_weights`.
 
     The weights below the adapter go first where nothing keeps them: at the first push, and where
-    the actor that kept them was lost, perhaps together with the engines.
+    the actor that kept them was lost, perhaps together with the engines. The probe tries both at
+    once, and until the adapter is there too no engine samples: what waits for it would fail.
 
     Args:
         name: Of the adapter, on the engines.
@@ -223,15 +231,7 @@ def push_adapter(
     """
     kept = transport.kept
     if not engines_have_base and workers.broadcast(kept is None or kept.fetch() is None):
-        push_weights(
-            _Base(learner),
-            engine,
-            version=version,
-            transport=transport,
-            probe=replace(probe, adapter=None),
-            workers=workers,
-            on_arrival=on_arrival,
-        )
+        _send(learner.base_weights, engine, version=version, transport=transport, workers=workers)
     push = learner.adapter_push(name, version)
     required: list[Kept] = []
     if push is not None:
@@ -242,19 +242,6 @@ def push_adapter(
     engine.require("hold", *workers.broadcast(required))
     on_arrival()
     return try_probe(learner, engine, replace(probe, adapter=name), version, workers)
-
-
-@dataclass(frozen=True)
-class _Base:
-    """The learner with its adapter off."""
-
-    learner: AdaptedLearner
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.learner.base_weights()
-
-    def log_probs(self, experience: Experience) -> Tensor:
-        return self.learner.base_log_probs(experience)
 
 
 def try_probe(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Doubler:
         self._delay_s = delays[number % len(delays)]
         self._version: int | None = None
         self._is_broken = False
+        self._stuck_since: float | None = None
 
     def __repr__(self) -> str:
         return f"Doubler(v{self._version}, ready)"
@@ -70,6 +72,18 @@ class Doubler:
         if Path(path).exists():
             Path(path).unlink()
             os.kill(os.getpid(), signal.SIGSTOP)
+
+    def get_stuck_once(self, path: str) -> str:
+        """It goes on to answer health checks."""
+        if Path(path).exists():
+            Path(path).unlink()
+            self._stuck_since = time.monotonic()
+            threading.Event().wait()
+        return "done"
+
+    def stalled_s(self) -> float:
+        since = self._stuck_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def break_down(self) -> None:
         self._is_broken = True
@@ -135,7 +149,7 @@ class Receiver:
                 self.load_bucket(bucket)
             self.finish_push(push.manifest)
 
-    def generate(self, requests: list[SamplingRequest]) -> list[Completion]:
+    def batch(self, requests: list[SamplingRequest]) -> list[Completion]:
         """One token each, which is the version; it dies on the way if a file says so."""
         if self._dies.exists():
             self._dies.unlink()
@@ -149,6 +163,12 @@ class Receiver:
             self._version,
         )
         return [answer] * len(requests)
+
+    def submit(self, requests: list[SamplingRequest]) -> list[Completion]:
+        """As `batch`, as soon as nobody holds it up any more."""
+        while self._dies.with_name("holds_up").exists():
+            time.sleep(0.02)
+        return self.batch(requests)
 
     def adapter(self) -> int | None:
         """The version of the adapter."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from raypo.calls import Here
+from raypo.collectives import Workers
 from raypo.config import EngineSection, LoraSection
-from raypo.models.lora import adapter_config, adapter_off, adapter_weights, add_adapter
+from raypo.models.lora import (
+    adapter_config,
+    adapter_off,
+    adapter_weights,
+    add_adapter,
+    merged_weights,
+)
+from raypo.models.token_log_probs import response_log_probs
 from raypo.serving.adapters import SHARED_MEMORY
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
+from raypo.types import Experience
+from raypo.weight_sync.push import Probe, push_adapter
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.buckets import pack
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import LocalTransport
+from raypo.weights.transport import LocalTransport, ObjectTransport
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -186,6 +198,91 @@ def test_a_new_version_reaches_what_runs_under_the_adapter_and_nothing_else(
     assert running.result().finish_reason == "paused"
 
 
+@dataclass
+class Adapted:
+    """A learner with an adapter, whose base is pushed too."""
+
+    model: Any
+    folder: str
+
+    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight in merged_weights(self.model):
+            yield weight.name, weight.parts[0].detach()
+
+    def adapter_push(self, name: str, version: int) -> AdapterPush:
+        return push(self.model, name, version, self.folder)
+
+    def log_probs(self, experience: Experience) -> torch.Tensor:
+        with torch.no_grad():
+            return response_log_probs(
+                self.model,
+                experience.prompt_ids,
+                experience.prompt_mask,
+                experience.response_ids,
+                experience.response_mask,
+                temperature=1.0,
+            )[0]
+
+
+@dataclass
+class InThisProcess:
+    """An engine, asked as a deployment's are."""
+
+    engine: Engine
+
+    def __getattr__(self, name: str) -> Any:
+        return Here(getattr(self.engine, name))
+
+    @property
+    def generate(self) -> Any:
+        return Here(self.engine.generate)
+
+    @property
+    def submit(self) -> Any:
+        return Here(partial(self.engine.generate, joins=True))
+
+    def pinned(self) -> Any:
+        return self
+
+    def require(self, method: str | None, *args: object) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_what_waits_for_an_adapter_outlives_a_push_of_the_weights_below_it(
+    engine: Engine, folder: str
+) -> None:
+    """What kept them was lost, so both are pushed again, while requests run and wait."""
+    model = learner(folder, 11)
+
+    def push_both(version: int) -> None:
+        push_adapter(
+            Adapted(model, folder),
+            InThisProcess(engine),
+            name="a",
+            version=version,
+            transport=ObjectTransport(),
+            engines_have_base=False,
+            probe=Probe(PROMPTS[:2], 4, 1.0, "float32", seed=0, joins=True),
+            workers=Workers(),
+            on_arrival=engine.resume,
+        )
+
+    push_both(60)
+    asked = [replace(requests("a")[0], max_new_tokens=120, seed=seed) for seed in range(4)]
+    answers = engine.submit(asked[:2])
+    until(runs(engine, 2, 20))
+    engine.pause()
+    answers += engine.submit(asked[2:])
+    moved(model)
+    push_both(61)
+    done = [answer.result() for answer in answers]
+    assert [len(each.token_ids) for each in done] == [120] * 4
+    assert {version for each in done for version in each.weight_versions} == {61}
+    assert gap(model, done, [PROMPTS[0]] * 4) < AGREES
+    engine.drop_adapter("a")
+
+
 def test_new_weights_of_the_engine_forget_the_adapters(engine: Engine, folder: str) -> None:
     model = learner(folder, 8)
     engine.load_adapter(push(model, "b", 40, folder))
@@ -193,8 +290,6 @@ def test_new_weights_of_the_engine_forget_the_adapters(engine: Engine, folder: s
         for name, parameter in model.named_parameters():
             if name.endswith("base_layer.weight"):
                 parameter.mul_(1.2)
-    from raypo.models.lora import merged_weights
-
     named = ((weight.name, weight.parts[0].detach()) for weight in merged_weights(model))
     engine.load_weights(LocalTransport().send(pack(named, bucket_bytes=10**6), version=8))
     with pytest.raises(ValueError, match=r"adapter \(b\)"):

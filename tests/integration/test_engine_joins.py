@@ -41,14 +41,8 @@ LONG = np.arange(300, dtype=np.int32) % 90 + 3
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = str(tiny_policy(tmp_path_factory.mktemp("policy")))
-    section = EngineSection(kv_cache_gb=0.1, extra={"max_num_seqs": RUNNING})
-    engine = Engine(
-        folder,
-        section=section,
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
-        max_waiting=WAITING,
-    )
+    section = EngineSection(kv_cache_gb=0.1, max_waiting=WAITING, extra={"max_num_seqs": RUNNING})
+    engine = Engine(folder, section=section, dtype="float32", max_model_len=MAX_MODEL_LEN)
     made = Pair(folder, engine, AutoModelForCausalLM.from_pretrained(folder).eval())
     yield made
     made.engine.shutdown()
@@ -215,7 +209,7 @@ def test_a_push_between_gives_each_token_the_version_that_sampled_it(
     served: Pair, in_flight: InFlight | None
 ):
     engine, old = served.engine, served.version
-    before = copy.deepcopy(served.learner)
+    before, preemptions = copy.deepcopy(served.learner), engine.load().preemptions
     asked = [replace(ask(80, seed), prompt_ids=LONG) for seed in range(3)]
     answers = engine.submit(asked)
     until(runs(engine, 3, 20))
@@ -233,6 +227,12 @@ def test_a_push_between_gives_each_token_the_version_that_sampled_it(
 
     for request, done in zip(asked, results(answers), strict=True):
         versions = done.weight_versions
+        assert (done.finish_reason, len(versions)) == ("length", 80)
+        if in_flight == "restart":
+            assert set(versions) == {new}
+            from_new = learner_log_probs(served.learner, request.prompt_ids, done.token_ids, 1.0)
+            assert np.abs(done.log_probs - from_new).max() < AGREES
+            continue
         num_old = int((versions == old).sum())
         assert versions.tolist() == [old] * num_old + [new] * (len(versions) - num_old)
         assert 20 <= num_old < 80
@@ -241,14 +241,11 @@ def test_a_push_between_gives_each_token_the_version_that_sampled_it(
             for model in (before, served.learner)
         )
         assert np.abs(done.log_probs - under_old)[:num_old].max() < AGREES
-        if in_flight == "restart":
-            assert (done.finish_reason, len(versions)) == ("paused", num_old)
-            continue
-        assert (done.finish_reason, len(versions)) == ("length", 80)
         assert np.abs(done.log_probs - under_old)[num_old:].max() > 30 * AGREES
         stale = np.abs(done.log_probs - under_new)[num_old:].max()
         assert (stale > 3 * AGREES) if in_flight == "keep" else (stale < AGREES)
 
+    assert engine.load().preemptions == preemptions, "a push is no want of room"
     (answer,) = results(fresh)
     assert set(answer.weight_versions) == {new}
     afterwards = learner_log_probs(served.learner, LONG, answer.token_ids, 1.0)

@@ -17,15 +17,15 @@ import pytest
 from scipy.stats import ks_2samp
 from transformers import AutoModelForCausalLM
 
-from raypo.calls import Answer
+from raypo.calls import AnswerOfEntries
 from raypo.collectives import Workers
-from raypo.config import EngineSection
+from raypo.config import EngineSection, FilterSection, RewardSection
 from raypo.data.stream import Draw, PromptStream
 from raypo.metrics.clock import Clock
 from raypo.rollout.ahead import RolloutsAhead
 from raypo.rollout.collect import Sampling, sample
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
-from raypo.rollout.refill import Collected
+from raypo.rollout.refill import Collected, fill_step
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, InFlight, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
@@ -61,6 +61,10 @@ class Submitted:
     def result(self) -> list[Completion]:
         return [each.result() for each in self.answers]
 
+    def news(self) -> dict[int, Completion]:
+        done = [(place, each) for place, each in enumerate(self.answers) if each.done()]
+        return {place: each.result() for place, each in done}
+
 
 @dataclass
 class Here:
@@ -72,7 +76,7 @@ class Here:
     def submit(self) -> Here:
         return self
 
-    def remote(self, requests: list[SamplingRequest]) -> Answer[list[Completion]]:
+    def remote(self, requests: list[SamplingRequest]) -> AnswerOfEntries[Completion]:
         return Submitted(self.engine.submit(requests))
 
     def each_preferred(self) -> list[Here]:
@@ -87,6 +91,8 @@ class Run:
     in_flight: InFlight
     slow_scorer_s: float = 0.0
     slow_learner_s: float = 0.0
+    passes: Callable[[int], bool] = lambda group: True
+    """A filter's opinion of a group."""
     last_step: int = 0
 
     def __post_init__(self) -> None:
@@ -97,8 +103,8 @@ class Run:
             prompts_per_step=PROMPTS_PER_STEP,
             samples_per_prompt=SAMPLES,
             max_staleness=STALENESS,
+            overlaps=True,
             settles=False,
-            is_refilled=False,
             num_steps=STEPS,
             workers=Workers(),
         )
@@ -115,7 +121,7 @@ class Run:
 
     def go(self, until: int = STEPS) -> None:
         self.push(self.last_step)
-        self.ahead.begin(self._sample, self._collect, last_step=self.last_step)
+        self.ahead.begin(self._scored, self._fill, last_step=self.last_step)
         for step in range(self.last_step + 1, until + 1):
             taken = self.ahead.take(step, Clock()).trained
             self.trained += [(step, each.rollout) for each in taken]
@@ -123,21 +129,32 @@ class Run:
             self.push(step)
         self.last_step = until
 
-    def _sample(self, draws: Sequence[Draw]) -> list[Rollout]:
-        return sample(draws, self.engines, Lossy(), SAMPLING)
-
-    def _collect(
-        self, sampled: Callable[[int], list[Rollout]], clock: Clock, workers: Workers
-    ) -> Collected:
-        rollouts = sampled(PROMPTS_PER_STEP)
+    def _scored(self, draws: Sequence[Draw], clock: Clock, workers: Workers) -> list[ScoredRollout]:
+        rollouts = sample(draws, self.engines, Lossy(), SAMPLING)
         time.sleep(self.slow_scorer_s)
-        scored = [ScoredRollout(each, 0.0, {}) for each in rollouts]
-        return Collected(scored, scored, 0, {})
+        return [
+            ScoredRollout(each, float(each.sample_index * self.passes(each.group_index)), {})
+            for each in rollouts
+        ]
+
+    def _fill(
+        self, scored_rollouts: Callable[[int], list[ScoredRollout]], workers: Workers
+    ) -> Collected:
+        return fill_step(
+            scored_rollouts,
+            prompts_per_step=PROMPTS_PER_STEP,
+            section=FilterSection(enabled=True),
+            reward=RewardSection(),
+            workers=workers,
+        )
 
 
-def assert_none_lost_and_none_twice(trained: list[tuple[int, Rollout]]) -> None:
-    drawn = PromptStream(PROMPTS, seed=1).take(STEPS * PROMPTS_PER_STEP)
-    expected = [(each.group_index, n) for each in drawn for n in range(SAMPLES)]
+def assert_none_lost_and_none_twice(
+    trained: list[tuple[int, Rollout]], passes: Callable[[int], bool] = lambda group: True
+) -> None:
+    drawn = [group for group in range(2 * STEPS * PROMPTS_PER_STEP) if passes(group)]
+    expected = [(group, n) for group in drawn for n in range(SAMPLES)][: len(trained)]
+    assert len(trained) == STEPS * PROMPTS_PER_STEP * SAMPLES
     assert [(each.group_index, each.sample_index) for _, each in trained] == expected
 
 
@@ -184,6 +201,15 @@ def test_every_sample_is_trained_once_within_the_bound_and_long_ones_are_not_rar
     assert (met == 0) == (in_flight == "restart")
 
 
+def test_a_filters_batches_overlap_and_every_group_that_passes_is_trained_once(pair: Pair):
+    run = Run(pair, "recompute", passes=lambda group: group % 3 > 0)
+    run.go()
+    assert_none_lost_and_none_twice(run.trained, run.passes)
+    assert_every_token_keeps_the_bound(run.trained)
+    lags = [step - 1 - each.weight_version for step, each in run.trained]
+    assert max(lags) > 0, "no batch was begun before the one before it was trained"
+
+
 def test_a_buffer_of_whoever_comes_first_trains_too_many_short_ones(
     pair: Pair, undisturbed: list[int]
 ):
@@ -213,14 +239,17 @@ def test_a_buffer_of_whoever_comes_first_trains_too_many_short_ones(
 def test_a_run_that_is_killed_and_resumed_trains_every_sample_once(pair: Pair, tmp_path: Path):
     first = Run(pair, "recompute")
     first.go(until=3)
-    carried, _ = first.ahead.carried()
+    _, _, carried = first.ahead.counts()
     first.ahead.save(tmp_path, Workers())  # and what comes after it is lost
     first.ahead.close()
 
     second = Run(pair, "recompute", last_step=3)
     second.ahead.restore(tmp_path, Workers())
-    restored, again = second.ahead.carried()
+    assert second.ahead.ledger.carried == carried == STALENESS * PROMPTS_PER_STEP * SAMPLES
+    lost = second.ahead.ledger.lost
     second.go()
-    assert carried == restored + again == STALENESS * PROMPTS_PER_STEP * SAMPLES
+    asked, again, left = second.ahead.counts()
+    assert (again, left) == (lost, 0)
+    assert asked == (STEPS - 3) * PROMPTS_PER_STEP * SAMPLES - carried
     assert_none_lost_and_none_twice(first.trained + second.trained)
     assert_every_token_keeps_the_bound(first.trained + second.trained)

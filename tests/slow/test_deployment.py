@@ -193,6 +193,18 @@ def test_a_replica_that_hangs_fails_its_health_check(
     assert "doubler:0: no answer to a health check in 0.5 s" in caplog.text
 
 
+def test_a_replica_that_answers_and_does_not_get_on_is_started_again(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    handle = start(1, health_check_period_s=0.2, stall_timeout_s=0.5)
+    (before,) = pids(handle)
+    (sticks := tmp_path / "sticks").touch()
+    assert handle.get_stuck_once.remote(str(sticks)).result(60) == "done"
+    assert pids(handle) != [before]
+    assert "doubler:0: it has not got on for" in caplog.text
+    assert "(stall_timeout_s: 0.5)" in caplog.text
+
+
 def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from raypo.collectives import Workers
 from raypo.data.stream import Draw
 from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
 from raypo.rollout.collect import PushAgain, Sampling, sample
+from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.run.handles import EngineHandle
-from raypo.types import Experience, Prompt
+from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.push import Probe, push_adapter, push_weights
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.broadcast import BroadcastTransport
@@ -67,9 +69,6 @@ class Learner:
 
     def log_probs(self, experience: Experience) -> torch.Tensor:
         return torch.zeros_like(experience.rollout_log_probs)
-
-    def base_log_probs(self, experience: Experience) -> torch.Tensor:
-        return self.log_probs(experience)
 
 
 class Fleet:
@@ -150,6 +149,35 @@ def test_a_rollout_outlives_a_replica(fleet: Fleet, kind: str):
     assert not fleet.dies.exists(), "nobody died"
     assert [rollout.weight_version for rollout in rollouts] == [1] * 6
     assert len(pushes) == (1 if kind == "gloo" and fleet.count == 1 else 0)
+
+
+@pytest.mark.parametrize(
+    "fleet", [{"count": 2, "max_ongoing_requests": 4}], indirect=True, ids=["two"]
+)
+def test_requests_in_flight_outlive_all_engines_after_a_push(fleet: Fleet):
+    """They were asked for before it: what they required then is kept no longer."""
+    transport, pushes = transport_of("object"), Pushes()
+    fleet.push(transport, 1)
+    holds_up = fleet.dies.with_name("holds_up")
+    holds_up.touch()
+    engines = EnginesInFlight(EngineHandle(fleet.handle.preferring(0, 1)), pushes)
+    rollouts: list[Rollout] = []
+    sampling = threading.Thread(
+        target=lambda: rollouts.extend(sample(DRAWS, engines, Lossy(), SAMPLING)), daemon=True
+    )
+    sampling.start()
+    until(lambda: all(ray.get(each.load.remote()) for each in actors(fleet)))
+    with pushes.push():
+        fleet.push(transport, 2)
+    for life in fleet.handle.lives():
+        os.kill(life.pid, signal.SIGKILL)
+    holds_up.unlink()
+    sampling.join(60)
+    assert [rollout.weight_version for rollout in rollouts] == [2] * 6
+
+
+def actors(fleet: Fleet) -> list[Any]:
+    return [ray.get_actor(f"{fleet.handle.name}:{index}") for index in range(fleet.count)]
 
 
 @pytest.mark.parametrize("fleet", [{"count": 1, "max_restarts": 0}], indirect=True)

@@ -41,6 +41,10 @@ class Counter:
         self.promised.append(Future())
         return self.promised[-1:]
 
+    def promise_all(self, count: int) -> list[Future[int]]:
+        self.promised = [Future() for _ in range(count)]
+        return self.promised
+
     def check_health(self) -> None:
         if self.is_broken:
             raise RuntimeError("cannot go on")
@@ -104,6 +108,63 @@ def test_what_is_promised_keeps_no_thread_and_is_answered_when_it_is_there():
         return load, [await each for each in under_way], await counter.load()
 
     assert run(promises()) == (3, [[0], [1], [2]], 0)
+
+
+def test_whoever_does_not_get_on_counts_as_one_that_cannot_go_on():
+    class Stalls(Counter):
+        stalled = 0.0
+
+        def stalled_s(self) -> float:
+            return self.stalled
+
+    stalls = Replica(Deployment("raypo:test:stalls", Stalls, {}, stall_timeout_s=5.0), index=0)
+    assert run(stalls.health()) is None
+    stalls._target.stalled = 5.1
+    wrong = run(stalls.health())
+    assert isinstance(wrong, Unhealthy)
+    assert "has not got on for 5 s (stall_timeout_s: 5)" in wrong.reason
+    assert run(replica(stall_timeout_s=5.0).health()) is None, "it says nothing of itself"
+
+
+def test_entries_of_an_answer_are_told_as_they_come():
+    counter = replica()
+
+    async def listens() -> list[Any]:
+        under_way = asyncio.create_task(ask(counter, "a", "promise_all", 3))
+        await asyncio.sleep(0.05)
+        counter._target.promised[2].set_result(20)
+        told = [await counter.news("a", None, 0)]
+        counter._target.promised[0].set_result(0)
+        told += [await counter.news("a", None, told[0][0])]
+        told += [await counter.news("a", (2, 1), 0), await counter.news("unknown", None, 0)]
+        counter._target.promised[1].set_result(10)
+        return [*told, await under_way, await counter.news("a", None, 2)]
+
+    assert run(listens()) == [
+        (1, {2: 20}),
+        (2, {0: 0}),
+        (2, {0: 20}),
+        (0, {}),
+        [0, 10, 20],
+        (3, {1: 10}),
+    ]
+
+
+def test_a_call_that_several_make_under_one_id_is_made_once_and_each_gets_its_part():
+    counter = replica()
+
+    async def together() -> list[Any]:
+        mine = asyncio.create_task(ask(counter, "a", "promise_all", 3, part=(0, 1)))
+        gives_up = asyncio.create_task(ask(counter, "a", "promise_all", 3, part=(1,)))
+        theirs = asyncio.create_task(ask(counter, "a", "promise_all", 3, part=(2,)))
+        await asyncio.sleep(0.05)
+        gives_up.cancel()
+        await asyncio.sleep(0)
+        for number, each in enumerate(counter._target.promised):
+            each.set_result(number)
+        return [await mine, await theirs, await counter.load()]
+
+    assert run(together()) == [[0, 1], [2], 0]
 
 
 def test_a_promise_that_breaks_the_object_is_no_error_of_the_request():

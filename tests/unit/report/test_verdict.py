@@ -29,6 +29,22 @@ def scored(folder: Path, scores: list[float], *, prompts: int, samples: int, std
     return files.folder
 
 
+def test_what_became_of_the_samples_is_said_where_not_all_were_trained(tmp_path: Path):
+    def ran(name: str, **counts: float) -> str:
+        files = RunFiles(str(tmp_path), name)
+        files.write_config({"name": name})
+        row = {f"rollout/samples_{key}": count for key, count in counts.items()}
+        files.append_metrics(1, row | {"rollout/score_mean": 0.5})
+        return said(files.folder)
+
+    some = ran("some", asked=3200, trained=3000, filtered=100, dropped=36, carried=64)
+    assert (
+        "Of 3,200 samples 3,000 were trained, 100 left out by the filter, 36 dropped as too old, "
+        "64 sampled or begun for a step that never came." in some
+    )
+    assert "samples" not in ran("all", asked=32, trained=32, carried=0)
+
+
 def test_the_quickstart_learned(tmp_path: Path):
     words = said(write_recorded(tmp_path, PPO))
     assert "The run finished: 40 steps in " in words

@@ -1,10 +1,11 @@
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from raypo.config import EvalSection, RewardSection
-from raypo.rewards.functions import TimedReward, evaluation_function, open_function
+from raypo.rewards.functions import OneAtATime, TimedReward, evaluation_function, open_function
 from raypo.rewards.scoring import RewardError, score
 from tests.unit.rewards.test_by_source import rollout
 
@@ -43,10 +44,44 @@ def test_answers_and_errors_are_those_of_the_function_itself():
 
 
 def test_a_function_in_the_worker_has_a_limit_unless_it_is_taken_away():
-    assert isinstance(open_function(RewardSection(), later, {}), TimedReward)
-    assert open_function(RewardSection(timeout_s=None), later, {}) is later
+    limited = open_function(RewardSection(), later, {})
+    assert isinstance(limited, OneAtATime)
+    assert isinstance(limited.function, TimedReward)
+    unlimited = open_function(RewardSection(timeout_s=None), later, {})
+    assert isinstance(unlimited, OneAtATime)
+    assert unlimited.function is later
     held_out = EvalSection(function=f"{__name__}:hangs", timeout_s=0.2)
     function = evaluation_function(held_out, None)
     assert function is not None
     with pytest.raises(RewardError, match=r"eval\.timeout_s \(0\.2\): .*hangs gave no answer"):
         score(function, TWO, max_failed_fraction=0.0)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+def test_training_and_evaluation_never_call_the_users_functions_at_the_same_time(
+    timeout_s: float | None,
+):
+    """The next batch's samples are judged while held-out ones are."""
+    at_work, most, by_source = [0], [0], {"a": f"{__name__}:later"}
+
+    def counts(rollouts: list) -> list[float]:
+        at_work[0] += 1
+        most[0] = max(most[0], at_work[0])
+        time.sleep(0.02)
+        at_work[0] -= 1
+        return [1.0] * len(rollouts)
+
+    training = open_function(RewardSection(timeout_s=timeout_s), counts, {})
+    section = EvalSection.model_validate({"prompts": {"path": "c.csv"}, "timeout_s": timeout_s})
+    held_out = evaluation_function(section, training)
+    other = evaluation_function(
+        EvalSection.model_validate(
+            {"prompts": {"path": "c.csv", "function": by_source["a"]}, "timeout_s": timeout_s}
+        ),
+        training,
+    )
+    functions = [each for each in (training, held_out, other) if each is not None] * 2
+    assert len(functions) == 6
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(lambda each: score(each, TWO, max_failed_fraction=0.0), functions))
+    assert most == [1]

@@ -5,20 +5,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypo.collectives import Workers
+from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import Draw, PromptStream
 from raypo.metrics.clock import Clock
+from raypo.rollout.accounts import account_figures
 from raypo.rollout.ahead import RolloutsAhead
-from raypo.rollout.refill import Collected
-from raypo.types import Prompt, Rollout, ScoredRollout
+from raypo.rollout.refill import Collected, fill_step
+from raypo.types import Prompt, ScoredRollout
 from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_refill import rollout
 
@@ -34,20 +34,21 @@ class Run:
         max_staleness: int,
         num_steps: int = 8,
         settles: bool = False,
-        sampling_s: Callable[[int], float] = lambda batch: 0.0,
+        sampling_s: Callable[[int], float] = lambda group: 0.0,
         workers: Workers | None = None,
-        wants_two_rounds: bool = False,
+        passes: Callable[[int], bool] | None = None,
+        max_refills: int = 50,
     ) -> None:
         prompts = [Prompt(i, "p", np.array([5], np.int32)) for i in range(5)]
         self.stream = PromptStream(prompts, seed=3)
         self.workers = workers or Workers()
         self.ahead = RolloutsAhead(
             self.stream,
-            prompts_per_step=PROMPTS_PER_STEP // (2 if wants_two_rounds else 1),
-            samples_per_prompt=1,
+            prompts_per_step=PROMPTS_PER_STEP,
+            samples_per_prompt=2,
             max_staleness=max_staleness,
+            overlaps=max_staleness > 0 and not settles,
             settles=settles,
-            is_refilled=wants_two_rounds,
             num_steps=num_steps,
             workers=self.workers.beside(),
         )
@@ -55,31 +56,49 @@ class Run:
         self.version = 0
         self.last_step = 0
         self.sampling_s = sampling_s
-        self.num_rounds = 2 if wants_two_rounds else 1
+        self.passes = passes or (lambda group: True)
+        self.filter = FilterSection(enabled=passes is not None, max_refills=max_refills)
+        self.max_staleness_trained: int | None = None
         self.trained: list[tuple[int, list[tuple[int, int]]]] = []
-        """Of each step: its number, and group and version of each rollout's first token."""
+        """Of each step: its number, and group and version of each group's first token."""
         self.last_versions: list[int] = []
         """Of the last token of each rollout that was trained."""
+        self.figures: list[dict[str, float]] = []
+        """The accounts of each step."""
         self.under_way = self.most_under_way = 0
 
-    def sample(self, draws: Sequence[Draw]) -> list[Rollout]:
+    def scored(self, draws: Sequence[Draw], clock: Clock, workers: Workers) -> list[ScoredRollout]:
         first = self.version
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         for draw in draws:
             time.sleep(self.sampling_s(draw.group_index))
+        clock.lap("time/generate_s")
         self.under_way -= 1
-        return [replace(rollout(d.group_index, first), weight_version=self.version) for d in draws]
+        return [
+            ScoredRollout(
+                replace(
+                    rollout(draw.group_index, sample),
+                    weight_version=first,
+                    later_versions=((2, self.version),),
+                ),
+                float(sample if self.passes(draw.group_index) else 0),
+                {},
+            )
+            for draw in draws
+            for sample in range(2)
+        ]
 
-    def collect(
-        self, sampled: Callable[[int], list[Rollout]], clock: Clock, workers: Workers
+    def fill(
+        self, scored_rollouts: Callable[[int], list[ScoredRollout]], workers: Workers
     ) -> Collected:
-        rollouts: list[Rollout] = []
-        for _ in range(self.num_rounds):
-            rollouts += sampled(PROMPTS_PER_STEP // self.num_rounds)
-            workers.sum(torch.tensor(1.0))
-        scored = [ScoredRollout(each, 0.0, {}) for each in rollouts]
-        return Collected(scored, scored, 0, {})
+        return fill_step(
+            scored_rollouts,
+            prompts_per_step=PROMPTS_PER_STEP,
+            section=self.filter,
+            reward=RewardSection(max_failed_fraction=1.0),
+            workers=workers,
+        )
 
     def push(self, version: int) -> None:
         self.ahead.settle()
@@ -88,15 +107,24 @@ class Run:
         self.ahead.arrived(version)
 
     def begin(self) -> None:
-        self.ahead.begin(self.sample, self.collect, last_step=self.last_step)
+        self.ahead.begin(self.scored, self.fill, last_step=self.last_step)
 
     def go(self, until: int | None = None, update_s: float = 0.0) -> None:
         self.begin()
         for step in range(self.last_step + 1, (until or self.num_steps) + 1):
-            taken = self.ahead.take(step, Clock()).trained
-            rows = [(each.rollout.group_index, each.rollout.sample_index) for each in taken]
-            self.trained.append((step, rows))
-            self.last_versions += [each.rollout.weight_version for each in taken]
+            collected = self.ahead.take(step, Clock())
+            rollouts = [each.rollout for each in collected.trained]
+            groups = {each.group_index: each.weight_version for each in rollouts}
+            self.trained.append((step, list(groups.items())))
+            self.last_versions += [int(each.weight_versions[-1]) for each in rollouts]
+            figures = account_figures(
+                self.ahead.counts(),
+                collected,
+                self.workers,
+                step=step,
+                max_staleness=self.max_staleness_trained,
+            )
+            self.figures.append(collected.figures | figures)
             time.sleep(update_s)
             self.push(step)
             self.last_step = step
@@ -112,22 +140,66 @@ class Run:
     max_staleness=st.integers(0, 4),
     delays=st.lists(st.sampled_from([0.0, 0.001, 0.004]), min_size=16, max_size=16),
     update_s=st.sampled_from([0.0, 0.002]),
-    two=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_prompt_is_trained_once_in_order_and_none_is_too_stale(
-    max_staleness: int, delays: list[float], update_s: float, two: bool
+    max_staleness: int, delays: list[float], update_s: float
 ):
-    run = Run(
-        max_staleness=max_staleness,
-        sampling_s=lambda batch: delays[batch],
-        wants_two_rounds=two,
-    )
+    run = Run(max_staleness=max_staleness, sampling_s=lambda group: delays[group])
     run.go(update_s=update_s)
     assert run.groups() == list(range(PROMPTS_PER_STEP * run.num_steps))
+    assert_within_the_bound(run, max_staleness)
+
+
+def assert_within_the_bound(run: Run, max_staleness: int) -> None:
     assert all(0 <= lag <= max_staleness for lag in run.staleness())
-    steps = [step for step, rows in run.trained for _ in rows]
+    steps = [step for step, rows in run.trained for _ in rows for _ in range(2)]
     assert all(last < step for step, last in zip(steps, run.last_versions, strict=True))
+
+
+@given(
+    max_staleness=st.integers(1, 4),
+    delays=st.lists(st.sampled_from([0.0, 0.001, 0.004]), min_size=7, max_size=7),
+    passing=st.lists(st.booleans(), min_size=5, max_size=11).filter(any),
+    max_refills=st.sampled_from([1, 50]),
+    update_s=st.sampled_from([0.0, 0.002]),
+)
+@settings(max_examples=25, deadline=None)
+def test_with_a_filter_every_step_trains_the_groups_that_a_synchronous_run_trains(
+    max_staleness: int,
+    delays: list[float],
+    passing: list[bool],
+    max_refills: int,
+    update_s: float,
+):
+    """Refills take what was begun for the steps after; nothing is drawn that is then left out."""
+
+    def of(staleness: int, delay: Callable[[int], float]) -> Run:
+        run = Run(
+            max_staleness=staleness,
+            sampling_s=delay,
+            passes=lambda group: passing[group % len(passing)],
+            max_refills=max_refills,
+        )
+        run.go(update_s=update_s)
+        return run
+
+    run = of(max_staleness, lambda group: delays[group % 7])
+    in_turn = of(0, lambda group: 0.0)
+    assert [[group for group, _ in rows] for _, rows in run.trained] == [
+        [group for group, _ in rows] for _, rows in in_turn.trained
+    ]
+    assert_within_the_bound(run, max_staleness)
+    outcomes = ("trained", "filtered", "failed")
+    for mine, theirs in zip(run.figures, in_turn.figures, strict=True):
+        for name in outcomes:
+            assert mine[f"rollout/samples_{name}"] == theirs[f"rollout/samples_{name}"]
+
+
+def test_two_batches_of_a_filter_are_sampled_at_the_same_time():
+    run = Run(max_staleness=2, sampling_s=lambda group: 0.01, passes=lambda group: group % 3 > 0)
+    run.go()
+    assert run.most_under_way >= 2
 
 
 def test_for_a_learner_that_waits_all_batches_of_the_bound_are_sampled_at_the_same_time():
@@ -144,12 +216,6 @@ def test_no_batch_is_begun_earlier_than_the_learner_needs_it():
     lags = run.staleness()[::PROMPTS_PER_STEP]
     assert max(lags[:7]) == 3  # the learner had to wait for these
     assert lags[-1] == 1
-
-
-def test_a_batch_that_may_draw_further_prompts_does_so_before_the_next_one_begins():
-    run = Run(max_staleness=3, sampling_s=lambda group: 0.01, wants_two_rounds=True)
-    run.go()
-    assert run.most_under_way == 1
 
 
 def test_without_staleness_every_batch_is_of_the_newest_weights():
@@ -170,21 +236,36 @@ def test_the_next_batch_is_sampled_while_the_learner_updates():
     run.begin()
     run.ahead.take(1, Clock())
     following = run.ahead._batches[2].result(10)  # the update of step 1 has not ended
-    assert {each.rollout.sample_index for each in following.trained} == {0}
+    assert {each.rollout.weight_version for each in following.trained} == {0}
     assert not run.ahead._batches[3].done()
 
 
 def test_what_ends_the_collecting_ends_the_step_that_wants_it():
     run = Run(max_staleness=2)
 
-    def collect(sampled: Any, clock: Clock, workers: Workers) -> Collected:
+    def scored(draws: Sequence[Draw], clock: Clock, workers: Workers) -> list[ScoredRollout]:
         raise RuntimeError("the judge has left")
 
-    run.ahead.begin(run.sample, collect, last_step=0)
+    run.ahead.begin(scored, run.fill, last_step=0)
     with pytest.raises(RuntimeError, match="the judge has left"):
         run.ahead.take(1, Clock())
     with pytest.raises(RuntimeError, match="the judge has left"):
         run.ahead.take(2, Clock())
+
+
+def test_what_ends_the_drawing_of_prompts_ends_the_step_that_wants_them():
+    run = Run(max_staleness=2)
+    take = run.stream.take
+
+    def fails(count: int) -> list[Draw]:
+        if run.stream.state_dict()["position"] >= 2 * PROMPTS_PER_STEP:
+            raise MemoryError("no room for another epoch's order")
+        return take(count)
+
+    run.stream.take = fails
+    with pytest.raises(MemoryError, match="no room for another epoch's order"):
+        run.go()
+    assert len(run.trained) <= 2
 
 
 def test_a_worker_whose_collecting_fails_does_not_wait_for_the_others_before_a_push():
@@ -193,12 +274,12 @@ def test_a_worker_whose_collecting_fails_does_not_wait_for_the_others_before_a_p
     def fails(workers: Workers) -> str:
         run = Run(max_staleness=1, settles=True, workers=workers)
 
-        def sample(draws: Sequence[Draw]) -> list[Rollout]:
+        def scored(draws: Sequence[Draw], clock: Clock, beside: Workers) -> list[ScoredRollout]:
             if workers.rank == 1 and draws[0].group_index >= PROMPTS_PER_STEP:
                 raise RuntimeError("the engine has left")
-            return run.sample(draws)
+            return run.scored(draws, clock, beside)
 
-        run.ahead.begin(sample, run.collect, last_step=0)
+        run.ahead.begin(scored, run.fill, last_step=0)
         run.ahead.take(1, Clock())
         if workers.rank == 0:
             return "waits"
@@ -213,28 +294,45 @@ def test_what_was_collected_has_spans_of_its_own():
     run = Run(max_staleness=1, settles=True)
     run.go()
     names = [name for name, _, _ in run.ahead.spans()]
-    assert names.count("perf/generate_s") == run.num_steps
+    assert names.count("time/generate_s") == run.num_steps
     assert run.ahead.spans() == []
 
 
 @pytest.mark.parametrize("settles", [True, False])
 @pytest.mark.parametrize("killed_after", [1, 4, 7])
+@pytest.mark.parametrize("passes", [None, lambda group: group % 3 > 0], ids=["all", "filter"])
 def test_a_resumed_run_trains_what_the_undisturbed_one_trains(
-    tmp_path: Path, settles: bool, killed_after: int
+    tmp_path: Path, settles: bool, killed_after: int, passes: Callable[[int], bool] | None
 ):
-    whole = Run(max_staleness=1, settles=settles)
+    def new() -> Run:
+        return Run(max_staleness=1, settles=settles, passes=passes)
+
+    whole = new()
     whole.go()
-    first = Run(max_staleness=1, settles=settles)
+    first = new()
     first.go(until=killed_after)
     first.ahead.save(tmp_path, first.workers)
     first.ahead.close()
-    second = Run(max_staleness=1, settles=settles)
+    second = new()
     second.version = second.last_step = killed_after
     second.ahead.restore(tmp_path, second.workers)
     second.go()
     assert first.groups() + second.groups() == whole.groups()
     if settles:  # else it depends on timing which version a batch is of
         assert first.trained + second.trained == whole.trained
+    assert_accounts_close(first.figures + second.figures)
+
+
+def assert_accounts_close(figures: list[dict[str, float]]) -> None:
+    """What was asked for is trained, filtered, failed, dropped, or carried on."""
+    carried = asked = settled = 0.0
+    for each in figures:
+        now = {name.removeprefix("rollout/samples_"): value for name, value in each.items()}
+        done = now["trained"] + now["filtered"] + now["failed"] + now["dropped"]
+        assert now["sampled"] == done
+        assert carried + now["asked"] == done + now["carried"]
+        carried, asked, settled = now["carried"], asked + now["asked"], settled + done
+    assert asked == settled + carried
 
 
 def test_a_checkpoint_while_batches_are_sampled_rewinds_their_prompts_and_counts_them(
@@ -250,25 +348,28 @@ def test_a_checkpoint_while_batches_are_sampled_rewinds_their_prompts_and_counts
     run = Run(max_staleness=2, sampling_s=wait)
     run.begin()
     run.ahead.take(1, Clock())
-    while run.ahead.carried() != (2 * PROMPTS_PER_STEP, 0):  # those of steps 2 and 3
+    while run.ahead.ledger.carried != 2 * 2 * PROMPTS_PER_STEP:  # those of steps 2 and 3
         time.sleep(0.001)
+    assert run.ahead.counts() == (12, 0, 8)
     run.ahead.save(tmp_path, run.workers)
     assert run.ahead.position() == {"position": PROMPTS_PER_STEP}
     go_on.set()
     resumed = Run(max_staleness=3)
     resumed.ahead.restore(tmp_path, resumed.workers)
-    assert resumed.ahead.carried() == (0, 2 * PROMPTS_PER_STEP)
     resumed.last_step = resumed.version = 1
     resumed.go()
     assert resumed.groups() == list(range(PROMPTS_PER_STEP, PROMPTS_PER_STEP * resumed.num_steps))
+    again = sum(each["rollout/samples_asked_again"] for each in resumed.figures)
+    asked = sum(each["rollout/samples_asked"] for each in resumed.figures)
+    assert (again, asked) == (8, 2 * PROMPTS_PER_STEP * (resumed.num_steps - 1) - 8)
 
 
 def two_workers_of_different_speed(workers: Workers, folder: Path) -> tuple[list[int], list[int]]:
     run = Run(
         max_staleness=2,
         workers=workers,
-        sampling_s=lambda batch: 0.004 * workers.rank,
-        wants_two_rounds=True,
+        sampling_s=lambda group: 0.004 * workers.rank,
+        passes=lambda group: group % 3 > 0,
     )
     run.go(until=5, update_s=0.002)
     run.ahead.save(folder, workers)

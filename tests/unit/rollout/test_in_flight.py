@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +52,12 @@ class Pending:
     def result(self) -> list[Completion]:
         return Given(self.answers(self.requests)).result()
 
+    def news(self) -> dict[int, Completion]:
+        """The last of them is there; the one before was given back."""
+        last = len(self.requests) - 1
+        told = {last: completion(self.requests[last])}
+        return told | {last - 1: completion(self.requests[last - 1], "paused")}
+
 
 def whole(requests: list[SamplingRequest]) -> list[Completion]:
     return [completion(each) for each in requests]
@@ -70,6 +76,23 @@ def test_what_a_pause_gives_back_is_asked_for_anew_and_keeps_its_place():
     answer = EnginesInFlight(engines, Pushes()).generate.remote([request(n) for n in range(4)])
     assert seeds(answer.result()) == [0, 1, 2, 3]
     assert engines.asked == [[0, 1, 2, 3], [1, 3], [1, 3]]
+
+
+def test_what_has_come_is_told_by_its_place_among_all_requests():
+    def first_only(requests: list[SamplingRequest]) -> list[Completion]:
+        return [completion(requests[0]), *(completion(each, "paused") for each in requests[1:])]
+
+    def told_after(requests: list[SamplingRequest]) -> list[Completion]:
+        news.append(answer.news())
+        return whole(requests)
+
+    news: list[Mapping[int, Completion]] = []
+    engines = Engines([first_only, told_after])
+    answer = EnginesInFlight(engines, Pushes()).generate.remote([request(n) for n in range(4)])
+    news.append(answer.news())
+    answer.result()
+    assert [list(each) for each in news] == [[3], [3]]
+    assert engines.asked[1] == [1, 2, 3]
 
 
 def test_a_request_that_is_lost_during_a_push_is_asked_for_when_it_has_ended():

@@ -1,13 +1,16 @@
 import math
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from raypo.calls import Here
 from raypo.config import ModelSection, RewardSection
-from raypo.rewards.scoring import FailedScore
-from raypo.rollout.judges import Judges
+from raypo.rewards.scoring import FailedScore, RewardError
+from raypo.rollout.judges import Judges, Judging
 from raypo.types import Rollout
 from tests.stand_ins import RewardModel
 
@@ -86,3 +89,69 @@ def test_servers_are_asked_while_the_function_works_and_add_by_their_weight():
     failed = second["url"]
     assert isinstance(failed, FailedScore)
     assert failed.reason == "no answer in 1 s"
+
+
+def draws(*sizes: int) -> list[list[Rollout]]:
+    """Of each draw its rollouts, all labels different."""
+    numbers = iter(range(100))
+    return [
+        [replace(rollouts(float(next(numbers)))[0], group_index=draw) for _ in range(size)]
+        for draw, size in enumerate(sizes)
+    ]
+
+
+def test_who_is_apart_judges_a_draw_while_others_are_sampled_and_whoever_is_not_sees_all():
+    asked: dict[str, list[list[float]]] = {"function": [], "url": [], "model": []}
+    first_is_judged = threading.Event()
+
+    def says(name: str) -> Callable[[list[Rollout]], list[float]]:
+        def judge(given: list[Rollout]) -> list[float]:
+            asked[name].append([each.label for each in given])
+            if name == "url":
+                first_is_judged.set()
+            return [each.label for each in given]
+
+        return judge
+
+    judge = Judges(says("function"), (RewardModel(Here(says("model"))),), {}, says("url"))
+    groups = draws(2, 1, 2)
+    judging = Judging(judge, models_apart=True)
+    assert judging.hears
+    judging.hear(groups[1])
+    judging.hear(groups[1])
+    assert first_is_judged.wait(10)
+    assert asked["function"] == []
+    everything = [rollout for group in groups for rollout in group]
+    scored = judging.scored(everything)
+    assert [each.rollout for each in scored] == everything
+    assert [each.score for each in scored] == [3 * each.label for each in everything]
+    assert asked["function"] == [[0.0, 1.0, 2.0, 3.0, 4.0]]
+    assert asked["url"] == [[2.0], [0.0, 1.0, 3.0, 4.0]]
+    assert sorted(asked["model"]) == [[0.0, 1.0], [2.0], [3.0, 4.0]], "whatever came when"
+
+
+def test_models_beside_the_learner_are_asked_when_all_is_sampled():
+    model = RewardModel(Here(lambda given: [float(len(given))] * len(given)))
+    judging = Judging(Judges(None, (model,), {}))
+    assert not judging.hears
+    groups = draws(2, 2)
+    judging.hear(groups[1])
+    assert [each.score for each in judging.scored([*groups[0], *groups[1]])] == [4.0] * 4
+
+
+def test_a_function_with_processes_is_called_by_as_many_threads_and_its_error_is_told():
+    together = threading.Barrier(2, timeout=10)
+
+    def function(given: list[Rollout]) -> list[float]:
+        together.wait()
+        if given[0].group_index == 1:
+            raise ValueError("no")
+        return [1.0] * len(given)
+
+    judging = Judging(Judges(function, (), {}, processes=2))
+    groups = draws(1, 1)
+    for group in groups:
+        judging.hear(group)
+        time.sleep(0.02)
+    with pytest.raises(RewardError, match="raised ValueError: no"):
+        judging.scored([*groups[0], *groups[1]])

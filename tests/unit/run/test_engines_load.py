@@ -1,9 +1,15 @@
 """What engines tell of themselves, as metrics of a step."""
 
+from typing import Any
+
 import pytest
 
-from raypo.run.engines_load import EnginesLoad
-from raypo.serving.requests import Load
+from raypo.run.engines_load import EnginesLoad, idle_spans
+from raypo.serving.requests import Load, Stretch
+
+
+def told(stretch: Stretch | None = None, **load: Any) -> tuple[Load, Stretch]:
+    return Load(**load), stretch or Stretch()
 
 
 def test_engines_were_idle_for_what_they_did_not_step(monkeypatch: pytest.MonkeyPatch):
@@ -11,22 +17,30 @@ def test_engines_were_idle_for_what_they_did_not_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     looks = EnginesLoad()
 
-    first = looks.figures([Load(busy_s=5.0, preemptions=1), Load(busy_s=7.0)])
+    first = looks.figures({"a": told(busy_s=5.0, preemptions=1), "b": told(busy_s=7.0)})
     second = looks.figures(
-        [
-            Load(busy_s=13.0, preemptions=3, queued=2, kv_cache_use=0.5),
-            Load(busy_s=9.0, running=4, kv_cache_use=0.75),
-        ]
+        {
+            "a": told(Stretch(1.5, 2.0, 0.0, 0.0, 0.25, 0.5), busy_s=13.0, preemptions=3),
+            "b": told(Stretch(0.0, 0.0, 3.0, 4.0, 0.5, 0.75), busy_s=9.0),
+        }
     )
-    started_again = looks.figures([Load(busy_s=1.0), Load(busy_s=9.0)])
+    started_again = looks.figures({"a": told(busy_s=1.0), "b": told(busy_s=9.0)})
 
     assert "perf/engine_idle_s" not in first
     assert second == {
-        "perf/engine_queued": 2.0,
-        "perf/engine_running": 4.0,
-        "perf/engine_kv_cache": 0.75,
+        "perf/engine_queued": 1.5,
+        "perf/engine_queued_max": 2.0,
+        "perf/engine_running": 3.0,
+        "perf/engine_running_max": 4.0,
+        "perf/engine_kv_cache": 0.5,
+        "perf/engine_kv_cache_max": 0.75,
         "perf/engine_preemptions": 2.0,
         "perf/engine_idle_s": 5.0,  # of 10 s, one was busy for 8 and the other for 2
     }
     assert started_again["perf/engine_preemptions"] == 0.0
     assert started_again["perf/engine_idle_s"] == 2.0
+
+
+def test_each_engine_has_its_own_idle_times():
+    stretches = {"a": told(Stretch(idle=((1.0, 2.0), (3.0, 4.0)))), "b": told()}
+    assert idle_spans(stretches) == [("a", 1.0, 2.0), ("a", 3.0, 4.0)]

@@ -49,8 +49,12 @@ class Handle:
         return self
 
     @property
-    def sleep(self) -> Here[[], None]:
-        return Here(lambda: self.recorder.log.append(f"{self.name}: sleep"))
+    def sleep(self) -> Here[..., None]:
+        def note(before_push: bool = False) -> None:
+            how = " without weights" if before_push else ""
+            self.recorder.log.append(f"{self.name}: sleep{how}")
+
+        return Here(note)
 
     @property
     def wake_up(self) -> Here[..., None]:
@@ -105,6 +109,13 @@ def test_a_step_goes_through_the_phases_of_the_design():
             "barrier",
         ],
     }
+
+
+def test_weights_that_a_push_replaces_are_not_kept_over_the_update():
+    recorder = Recorder()
+    step = phases(recorder, at=Phase.GENERATE)
+    step.enter(Phase.SCORE, before_push=True)
+    assert "engines: sleep without weights" in recorder.events()
 
 
 def test_who_has_started_sleeps_already_when_the_learner_is_made():

@@ -37,9 +37,8 @@ class Pause(IntEnum):
 class Request:
     """Of the stand-in: its tokens are 0, 1, 2, ..., each with its number as its log-prob."""
 
-    num_preemptions = 0
-
     def __init__(self, name: str, length: int) -> None:
+        self.num_preemptions = 0
         self.external_req_id, self.length = name, length
         self.ids: list[int] = []
         self.detokenizer = SimpleNamespace(
@@ -56,13 +55,13 @@ class Request:
 class StandIn:
     """What the thread asks of a `vllm.LLM`; every call fails in another thread than the first."""
 
-    def __init__(self, *, ahead: bool = False) -> None:
+    def __init__(self, *, ahead: bool = False, max_num_seqs: int = 3) -> None:
         self.numbers = itertools.count()
         self.requests: dict[str, Request] = {}
         self.entered: list[list[str]] = []
         self.thread = threading.current_thread()
         self.ahead = ahead
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=3))
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs))
         self.scheduler = SimpleNamespace(
             requests={},
             kv_cache_manager=SimpleNamespace(usage=0.0),
@@ -84,6 +83,7 @@ class StandIn:
         self.entered.append(names)
         for name, request in zip(names, params, strict=True):
             self.requests[f"{name}-x"] = Request(name, request.max_new_tokens)
+            self.scheduler.requests[f"{name}-x"] = self.requests[f"{name}-x"]
         return [f"{name}-x" for name in names]
 
     def step(self) -> list[Any]:
@@ -102,7 +102,7 @@ class StandIn:
                 request = self.requests[name]
                 request.sample()
                 if len(request.ids) == request.length:
-                    del self.requests[name]
+                    self.forget(name)
                     said = SimpleNamespace(
                         token_ids=request.ids,
                         logprobs=request.logprobs_processor.logprobs,
@@ -118,10 +118,19 @@ class StandIn:
         assert threading.current_thread() is self.thread
         assert internal
         for name in names:
-            del self.requests[name]
+            self.forget(name)
+
+    def forget(self, name: str) -> None:
+        del self.requests[name], self.scheduler.requests[name]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        if reset_running_requests:
+            self.preempt_all()
         return reset_running_requests or not self.requests
+
+    def preempt_all(self) -> None:
+        for request in self.requests.values():
+            request.num_preemptions += 1
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +214,104 @@ def test_every_request_of_many_callers_is_answered_once(loop: VllmLoop) -> None:
     assert sorted(answered) == sorted(f"{c}-{n}" for c in range(8) for n in range(60))
     assert (loop.load.queued, loop.load.running) == (0, 0)
     loop.submit([ask(1)] * 8, alone=False)  # all places are free again, or this would wait
+
+
+def test_what_a_pause_restarts_enters_again_at_its_place_while_others_still_run_or_wait() -> None:
+    """Two places and four requests of one call: no one's second start waits for the others."""
+    loop = VllmLoop(partial(StandIn, max_num_seqs=2), Serving(version=1), max_waiting=8)
+    asked = loop.submit([ask(n) for n in (10**9, 10**9, 3, 3)], alone=False)
+    until(lambda: loop.call(lambda: len(loop._running)) == 2)
+    loop.call(lambda: setattr(loop.serving, "paused", "restart"))
+    loop.call(loop.restart_running)
+    push(loop, 2)
+    pause(loop, None)
+    until(lambda: loop.call(lambda: len(loop._running)) == 2)
+    assert [each.name is not None for each in asked] == [True, True, False, False]
+    loop.cancel(lambda each: each is asked[0])
+    until(lambda: all(each.answer.done() for each in asked[2:]))
+    assert not asked[1].answer.done()
+    loop.cancel(lambda each: each is asked[1])
+    for each in asked:
+        done = each.answer.result(SOON_S)
+        assert set(done.weight_versions) <= {2}, "sampled from its first token"
+        assert done.token_ids.tolist() == list(range(len(done.token_ids)))
+    loop.close()
+
+
+def test_what_is_restarted_was_not_answered_and_is_late_at_its_old_time() -> None:
+    loop = VllmLoop(StandIn, Serving(version=1), max_waiting=8)
+    (late,) = loop.submit([ask(10**9, timeout_s=0.2)], alone=False)
+    until(lambda: loop.call(lambda: bool(loop._running)))
+    loop.call(loop.restart_running)
+    assert not late.answer.done()
+    assert late.answer.result(SOON_S).finish_reason == "timeout"
+    loop.close()
+
+
+def test_preemptions_are_those_that_vllm_makes_for_want_of_room() -> None:
+    """Neither those of a push, nor without those of requests that end between two looks."""
+    loop = VllmLoop(StandIn, Serving(version=1), max_waiting=8)
+    (first,) = loop.submit([ask(10**9)], alone=False)
+    until(lambda: loop.call(lambda: bool(loop._running)))
+    loop.call(loop.llm.preempt_all)
+    pause(loop, "recompute")
+    push(loop, 2)
+    loop.call(loop.llm.preempt_all)
+    loop.cancel(lambda each: each is first)
+    pause(loop, None)
+    loop.submit([ask(1)], alone=False)[0].answer.result(SOON_S)
+    until(lambda: loop.load.running == 0)
+    assert loop.load.preemptions == 2
+    loop.close()
+
+
+def test_what_a_dead_attempt_has_asked_is_given_back_also_what_comes_later(loop: VllmLoop) -> None:
+    """Its batch runs alone, and more of it waits, here and at the door."""
+    batch = loop.submit([ask(10**9, id="run/1")] * 2, alone=True)
+    waiting = loop.submit([ask(3, id="run/1"), ask(3, id="other/1"), ask(3)], alone=False)
+    until(lambda: bool(loop.llm.entered))
+    assert loop.answer_only("run", "2") == 3
+    late = loop.submit([ask(3, id="run/1")], alone=True)
+    late += loop.submit([ask(3, id="run/1"), ask(3, id="run/2")], alone=False)
+    reasons = [each.answer.result(SOON_S).finish_reason for each in (*batch, *waiting, *late)]
+    assert reasons == ["cancelled"] * 3 + ["length"] * 2 + ["cancelled"] * 2 + ["length"]
+    assert (loop.load.queued, loop.load.running) == (0, 0)
+    loop.submit([ask(1)] * 8, alone=False)  # all places are free again, or this would wait
+
+
+def test_a_step_that_hangs_is_seen_and_one_that_waits_for_work_is_not(loop: VllmLoop) -> None:
+    time.sleep(0.05)
+    assert loop.progress.stalled_s() == 0.0
+    goes_on, step = threading.Event(), loop.llm.llm_engine.step
+
+    def hangs() -> list[Any]:
+        goes_on.wait(SOON_S)
+        return step()
+
+    loop.llm.llm_engine.step = hangs
+    (asked,) = loop.submit([ask(1)], alone=True)
+    until(lambda: loop.progress.stalled_s() > 0.1)
+    goes_on.set()
+    asked.answer.result(SOON_S)
+    until(lambda: loop.progress.stalled_s() == 0.0)
+
+
+def test_the_load_of_a_stretch_is_that_since_the_one_before(loop: VllmLoop) -> None:
+    loop.stretch()
+    pause(loop, "keep")
+    asked = loop.submit([ask(5)] * 5, alone=False)
+    until(lambda: loop.load.queued == 5)
+    pause(loop, None)
+    for each in asked:
+        each.answer.result(SOON_S)
+    busy = loop.stretch()
+    assert (busy.queued_max, busy.running_max) == (5, 3)
+    assert 0.0 < busy.queued_mean <= 5
+    time.sleep(0.1)
+    (asked,) = loop.submit([ask(1)], alone=False)
+    asked.answer.result(SOON_S)
+    begin, end = loop.stretch().idle[-1]
+    assert 0.1 <= end - begin < SOON_S
 
 
 def test_a_batch_that_runs_alone_enters_alone_and_what_joins_fills_the_room(loop: VllmLoop) -> None:

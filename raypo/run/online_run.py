@@ -1,0 +1,451 @@
+"""What online runs share besides what all runs do: sampling, judging, pushes, evaluation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+
+from raypo.cluster.actors import survivors
+from raypo.cluster.messenger import MonitorClient
+from raypo.collectives import Workers, as_tensor
+from raypo.config import OnlineConfig, functions_of
+from raypo.custom.loader import load_function
+from raypo.data.mixing import few_rows_notes, mix_of
+from raypo.data.prompts import load_prompts
+from raypo.data.stream import PromptStream
+from raypo.learner.learner import Learner
+from raypo.metrics.clock import Span
+from raypo.metrics.process_memory import peak_memory
+from raypo.models.loading import load_tokenizer, stop_token_ids
+from raypo.plan.estimate import Models
+from raypo.rewards.functions import (
+    close_function,
+    evaluation_function,
+    open_function,
+    open_remote,
+)
+from raypo.rewards.scoring import RewardFunction
+from raypo.rollout.accounts import Ledger
+from raypo.rollout.ahead import RolloutsAhead, RolloutsInTurn
+from raypo.rollout.asking import Ask, PushAgain, Sampler, ask, ask_together
+from raypo.rollout.collect import Sampling
+from raypo.rollout.episodes import open_episodes
+from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.rollout.judges import Judges, Judging
+from raypo.run.engines_load import EnginesLoad, idle_spans
+from raypo.run.handles import EngineHandle
+from raypo.run.phases import OffloadingLearner, Phase, Phases
+from raypo.run.rollout_metrics import sample_row
+from raypo.run.run import Run, Saveable, log_path
+from raypo.run.services import Services, start_deployments
+from raypo.run.setup import Runtime
+from raypo.run.utilization import models_of
+from raypo.storage.run_files import RunFiles
+from raypo.tracking.trace import note_call
+from raypo.types import Prompt, ScoredRollout
+from raypo.weight_sync.push import Probe, PushedLearner, open_transport, push_adapter, push_weights
+from raypo.weights.transport import ObjectTransport, Transport
+
+AnyOnline = TypeVar("AnyOnline", bound=OnlineConfig)
+
+NUM_PROBES = 2
+
+
+class OnlineLearner(PushedLearner, OffloadingLearner, Saveable, Protocol):
+    """What an online run asks of its learner, besides updates."""
+
+
+@dataclass
+class OnlineRun(Run[AnyOnline]):
+    """One worker's view of a run that trains on what engines sample; all call every method."""
+
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    stream: PromptStream
+    held_out: Sequence[Prompt]
+    reward_function: RewardFunction | None
+    reward_servers: RewardFunction | None
+    eval_function: RewardFunction | None
+    sampling: Sampling
+    transport: Transport
+    models: Models | None
+    """Their shapes, for the arithmetic that they need; None where they are not known."""
+    rollouts: RolloutsInTurn | RolloutsAhead
+    """Where those of the steps come from."""
+    attempt: str
+    """Which attempt of the run this is; engines may outlive one."""
+    push_again: PushAgain | None = None
+    """The last push once more, for the case that no engine is left that has it; where rollouts are
+    collected while the learner updates it is None, for its weights are then of no version."""
+    pushes: Pushes | None = None
+    """Where requests stay under way while weights are pushed: who asks anew waits for their end."""
+    _engines_load: EnginesLoad = field(default_factory=EnginesLoad)
+    _phases: Phases | None = None
+    _elsewhere: frozenset[str] = frozenset()
+    """Roles that do not live beside these workers."""
+
+    @classmethod
+    def prepare(
+        cls,
+        config: AnyOnline,
+        runtime: Runtime,
+        workers: Workers,
+        files: RunFiles,
+        tell: MonitorClient,
+    ) -> Self:
+        """The run with its prompts read and its functions loaded."""
+        for key, path in config.own_functions.items():
+            load_function(path, key=key)  # what is wrong with it ends the run here
+        tokenizer = load_tokenizer(config.model.policy)
+        loaded = load_prompts(config.data, tokenizer)
+        if loaded.num_skipped:
+            tell.message(
+                f"{loaded.num_skipped} of {loaded.num_skipped + len(loaded.prompts)} prompts are "
+                f"longer than data.max_prompt_tokens ({config.data.max_prompt_tokens}) and skipped"
+            )
+        per_step = config.rollout.prompts_per_step
+        for note in few_rows_notes(config.data, loaded.sizes, per_step):
+            tell.message(note)
+        held_out: Sequence[Prompt] = []
+        if config.eval.prompts:
+            section = config.data.model_copy(update={"prompts": config.eval.prompts})
+            held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
+        stop = stop_token_ids(config.model.policy, tokenizer)
+        episodes = open_episodes(config, config.model.policy, tokenizer, stop)
+        log = log_path(files, workers)
+        reward_function = open_function(
+            config.reward, runtime.reward_fn, functions_of(config.data.prompts), log=log
+        )
+        if reward_function is not None and config.reward.processes:
+            tell.message(f"what the reward function prints in its processes: {log}")
+        attempt = workers.broadcast(uuid.uuid4().hex)
+        mix = mix_of(config.data, loaded.sizes, per_step)
+        stream = PromptStream(loaded.prompts, seed=config.seed, mix=mix)
+        return cls(
+            config,
+            runtime,
+            workers,
+            files,
+            tell,
+            tokenizer=tokenizer,
+            prompts=loaded.prompts,
+            stream=stream,
+            rollouts=_rollouts(config, stream, workers),
+            attempt=attempt,
+            pushes=Pushes() if config.rollout.has_requests_in_flight else None,
+            held_out=held_out,
+            reward_function=reward_function,
+            reward_servers=open_remote(config.reward),
+            eval_function=evaluation_function(config.eval, None if episodes else reward_function),
+            sampling=Sampling.of(
+                config.rollout,
+                stop_token_ids=stop,
+                seed=config.seed,
+                samples_per_prompt=config.rollout.samples_per_prompt,
+                adapter=runtime.name if config.pushes_adapter else None,
+                owner=f"{runtime.name}/{attempt}",
+                priority=None if config.rollout.has_requests_in_flight else 0,
+                episodes=episodes,
+            ),
+            transport=open_transport(
+                config.rollout.engine,
+                colocated=config.placement.group_of("engine") == "colocated",
+                share_gpus=config.engines_share_gpus,
+                kept=config.pushes_adapter,
+            ),
+            models=models_of(config),
+        )
+
+    def start_services(self) -> Services:
+        """Start engines and frozen models; on GPU they are up before the learner is."""
+        self.tell.phase("starting the engine and the frozen models")
+        services = start_deployments(
+            self.config,
+            self.name,
+            self.workers,
+            logs_dir=str(self.files.logs_dir),
+            dedicated=self.runtime.dedicated,
+            shared=self.runtime.shared,
+        )
+        self._elsewhere = services.elsewhere
+        if torch.cuda.is_available():
+            services.wait(self.config.placement.timeout_s)
+        shares_gpus = torch.cuda.is_available() and "engine" not in services.elsewhere
+        self._phases = Phases(
+            self.workers,
+            offloads=shares_gpus and self.config.rollout.engine.sleep,
+            engines=services.engine,
+            frozen=tuple(each for role, each in services.frozen if role not in services.elsewhere),
+        )
+        return services
+
+    def enter(self, phase: Phase, *, before_push: bool = False) -> None:
+        """Go on to a phase of the step together; on shared GPUs memory changes hands.
+
+        Where rollouts are collected ahead there are no phases: engines share nothing.
+
+        Args:
+            before_push: All is sampled that is sampled before the next push.
+        """
+        if self.is_ahead:
+            return
+        assert self._phases is not None, "phases begin when the services have started"
+        is_replaced = before_push and not self.config.pushes_adapter
+        self._phases.enter(phase, before_push=is_replaced)
+
+    def close(self) -> None:
+        """Close what is open; safe to call in any state."""
+        if isinstance(self.rollouts, RolloutsAhead):
+            self.rollouts.close()
+        close_function(self.reward_function)
+        if self.sampling.episodes:
+            self.sampling.episodes.close()
+        super().close()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether rollouts are collected while the learner updates."""
+        return isinstance(self.rollouts, RolloutsAhead)
+
+    def sampler(self, services: Services) -> Sampler:
+        """Who samples responses."""
+        if self.pushes or services.joins:
+            return EnginesInFlight(services.engine, self.pushes or Pushes())
+        return services.engine
+
+    def asks(self, services: Services, workers: Workers) -> Ask:
+        """How engines are asked for a batch: an engine of several workers, by all of them at once.
+
+        Args:
+            workers: Who asks at the same time.
+        """
+        if services.shared_engine and not self.pushes and not services.joins:
+            return partial(ask_together, engine=services.engine, workers=workers)
+        return partial(ask, engine=self.sampler(services))
+
+    def judges(self, services: Services) -> Judges:
+        """Who scores this run's responses."""
+        return Judges.of(
+            self.reward_function,
+            tuple(services.rewards.values()),
+            servers=self.reward_servers,
+            reward=self.config.reward,
+            model=self.config.model,
+        )
+
+    def judging(self, services: Services) -> Judging:
+        """A batch's way to its scores and reference log-probs."""
+        models_apart = all(role in services.elsewhere for role, _ in services.frozen)
+        return Judging(self.judges(services), services.reference, models_apart=models_apart)
+
+    @property
+    def pushing(self) -> Workers:
+        """Those that have the policy."""
+        return self.workers
+
+    def push_weights(
+        self, learner: OnlineLearner, services: Services, *, version: int
+    ) -> dict[str, float]:
+        """The learner's weights to the engines; their version is the step that made them."""
+        engine = services.engine
+        if version == self.last_step:  # the first push of this attempt
+            self.tell.phase("waiting for the engine")
+            services.wait(self.config.placement.timeout_s)
+            if self.workers.rank == 0:  # what an attempt before it has asked dedicated engines
+                survivors(engine.pinned().answer_only.on_all(self.name, self.attempt))
+        if not self.is_ahead:
+            self.push_again = PushAgain(
+                lambda: self.push_weights(learner, services, version=version), self.workers
+            )
+        config = self.config
+        probe = Probe(
+            prompts=[prompt.token_ids for prompt in islice(self.prompts, NUM_PROBES)],
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.trained_temperature,
+            dtype=config.model.dtype,
+            seed=config.seed,
+            joins=self.pushes is not None or services.joins,
+        )
+        self.enter(Phase.LEARN)
+        self.enter(Phase.PUSH)
+        figures: dict[str, float] = {}
+        if isinstance(self.rollouts, RolloutsAhead):
+            asked = time.perf_counter()
+            self.rollouts.settle()
+            figures["perf/wait_for_engines_s"] = time.perf_counter() - asked
+        if self.workers.rank == 0:
+            figures |= self._load(engine)
+        with self.pushes.push() if self.pushes else nullcontext():
+            figures |= self._push(learner, services, version=version, probe=probe)
+            self.enter(Phase.GENERATE)
+            figures |= self._memory(services)  # an engine tells it between two steps
+        if isinstance(self.rollouts, RolloutsAhead):
+            self.rollouts.arrived(version)
+        return figures
+
+    def _load(self, engine: EngineHandle) -> dict[str, float]:
+        """`perf/engine_*` since the push before; when they had nothing to do, in the timeline."""
+        up, stretches = engine.pinned(), {}
+        for name, answer in zip(up.names, up.stretch.on_all(), strict=True):
+            for told in survivors([answer]):
+                stretches[name] = told
+        for name, begin, end in idle_spans(stretches):
+            note_call(name, "idle", begin, end)
+        return self._engines_load.figures(stretches)
+
+    def before_saving(self) -> None:
+        """The learner is whole on its devices when it is saved."""
+        self.enter(Phase.LEARN)
+
+    def _push(
+        self, learner: OnlineLearner, services: Services, *, version: int, probe: Probe
+    ) -> dict[str, float]:
+        engine = services.engine
+        common: dict[str, Any] = {
+            "version": version,
+            "probe": probe,
+            "workers": self.pushing,
+            "on_arrival": lambda: self._go_on(engine),
+        }
+        if self.pushes and self.workers.rank == 0:
+            survivors(engine.pinned().pause.on_all(self.config.rollout.in_flight))
+        if not self.config.pushes_adapter:
+            return push_weights(learner, engine, transport=self.transport, **common)
+        assert isinstance(learner, Learner), "the other recipes refuse it"
+        assert isinstance(self.transport, ObjectTransport), "`open_transport` keeps what is pushed"
+        return push_adapter(
+            learner,
+            engine,
+            name=self.name,
+            transport=self.transport,
+            engines_have_base=services.in_pool,
+            **common,
+        )
+
+    def _go_on(self, engine: EngineHandle) -> None:
+        """The weights have arrived: engines are awake for the probe, and what is in flight goes on.
+
+        One that was lost meanwhile and was started again was not told to pause.
+        """
+        self.enter(Phase.PROBE)
+        if self.pushes and self.workers.rank == 0:
+            survivors(engine.pinned().resume.on_all())
+
+    def _write_rollouts(
+        self, step: int, mine: list[dict[str, Any]], *, held_out: bool = False
+    ) -> None:
+        shares = self.workers.gather_first(mine)
+        if self.workers.rank == 0:
+            rows = [row for share in shares for row in share]
+            rows.sort(key=lambda row: (row["group_index"], row["sample_index"], row["row_index"]))
+            self.files.write_rollouts(step, rows, held_out=held_out)
+
+    def evaluate_before_first_update(self, services: Services) -> None:
+        """The held-out score that the run starts from; it stands in the first step's metrics."""
+        if self.last_step == 0 and self.held_out:
+            self.tell.phase("evaluating the policy as it is")
+            figures = self._evaluate(services, step=0)
+            self.note_initial(figures)
+            self.tell.message(f"before the first update: eval {figures['eval/score_mean']:+.3f}")
+
+    def evaluate_when_due(self, step: int, services: Services) -> dict[str, float]:
+        """The held-out score after a step that has an evaluation, else nothing."""
+        is_due = step % self.config.eval.every == 0 or step == self.config.num_steps
+        return self._evaluate(services, step=step) if is_due and self.held_out else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The data cursor."""
+        return {"stream": self.rollouts.position()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.stream.load_state_dict(state["stream"])
+        if self.workers.rank == 0:  # unless `restore_share` finds what became of it
+            lost = int(state.get("metrics", {}).get("rollout/samples_carried", 0))
+            self.rollouts.ledger = Ledger(carried=lost, lost=lost)
+
+    def finish(self) -> dict[str, Any]:
+        """As of all runs; says what was sampled for steps that do not come."""
+        if self.stopped and (left := self.workers.sum(as_tensor(self.rollouts.ledger.carried))):
+            self.tell.message(f"{int(left)} samples were asked for ahead and are not trained")
+        return super().finish()
+
+    def save_share(self, directory: Path) -> None:
+        """The rollouts that were collected ahead."""
+        if isinstance(self.rollouts, RolloutsAhead):
+            self.rollouts.save(directory, self.workers)
+
+    def spans_beside(self) -> list[Span]:
+        """What was collected ahead meanwhile."""
+        return self.rollouts.spans() if isinstance(self.rollouts, RolloutsAhead) else []
+
+    def restore_share(self, directory: Path) -> None:
+        """See `save_share`."""
+        if isinstance(self.rollouts, RolloutsAhead):
+            self.rollouts.restore(directory, self.workers)
+
+    def _memory(self, services: Services) -> dict[str, float]:
+        """`perf/memory_<role>_gb` of each role's largest process or replica, and of its GPU.
+
+        It stands after a push, so a step's figures lack what its own evaluation takes.
+        """
+        by_role = {"learner": self.workers.gather(peak_memory())}
+        if self.workers.rank == 0:
+            by_role |= services.peak_memory()
+            by_role["driver"] = self.tell.driver_memory()
+        return {
+            f"perf/{kind}_{role}_gb": max(each[kind] for each in peaks if kind in each)
+            for role, peaks in by_role.items()
+            for kind in sorted({kind for each in peaks for kind in each})
+        }
+
+    def _evaluate(self, services: Services, *, step: int) -> dict[str, float]:
+        def keep(scored: list[ScoredRollout]) -> None:
+            self._write_rollouts(step, [sample_row(each) for each in scored], held_out=True)
+
+        judges = self.judges(services)
+        if self.eval_function is not None:  # only the reward models are asked besides
+            judges = replace(judges, function=None, servers=None)
+        self.enter(Phase.GENERATE)
+        return evaluate_policy(
+            self.held_out,
+            self.sampler(services),
+            self.tokenizer,
+            self.eval_function,
+            section=self.config.eval,
+            sampling=self.sampling,
+            workers=self.workers,
+            judges=judges,
+            push_again=self.push_again,
+            asks=self.asks(services, self.workers),
+            before_judging=lambda: self.enter(Phase.SCORE),
+            keep=keep,
+        )
+
+
+def _rollouts(
+    config: OnlineConfig, stream: PromptStream, workers: Workers
+) -> RolloutsInTurn | RolloutsAhead:
+    section = config.rollout
+    if section.mode == "sync":
+        return RolloutsInTurn(stream, section.samples_per_prompt, workers)
+    return RolloutsAhead(
+        stream,
+        prompts_per_step=section.prompts_per_step,
+        samples_per_prompt=section.samples_per_prompt,
+        max_staleness=section.staleness,
+        overlaps=section.has_requests_in_flight,
+        settles=section.mode == "one_step_off",
+        num_steps=config.num_steps,
+        workers=workers.beside(),
+    )

@@ -1,0 +1,87 @@
+"""Whether somebody who is at work gets on, and how much there was to do."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from raypo.serving.requests import Stretch
+
+IDLE_S = 0.05
+"""Shorter times without work are not told one by one."""
+
+
+@dataclass
+class Progress:
+    """When one that is at work last got on: written by its thread, read by any."""
+
+    _since: float | None = None
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While something is to be done."""
+        self.step()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def step(self) -> None:
+        """A part of it is done."""
+        self._since = time.monotonic()
+
+    def stalled_s(self) -> float:
+        """Seconds that the part that is under way has taken; 0 where there is nothing to do."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+
+@dataclass
+class Meter:
+    """Means and peaks of an engine's load, and its idle times, since they were last taken."""
+
+    _at: float = field(default_factory=lambda: time.monotonic())
+    _since: float = field(default_factory=lambda: time.monotonic())
+    _sums: dict[str, float] = field(default_factory=dict)
+    _peaks: dict[str, float] = field(default_factory=dict)
+    _now: dict[str, float] = field(default_factory=dict)
+    _idle: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=1000))
+
+    def note(self, *, queued: float, running: float, kv_cache: float) -> None:
+        """From now on the load is this."""
+        self._add_up()
+        self._now = loads = {"queued": queued, "running": running, "kv_cache": kv_cache}
+        for name, load in loads.items():
+            self._peaks[name] = max(load, self._peaks.get(name, 0.0))
+
+    def note_idle(self, seconds: float) -> None:
+        """There was nothing to do until now."""
+        if seconds > IDLE_S:
+            now = time.time()
+            self._idle.append((now - seconds, now))
+
+    def take(self) -> Stretch:
+        """Of the time since this was last called."""
+        self._add_up()
+        seconds = self._at - self._since
+        told = {
+            f"{name}_{kind}": value
+            for name in self._now
+            for kind, value in (
+                ("mean", self._sums.get(name, 0.0) / seconds if seconds else self._now[name]),
+                ("max", self._peaks[name]),
+            )
+        }
+        stretch = Stretch(**told, idle=tuple(self._idle))
+        self._since, self._sums, self._peaks = self._at, {}, dict(self._now)
+        self._idle.clear()
+        return stretch
+
+    def _add_up(self) -> None:
+        now = time.monotonic()
+        for name, load in self._now.items():
+            self._sums[name] = self._sums.get(name, 0.0) + load * (now - self._at)
+        self._at = now

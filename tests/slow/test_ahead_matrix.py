@@ -1,0 +1,249 @@
+"""Asynchronous runs in their combinations, on real engines: every sample has one fate, every token
+keeps the bound, whatever is slow, fails or is killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import ray
+from ray.exceptions import RayActorError
+from ray.train import FailureConfig, RunConfig
+
+from raypo import PPOConfig, PPOTrainer, Rollout
+from raypo.cluster.connect import connect
+from raypo.config import ClusterSection
+from raypo.deployment.spec import Request
+from raypo.serving.requests import Load
+from raypo.storage.summary import FATES
+from tests.integration.task import REPOSITORY, digit_share, kill_train_workers, read_metrics
+from tests.integration.test_ppo_run import wait_for_steps
+
+pytestmark = pytest.mark.usefixtures("ray_of_six")
+
+NUM_STEPS, STALENESS = 6, 2
+SAMPLES = 32
+"""Of a step."""
+TWO_OF_EACH: dict[str, Any] = {"learner.num_workers": 2, "rollout.engine.count": 2}
+
+
+@pytest.fixture(scope="module")
+def ray_of_six() -> Iterator[None]:
+    """As `local_ray`, with CPUs for several workers beside several engines."""
+    before = ray.is_initialized()
+    ray.shutdown()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"CPU": 6}))
+        environment.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
+        connect(ClusterSection())
+        assert ray.cluster_resources()["CPU"] == 6
+        yield
+        ray.shutdown()
+    if before:
+        connect(ClusterSection())
+
+
+def run(
+    task: Path,
+    name: str,
+    disturb: Callable[[Path], None] | None = None,
+    reward: Callable[[list[Rollout]], list[float | None]] | None = None,
+    **changes: Any,
+) -> tuple[Path, list[dict[str, Any]]]:
+    """Its folder and its metrics; what disturbs it has to come to its end before the run does."""
+    keys = {
+        "num_steps": NUM_STEPS,
+        "placement.mode": {"engine": "dedicated"},
+        "rollout.mode": "async",
+        "rollout.max_staleness": STALENESS,
+        "rollout.max_new_tokens": 100,
+        "rollout.engine.extra": {"max_num_seqs": 4},  # so that requests meet pushes, and wait
+        "eval.prompts": None,
+    }
+    config = PPOConfig.load(task, {**keys, **changes})
+    folder, ended = task.parent / "runs" / name, []
+
+    def disturbs() -> None:
+        assert disturb is not None
+        disturb(folder)
+        ended.append(len(read_metrics(folder)))
+
+    beside = threading.Thread(target=disturbs, daemon=True)
+    if disturb is not None:
+        beside.start()
+    settings = RunConfig(name=name, failure_config=FailureConfig(max_failures=2))
+    result = PPOTrainer(config, reward_fn=reward, run_config=settings).fit()
+    assert result.return_value == {"status": "finished", "step": NUM_STEPS}
+    if disturb is not None:
+        beside.join(timeout=10)
+        assert ended, "the run came to its end before it was disturbed"
+        assert ended[0] < NUM_STEPS
+    return folder, read_metrics(folder)
+
+
+def groups(folder: Path) -> list[list[int]]:
+    """Of each step, the draws that it trains, each once, in the order of the file."""
+    steps = []
+    for step in range(1, NUM_STEPS + 1):
+        table = pq.read_table(folder / "rollouts" / f"step_{step:05d}.parquet")
+        samples = list(
+            zip(table["group_index"].to_pylist(), table["sample_index"].to_pylist(), strict=True)
+        )
+        assert len(samples) == len(set(samples))
+        steps.append(sorted({group for group, _ in samples}))
+        for versions in table["weight_versions"].to_pylist():
+            lags = step - 1 - np.array(versions)
+            assert lags.min() >= 0
+            assert lags.max() <= STALENESS
+    flat = [group for step in steps for group in step]
+    assert len(flat) == len(set(flat)), "a prompt was trained twice"
+    return steps
+
+
+def assert_accounts_close(folder: Path, metrics: list[dict[str, Any]]) -> dict[str, int]:
+    carried = 0.0
+    for row in metrics:
+        now = {name: row.get(f"rollout/samples_{name}", 0.0) for name in ("asked", "carried")}
+        done = sum(row.get(f"rollout/samples_{fate}", 0.0) for fate in FATES)
+        assert done == row["rollout/samples_sampled"]
+        assert carried + now["asked"] == done + now["carried"]
+        carried = now["carried"]
+    totals: dict[str, int] = json.loads((folder / "summary.json").read_text())["samples"]
+    assert totals["sampled"] == sum(totals[name] for name in (*FATES, "carried"))
+    return totals
+
+
+def all_draws(steps: list[list[int]]) -> list[int]:
+    return [group for step in steps for group in step]
+
+
+def pid_of(replica: str) -> int:
+    """Of a replica's process, once it is up."""
+    while True:
+        with suppress(RayActorError, ValueError):
+            actor: Any = ray.get_actor(replica, "raypo")
+            life: Any = ray.get(actor.where.remote())
+            return life.pid
+        time.sleep(0.2)
+
+
+def load_of(replica: str) -> Load:
+    actor: Any = ray.get_actor(replica, "raypo")
+    load = ray.get(actor.call.remote(Request("load", (), {})))
+    assert isinstance(load, Load)
+    return load
+
+
+def test_two_workers_with_two_engines_that_are_both_lost_after_a_push(task: Path):
+    """What was in flight is asked for anew, under what was pushed last."""
+
+    def kill_both(folder: Path) -> None:
+        wait_for_steps(folder, 2)
+        for number in range(2):
+            os.kill(pid_of(f"raypo:two:engine:{number}"), signal.SIGKILL)
+
+    folder, metrics = run(task, "two", kill_both, **TWO_OF_EACH)
+    steps = groups(folder)
+    assert steps == [list(range(8 * step, 8 * step + 8)) for step in range(NUM_STEPS)]
+    totals = assert_accounts_close(folder, metrics)
+    assert totals["trained"] == NUM_STEPS * 32
+    assert totals["carried"] == 0
+
+
+def test_an_adapter_that_is_pushed_beside_its_base(task: Path):
+    lora: dict[str, Any] = {
+        "model.lora": {"rank": 4, "alpha": 16, "push": "adapter"},
+        "learner.policy_lr": 1e-2,
+    }
+    folder, metrics = run(task, "adapter", **lora)
+    assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
+    assert_accounts_close(folder, metrics)
+    assert all(row["mismatch/probe_gap_max"] < 1e-3 for row in metrics)
+    assert max(row["rollout/staleness_max"] for row in metrics) > 0
+
+
+def alike_in_every_third_group(rollouts: list[Rollout]) -> list[float | None]:
+    return [
+        1.0 if rollout.group_index % 3 == 0 else float(rollout.sample_index) for rollout in rollouts
+    ]
+
+
+def test_a_filter_whose_batches_overlap_trains_the_groups_that_pass_in_their_order(task: Path):
+    filtered: dict[str, Any] = {"ppo.filter.enabled": True}
+    folder, metrics = run(task, "filter", reward=alike_in_every_third_group, **filtered)
+    drawn = all_draws(groups(folder))
+    assert drawn == [group for group in range(2 * max(drawn)) if group % 3][: 8 * NUM_STEPS]
+    totals = assert_accounts_close(folder, metrics)
+    assert totals["filtered"] == 4 * sum(group % 3 == 0 for group in range(max(drawn)))
+
+
+def fails_at_times(rollouts: list[Rollout]) -> list[float | None]:
+    scores = digit_share(rollouts)
+    return [None if r.sample_index == 3 else s for r, s in zip(rollouts, scores, strict=True)]
+
+
+def test_samples_that_get_no_score_are_failed_and_nothing_else_is_lost(task: Path):
+    failing: dict[str, Any] = {"reward.max_failed_fraction": 0.5}
+    folder, metrics = run(task, "failed", reward=fails_at_times, **failing)
+    assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
+    totals = assert_accounts_close(folder, metrics)
+    assert (totals["failed"], totals["trained"]) == (8 * NUM_STEPS, 24 * NUM_STEPS)
+
+
+def test_a_killed_worker_loses_no_sample_of_those_that_are_in_flight_and_stale(task: Path):
+    """The engine outlives it, with requests that were asked for before its last push."""
+    stale_in_flight: list[float] = []
+
+    def kill(folder: Path) -> None:
+        """At the end of step k at most one batch was asked for since the push of version k."""
+        wait_for_steps(folder, 3)
+        while not stale_in_flight:
+            load = load_of("raypo:killed:engine:0")
+            if (stale := load.queued + load.running - SAMPLES) > SAMPLES // 2:
+                stale_in_flight.append(stale)
+        kill_train_workers()
+
+    one_at_a_time: dict[str, Any] = {"rollout.engine.extra": {"max_num_seqs": 1}}
+    folder, metrics = run(task, "killed", kill, **one_at_a_time)
+    assert stale_in_flight
+    assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
+    totals = assert_accounts_close(folder, metrics)
+    assert totals["carried"] == 0
+    assert totals["trained"] == SAMPLES * NUM_STEPS
+    assert totals["asked_again"] > 0
+    assert max(row["rollout/staleness_max"] for row in metrics[3:]) > 0, "none was stale"
+
+
+def test_an_engine_that_is_slow_at_times_delays_and_changes_nothing(task: Path):
+    """Stopped and continued over and over: what it samples comes late, and of later weights."""
+
+    def slow(folder: Path) -> None:
+        pid = pid_of("raypo:slow:engine:0")
+        wait_for_steps(folder, 1)
+        while len(read_metrics(folder)) < NUM_STEPS - 2:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.5)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.5)
+
+    folder, metrics = run(task, "slow", slow)
+    assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
+    assert_accounts_close(folder, metrics)
+
+
+def test_a_critic_on_workers_of_its_own(task: Path):
+    apart: dict[str, Any] = {"learner.critic_workers": 1}
+    folder, metrics = run(task, "apart", **apart)
+    assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
+    assert_accounts_close(folder, metrics)
+    assert all("ppo/value_loss" in row for row in metrics)

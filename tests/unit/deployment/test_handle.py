@@ -1,0 +1,60 @@
+"""What a handle requires of replicas holds for all handles that were made from it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypo.deployment import handle as module
+from raypo.deployment.handle import DeploymentHandle
+from raypo.deployment.replicas import Replicas
+from raypo.deployment.spec import Deployment, Request, Required
+from raypo.rollout.collect import ask
+from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.run.handles import EngineHandle
+from raypo.serving.requests import SamplingRequest
+
+
+def handle_of_two() -> DeploymentHandle:
+    limits = Deployment("raypo:test:engine", object, {})
+    return DeploymentHandle(Replicas(limits, "raypo", 2)).preferring(0, 1)
+
+
+def test_a_push_reaches_the_handles_of_single_replicas():
+    handle = handle_of_two()
+    handle.require("hold", 1)
+    first, second = handle.each_preferred()
+    handle.require("hold", 2)
+    assert first.required == second.required == handle.required == ("hold", 2)
+    elsewhere = pickle.loads(pickle.dumps(first))
+    handle.require(None)
+    assert first.required == (None,)
+    assert elsewhere.required == ("hold", 2), "in another process it is that one's own"
+
+
+def test_who_asks_during_a_push_requires_what_was_pushed(monkeypatch: pytest.MonkeyPatch):
+    """Its handles of single engines were made before the push has come to its end."""
+    handle, pushes = handle_of_two(), Pushes()
+    asked: list[Required | None] = []
+
+    def response(replicas: Replicas, request: Request, prefer: Any) -> Any:
+        asked.append(request.required)
+        return SimpleNamespace(result=lambda: [SimpleNamespace(finish_reason="stop")])
+
+    monkeypatch.setattr(module, "Response", response)
+    requests = [SamplingRequest(np.array([5], np.int32), 4, 1.0, seed=n) for n in range(2)]
+    engines = EnginesInFlight(EngineHandle(handle), pushes)
+    asks = threading.Thread(target=ask, args=(requests, engines))
+    with pushes.push():
+        handle.require(None)
+        asks.start()
+        asks.join(0.05)
+        assert not asked
+        handle.require("hold", 2)
+    asks.join(10)
+    assert asked == [("hold", (2,))] * 2

@@ -1,0 +1,149 @@
+"""Every sample has a fate: over filters, failures, drops and resumed runs the accounts close."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypo.collectives import Workers
+from raypo.config import FilterSection, RewardSection
+from raypo.metrics.clock import Clock
+from raypo.rollout.accounts import Ledger, account_figures
+from raypo.rollout.ahead import RolloutsInTurn
+from raypo.rollout.refill import Collected, fill_step
+from raypo.storage.summary import FATES, sample_totals
+from raypo.types import ScoredRollout
+from tests.unit.learner.plain import on_workers
+from tests.unit.rollout.test_ahead import Run, assert_accounts_close
+from tests.unit.rollout.test_refill import ON, fill, prompts, rollout
+
+
+def collected(*versions: int) -> Collected:
+    scored = [
+        ScoredRollout(replace(rollout(0, number), weight_version=version), 1.0, {})
+        for number, version in enumerate(versions)
+    ]
+    return Collected(scored, scored, 0, {"rollout/samples_trained": float(len(scored))})
+
+
+def test_a_sample_of_which_no_token_is_new_enough_is_dropped_and_not_trained():
+    """At step 6 the newest weights are of version 5, and what is of version 3 or older is stale."""
+    scored = collected(5, 4, 3, 2)
+    late = replace(scored.scored[3].rollout, later_versions=((2, 4),))  # its last token is not
+    scored.trained[3] = replace(scored.scored[3], rollout=late)
+    figures = account_figures((4, 0, 0), scored, Workers(), step=6, max_staleness=1)
+    assert figures["rollout/samples_dropped"] == 1
+    assert figures["rollout/samples_trained"] == 3
+
+
+def test_conversations_of_an_episode_are_one_sample_and_dropped_only_together():
+    both = collected(1, 5)
+    second = replace(both.scored[1].rollout, sample_index=0, row_index=1)
+    both.trained[1] = replace(both.scored[1], rollout=second)
+    figures = account_figures((1, 0, 0), both, Workers(), step=6, max_staleness=1)
+    assert figures["rollout/samples_dropped"] == 0
+
+
+def test_what_was_lost_at_a_checkpoint_is_asked_for_again_first():
+    ledger = Ledger(carried=12, lost=8)
+    ledger.ask(6)
+    ledger.ask(6)
+    assert ledger.counts() == (4, 8, 16)
+    ledger.take(collected(0, 0, 0, 0))
+    assert ledger.counts() == (0, 0, 12)
+
+
+@given(
+    max_staleness=st.integers(0, 3),
+    drops_from=st.sampled_from([None, 0, 1]),
+    killed_after=st.integers(1, 5),
+    fates=st.lists(st.sampled_from(["passes", "is alike", "fails"]), min_size=3, max_size=9),
+    max_refills=st.sampled_from([0, 2]),
+)
+@settings(max_examples=20, deadline=None)
+def test_accounts_close_in_every_step_and_over_a_run_that_was_killed(
+    tmp_path_factory,
+    max_staleness: int,
+    drops_from: int | None,
+    killed_after: int,
+    fates: list[str],
+    max_refills: int,
+):
+    class Judged(Run):
+        def scored(self, draws, clock, workers):
+            def judge(each: ScoredRollout) -> float:
+                sample, group = each.rollout.sample_index, each.rollout.group_index
+                fate = fates[group % len(fates)]
+                return {"passes": sample, "is alike": 1.0}.get(fate, math.nan if sample else 1.0)
+
+            scored = super().scored(draws, clock, workers)
+            return [replace(each, score=float(judge(each))) for each in scored]
+
+    def new() -> Run:
+        run = Judged(
+            max_staleness=max_staleness,
+            num_steps=6,
+            passes=lambda group: True,
+            max_refills=max_refills,
+            sampling_s=lambda group: 0.002 * (group % 2),
+        )
+        run.max_staleness_trained = drops_from
+        return run
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    first, second = new(), new()
+    first.go(until=killed_after)
+    first.ahead.save(folder, first.workers)
+    first.ahead.close()
+    second.version = second.last_step = killed_after
+    second.ahead.restore(folder, second.workers)
+    second.go()
+    second.ahead.close()
+    rows = first.figures + second.figures
+    assert_accounts_close(rows)
+    totals = sample_totals([{"step": step} | row for step, row in enumerate(rows, start=1)])
+    assert totals["sampled"] == sum(totals[name] for name in (*FATES, "carried"))
+
+
+def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
+    def two(workers: Workers) -> list[dict[str, float]]:
+        stream, figures = prompts(), []
+        rollouts = RolloutsInTurn(stream, 2, workers)
+
+        def scored(draws, clock, workers):
+            return [
+                ScoredRollout(rollout(draw.group_index, n), float(n * (draw.group_index % 3)), {})
+                for draw in draws
+                for n in range(2)
+            ]
+
+        def fill_it(scored_rollouts, workers) -> Collected:
+            return fill_step(
+                scored_rollouts,
+                prompts_per_step=4,
+                section=ON,
+                reward=RewardSection(),
+                workers=workers,
+            )
+
+        rollouts.begin(scored, fill_it, last_step=0)
+        for step in range(1, 4):
+            taken = rollouts.take(step, Clock())
+            accounts = account_figures(
+                rollouts.counts(), taken, workers, step=step, max_staleness=None
+            )
+            figures.append(taken.figures | accounts)
+        return figures
+
+    for figures in on_workers(2, two):
+        assert_accounts_close(figures)
+        assert [row["rollout/samples_carried"] for row in figures] == [0.0] * 3
+        assert sum(row["rollout/samples_filtered"] for row in figures) > 0
+
+
+def test_sampled_is_the_batch_of_the_step():
+    step = fill(lambda group: (0.0, 1.0), section=FilterSection())
+    assert step.figures["rollout/samples_sampled"] == len(step.scored)

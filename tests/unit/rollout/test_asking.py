@@ -1,0 +1,164 @@
+"""Whom a worker asks for what, and what it hears before all has come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raypo.collectives import Workers
+from raypo.data.stream import Draw
+from raypo.rollout.asking import ask, ask_together
+from raypo.rollout.collect import Sampling, sample
+from raypo.serving.requests import Completion, SamplingRequest
+from raypo.types import Prompt, Rollout
+from tests.stand_ins import Lossy
+from tests.unit.learner.plain import on_workers
+
+PROMPT = np.array([5], np.int32)
+
+
+def request(seed: int) -> SamplingRequest:
+    return SamplingRequest(PROMPT, 4, 1.0, seed=seed)
+
+
+def completion(seed: int) -> Completion:
+    return Completion(np.array([seed], np.int32), np.zeros(1, np.float32), "stop", 0)
+
+
+@dataclass
+class Fleet:
+    """Engines that work on a call once, whoever makes it; answers are the requests' seeds."""
+
+    lots: dict[str, list[int]] = field(default_factory=dict)
+    """By the id of the call and the engine's number, what was asked."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass
+class Engines:
+    """As one worker sees them."""
+
+    fleet: Fleet
+    preferred: tuple[int, ...]
+    id: str = ""
+    part: Sequence[int] = ()
+
+    @property
+    def generate(self) -> Engines:
+        return self
+
+    def each_preferred(self) -> list[Engines]:
+        return [Engines(self.fleet, (number,)) for number in self.preferred]
+
+    def known_as(self, id: str, part: Sequence[int]) -> Engines:
+        return Engines(self.fleet, self.preferred, id, part)
+
+    def remote(self, requests: list[SamplingRequest]) -> Pending:
+        seeds = [each.seed for each in requests]
+        with self.fleet.lock:
+            assert self.fleet.lots.setdefault(self.id, seeds) == seeds, "one id, two lots"
+        return Pending([completion(seeds[place]) for place in self.part])
+
+
+@dataclass
+class Pending:
+    completions: list[Completion]
+
+    def result(self) -> list[Completion]:
+        return self.completions
+
+    def news(self) -> dict[int, Completion]:
+        return {}
+
+
+def seeds(answers: Sequence[Completion]) -> list[int]:
+    return [int(each.token_ids[0]) for each in answers]
+
+
+def together(workers: Workers, fleet: Fleet, own: Sequence[tuple[int, ...]], count: int):
+    """Each worker asks for as many responses as its rank says, and `count` more."""
+    requests = [request(10 * workers.rank + number) for number in range(workers.rank + count)]
+    answers = ask_together(requests, Engines(fleet, own[workers.rank]), workers=workers)
+    assert seeds(answers) == [each.seed for each in requests]
+    return len(answers)
+
+
+def test_what_all_workers_ask_an_engine_is_one_lot_in_the_order_of_their_ranks():
+    fleet = Fleet()
+    on_workers(3, lambda workers: together(workers, fleet, [(0,), (0,), (0,)], 1))
+    assert list(fleet.lots.values()) == [[0, 10, 11, 20, 21, 22]]
+
+
+def test_workers_with_engines_of_their_own_share_the_others():
+    """Two engines: workers 0 and 1 have one each, worker 2 has both."""
+    fleet = Fleet()
+    on_workers(3, lambda workers: together(workers, fleet, [(0,), (1,), (0, 1)], 2))
+    by_engine = {id.rpartition(":")[2]: lot for id, lot in fleet.lots.items()}
+    assert by_engine == {"(0,)": [0, 1, 20, 21], "(1,)": [10, 11, 12, 22, 23]}
+
+
+def test_a_worker_without_prompts_asks_with_the_others_and_gets_nothing():
+    fleet = Fleet()
+    counts = on_workers(2, lambda workers: together(workers, fleet, [(0,), (0,)], 0))
+    assert counts == [0, 1]
+    assert list(fleet.lots.values()) == [[10]]
+
+
+@dataclass
+class Slow:
+    """An engine whose responses come one by one, when a test says so."""
+
+    come: list[int] = field(default_factory=list)
+    has_ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def generate(self) -> Slow:
+        return self
+
+    def each_preferred(self) -> list[Slow]:
+        return [self]
+
+    def remote(self, requests: list[SamplingRequest]) -> Slow:
+        self.count = len(requests)
+        return self
+
+    def news(self) -> dict[int, Completion]:
+        """All that have come, each time anew, as an engine's that was started again."""
+        return {place: completion(100 + place) for place in self.come}
+
+    def result(self) -> list[Completion]:
+        assert self.has_ended.wait(10)
+        return [completion(200 + place) for place in range(self.count)]
+
+
+def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_were():
+    engine, heard = Slow(), list[list[Rollout]]()
+    draws = [Draw(draw, Prompt(draw, "p", PROMPT)) for draw in range(3)]
+    sampling = Sampling(2, 4, 1.0, 1.0, (), seed=0)
+    some_are_heard = threading.Event()
+
+    def hear(rollouts: list[Rollout]) -> None:
+        heard.append(rollouts)
+        some_are_heard.set()
+
+    rollouts: list[Rollout] = []
+    sampling_thread = threading.Thread(
+        target=lambda: rollouts.extend(sample(draws, engine, Lossy(), sampling, heard=hear))
+    )
+    sampling_thread.start()
+    engine.come = [0, 3, 2]
+    assert some_are_heard.wait(10)
+    engine.has_ended.set()
+    sampling_thread.join(10)
+    assert [[each.group_index for each in group] for group in heard] == [[1, 1]]
+    assert [int(each.response_ids[0]) for each in rollouts] == [200, 201, 102, 103, 204, 205]
+    assert all(one is other for one, other in zip(rollouts[2:4], heard[0], strict=True))
+
+
+def test_who_does_not_listen_is_told_nothing_and_gets_all():
+    engine = Slow(has_ended=threading.Event())
+    engine.has_ended.set()
+    assert seeds(ask([request(n) for n in range(3)], engine)) == [200, 201, 202]
