@@ -41,6 +41,25 @@ class Reply:
         return {"role": "assistant", "content": self.text}
 
 
+@dataclass(frozen=True)
+class Told:
+    """A conversation in words, up to the end of one of its turns."""
+
+    words: Said
+    tools: Tools
+    """That the template told the policy of."""
+    length: int
+    """In tokens."""
+    is_open: bool
+    """Whether the turn can be gone on with as it is: it was cut off, and has a text."""
+
+    def begins(self, asked: Said, tools: Tools) -> bool:
+        """Whether what is asked goes on from here."""
+        words = self.words
+        is_first_part = type(words) is type(asked) and asked[: len(words)] == words
+        return is_first_part and tools == self.tools and (self.is_open or len(words) < len(asked))
+
+
 @dataclass
 class Recorded:
     """A conversation: what becomes one row that is trained. Ids after the prompt are in step."""
@@ -55,9 +74,8 @@ class Recorded:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """The first token of each turn, and of each change meanwhile, and the version of the weights
     that sampled it."""
-    turns: list[tuple[Said, Tools, int]] = field(default_factory=list)
-    """After each turn that was asked for in words: all that was said, with which tools, and how
-    many tokens it is."""
+    told: list[Told] = field(default_factory=list)
+    """After each turn that was asked for in words: all that was said."""
     is_busy: bool = False
 
     @property
@@ -70,9 +88,21 @@ class Recorded:
         mine = self.ids
         return not self.is_busy and len(mine) <= len(ids) and np.array_equal(mine, ids[: len(mine)])
 
-    def remember(self, said: Said, tools: Tools = None) -> None:
-        """What it is in words, its last turn among them."""
-        self.turns.append((_comparable(said), tools, len(self.ids)))
+    def remember(self, said: Said, reply: str, tools: Tools = None, **message: Any) -> None:
+        """What it is in words: what was asked, and its last turn.
+
+        Args:
+            said: What was asked.
+            reply: The turn's text, with a stop string that ended it: it is in the ids.
+            tools: That the template told of.
+            message: What else the turn's message has.
+        """
+        if isinstance(said, str):
+            words = said + reply
+        else:
+            words = [*said, {"role": "assistant", "content": reply, **message}]
+        is_open = bool(reply) and self.finish_reason == "length"
+        self.told.append(Told(_comparable(words), tools, len(self.ids), is_open))
 
     def append(self, ids: np.ndarray, completion: Completion | None) -> None:
         """What was sampled, or (None) what an environment wrote."""
@@ -140,7 +170,14 @@ class Policy:
         assert self.endpoint is not None, "only an agent is given a policy"
         return self.endpoint()
 
-    async def generate(self, prompt: Observation, *, tools: Tools = None) -> Reply:
+    async def generate(
+        self,
+        prompt: Observation,
+        *,
+        tools: Tools = None,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> Reply:
         """Sample one turn.
 
         Args:
@@ -148,16 +185,22 @@ class Policy:
                 sampled is found again in it, and not tokenised once more: append `reply.message`
                 to messages, `reply.text` to a text, or go on from the ids in `reply.conversation`.
             tools: What the chat template tells the policy of, where the prompt is messages.
+            max_new_tokens: Most tokens of the turn, where the run's `rollout.max_new_tokens` is
+                more.
+            stop: Texts that end the turn, beside `rollout.stop`; the turn has them in its text, as
+                in its ids.
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
+            ValueError: the prompt or `max_new_tokens` is no such thing.
         """
+        stop = (stop,) if isinstance(stop, str) else stop
         if is_ids(prompt):
             said, ids = None, np.asarray(prompt, np.int32)
         else:
             said = prompt if isinstance(prompt, str) else messages_of(prompt)
             ids = self.ids_of(said, tools)
-        row, completion = await self.sample(ids)
+        row, completion = await self.sample(ids, max_new_tokens=max_new_tokens, stop=stop)
         reply = Reply(
             self.decode(completion.token_ids),
             completion.token_ids,
@@ -165,8 +208,7 @@ class Policy:
             completion.finish_reason,
         )
         if said is not None:
-            words = said + reply.text if isinstance(said, str) else [*said, reply.message]
-            row.remember(words, tools)
+            row.remember(said, reply.text, tools)
         return reply
 
     async def sample(
@@ -185,10 +227,13 @@ class Policy:
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
-            ValueError: there are no ids, or one that the policy does not know.
+            ValueError: there are no ids, or one that the policy does not know, or
+                `max_new_tokens` is below 1.
         """
         if not len(ids):
             raise ValueError("the prompt has no tokens")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens ({max_new_tokens}): a turn has a token. Raise it.")
         if ids.min() < 0 or ids.max() >= self.vocabulary_size:
             raise ValueError(
                 f"token ids of the policy lie in 0 to {self.vocabulary_size - 1}, and those of "
@@ -201,8 +246,10 @@ class Policy:
             raise EpisodeLimit(f"the episode has had {self.num_calls} turns (rollout.max_turns)")
         if room < 1:
             raise EpisodeLimit(
-                f"after {len(ids)} tokens there is no room (rollout.max_episode_tokens, "
-                "data.max_prompt_tokens)"
+                f"after {len(ids)} tokens, {taken} of them behind its prompt, there is no room for "
+                f"a turn: a conversation may have {self.max_tokens} "
+                f"(data.max_prompt_tokens and rollout.max_episode_tokens), and "
+                f"{self.max_episode_tokens} behind its prompt (rollout.max_episode_tokens)"
             )
         if row is None:
             row = Recorded(ids)
@@ -226,21 +273,18 @@ class Policy:
             ValueError: it is empty, or the chat template refuses it.
         """
         asked = _comparable(said)
-        known = [
-            (words, row.ids[:length])
-            for row in self.rows
-            for words, told, length in row.turns
-            if type(words) is type(asked) and asked[: len(words)] == words and told == tools
-        ]
+        known = [(told, row) for row in self.rows for told in row.told if told.begins(asked, tools)]
         if not known:
             text, ids = self.tokens.first(said, chat=not isinstance(said, str), tools=tools)
             self.prompt = self.prompt or text
             return ids
-        words, before = max(known, key=lambda each: len(each[0]))
-        rest = said[len(words) :]
-        if not rest:
+        told, row = max(known, key=lambda each: len(each[0].words))
+        before, place = row.ids[: told.length], len(told.words)
+        if place == len(said):
             return before
-        return np.concatenate([before, self.tokens.between(before, rest, chat=False, tools=tools)])
+        calls = () if isinstance(said, str) else said[place - 1].get("tool_calls") or ()
+        between = self.tokens.between(before, said[place:], chat=False, tools=tools, calls=calls)
+        return np.concatenate([before, between])
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -186,36 +186,21 @@ class _Session:
     async def _sampled(
         self, request: SamplingRequest, said: Said | None, tools: Tools
     ) -> Completion:
-        stops = request.stop
         try:
             row, completion = await self.policy.sample(
-                request.prompt_ids, max_new_tokens=request.max_new_tokens, stop=stops
+                request.prompt_ids, max_new_tokens=request.max_new_tokens, stop=request.stop
             )
         except EpisodeLimit as error:
             raise RequestError(str(error), code="episode_limit") from None
-        if said is None:
-            return completion
-        told = ResponseText(
-            self.tokenizer,
-            stop=stops,
-            stop_token_ids=self.stop_token_ids,
-            may_call=tools is not None,
-        )
-        told.add(completion.token_ids.tolist())
-        text, calls = told.finish()
-        if isinstance(said, str):
-            row.remember(said + text)
-            return completion
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "function": {"name": each.name, "arguments": dict(each.arguments)},
-                }
-                for each in calls
-            ]
-        row.remember([*said, message], tools)
+        if said is not None:
+            told = ResponseText(  # with the stop string, which the client is not told: it was read
+                self.tokenizer, stop_token_ids=self.stop_token_ids, may_call=tools is not None
+            )
+            told.add(completion.token_ids.tolist())
+            text, calls = told.finish()
+            function = [{"name": each.name, "arguments": dict(each.arguments)} for each in calls]
+            called = [{"type": "function", "function": each} for each in function]
+            row.remember(said, text, tools, **({"tool_calls": called} if called else {}))
         return completion
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:

@@ -22,6 +22,7 @@ from raypo.rollout.episodes import Episodes
 from raypo.rollout.judges import Judges
 from raypo.rollout.policy import EpisodeLimit, Policy
 from raypo.rollout.sessions import Sessions
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
 from tests.chat_templates import CHAT_TEMPLATES
 from tests.tiny import tiny_tokenizer
@@ -55,6 +56,18 @@ class Splits:
         ways = [prompt + first.text + way for way in "abc"]
         replies = await asyncio.gather(*map(policy.generate, ways))
         return float(len(replies[-1].token_ids))
+
+
+class Asks:
+    """What its keys say, twice: the first reply's text is gone on with."""
+
+    def __init__(self, more: str = "", **keys: Any) -> None:
+        self.more, self.keys = more, keys
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        reply = await policy.generate(prompt, **self.keys)
+        await policy.generate(prompt + reply.text + self.more, **self.keys)
+        return 1.0
 
 
 class Fresh:
@@ -191,6 +204,56 @@ def test_ways_that_part_are_rows_of_one_sample_and_each_token_is_trained_once(to
     for each in rollouts[1:]:
         assert each.prompt_ids[: len(shared)].tolist() == shared
     assert {each.episode for each in rollouts} == {rollouts[0].episode}
+
+
+class Says(Talking):
+    """Certain ids, one answer after the other."""
+
+    def __init__(self, *answers: list[int], reason: str = "stop") -> None:
+        super().__init__()
+        self.answers_left, self.reason = list(answers), reason
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        ids = np.array(self.answers_left.pop(0), np.int32)
+        self.said[request.seed] = ids
+        return Completion(ids, np.zeros(len(ids), np.float32), self.reason, 3)
+
+
+def test_a_prompt_that_is_asked_again_after_an_empty_reply_begins_anew(tokenizer):
+    """Its words are those of the reply's conversation, whose ids have an end behind them."""
+    engine = Says([END], [7, END])
+    first, second = played(tokenizer, "Asks", engine, samples=1)
+    assert [each.prompt_ids.tolist() for each in (first, second)] == [
+        engine.rounds[0][0].prompt_ids.tolist()
+    ] * 2
+    assert (first.response_ids.tolist(), second.response_ids.tolist()) == ([END], [7, END])
+
+
+def test_a_reply_that_has_ended_is_not_sampled_on_from_behind_its_end(tokenizer):
+    engine = Says([7, END], [8, END])
+    _, second = played(tokenizer, "Asks", engine, samples=1)
+    assert second.prompt_ids.tolist() == [*engine.rounds[0][0].prompt_ids.tolist(), 7]
+
+
+def test_a_reply_that_was_cut_off_goes_on_in_its_row(tokenizer):
+    (each,) = played(tokenizer, "Asks", Says([7, 8], [9, END], reason="length"), samples=1)
+    assert each.response_ids.tolist() == [7, 8, 9, END]
+    assert each.response_mask.all()
+
+
+@pytest.mark.parametrize("stop", ["~", ["~", "?"]])
+def test_a_turn_may_be_shorter_and_end_at_texts_of_its_own(tokenizer, stop):
+    engine = Talking()
+    arguments = {"more": "~", "max_new_tokens": 3, "stop": stop}
+    played(tokenizer, "Asks", engine, samples=1, agent_args=arguments)
+    for (request,) in engine.rounds:
+        assert (request.max_new_tokens, request.stop) == (3, tuple(stop))
+
+
+def test_a_turn_without_a_token_is_refused(tokenizer):
+    (each,) = played(tokenizer, "Asks", samples=1, agent_args={"max_new_tokens": 0})
+    assert each.episode is not None
+    assert each.episode.error == ("ValueError: max_new_tokens (0): a turn has a token. Raise it.")
 
 
 def test_conversations_of_their_own_are_rows_of_their_own(tokenizer):

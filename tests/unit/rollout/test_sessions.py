@@ -95,6 +95,24 @@ class Completes:
         return 1.0
 
 
+class Observes:
+    """As ReAct: a text that ends where the tool is to answer, and its answer; or a chat."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            if isinstance(prompt, str):
+                ask = client.completions.create
+                (answer,) = (await ask(model="any", prompt=prompt, stop="Observation:")).choices
+                told.append(answer.text)
+                await ask(model="any", prompt=f"{prompt}{answer.text}{label}")
+            else:
+                chat = client.chat.completions.create
+                (answer,) = (await chat(model="any", messages=prompt, stop="Obs")).choices
+                messages = [*prompt, answer.message, {"role": "user", "content": label}]
+                await chat(model="any", messages=messages)
+        return 1.0
+
+
 class Wants:
     """What the label says; the answer's status and code."""
 
@@ -235,6 +253,41 @@ def test_completions_are_rows_and_their_log_probs_the_engines(tokenizer):
     assert (third.prompt_ids.tolist(), sampled(third)) == ([5, 6, 7], said[3])
     np.testing.assert_allclose(told[0], first.log_probs[: len(said[0])])
     np.testing.assert_allclose(told[1], second.log_probs)
+
+
+class Acting(Talking):
+    """Acts, and writes the mark of what is to be observed, as vLLM gives it back."""
+
+    def __init__(self, tokenizer: Any, action: str) -> None:
+        super().__init__()
+        self.ids = np.array(tokenizer.encode(action), np.int32)
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        ids = self.said[request.seed] = self.ids
+        return Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
+
+
+def test_a_stop_string_that_the_agent_writes_again_is_read_once(tokenizer):
+    engine = Acting(tokenizer, "add 40 2\nObservation:")
+    (row,) = played(tokenizer, "Observes", engine, labels=("Observation: 42",), max_new_tokens=40)
+    assert told == ["add 40 2\n"]
+    read = tokenizer.decode(engine.rounds[1][0].prompt_ids)
+    assert read == "1+1=add 40 2\nObservation: 42"
+    assert sampled(row) == [*engine.ids, *engine.ids]  # the stop's tokens among them
+
+
+def test_a_stop_string_that_the_agent_leaves_out_is_not_read(tokenizer):
+    """So what goes on is a row of its own: the one that was sampled has the stop's tokens."""
+    engine = Acting(tokenizer, "add 40 2\nObservation:")
+    first, second = played(tokenizer, "Observes", engine, labels=("42",), max_new_tokens=40)
+    assert tokenizer.decode(engine.rounds[1][0].prompt_ids) == "1+1=add 40 2\n42"
+    assert sampled(first) == sampled(second) == engine.ids.tolist()
+
+    engine = Acting(tokenizer, "add\nObs")
+    rows = played(tokenizer, "Observes", engine, labels=("42",), max_new_tokens=40, chat=True)
+    read = tokenizer.decode(engine.rounds[1][0].prompt_ids)
+    assert read == "user: 1+1\nassistant: add\n\nuser: 42\nassistant: "
+    assert [sampled(each) for each in rows] == [engine.ids.tolist()] * 2
 
 
 @pytest.mark.parametrize(
