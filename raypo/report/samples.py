@@ -232,14 +232,18 @@ class Turn:
 def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
     """A response turn by turn; one that is no episode, or without a tokenizer, is one turn."""
     mask, rewards = row.get("response_mask"), row.get("turn_rewards")
-    if not mask or tokenizer is None:
+    told = row.get("turn_index")
+    if told is None:  # of a run that is older: what stands between turns tells them apart
+        told = [0 if own else -1 for own in mask or ()]
+    if not told or tokenizer is None:
         earned = sum(rewards) if rewards else 0.0
         return [Turn(by_policy=True, text=row["response"], reward=earned)]
     found, first = [], 0
-    for by_policy, run in groupby(mask):
+    for turn, run in groupby(told):
         last = first + len(list(run))
         text = tokenizer.decode(list(row["response_ids"][first:last]), skip_special_tokens=False)
-        found.append(Turn(by_policy, text, sum(rewards[first:last]) if rewards else 0.0))
+        earned = sum(rewards[first:last]) if rewards else 0.0
+        found.append(Turn(by_policy=turn >= 0, text=text, reward=earned))
         first = last
     return found
 

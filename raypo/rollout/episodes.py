@@ -300,4 +300,5 @@ class _Seat:
             episode=episode,
             row_index=number,
             turn_rewards=None if is_agents else row.rewards,
+            turn_index=row.turn_index,
         )

@@ -69,6 +69,7 @@ class Recorded:
     mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [T], True: sampled
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
     rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
+    turn_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [T], or -1
     finish_reason: str = "stop"
     """Of its last turn."""
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -118,6 +119,8 @@ class Recorded:
         self.mask = np.concatenate([self.mask, np.full(length, by_policy)])
         self.log_probs = np.concatenate([self.log_probs, log_probs])
         self.rewards = np.concatenate([self.rewards, np.zeros(length, np.float32)])
+        turn = 1 + self.turn_index.max(initial=-1) if by_policy else -1
+        self.turn_index = np.concatenate([self.turn_index, np.full(length, turn, np.int32)])
 
 
 @dataclass(eq=False)
