@@ -25,6 +25,7 @@ class DeploymentHandle:
     _replicas: Replicas
     _prefer: tuple[int, ...] = ()
     _required: Required | None = None
+    _stays: bool = False
 
     def __repr__(self) -> str:
         return f"DeploymentHandle({self.name})"
@@ -44,10 +45,13 @@ class DeploymentHandle:
         return replace(self, _prefer=indexes)
 
     def each_preferred(self) -> list[DeploymentHandle]:
-        """A handle for each replica that this one prefers: itself where it is one or none."""
-        if len(self._prefer) < 2:
+        """A handle for each replica that this one prefers; itself where there is none.
+
+        Each stays with its replica as long as that is there, however many requests it has.
+        """
+        if not self._prefer:
             return [self]
-        return [self.preferring(index) for index in self._prefer]
+        return [replace(self, _prefer=(index,), _stays=True) for index in self._prefer]
 
     def require(self, method: str | None, *args: Any) -> None:
         """Have every replica make a call before each of this handle's requests; None: no call.
@@ -129,7 +133,7 @@ class Method:
         """Call the method on one replica."""
         handle = self._handle
         request = Request(self._name, args, kwargs, handle._required)
-        return Response(handle._replicas, request, handle._prefer)
+        return Response(handle._replicas, request, handle._prefer, stays=handle._stays)
 
     def on_all(self, *args: Any, **kwargs: Any) -> list[OneResponse]:
         """Call the method on every replica that is up, however full its queue is."""
