@@ -36,7 +36,7 @@ from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, worker_bundles
 from raypo.rewards.loader import check_class, check_function
-from raypo.rollout.interface import AGENT, ENVIRONMENT
+from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.serving.vllm_arguments import check_extra
 from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint
 from raypo.storage.run_files import RunFiles
@@ -151,7 +151,7 @@ def _seldom_meant(config: PPOConfig) -> list[str]:
 def _check_player(config: OnlineConfig) -> None:
     for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):
         if (spec := getattr(config.rollout, key)) is not None:
-            check_class(spec, methods, key=f"rollout.{key}")
+            check_class(spec, methods, optional=OPTIONAL, key=f"rollout.{key}")
 
 
 def _check_sft(config: SFTConfig) -> None:

@@ -29,6 +29,10 @@ class Engine:
 
     submit = generate
 
+    async def join(self, request: SamplingRequest) -> Completion:
+        (completion,) = self.answers([request])
+        return completion
+
     def each_preferred(self) -> list[Engine]:
         return [self]
 

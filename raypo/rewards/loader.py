@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from raypo.config import ConfigError
@@ -21,6 +21,7 @@ from raypo.rewards.scoring import MODULE_OF_FILE
 
 Methods = Mapping[str, Sequence[str]]
 """Names of methods, and of the parameters that each is called with."""
+NONE: Methods = MappingProxyType({})
 TAKES = {
     "ppo.policy_loss": "the tokens",
     "ppo.advantage": "the step",
@@ -45,13 +46,14 @@ def check_function(spec: str, *, key: str = "reward.function") -> None:
         _check_parameters(node, spec, key)
 
 
-def check_class(spec: str, methods: Methods, *, key: str) -> None:
+def check_class(spec: str, methods: Methods, *, key: str, optional: Methods = NONE) -> None:
     """Check that a class and its methods are there, from its source.
 
     Args:
         spec: `file.py:Class` or `package.module:Class`.
         methods: Of each method that it must have, the parameters that it is called with.
         key: The config key that it comes from, for messages.
+        optional: The same of methods that it may have.
 
     Raises:
         ConfigError: what `check_function` finds, it is a function, or a method is missing or takes
@@ -63,17 +65,22 @@ def check_class(spec: str, methods: Methods, *, key: str) -> None:
     if not isinstance(node, ast.ClassDef):
         return
     own = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-    for name, parameters in methods.items():
+    for name, parameters in {**methods, **optional}.items():
         if name in own and not own[name].decorator_list:
             if not _takes(own[name].args, 1 + len(parameters)):
                 problem = f"its {name} has the parameters ({ast.unparse(own[name].args)})"
                 raise _wrong_class(problem, methods, spec, key)
-        elif name not in own and not node.bases:
+        elif name not in own and not node.bases and name in methods:
             raise _wrong_class(f"it has no {name}", methods, spec, key)
 
 
 def load_class(
-    spec: str, methods: Methods, arguments: Mapping[str, Any], *, key: str
+    spec: str,
+    methods: Methods,
+    arguments: Mapping[str, Any],
+    *,
+    key: str,
+    optional: Methods = NONE,
 ) -> partial[Any]:
     """Import a class; what makes an object of it.
 
@@ -82,6 +89,7 @@ def load_class(
         methods: See `check_class`.
         arguments: Keywords that objects are made with; their config key is `{key}_args`.
         key: The config key that the class comes from, for messages.
+        optional: See `check_class`.
 
     Raises:
         ConfigError: what `check_class` finds, the import fails, or it does not take the arguments.
@@ -89,8 +97,10 @@ def load_class(
     cls = _loaded(spec, key)
     if not isinstance(cls, type):
         raise _wrong_class(f"it is of type {type(cls).__name__}", methods, spec, key)
-    for name, parameters in methods.items():
+    for name, parameters in {**methods, **optional}.items():
         method = getattr(cls, name, None)
+        if method is None and name in optional:
+            continue
         if not callable(method):
             raise _wrong_class(f"it has no {name}", methods, spec, key)
         try:

@@ -1,6 +1,7 @@
 """Environments in processes: pickled between their turns, so that any process takes the next one.
 
-A turn that takes too long, and a process that dies, cost the episode and nothing else.
+A turn that takes too long, and a process that dies, cost the episode and nothing else. Only bytes
+and texts go through the pool: what cannot be pickled would be the end of it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
 from raypo.rewards.pool import fork_context
+from raypo.rollout.work_time import too_slow
 
-_TIMEOUT = "Task timeout"
-"""What pebble says of a call that took too long."""
 _make: Callable[[], Any] | None = None
 
 
@@ -55,31 +55,28 @@ class EnvironmentPool:
         Raises:
             TimeoutError: it took too long, and its process was ended.
             RuntimeError: its process died.
-            Exception: whatever the method raises.
+            Exception: of the name and text of whatever the method raises.
         """
         scheduled = self._pool.schedule(
             _call, args=(state, method, *arguments), timeout=self._timeout_s
         )
         try:
-            return await asyncio.wrap_future(scheduled)
-        except TimeoutError as error:
-            if error.args != (_TIMEOUT, self._timeout_s):
-                raise  # one of its own
+            state, answer, raised = await asyncio.wrap_future(scheduled)
+        except TimeoutError:
             raise too_slow(method, self._timeout_s) from None
         except ProcessExpired as expired:
             raise RuntimeError(
                 f"{method}: its process died with status {expired.exitcode}"
             ) from None
+        if raised is not None:
+            name, text = raised
+            raise type(name, (Exception,), {})(text)
+        return state, pickle.loads(answer)
 
     def close(self) -> None:
         """End the processes at once."""
         self._pool.stop()
         self._pool.join()
-
-
-def too_slow(method: str, timeout_s: float | None) -> TimeoutError:
-    """The error of a call that took longer than it may."""
-    return TimeoutError(f"{method} gave no answer in {timeout_s:g} s (rollout.step_timeout_s)")
 
 
 def _open(load: Callable[[], Callable[[], Any]]) -> None:
@@ -88,13 +85,29 @@ def _open(load: Callable[[], Callable[[], Any]]) -> None:
     _make = load()
 
 
-def _call(state: bytes | None, method: str, *arguments: Any) -> tuple[bytes, Any]:
+def _call(
+    state: bytes | None, method: str, *arguments: Any
+) -> tuple[bytes, bytes, tuple[str, str] | None]:
+    """The environment afterwards, the answer, and what was raised: its name and text."""
     assert _make is not None
-    environment = _make() if state is None else pickle.loads(state)
-    answer = getattr(environment, method)(*arguments)
-    if inspect.isawaitable(answer):
-        answer = asyncio.run(_awaited(answer))
-    return cloudpickle.dumps(environment), answer
+    try:
+        environment = _make() if state is None else pickle.loads(state)
+        answer = getattr(environment, method)(*arguments)
+        if inspect.isawaitable(answer):
+            answer = asyncio.run(_awaited(answer))
+        return _pickled(environment, "an environment"), _pickled(answer, "what it returns"), None
+    except BaseException as error:
+        return b"", b"", (type(error).__name__, str(error))
+
+
+def _pickled(it: Any, what: str) -> bytes:
+    try:
+        return cloudpickle.dumps(it)
+    except Exception as error:
+        raise TypeError(
+            f"with rollout.environment_processes {what} is pickled, and this cannot be: {error}. "
+            f"Open in each step what cannot be, or set rollout.environment_processes to 0."
+        ) from error
 
 
 async def _awaited(answer: Any) -> Any:

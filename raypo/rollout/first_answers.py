@@ -88,6 +88,10 @@ class Recalling:
         """One response a request, in the order given."""
         return Here(self._recall_or_ask)
 
+    async def join(self, request: SamplingRequest) -> Completion:
+        """One response; what is not asked together is not recalled."""
+        return await self.engine.join(request)
+
     def each_preferred(self) -> Sequence[Sampler]:
         """Itself: what this worker asks is recalled as a whole."""
         return [self]

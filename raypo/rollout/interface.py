@@ -10,6 +10,9 @@ from raypo.rollout.policy import Policy
 AGENT = {"run": ("prompt", "label", "policy")}
 ENVIRONMENT = {"reset": ("prompt", "label"), "step": ("action",)}
 """The methods that each must have, and what they are called with."""
+OPTIONAL = {"close": ()}
+"""A method that each may have, plain or a coroutine: called once the episode is over, however it
+ended, also where another call has not come back, to end what was begun."""
 
 
 class Environment(Protocol):
@@ -17,7 +20,8 @@ class Environment(Protocol):
 
     The methods may be plain or coroutines. With `reads_token_ids = True` in the class, actions are
     lists of token ids, and not texts. Its `tools` are what a chat template tells the policy of:
-    functions, or their JSON schemas.
+    functions, or their JSON schemas. A method `close()`, where there is one, is called when the
+    episode is over.
     """
 
     async def reset(self, prompt: str | list[dict[str, Any]], label: Any) -> Observation | None:
@@ -47,7 +51,10 @@ class Environment(Protocol):
 
 
 class Agent(Protocol):
-    """One episode's agent: made with `rollout.agent_args`, and run once."""
+    """One episode's agent: made with `rollout.agent_args`, and run once.
+
+    A method `close()`, where there is one, is called when the episode is over.
+    """
 
     async def run(self, prompt: str | list[dict[str, Any]], label: Any, policy: Policy) -> float:
         """Do what it takes; the policy may be asked as often as it is needed, also in parallel.

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from raypo.data.turns import Observation, Tools, TurnTokens, is_ids, messages_of
+from raypo.rollout.work_time import WorkTime
 from raypo.serving.requests import Completion
+
+LIMIT = "episode_limit"
+"""The code of an error that says so."""
 
 
 class EpisodeLimit(Exception):
     """An episode may have no further turn: `rollout.max_turns`, `rollout.max_episode_tokens`, or
     it is over."""
+
+    code = LIMIT
+
+
+def is_limit(error: BaseException | None) -> bool:
+    """Whether an error comes of `EpisodeLimit`, also by way of an endpoint's client."""
+    if error is None or getattr(error, "code", None) == LIMIT:
+        return error is not None
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return any(map(is_limit, (*inner, error.__cause__ or error.__context__)))
 
 
 Said = str | list[dict[str, Any]]
@@ -150,9 +163,8 @@ class Policy:
     """Calls that wait for their answers."""
     asking_s: float = 0.0
     """Seconds that some did."""
-    limit: asyncio.Timeout | None = None
-    """Of the time without one."""
-    limit_s: float | None = None
+    work_time: WorkTime | None = None
+    """Of an agent, which rests while it waits for answers."""
     endpoint: Callable[[], str] | None = None
     """Starts the server that `base_url` names, where there is none."""
     api_key: str = ""
@@ -165,7 +177,7 @@ class Policy:
 
     @property
     def base_url(self) -> str:
-        """Where it is served by OpenAI's protocol, on this machine, until the episode is over.
+        """Where it is served by OpenAI's protocol until the episode is over.
 
         For `openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key)`: what it is asked
         there is recorded as with `generate`.
@@ -195,7 +207,7 @@ class Policy:
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
-            ValueError: the prompt or `max_new_tokens` is no such thing.
+            ValueError: one of the arguments is no such thing.
         """
         stop = (stop,) if isinstance(stop, str) else stop
         if is_ids(prompt):
@@ -230,13 +242,15 @@ class Policy:
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
-            ValueError: there are no ids, or one that the policy does not know, or
-                `max_new_tokens` is below 1.
+            ValueError: there are no ids, or one that the policy does not know, `max_new_tokens` is
+                below 1, or a stop is no text.
         """
         if not len(ids):
             raise ValueError("the prompt has no tokens")
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens ({max_new_tokens}): a turn has a token. Raise it.")
+        if not all(isinstance(each, str) and each for each in stop):
+            raise ValueError(f"stop ({list(stop)}): only a text that is not empty ends a turn.")
         if ids.min() < 0 or ids.max() >= self.vocabulary_size:
             raise ValueError(
                 f"token ids of the policy lie in 0 to {self.vocabulary_size - 1}, and those of "
@@ -261,7 +275,7 @@ class Policy:
         row.is_busy = True
         most = min(room, self.max_new_tokens, max_new_tokens or room)
         try:
-            with self._waiting():
+            async with self._waiting():
                 completion = await self.ask(ids, number, most, stop)
         finally:
             row.is_busy = False
@@ -289,25 +303,22 @@ class Policy:
         between = self.tokens.between(before, said[place:], chat=False, tools=tools, calls=calls)
         return np.concatenate([before, between])
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _waiting(self) -> AsyncIterator[None]:
         """While it waits for an answer, nobody else is slow."""
         self.num_waiting += 1
         if self.num_waiting == 1:
             self._since = time.perf_counter()
-            self._reschedule(None)
+        if self.work_time is not None:
+            self.work_time.rest()
         try:
             yield
         finally:
             self.num_waiting -= 1
             if self.num_waiting == 0:
                 self.asking_s += time.perf_counter() - self._since
-                self._reschedule(self.limit_s)
-
-    def _reschedule(self, after_s: float | None) -> None:
-        if self.limit is not None and not self.limit.expired():
-            now = asyncio.get_running_loop().time()
-            self.limit.reschedule(None if after_s is None else now + after_s)
+            if self.work_time is not None:
+                await self.work_time.go_on()
 
 
 def _comparable(said: Said) -> Said:

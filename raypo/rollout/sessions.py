@@ -15,14 +15,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 import uvicorn
+from ray.util import get_node_ip_address
 from starlette.requests import Request
 
-from raypo.config import RolloutSection
+from raypo.config import ConfigError, RolloutSection
 from raypo.data.turns import Tools, is_ids
 from raypo.endpoint.app import Endpoint, Wanted, app_of
 from raypo.endpoint.protocol import ChatRequest, RequestError, template_messages
 from raypo.endpoint.text import ResponseText
-from raypo.rollout.policy import EpisodeLimit, Policy, Said
+from raypo.rollout.policy import LIMIT, EpisodeLimit, Policy, Said
 from raypo.serving.requests import Completion, Heard, SamplingRequest
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ KEEP_ALIVE_S = 600
 class Sessions:
     """The episodes of this process whose policies can be asked.
 
-    They share one server, on this machine alone, which is started when the first of them wants it.
+    They share one server, which is started when the first of them wants it.
     """
 
     def __init__(
@@ -67,8 +68,16 @@ class Sessions:
     def _started(self) -> str:
         with self._starting:
             if self._server is None:
-                listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-                self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+                host = self._section.endpoint_host
+                try:
+                    listening = socket.create_server((host, 0), backlog=2048)
+                except OSError as error:
+                    raise ConfigError(
+                        f"rollout.endpoint_host ({host}): cannot be listened on here: {error}. Set "
+                        f"it to 127.0.0.1, to 0.0.0.0, or to an address of every worker's node."
+                    ) from error
+                reached = get_node_ip_address() if host == "0.0.0.0" else host
+                self._base_url = f"http://{reached}:{listening.getsockname()[1]}/v1"
                 config = uvicorn.Config(
                     app_of(self._endpoint_of),
                     lifespan="off",
@@ -126,7 +135,11 @@ class _Session:
         Raises:
             RequestError: the episode may have no further turn, or is over.
         """
-        return await self._there(self._answer(request.id))
+        try:
+            return await self._there(self._answer(request.id))
+        except asyncio.CancelledError:  # perhaps before `_answer` has begun
+            self._loop.call_soon_threadsafe(self._give_up, request.id)
+            raise
 
     def close(self) -> None:
         """The episode is over: what it still asks is not answered."""
@@ -183,6 +196,11 @@ class _Session:
     async def _answer(self, request_id: str) -> Completion:
         return await self._answers.pop(request_id)
 
+    def _give_up(self, request_id: str) -> None:
+        """What nobody will read is not sampled, let alone trained."""
+        if answer := self._answers.pop(request_id, None):
+            answer.cancel()
+
     async def _sampled(
         self, request: SamplingRequest, said: Said | None, tools: Tools
     ) -> Completion:
@@ -191,7 +209,7 @@ class _Session:
                 request.prompt_ids, max_new_tokens=request.max_new_tokens, stop=request.stop
             )
         except EpisodeLimit as error:
-            raise RequestError(str(error), code="episode_limit") from None
+            raise RequestError(str(error), code=LIMIT) from None
         if said is not None:
             told = ResponseText(  # with the stop string, which the client is not told: it was read
                 self.tokenizer, stop_token_ids=self.stop_token_ids, may_call=tools is not None

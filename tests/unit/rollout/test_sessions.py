@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -9,8 +10,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from ray.util import get_node_ip_address
 from transformers import AutoTokenizer
 
+from raypo.endpoint.protocol import CompletionRequest
 from raypo.rollout.policy import Policy
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
@@ -125,6 +128,30 @@ class Wants:
             wrong = {"Authorization": f"Bearer {policy.api_key[:-1]}"}
             told.append((await client.post("/completions", json=wanted, headers=wrong)).status_code)
         return 0.0
+
+
+class Leaves:
+    """Wants two drafts, and is gone when the first is to be waited for, as the server sees it."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        sessions: Any = policy.endpoint
+        session = sessions.__self__._endpoints[policy.api_key]._served
+        _, (first, second) = await session.asked(CompletionRequest(prompt=prompt, n=2))
+        leaves = asyncio.create_task(session.sample(first, lambda *_: None))
+        await asyncio.sleep(0)  # its way into the episode's loop has begun
+        leaves.cancel()
+        told.append((await session.sample(second, lambda *_: None)).token_ids.tolist())
+        return 1.0
+
+
+class Says:
+    """Where it can ask."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        told.append(policy.base_url)
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            await client.completions.create(model="any", prompt=prompt)
+        return 1.0
 
 
 class Fails:
@@ -340,3 +367,24 @@ def test_an_episode_that_is_over_answers_no_more(tokenizer):
     assert told == [401]
     assert errors(rollouts) == [None, None]
     assert [each.num_sampled > 0 for each in rollouts] == [False, True]
+
+
+def test_what_its_client_does_not_wait_for_is_not_trained(tokenizer):
+    rollouts = played(tokenizer, "Leaves")
+    assert errors(rollouts) == [None]
+    assert [sampled(each) for each in rollouts] == told
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "127.0.0.2"])
+def test_the_endpoint_is_where_the_config_says(tokenizer, host):
+    (row,) = played(tokenizer, "Says", endpoint_host=host)
+    assert errors([row]) == [None]
+    reached = get_node_ip_address() if host == "0.0.0.0" else host
+    assert told[0].startswith(f"http://{reached}:")
+
+
+def test_an_address_of_no_interface_is_told(tokenizer):
+    (error,) = errors(played(tokenizer, "Says", endpoint_host="203.0.113.7"))
+    assert (error or "").startswith(
+        "ConfigError: rollout.endpoint_host (203.0.113.7): cannot be listened on here: "
+    )
