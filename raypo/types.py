@@ -6,7 +6,7 @@ B responses, P prompt tokens, T response tokens. Every mask: True = keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,18 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class ToolUse:
+    """One call of a tool in an episode."""
+
+    name: str
+    """As the policy wrote it; empty where it wrote no call that can be read."""
+    seconds: float
+    error: str | None = None
+    turn: int = 0
+    """After so many turns of the policy."""
+
+
+@dataclass(frozen=True)
 class Episode:
     """What became of an episode: of several turns with an environment, or of an agent's run."""
 
@@ -42,6 +54,9 @@ class Episode:
     """Seconds that the policy waited for the environment, or for the agent between its calls."""
     error: str | None = None
     """Why it failed."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environment or the agent measured."""
+    tool_uses: tuple[ToolUse, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -234,11 +249,11 @@ class Experience:
         response = self.response_ids.shape[1]
         expected: dict[str, tuple[int, ...]] = dict.fromkeys(_BY_PROMPT_TOKEN, (rows, prompt))
         expected |= dict.fromkeys(_BY_RESPONSE, (rows,))
-        for field in fields(self):
-            value = getattr(self, field.name)
-            shape = expected.get(field.name, (rows, response))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            shape = expected.get(each.name, (rows, response))
             assert value is None or tuple(value.shape) == shape, (
-                f"Experience.{field.name} has shape {tuple(value.shape)}, expected {shape}"
+                f"Experience.{each.name} has shape {tuple(value.shape)}, expected {shape}"
             )
 
     def __len__(self) -> int:

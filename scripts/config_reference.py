@@ -44,7 +44,9 @@ exist is an error, and so is a value outside its bounds, or a key that would hav
 error names the key, its value, the rule and what to do. `config.yaml` in the run folder is the
 resolved file, with every default written out.
 
-Relative paths start from the folder in which the command is run. *Required* keys have no default.
+Relative paths start from the folder in which the command is run. `${dir}` is the folder of the
+file: `prompts: ${dir}/prompts.jsonl` lies beside it, wherever that is. *Required* keys have no
+default.
 
 - [PPO runs](#ppo-runs), [SFT runs](#sft-runs), [Reward-model runs](#reward-model-runs),
   [DPO runs](#dpo-runs), [Rejection-sampling runs](#rejection-sampling-runs),

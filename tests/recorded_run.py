@@ -100,6 +100,34 @@ def rollout(step: int, group: int, sample: int) -> dict[str, Any]:
     }
 
 
+def episode() -> dict[str, Any]:
+    """Two turns, a tool called after each; the token between them is the environment's."""
+    return rollout(1, 0, 0) | {
+        "response_ids": [1, 4, 2],
+        "response_mask": [True, False, True],
+        "turn_rewards": [0.5, 0.0, -1.0],
+        "row_index": 0,
+        "episode": {
+            "score": -0.5,
+            "num_turns": 2,
+            "environment_s": 0.1,
+            "error": "KeyError: x",
+            "metrics": {"hits": 3.0},
+            "tool_uses": [
+                {"name": "calculator", "seconds": 0.25, "error": None, "turn": 1},
+                {"name": "", "seconds": 0.0, "error": "not JSON", "turn": 2},
+            ],
+        },
+    }
+
+
+def conversations() -> list[dict[str, Any]]:
+    """An agent's episode of two conversations."""
+    first = episode() | {"prompt": "first prompt", "score": -0.5, "turn_rewards": None}
+    first |= {"response_mask": None}
+    return [first, first | {"prompt": "second prompt", "row_index": 1}]
+
+
 def held_out(step: int, group: int) -> dict[str, Any]:
     """An answer to one of four held-out prompts; from step 4 on the first three are right."""
     seen = ("ref_log_probs", "advantages", "advantage_mean", "kl")

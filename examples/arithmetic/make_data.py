@@ -8,6 +8,7 @@ weights; `prompts.jsonl` and, held out from all training, `eval.jsonl`, both wit
 question and answer.
 """
 
+import json
 import random
 import re
 import shutil
@@ -23,9 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from examples.quickstart.make_data import write_jsonl
-
-DATA = Path("examples/arithmetic/data")
+DATA = Path(__file__).parent / "data"
 NUM_TRAIN, NUM_EVAL = 3500, 256
 NAMES = ("Ana", "Ben", "Eva", "Tom")
 THINGS = ("plums", "books", "coins", "cards")
@@ -122,8 +121,9 @@ def make_data(folder: Path = DATA, *, seed: int = 0) -> None:
     unfinished = folder.with_name(f"{folder.name}.unfinished")  # the folder is whole or not there
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    write_jsonl(unfinished / "prompts.jsonl", train.values())
-    write_jsonl(unfinished / "eval.jsonl", held_out.values())
+    for name, tasks in (("prompts", train), ("eval", held_out)):
+        lines = "".join(json.dumps(task) + "\n" for task in tasks.values())
+        (unfinished / f"{name}.jsonl").write_text(lines)
     tokenizer.save_pretrained(unfinished / "base")
     make_policy(tokenizer).save_pretrained(unfinished / "base")
     unfinished.rename(folder)

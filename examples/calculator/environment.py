@@ -3,7 +3,7 @@
 from typing import Any
 
 from raypo.tools.calculator import calculator
-from raypo.tools.calls import ToolError, call, parse_tool_calls
+from raypo.tools.calls import answer_calls
 
 TOOLS = [calculator]  # any async functions; docs/tools.md
 Observation = list[dict[str, str]] | None
@@ -27,12 +27,8 @@ class ToolUser:
 
     async def step(self, action: str) -> tuple[Observation, float, bool]:
         """1 and the end for the right answer, 0 and the end for another one."""
-        try:
-            calls = parse_tool_calls(action)
-            if not calls:
-                return None, float(action.strip() == self.answer), True
-            told = [await call(TOOLS, asked) for asked in calls]
-        except ToolError as error:  # the policy's mistake, which it reads
-            told = [f"error: {error}"]
+        told = await answer_calls(action, TOOLS)
+        if not told:
+            return None, float(action.strip() == self.answer), True
         messages = [{"role": "tool", "content": "" if self.silent else text} for text in told]
         return messages, -self.call_cost, False

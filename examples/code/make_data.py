@@ -5,7 +5,7 @@ python -m examples.code.make_data
 `# the sum of a and b, times 3\ndef f(a, b): return ` -> `(a+b)*3`. Written to examples/code/data/:
 `base/`, a Llama of half a million random weights; `demonstrations.jsonl`, tasks with a body for the
 fine-tuning, half of which have a bug; `prompts.jsonl` and, held out, `eval.jsonl`, tasks with the
-column tests: what f gives for `reward.INPUTS`.
+column tests: inputs, and what f gives for them.
 """
 
 import json
@@ -18,13 +18,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from examples.code.reward import INPUTS
-
 DATA = Path(__file__).parent / "data"
 NUM_EVAL, NUM_DEMONSTRATIONS = 64, 8192
 FIRST = {"sum": "+", "difference": "-", "product": "*"}
 SECOND = {"plus": "+", "minus": "-", "times": "*"}
 NUMBERS = range(2, 30)
+INPUTS = ((20, 9), (7, 30), (15, 15), (11, 4))
 PIECES = ["# the ", *FIRST, " of ", " and ", ", ", *SECOND, " ", "\ndef f(a, b): return "]
 """Of a prompt; each is one token, as is any other character."""
 
@@ -36,7 +35,7 @@ def make_task(first: str, x: str, second: str, number: int) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "body": body,
-        "tests": [eval(body, {"a": a, "b": b}) for a, b in INPUTS],
+        "tests": [[a, b, eval(body, {"a": a, "b": b})] for a, b in INPUTS],
     }
 
 

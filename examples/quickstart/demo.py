@@ -20,8 +20,6 @@ import ray
 import transformers
 from ray.train.torch import TorchTrainer
 
-from examples.quickstart.make_data import DATA, make_data
-from examples.quickstart.make_pairs import make_pairs
 from raypo import (
     PPOConfig,
     PPOTrainer,
@@ -34,7 +32,10 @@ from raypo.checks import is_finished
 from raypo.cluster.connect import connect
 from raypo.storage.run_files import RunFiles
 
-HERE = Path(__file__).parent
+from .make_data import DATA, make_data
+from .make_pairs import make_pairs
+
+HERE = DATA.parent
 MIN_SFT_SCORE = 0.25
 MAX_SFT_CHANGE = 0.05
 """Between the last three evaluations of SFT: what it can still learn is little."""

@@ -8,6 +8,7 @@ training, `eval.jsonl`, both with the columns prompt and answer.
 """
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-DATA = Path("examples/quickstart/data")
+DATA = Path(os.path.relpath(Path(__file__).parent)) / "data"
+"""As `raypo train examples/quickstart/sft.yaml` names it, whose runs the demo shares."""
 NUM_DIGITS = 4
 NUM_TRAIN, NUM_EVAL = 8000, 256
 Example = tuple[str, str]  # prompt, answer

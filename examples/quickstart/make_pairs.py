@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from examples.quickstart.make_data import DATA, NUM_DIGITS, Example, write_jsonl
+from .make_data import DATA, NUM_DIGITS, Example, write_jsonl
 
 SFT_POLICY = Path("runs/quickstart-sft/policy")
 NUM_SAMPLES = 8

@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from examples.quickstart.demo import read_metrics
+from .demo import read_metrics
 
 FIGURE = Path(__file__).parent / "pipeline.png"
 

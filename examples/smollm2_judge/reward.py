@@ -1,6 +1,6 @@
 """A language model as judge: it is told by a prompt what a good response is, and gives a grade.
 
-The judge is whatever speaks OpenAI's protocol: here `raypo serve`, with the name of its folder.
+The judge is whatever speaks OpenAI's protocol: here `raypo serve ... --name judge`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from openai import APIError, AsyncOpenAI
 from raypo import Rollout
 
 URL = os.environ.get("JUDGE_URL", "http://127.0.0.1:8000/v1")
-MODEL = os.environ.get("JUDGE_MODEL", "model")
+MODEL = os.environ.get("JUDGE_MODEL", "judge")
 GRADES = range(1, 6)
 PROMPT = """\
 How friendly is what a writer answered? From 1 (rude) to 5 (very friendly).

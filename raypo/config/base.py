@@ -18,6 +18,9 @@ from raypo.config.paths import absolute_paths
 RECORDED_BASE = "base_config"
 """Key of the resolved base in the config.yaml of a sweep's folder."""
 
+DIR = "dir"
+"""`${dir}` in a file is the folder that it lies in."""
+
 
 class ConfigError(ValueError):
     """The input is wrong: a key, a value, a file or a combination. The text says what to change."""
@@ -98,8 +101,8 @@ class RunFile(Config):
 def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
     """Plain nested values of a YAML file, overridden by `key=value` texts or a flat mapping.
 
-    The folder of a run or sweep stands for its config.yaml, with the `storage_path` that the folder
-    lies in now.
+    `${dir}` in a value is the folder of the file, as it was given. The folder of a run or sweep
+    stands for its config.yaml, with the `storage_path` that the folder lies in now.
     """
     folder = path if path.is_dir() else None
     if folder and not (path := folder / "config.yaml").is_file():
@@ -120,11 +123,16 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
             into = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
             is_section = isinstance(value, Mapping) and OmegaConf.is_dict(into)
             OmegaConf.update(tree, key, value, merge=is_section, force_add=True)
+        if DIR in tree:
+            raise ConfigError(
+                f"{path}: {DIR}: ${{{DIR}}} is the folder of the file. Remove the key."
+            )
+        tree[DIR] = str(path.parent)
         values = OmegaConf.to_container(tree, resolve=True)
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    return {str(key): value for key, value in values.items() if key != DIR}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -291,13 +291,13 @@ class Endpoint:
 
         Left early, it takes back what is still asked for.
         """
-        may_call = isinstance(wanted, ChatRequest) and wanted.told_tools is not None
+        tools = wanted.told_tools if isinstance(wanted, ChatRequest) else None
         texts = [
             ResponseText(
                 self._served.tokenizer,
                 stop=wanted.stops,
                 stop_token_ids=each.stop_token_ids,
-                may_call=may_call,
+                tools=tools,
             )
             for each in asked
         ]

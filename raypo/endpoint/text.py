@@ -8,9 +8,9 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from raypo.tools.calls import CALL, ToolCall, ToolError, parse_tool_calls
+from raypo.tools.calls import MARKS, PYTHON_TAG, ToolCall, ToolError, Tools, parse_tool_calls
 
-_WHOLE_CALLS = ("{", "[", "<|python_tag|>")
+_WHOLE_CALLS = ("{", "[", PYTHON_TAG)
 """What a response that is nothing but a tool call begins with."""
 
 
@@ -27,7 +27,7 @@ class ResponseText:
         *,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
-        may_call: bool = False,
+        tools: Tools | None = None,
     ) -> None:
         """Begin.
 
@@ -35,17 +35,13 @@ class ResponseText:
             tokenizer: A fast one of transformers.
             stop: Texts that end the response and are no part of it.
             stop_token_ids: Tokens that end it; no part of the text either.
-            may_call: Whether a tool may be called. Special tokens are then text: to some models
-                the marks of a call are special.
+            tools: That may be called. Special tokens are then text: to some models the marks of a
+                call are special.
         """
         self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=not may_call)
-        self._stop, self._stop_ids, self._may_call = (
-            tuple(stop),
-            frozenset(stop_token_ids),
-            may_call,
-        )
-        self._marks = (*stop, CALL) if may_call else self._stop
+        self._stream = DecodeStream(skip_special_tokens=tools is None)
+        self._stop, self._stop_ids, self._tools = tuple(stop), frozenset(stop_token_ids), tools
+        self._marks = self._stop if tools is None else (*stop, *MARKS)
         self._num_told = 0
         self.text = ""
         """All of it so far."""
@@ -75,9 +71,9 @@ class ResponseText:
         What calls no tool as it should is text.
         """
         calls: list[ToolCall] = []
-        if self._may_call:
+        if self._tools is not None:
             with suppress(ToolError):
-                calls = parse_tool_calls(self.text)
+                calls = parse_tool_calls(self.text, self._tools)
         return self._told_until(self._safe_end() if calls else len(self.text)), calls
 
     def _told_until(self, end: int) -> str:
@@ -85,11 +81,11 @@ class ResponseText:
         return told
 
     def _safe_end(self) -> int:
-        if self._may_call:
+        if self._tools is not None:
             if self.text.lstrip().startswith(_WHOLE_CALLS) or not self.text.strip():
                 return 0
-            if CALL in self.text:
-                return self.text.index(CALL)
+            if begun := [self.text.index(mark) for mark in MARKS if mark in self.text]:
+                return min(begun)
         longest = max(map(len, self._marks), default=0)
         for size in range(min(longest - 1, len(self.text)), 0, -1):
             if any(each.startswith(self.text[-size:]) for each in self._marks):

@@ -54,6 +54,7 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
         {
             (row["group_index"], row["prompt"]): row
             for row in files.rollouts(step, held_out=True)[::-1]
+            if not row.get("row_index")
         }
         for step in (first, last)
     )  # of several samples of a prompt, its first
@@ -103,7 +104,8 @@ def _typical(section: Section, files: RunFiles, first: int, last: int) -> None:
 
 def typical(rows: Sequence[Row]) -> dict[str, Row]:
     """The rows that stand at PLACES in the order of their scores."""
-    scored = sorted((row for row in rows if row["score"] is not None), key=lambda r: r["score"])
+    firsts = [row for row in rows if row["score"] is not None and not row.get("row_index")]
+    scored = sorted(firsts, key=lambda row: row["score"])
     last = len(scored) - 1
     return {name: scored[round(place * last)] for name, place in PLACES.items()} if scored else {}
 
@@ -112,17 +114,30 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} …"
 
 
+def by_sample(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows by their sample, in order: an agent's episode may be several conversations."""
+    found: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["group_index"], row["sample_index"]), []).append(row)
+    return [sorted(each, key=lambda row: row.get("row_index") or 0) for each in found.values()]
+
+
+def num_tokens(sample: Sequence[Row]) -> int:
+    """Of all responses of a sample."""
+    return sum(len(row["response_ids"]) for row in sample)
+
+
 def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Samples to browse: some held-out prompts over their evaluations, and trained ones.
 
     The trained ones are of evenly chosen steps: prompts that come again, best, worst and longest.
     """
     tokenizer = tokenizer_of(files, config)
-    held_out: dict[int, Sequence[Row]] = {}
+    held_out: dict[int, Sequence[Sequence[Row]]] = {}
     for step in evenly(files.rollout_steps(held_out=True), MAX_HELD_OUT_STEPS):
         rows = files.rollouts(step, held_out=True)
         groups = evenly(sorted({row["group_index"] for row in rows}), MAX_HELD_OUT_PROMPTS)
-        held_out[step] = [row for row in rows if row["group_index"] in groups]
+        held_out[step] = by_sample([row for row in rows if row["group_index"] in groups])
     steps = {step: files.rollouts(step) for step in evenly(files.rollout_steps(), MAX_STEPS)}
     seen = Counter(
         prompt for rows in steps.values() for prompt in {row["prompt_index"] for row in rows}
@@ -132,71 +147,88 @@ def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, An
     }
     return [
         *(
-            _sample(row, step, files.name, tokenizer) | {"held_out": True}
-            for step, row in _that_fit(held_out, MAX_HELD_OUT_TOKENS)
+            _sample(each, step, files.name, tokenizer) | {"held_out": True}
+            for step, each in _that_fit(held_out, MAX_HELD_OUT_TOKENS)
         ),
         *(
-            _sample(row, step, files.name, tokenizer)
-            for step, row in _that_fit(trained, MAX_TOKENS)
+            _sample(each, step, files.name, tokenizer)
+            for step, each in _that_fit(trained, MAX_TOKENS)
         ),
     ]
 
 
-def _that_fit(rows_by_step: Mapping[int, Sequence[Row]], room: int) -> Iterator[tuple[int, Row]]:
-    """The first rows of each step, as many as its share of the tokens has room for."""
-    for position, (step, rows) in enumerate(rows_by_step.items()):
-        share = room // (len(rows_by_step) - position)
-        for row in rows:
-            cost = min(len(row["response_ids"]), MAX_RESPONSE_TOKENS)
+def _that_fit(
+    by_step: Mapping[int, Sequence[Sequence[Row]]], room: int
+) -> Iterator[tuple[int, Sequence[Row]]]:
+    """The first samples of each step, as many as its share of the tokens has room for."""
+    for position, (step, samples) in enumerate(by_step.items()):
+        share = room // (len(by_step) - position)
+        for sample in samples:
+            cost = sum(min(len(row["response_ids"]), MAX_RESPONSE_TOKENS) for row in sample)
             if cost > share:
                 break
             share, room = share - cost, room - cost
-            yield step, row
+            yield step, sample
 
 
-def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[Row]:
-    """At most `count` rows: the prompts seen in most steps, best, worst, longest, then the rest.
+def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[list[Row]]:
+    """At most `count` samples: the prompts seen in most steps, best, worst, longest, then the rest.
 
     Args:
         rows: The rollouts of a step.
         seen: In how many of the page's steps a prompt occurs.
         count: How many are wanted.
     """
-    scored = sorted((row for row in rows if row["score"] is not None), key=lambda r: r["score"])
+    samples = by_sample(rows)
+    scored = sorted((s for s in samples if s[0]["score"] is not None), key=lambda s: s[0]["score"])
     edge = max(count // 8, 1)
     recurring = sorted(
-        (row for row in rows if seen.get(row["prompt_index"], 0) > 1),
-        key=lambda row: (-seen[row["prompt_index"]], row["prompt_index"]),
+        (each for each in samples if seen.get(each[0]["prompt_index"], 0) > 1),
+        key=lambda each: (-seen[each[0]["prompt_index"]], each[0]["prompt_index"]),
     )
-    longest = sorted(rows, key=lambda row: -len(row["response_ids"]))
-    wishes = [*scored[-edge:], *scored[:edge], *longest[:edge], *recurring[: count // 2], *rows]
-    chosen: dict[tuple[int, int, int], Row] = {}
-    for row in wishes:
+    longest = sorted(samples, key=num_tokens, reverse=True)
+    wishes = [*scored[-edge:], *scored[:edge], *longest[:edge], *recurring[: count // 2], *samples]
+    chosen: dict[tuple[int, int], list[Row]] = {}
+    for each in wishes:
         if len(chosen) >= count:
             break
-        key = row["group_index"], row["sample_index"], row.get("row_index") or 0
-        chosen.setdefault(key, row)
+        chosen[each[0]["group_index"], each[0]["sample_index"]] = each
     return [chosen[key] for key in sorted(chosen)]
 
 
-def _sample(row: Row, step: int, run: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    ids = row["response_ids"][:MAX_RESPONSE_TOKENS]
-    sample: dict[str, Any] = {
+def _sample(
+    rows: Sequence[Row], step: int, run: str, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """A sample as the page shows it, by its first conversation, with `more` of them."""
+    row, *others = rows
+    sources = dict(row["scores_by_source"] or [])
+    episode = row.get("episode") or {}
+    metrics = dict(episode.get("metrics") or [])
+    sample = _conversation(row, tokenizer) | {
         "run": run,
         "step": step,
-        "prompt": row["prompt"],
         "prompt_id": row["prompt_index"],
-        "response": row["response"],
         "label": row["label"],
         "score": _rounded(row["score"]),
+        "sources": {k: _rounded(v) for k, v in sources.items()} if len(sources) > 1 else None,
+        "error": episode.get("error"),
+        "turns": episode.get("num_turns"),
+        "metrics": {name: _rounded(value) for name, value in metrics.items()} or None,
+        "more": [_conversation(each, tokenizer) for each in others] or None,
+    }
+    return {key: value for key, value in sample.items() if value is not None}
+
+
+def _conversation(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    ids = row["response_ids"][:MAX_RESPONSE_TOKENS]
+    sample: dict[str, Any] = {
+        "prompt": row["prompt"],
+        "response": row["response"],
         "advantage": _rounded(row["advantage_mean"]),
         "kl": _rounded(row["kl"]),
         "finish": row["finish_reason"],
         "num_tokens": len(row["response_ids"]),
     }
-    sources = dict(row["scores_by_source"] or [])
-    if len(sources) > 1:
-        sample["sources"] = {name: _rounded(value) for name, value in sources.items()}
     if tokenizer is not None:
         from tokenizers.decoders import DecodeStream
 
@@ -214,8 +246,8 @@ def _sample(row: Row, step: int, run: str, tokenizer: Tokenizer | None) -> dict[
     rewards = row.get("turn_rewards") or []
     told = {t: _rounded(each) for t, each in enumerate(rewards[: len(ids)]) if each}
     sample["rewards"] = told or None
-    sample["error"] = (row.get("episode") or {}).get("error")
-    sample["turns"] = (row.get("episode") or {}).get("num_turns")
+    uses = {end - 1: words for end, words in _tool_uses(row).items() if end <= len(ids)}
+    sample["tools"] = uses or None
     return {key: value for key, value in sample.items() if value is not None}
 
 
@@ -227,24 +259,54 @@ class Turn:
     text: str
     reward: float = 0.0
     """Of a turn of the policy."""
+    tools: Sequence[str] = ()
+    """What was called after it."""
 
 
 def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
     """A response turn by turn; one that is no episode, or without a tokenizer, is one turn."""
-    mask, rewards = row.get("response_mask"), row.get("turn_rewards")
+    rewards, uses = row.get("turn_rewards") or [], _tool_uses(row)
+    if tokenizer is None or not (row.get("response_mask") or row.get("turn_index")):
+        return [Turn(True, row["response"], sum(rewards), [t for ts in uses.values() for t in ts])]
+    found = []
+    for by_policy, first, end in _stretches(row):
+        text = tokenizer.decode(list(row["response_ids"][first:end]), skip_special_tokens=False)
+        found.append(Turn(by_policy, text, sum(rewards[first:end]), uses.get(end, ())))
+    return found
+
+
+def _stretches(row: Row) -> list[tuple[bool, int, int]]:
+    """Whether the policy wrote it, and where it begins and ends, of each part of a response."""
     told = row.get("turn_index")
-    if told is None:  # of a run that is older: what stands between turns tells them apart
-        told = [0 if own else -1 for own in mask or ()]
-    if not told or tokenizer is None:
-        earned = sum(rewards) if rewards else 0.0
-        return [Turn(by_policy=True, text=row["response"], reward=earned)]
+    if told is None:  # no episode, or of a run that is older: what stands between turns parts them
+        mask = row.get("response_mask") or [True] * len(row["response_ids"])
+        told = [0 if own else -1 for own in mask]
     found, first = [], 0
     for turn, run in groupby(told):
-        last = first + len(list(run))
-        text = tokenizer.decode(list(row["response_ids"][first:last]), skip_special_tokens=False)
-        earned = sum(rewards[first:last]) if rewards else 0.0
-        found.append(Turn(by_policy=turn >= 0, text=text, reward=earned))
-        first = last
+        end = first + len(list(run))
+        found.append((turn >= 0, first, end))
+        first = end
+    return found
+
+
+def _tool_uses(row: Row) -> dict[int, list[str]]:
+    """Where a turn ends -> the tools that were called after it, in words.
+
+    An agent's several conversations do not tell whose turn was which: those of all stand at the end
+    of the first.
+    """
+    episode = row.get("episode") or {}
+    ends = [end for by_policy, _, end in _stretches(row) if by_policy]
+    found: dict[int, list[str]] = {}
+    if not ends or row.get("row_index"):
+        return found
+    for use in episode.get("tool_uses") or ():
+        is_told = len(ends) == episode["num_turns"]
+        end = ends[max(use["turn"], 1) - 1] if is_told else ends[-1]
+        failed = "" if use["error"] is None else f" failed: {use['error']}"
+        found.setdefault(end, []).append(
+            f"{use['name'] or 'a call'}{failed} ({use['seconds']:.3g} s)"
+        )
     return found
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from raypo.report.samples import tokenizer_of, turns_of
+from raypo.report.samples import by_sample, num_tokens, tokenizer_of, turns_of
 from raypo.storage.run_files import RunFiles
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from tokenizers import Tokenizer
 
-Sample = Mapping[str, Any]
+Sample = Sequence[Mapping[str, Any]]
+"""The rows of an episode's conversations; most often one."""
 
 ORDERS: dict[str, Callable[[Sample], float]] = {
-    "best": lambda row: math.inf if row["score"] is None else -row["score"],
-    "worst": lambda row: math.inf if row["score"] is None else row["score"],
-    "longest": lambda row: -len(row["response_ids"]),
+    "best": lambda rows: math.inf if rows[0]["score"] is None else -rows[0]["score"],
+    "worst": lambda rows: math.inf if rows[0]["score"] is None else rows[0]["score"],
+    "longest": lambda rows: -num_tokens(rows),
 }
 """Orders of samples; one without a score comes last."""
 
@@ -39,52 +40,61 @@ def print_samples(
     from rich.panel import Panel
 
     tokenizer = tokenizer_of(files, files.config() or {})
-    rows = files.rollouts(step)
-    scores = [row["score"] for row in rows if row["score"] is not None]
+    samples = by_sample(files.rollouts(step))
+    scores = [rows[0]["score"] for rows in samples if rows[0]["score"] is not None]
     console = Console(file=stream, highlight=False)
     mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
     how = f"{order} first" if order else "evenly chosen"
-    console.print(f"{files.name}, step {step}: {len(rows)} samples{mean}; {how}", markup=False)
-    for row in chosen(rows, order, count):
-        console.print(Panel(_body(row, tokenizer), title=_title(row), title_align="left"))
+    console.print(f"{files.name}, step {step}: {len(samples)} samples{mean}; {how}", markup=False)
+    for rows in chosen(samples, order, count):
+        console.print(Panel(_body(rows, tokenizer), title=_title(rows), title_align="left"))
 
 
-def chosen(rows: list[dict[str, Any]], order: str | None, count: int) -> list[dict[str, Any]]:
-    """The first `count` rows of an order; None: with even gaps."""
+def chosen(samples: Sequence[Sample], order: str | None, count: int) -> list[Sample]:
+    """The first `count` samples of an order; None: with even gaps."""
     if order:
-        return sorted(rows, key=ORDERS[order])[:count]
-    gap = max(len(rows) / count, 1.0)
-    return [rows[int(position * gap)] for position in range(min(count, len(rows)))]
+        return sorted(samples, key=ORDERS[order])[:count]
+    gap = max(len(samples) / count, 1.0)
+    return [samples[int(position * gap)] for position in range(min(count, len(samples)))]
 
 
-def _title(row: Sample) -> str:
+def _title(rows: Sample) -> str:
+    row = rows[0]
     score = "no score" if row["score"] is None else f"score {row['score']:.3g}"
     parts = [score]
     if row["advantage_mean"] is not None:
         parts.append(f"advantage {row['advantage_mean']:+.2f}")
     if row["kl"] is not None:
-        parts.append(f"KL {row['kl']:.2f}")
-    cut = ", cut off" if row["finish_reason"] == "length" else ""
-    if episode := row.get("episode"):
+        parts.append(f"KL {sum(each['kl'] for each in rows):.2f}")
+    cut = ", cut off" if any(each["finish_reason"] == "length" for each in rows) else ""
+    episode = row.get("episode") or {}
+    if episode:
         parts.append(f"{episode['num_turns']} turns")
-    parts.append(f"{len(row['response_ids'])} tokens{cut}")
+    parts.append(f"{num_tokens(rows)} tokens{cut}")
+    parts += [f"{name} {value:.3g}" for name, value in episode.get("metrics") or ()]
     sources = dict(row["scores_by_source"] or [])
     if len(sources) > 1:
         parts += [f"{name} {value:.3g}" for name, value in sources.items() if value is not None]
     return "  ".join(parts)
 
 
-def _body(row: Sample, tokenizer: Tokenizer | None) -> RenderableType:
+def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
     """The prompt, what the policy wrote, and dimmed what an environment wrote between its turns."""
     from rich.console import Group
+    from rich.rule import Rule
     from rich.text import Text
 
-    lines = [Text(row["prompt"], style="dim")]
-    for turn in turns_of(row, tokenizer):
-        earned = Text(f"  {turn.reward:+.3g}", style="bold") if turn.reward else Text()
-        lines.append(Text(turn.text, style="" if turn.by_policy else "dim italic") + earned)
-    if error := (row.get("episode") or {}).get("error"):
+    lines: list[RenderableType] = []
+    for number, row in enumerate(rows, start=1):
+        if number > 1:
+            lines.append(Rule(f"conversation {number} of {len(rows)}", style="dim"))
+        lines.append(Text(row["prompt"], style="dim"))
+        for turn in turns_of(row, tokenizer):
+            earned = Text(f"  {turn.reward:+.3g}", style="bold") if turn.reward else Text()
+            lines.append(Text(turn.text, style="" if turn.by_policy else "dim italic") + earned)
+            lines += [Text(f"  {words}", style="dim") for words in turn.tools]
+    if error := (rows[0].get("episode") or {}).get("error"):
         lines.append(Text(f"failed: {error}", style="bold"))
-    if row["label"] is not None:
-        lines.append(Text(f"label: {row['label']}", style="dim"))
+    if rows[0]["label"] is not None:
+        lines.append(Text(f"label: {rows[0]['label']}", style="dim"))
     return Group(*lines)

@@ -17,6 +17,8 @@ from pebble import ProcessExpired, ProcessPool
 
 from raypo.rewards.pool import fork_context
 from raypo.rollout.work_time import too_slow
+from raypo.tools.calls import heard
+from raypo.types import ToolUse
 
 _make: Callable[[], Any] | None = None
 
@@ -42,7 +44,9 @@ class EnvironmentPool:
             context=fork_context(__name__),
         )
 
-    async def call(self, state: bytes | None, method: str, *arguments: Any) -> tuple[bytes, Any]:
+    async def call(
+        self, state: bytes | None, method: str, *arguments: Any
+    ) -> tuple[bytes, Any, Any]:
         """Call a method of an environment.
 
         Args:
@@ -51,6 +55,7 @@ class EnvironmentPool:
         Returns:
             state: The environment afterwards.
             answer: What the method returned.
+            metrics: The environment's, if it has any.
 
         Raises:
             TimeoutError: it took too long, and its process was ended.
@@ -61,17 +66,19 @@ class EnvironmentPool:
             _call, args=(state, method, *arguments), timeout=self._timeout_s
         )
         try:
-            state, answer, raised = await asyncio.wrap_future(scheduled)
+            state, answer, raised, uses = await asyncio.wrap_future(scheduled)
         except TimeoutError:
             raise too_slow(method, self._timeout_s) from None
         except ProcessExpired as expired:
             raise RuntimeError(
                 f"{method}: its process died with status {expired.exitcode}"
             ) from None
+        for use in uses:
+            heard.get()(use)
         if raised is not None:
             name, text = raised
             raise type(name, (Exception,), {})(text)
-        return state, pickle.loads(answer)
+        return state, *pickle.loads(answer)
 
     def close(self) -> None:
         """End the processes at once."""
@@ -87,17 +94,21 @@ def _open(load: Callable[[], Callable[[], Any]]) -> None:
 
 def _call(
     state: bytes | None, method: str, *arguments: Any
-) -> tuple[bytes, bytes, tuple[str, str] | None]:
-    """The environment afterwards, the answer, and what was raised: its name and text."""
+) -> tuple[bytes, bytes, tuple[str, str] | None, list[ToolUse]]:
+    """The environment afterwards, the answer with its metrics, and what was raised."""
     assert _make is not None
+    uses: list[ToolUse] = []
+    heard.set(uses.append)
     try:
         environment = _make() if state is None else pickle.loads(state)
         answer = getattr(environment, method)(*arguments)
         if inspect.isawaitable(answer):
             answer = asyncio.run(_awaited(answer))
-        return _pickled(environment, "an environment"), _pickled(answer, "what it returns"), None
+        told = answer, getattr(environment, "metrics", None)
+        afterwards = _pickled(environment, "an environment")
+        return afterwards, _pickled(told, "what it returns"), None, uses
     except BaseException as error:
-        return b"", b"", (type(error).__name__, str(error))
+        return b"", b"", (type(error).__name__, str(error)), uses
 
 
 def _pickled(it: Any, what: str) -> bytes:

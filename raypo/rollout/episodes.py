@@ -26,6 +26,7 @@ from raypo.rollout.players import Agents, Environments, Player
 from raypo.rollout.policy import EpisodeLimit, Policy, Recorded
 from raypo.rollout.sessions import Sessions
 from raypo.serving.requests import Completion, SamplingRequest
+from raypo.tools.calls import heard
 from raypo.types import Episode, Rollout
 
 T = TypeVar("T")
@@ -301,6 +302,7 @@ class _Seat:
             max_new_tokens=self.sampling.max_new_tokens,
             vocabulary_size=self.episodes.vocabulary_size,
         )
+        heard.set(policy.hear)
         it, begin = player.begin(), time.perf_counter()
         score, error = await _outcome(player.run(it, self.draw.prompt, policy))
         self.table.leave(self)
@@ -308,7 +310,9 @@ class _Seat:
         _, unclosed = await _outcome(it.close())
         error = error or unclosed
         score = math.nan if score is None or error else score
-        episode = Episode(score, policy.num_calls, took, error)
+        episode = Episode(
+            score, policy.num_calls, took, error, policy.metrics, tuple(policy.tool_uses)
+        )
         told = [row for row in policy.rows if row.mask.any()]
         rows = told or [*policy.rows, Recorded(self.draw.prompt.token_ids)][:1]
         self.rollouts = [self._rollout(policy, episode, *each) for each in enumerate(rows)]
@@ -325,8 +329,10 @@ class _Seat:
         order = self.draw.group_index, self.sample_index, number
         return await self.table.ask(_Call(order, request, self))
 
-    def _decode(self, ids: np.ndarray) -> str:
-        return self.episodes.tokenizer.decode(ids, skip_special_tokens=True)
+    def _decode(self, ids: np.ndarray, with_special: bool = False) -> str:
+        if with_special:
+            ids = ids[~np.isin(ids, self.sampling.stop_token_ids)]
+        return self.episodes.tokenizer.decode(ids, skip_special_tokens=not with_special)
 
     def _rollout(self, policy: Policy, episode: Episode, number: int, row: Recorded) -> Rollout:
         prompt, is_agents = self.draw.prompt, self.episodes.section.agent is not None

@@ -16,7 +16,7 @@ from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.ppo.groups import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
 from raypo.rollout.collect import Decoder, PushAgain, Sampler, Sampling, sample, samples_of
-from raypo.rollout.judges import Judges, reward_parts
+from raypo.rollout.judges import Judges, named_numbers
 from raypo.types import Prompt, ScoredRollout
 
 EVALUATION_STREAM = 1
@@ -81,8 +81,8 @@ def evaluate_policy(
     scored = [value for value in scores if math.isfinite(value)]
     means.add("eval/score_mean", math.fsum(scored), len(scored))
     for each in samples:
-        for name, part in reward_parts(each).items():
-            means.add(f"eval/reward/{name}", part, 1)
+        for name, value in named_numbers(each).items():
+            means.add(f"eval/{name}", value, 1)
     tokens = sum(rollout.num_sampled for rollout in rollouts)
     means.add("eval/response_tokens_mean", tokens, len(samples))
     means.total("eval/failed", len(scores) - len(scored))

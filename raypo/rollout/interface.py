@@ -20,8 +20,10 @@ class Environment(Protocol):
 
     The methods may be plain or coroutines. With `reads_token_ids = True` in the class, actions are
     lists of token ids, and not texts. Its `tools` are what a chat template tells the policy of:
-    functions, or their JSON schemas. A method `close()`, where there is one, is called when the
-    episode is over.
+    functions, or their JSON schemas. Actions then keep special tokens but for the one that ends a
+    turn: to some models the marks of a tool call are special. Its `metrics`, numbers by their
+    names, are read when the episode is over; their means over episodes are `episode/<name>`.
+    A method `close()`, where there is one, is called after that.
     """
 
     async def reset(self, prompt: str | list[dict[str, Any]], label: Any) -> Observation | None:
@@ -40,7 +42,7 @@ class Environment(Protocol):
         """Answer one turn of the policy.
 
         Args:
-            action: What the policy wrote, without special tokens.
+            action: What the policy wrote; without `tools`, without special tokens.
 
         Returns:
             observation: What the policy reads next; None where the episode is done.
@@ -53,7 +55,7 @@ class Environment(Protocol):
 class Agent(Protocol):
     """One episode's agent: made with `rollout.agent_args`, and run once.
 
-    A method `close()`, where there is one, is called when the episode is over.
+    It may have `metrics` and `close()`, as an environment.
     """
 
     async def run(self, prompt: str | list[dict[str, Any]], label: Any, policy: Policy) -> float:

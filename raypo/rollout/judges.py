@@ -102,6 +102,14 @@ def reward_parts(scored: ScoredRollout) -> dict[str, float]:
     return named
 
 
+def named_numbers(scored: ScoredRollout) -> dict[str, float]:
+    """Those of reward functions, `reward/<name>`, and of an episode, `episode/<name>`."""
+    named = {f"reward/{name}": part for name, part in reward_parts(scored).items()}
+    if episode := scored.rollout.episode:
+        named |= {f"episode/{name}": value for name, value in episode.metrics.items()}
+    return named
+
+
 def model_sources(count: int) -> list[str]:
     """Names of the reward models among the sources of a score."""
     return ["model"] if count == 1 else [f"model_{number}" for number in range(count)]

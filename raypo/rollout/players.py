@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from collections.abc import Mapping
 from functools import partial
 from numbers import Real
 from typing import Any, Protocol
@@ -59,6 +60,22 @@ class UsersObject:
         self._make, self._quota, self._limit_s, self._pool = make, quota, limit_s, pool
         self._here: Any = None
         self._state: bytes | None = None
+        self._metrics: Any = None
+
+    def metrics(self) -> dict[str, float]:
+        """What it measured: its attribute `metrics`.
+
+        Raises:
+            WrongAnswer: these are no finite numbers by their names.
+        """
+        metrics = self._metrics if self._pool else getattr(self._here, "metrics", None)
+        if metrics is None:
+            return {}
+        if not isinstance(metrics, Mapping) or not all(
+            isinstance(value, Real) and math.isfinite(value) for value in metrics.values()
+        ):
+            raise WrongAnswer(f"metrics is {metrics!r:.100}, not finite numbers by their names")
+        return {str(name): float(value) for name, value in metrics.items()}
 
     def time_for(self, method: str) -> WorkTime:
         """For one call; a process has a clock of its own, which begins when it does."""
@@ -82,7 +99,8 @@ class UsersObject:
 
     async def _called(self, method: str, *arguments: Any) -> Any:
         if self._pool:
-            self._state, answer = await self._pool.call(self._state, method, *arguments)
+            called = await self._pool.call(self._state, method, *arguments)
+            self._state, answer, self._metrics = called
             return answer
 
         def call() -> Any:
@@ -151,22 +169,24 @@ class Environments:
         total = 0.0
         while True:
             try:
-                reply = await policy.generate(ids)
+                reply = await policy.generate(ids, tools=self._tools)
             except EpisodeLimit:
                 if not policy.num_calls:
                     raise
                 policy.is_cut_off = True
-                return total
+                break
             action = reply.token_ids.tolist() if self._reads_ids else reply.text
             observation, reward, done = _turn(await it.call("step", action))
             policy.rows[-1].rewards[-1] = reward
             total += reward
             if done:
-                return total
+                break
             between = self._tokens.between(
                 reply.token_ids, observation, chat=chat, tools=self._tools
             )
             ids = np.concatenate([reply.conversation, between])
+        policy.metrics = it.metrics()
+        return total
 
     def close(self) -> None:
         """End the processes, if there are any."""
@@ -212,10 +232,10 @@ class Agents:
         except Exception as error:
             if self._limit_score is None or not policy.num_calls or not is_limit(error):
                 raise
-            policy.is_cut_off = True
-            return self._limit_score
+            policy.is_cut_off, score = True, self._limit_score
         if not isinstance(score, Real) or not math.isfinite(score):
             raise WrongAnswer(f"run returned {score!r:.100}, not a finite number")
+        policy.metrics = it.metrics()
         return float(score)
 
     def close(self) -> None:

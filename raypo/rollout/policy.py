@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from raypo.data.turns import Observation, Tools, TurnTokens, is_ids, messages_of
 from raypo.rollout.work_time import WorkTime
 from raypo.serving.requests import Completion
+from raypo.types import ToolUse
 
 LIMIT = "episode_limit"
 """The code of an error that says so."""
@@ -42,7 +43,8 @@ class Reply:
     """One turn of the policy."""
 
     text: str
-    """Without special tokens."""
+    """Without special tokens; with them but for the end of the turn, where tools may be called:
+    to some models the marks of a call are special."""
     token_ids: np.ndarray  # int32 [T], as sampled
     conversation: np.ndarray  # int32, all before it, and it: what a next turn goes on from
     finish_reason: str
@@ -147,7 +149,8 @@ class Policy:
 
     ask: Callable[[np.ndarray, int, int, Sequence[str]], Awaitable[Completion]]
     """Of ids, the number of the call, most new tokens, and further texts that end the turn."""
-    decode: Callable[[np.ndarray], str]
+    decode: Callable[[np.ndarray, bool], str]
+    """Of ids, and whether special tokens are text."""
     tokens: TurnTokens
     max_turns: int
     max_episode_tokens: int
@@ -173,6 +176,9 @@ class Policy:
     """What it began with, where that is not the prompt of the data."""
     is_cut_off: bool = False
     """Whether a limit ended it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environment or the agent measured."""
+    tool_uses: list[ToolUse] = field(default_factory=list)
     _since: float = 0.0
 
     @property
@@ -184,6 +190,10 @@ class Policy:
         """
         assert self.endpoint is not None, "only an agent is given a policy"
         return self.endpoint()
+
+    def hear(self, use: ToolUse) -> None:
+        """A tool was called."""
+        self.tool_uses.append(replace(use, turn=self.num_calls))
 
     async def generate(
         self,
@@ -199,7 +209,8 @@ class Policy:
             prompt: The whole conversation so far: a text, chat messages, or token ids. What was
                 sampled is found again in it, and not tokenised once more: append `reply.message`
                 to messages, `reply.text` to a text, or go on from the ids in `reply.conversation`.
-            tools: What the chat template tells the policy of, where the prompt is messages.
+            tools: That may be called; the chat template tells the policy of them, where the prompt
+                is messages.
             max_new_tokens: Most tokens of the turn, where the run's `rollout.max_new_tokens` is
                 more.
             stop: Texts that end the turn, beside `rollout.stop`; the turn has them in its text, as
@@ -217,7 +228,7 @@ class Policy:
             ids = self.ids_of(said, tools)
         row, completion = await self.sample(ids, max_new_tokens=max_new_tokens, stop=stop)
         reply = Reply(
-            self.decode(completion.token_ids),
+            self.decode(completion.token_ids, tools is not None),
             completion.token_ids,
             row.ids,
             completion.finish_reason,

@@ -212,7 +212,7 @@ class _Session:
             raise RequestError(str(error), code=LIMIT) from None
         if said is not None:
             told = ResponseText(  # with the stop string, which the client is not told: it was read
-                self.tokenizer, stop_token_ids=self.stop_token_ids, may_call=tools is not None
+                self.tokenizer, stop_token_ids=self.stop_token_ids, tools=tools
             )
             told.add(completion.token_ids.tolist())
             text, calls = told.finish()

@@ -11,7 +11,7 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.metrics.reduce import WeightedMeans, without_lone
-from raypo.rollout.judges import reward_parts
+from raypo.rollout.judges import named_numbers, reward_parts
 from raypo.types import Experience, ScoredRollout
 
 
@@ -34,8 +34,12 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
             means.add("perf/environment_s_mean", episode.environment_s, 1)
             means.maximum("perf/environment_s_max", episode.environment_s)
             means.total("rollout/episodes_failed", episode.error is not None)
-        for name, part in reward_parts(each).items():
-            means.add(f"reward/{name}", part, 1)
+            uses = episode.tool_uses
+            means.add("tools/calls_mean", len(uses), 1)
+            means.total("tools/failures", sum(use.error is not None for use in uses))
+            means.add("perf/tools_s_mean", sum(use.seconds for use in uses), 1)
+        for name, value in named_numbers(each).items():
+            means.add(name, value, 1)
         if not failed:
             by_group.setdefault(rollout.group_index, []).append(each.score)
             if rollout.data_source:

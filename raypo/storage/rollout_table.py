@@ -53,12 +53,22 @@ def rollout_schema() -> pa.Schema:
 
 def _episode(pa: Any) -> pa.DataType:
     """`raypo.types.Episode`; null without an environment."""
+    use = pa.struct(
+        [
+            ("name", pa.string()),
+            ("seconds", pa.float64()),
+            ("error", pa.string()),
+            ("turn", pa.int64()),
+        ]
+    )
     return pa.struct(
         [
             ("score", pa.float64()),
             ("num_turns", pa.int64()),
             ("environment_s", pa.float64()),
             ("error", pa.string()),
+            ("metrics", pa.map_(pa.string(), pa.float64())),
+            ("tool_uses", pa.list_(use)),
         ]
     )
 

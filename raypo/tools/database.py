@@ -118,13 +118,9 @@ class Database:
             is_cut = number == self._max_rows or len(text) > self._max_chars
             if is_cut:
                 break
-            text += "\n" + "|".join(map(_cell, row))
+            text += "\n" + "|".join("NULL" if cell is None else str(cell) for cell in row)
         is_cut = is_cut or len(text) > self._max_chars
         return text[: self._max_chars] + ("\n... (cut)" if is_cut else "")
-
-
-def _cell(value: object) -> str:
-    return "NULL" if value is None else str(value)
 
 
 def _allows(action: int, name: str | None, value: str | None, *_: str | None) -> int:

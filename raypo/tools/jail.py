@@ -6,14 +6,16 @@ The program gets new Linux namespaces, none of which needs root: of processes (t
 behind end with it), of mounts (its root is an empty file system in memory, with Python and the
 system's libraries read-only), of the network (there is none), of users (it is nobody, without
 capabilities) and of System V's shared memory. Limits of memory, processes and files are the
-kernel's. This script stays outside as its keeper: it ends all of it at the time limit, on SIGTERM,
-and when whoever asked is gone. Its report, on the file descriptor of that name, is a line of JSON:
+kernel's; system calls that would take memory beside them are refused. This script stays outside as
+its keeper: it ends all of it at the time limit, on SIGTERM, and when whoever asked is gone. Its
+report, on the file descriptor of that name, is a line of JSON:
 `{"status": as waitpid tells, "timed_out": bool}`, or before it `{"failed": what the host refuses}`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -40,8 +42,40 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = -100, 0x8000, 442
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+SECCOMP_MODE_FILTER, SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 2, 0x00050000, 0x7FFF0000
+SECCOMP_RET_KILL_PROCESS = 0x80000000
+BPF_LOAD, BPF_IS_EQUAL, BPF_IS_AT_LEAST, BPF_RETURN = 0x20, 0x15, 0x35, 0x06
+SYSCALL, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+"""Where the kernel's `struct seccomp_data` has them."""
+X32 = 0x40000000
+"""From here on x86-64 repeats its system calls."""
+
+MACHINES = ("x86_64", "aarch64")
+AUDIT_ARCH = (0xC000003E, 0xC00000B7)
+SYS_PIVOT_ROOT, SYS_SOCKET = (155, 41), (41, 198)
+REFUSED = {
+    # Memory that lies in no address space and no file, so that no limit holds it.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "vmsplice": (278, 75),
+    # Large parts of the kernel that programs do not need.
+    "io_uring_setup": (425, 425),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+}
+"""System calls and their numbers, by machine."""
+FAMILIES = (1, 2, 10)
+"""Of sockets that there may be: AF_UNIX, AF_INET, AF_INET6. A virtual machine's AF_VSOCK, for one,
+belongs to no namespace of the network."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -146,6 +180,7 @@ def _become(jail: Jail) -> NoReturn:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    _refuse_system_calls()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
     environment = {
@@ -157,6 +192,56 @@ def _become(jail: Jail) -> NoReturn:
         "OMP_NUM_THREADS": "1",
     }
     os.execve(sys.executable, [sys.executable, "-sBu", "program.py"], environment)
+
+
+class _Instruction(ctypes.Structure):
+    """Of the kernel's packet filters, which also judge system calls."""
+
+    _fields_ = [
+        ("code", ctypes.c_uint16),
+        ("jump_if", ctypes.c_uint8),
+        ("jump_else", ctypes.c_uint8),
+        ("operand", ctypes.c_uint32),
+    ]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction))]
+
+
+def _refuse_system_calls() -> None:
+    """REFUSED, sockets but of FAMILIES, and the ways around: another machine's numbers, and x32."""
+    machine = _machine()
+    refuse = (BPF_RETURN, 0, 0, SECCOMP_RET_ERRNO | errno.EPERM)
+    steps = [
+        (BPF_LOAD, 0, 0, ARCHITECTURE),
+        (BPF_IS_EQUAL, 1, 0, AUDIT_ARCH[machine]),
+        (BPF_RETURN, 0, 0, SECCOMP_RET_KILL_PROCESS),
+        (BPF_LOAD, 0, 0, SYSCALL),
+        *((BPF_IS_AT_LEAST, 0, 1, X32), refuse),
+    ]
+    for numbers in REFUSED.values():
+        steps += [(BPF_IS_EQUAL, 0, 1, numbers[machine]), refuse]
+    steps += [
+        (BPF_IS_EQUAL, 0, len(FAMILIES) + 2, SYS_SOCKET[machine]),
+        (BPF_LOAD, 0, 0, FIRST_ARGUMENT),
+        *((BPF_IS_EQUAL, left, 0, each) for left, each in zip((3, 2, 1), FAMILIES, strict=True)),
+        refuse,
+        (BPF_RETURN, 0, 0, SECCOMP_RET_ALLOW),
+    ]
+    program = _Program(len(steps), (_Instruction * len(steps))(*steps))
+    done = _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
+    _check(done, "prctl(PR_SET_SECCOMP)")
+
+
+def _machine() -> int:
+    """Its place in MACHINES."""
+    name = os.uname().machine
+    if name not in MACHINES:
+        raise OSError(
+            f"the numbers of system calls are known for {', '.join(MACHINES)}, not {name}"
+        )
+    return MACHINES.index(name)
 
 
 def _build_room(paths: Iterable[str], jail: Jail) -> None:
@@ -178,7 +263,7 @@ def _build_room(paths: Iterable[str], jail: Jail) -> None:
         os.symlink(HOME, ROOM + "/tmp")
     _mount("", NEW_ROOT, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir(NEW_ROOT)
-    _check(_libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    _check(_libc.syscall(SYS_PIVOT_ROOT[_machine()], b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", MNT_DETACH), "umount2")
     os.chroot(ROOM.removeprefix(NEW_ROOT))
     os.chdir(HOME)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from raypo.tools import jail
 
@@ -41,10 +41,11 @@ class Ran:
     """Whether there was more output."""
 
 
-_turns: WeakKeyDictionary[
-    asyncio.AbstractEventLoop, WeakKeyDictionary[PythonSandbox, asyncio.Semaphore]
-] = WeakKeyDictionary()
-"""A semaphore is of one event loop, and a sandbox may outlive several: each step has its own."""
+_turns: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = (
+    WeakValueDictionary()
+)
+"""Of an event loop, and of what is allowed at once: all sandboxes share it, for each episode may
+make one. It is there while a program runs or waits."""
 
 
 class PythonSandbox:
@@ -79,8 +80,8 @@ class PythonSandbox:
             max_output_chars: What is kept of its output.
             readable: Folders that it may read and import from, beside Python's own; where root
                 asks, those that all users may read.
-            at_once: Programs of an event loop that run at a time, others wait; None: one for each
-                core.
+            at_once: Programs that run at a time in an event loop, of all sandboxes with this
+                number; others wait. None: one for each core.
         """
         self._limits = {
             "time_limit_s": time_limit_s,
@@ -115,8 +116,8 @@ class PythonSandbox:
         Raises:
             SandboxError: the host cannot keep it in.
         """
-        turns = _turns.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
-        async with turns.setdefault(self, asyncio.Semaphore(self._at_once)):
+        key = asyncio.get_running_loop(), self._at_once
+        async with _turns.setdefault(key, asyncio.Semaphore(self._at_once)):
             return await self._run(code)
 
     async def _run(self, code: str) -> Ran:

@@ -1,13 +1,15 @@
 """The report in a real browser; skipped where there is none (Debian: chromium, chromium-driver)."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raypo.report import load_run, run_page
+from raypo.storage.run_files import RunFiles
 from tests.integration.browser import CHROMIUM, DRIVER, chromium
-from tests.recorded_run import write_run
+from tests.recorded_run import WORDS, conversations, episode, write_run
 
 pytest.importorskip("selenium.webdriver")
 if not (CHROMIUM and DRIVER):
@@ -92,4 +94,31 @@ def test_samples_are_filtered_coloured_and_set_side_by_side(browser: Any, page: 
     assert len(columns) == 24  # 12 steps of 2 runs
     find(".back").click()
     assert find(".count").text == "3 of 3 samples"
+    assert browser.get_log("browser") == []
+
+
+def test_an_episode_is_shown_turn_by_turn(browser: Any, tmp_path: Path):
+    from selenium.webdriver.common.by import By
+
+    run = write_run(tmp_path, "episodes", steps=1, with_rollouts=False)
+    several = [row | {"group_index": 1} for row in conversations()]
+    RunFiles.at(str(run)).write_rollouts(1, [episode(), *several])
+    page = run_page([load_run(str(run))]).write(tmp_path / "report.html").as_uri()
+    look(browser, page, 1280, "light")
+
+    one, two = browser.find_elements(By.CSS_SELECTOR, ".sample")
+
+    def texts(card: Any, selector: str) -> list[str]:
+        return [each.text.strip() for each in card.find_elements(By.CSS_SELECTOR, selector)]
+
+    first, between, last = (WORDS[each] for each in (1, 4, 2))
+    assert texts(one, ".token") == [first, between, last]
+    assert texts(one, ".token.other") == [between]
+    assert texts(one, ".earned") == ["+0.5", "-1"]
+    assert texts(one, ".tool") == ["calculator (0.25 s)", "a call failed: not JSON (0 s)"]
+    assert texts(one, ".failed") == ["KeyError: x"]
+    assert {"2 turns", "3 tokens", "hits 3"} <= set(texts(one, ".meta span"))
+    assert texts(two, ".prompt") == ["first prompt", "second prompt"]
+    assert {"2 turns", "6 tokens"} <= set(texts(two, ".meta span"))
+    assert "conversation 2 of 2" in two.text
     assert browser.get_log("browser") == []

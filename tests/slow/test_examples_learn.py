@@ -1,27 +1,20 @@
-"""Examples learn what they are said to learn."""
+"""Examples learn what they are said to learn, each in a copy of its folder and nothing else."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from raypo.storage.run_files import RunFiles
-from tests.documentation import copy_examples
+from tests.documentation import REPOSITORY
 from tests.integration.test_documentation import environment
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    copy_examples(tmp_path)
-    return tmp_path
 
 
 def run(folder: Path, *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
         env=environment(folder),
         capture_output=True,
@@ -32,25 +25,35 @@ def run(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def learn(folder: Path, example: str) -> list[dict[str, Any]]:
-    """The metrics of its PPO."""
-    run(folder, f"examples.{example}.make_data")
-    run(folder, "raypo.cli", "train", f"examples/{example}/sft.yaml")
-    run(folder, "raypo.cli", "train", f"examples/{example}/ppo.yaml")
-    return RunFiles.at(str(folder / "runs" / example)).metrics()
+def learn(folder: Path, example: str, name: str, *files: str) -> list[dict[str, Any]]:
+    """The metrics of a run, the last of those that the files describe."""
+    ignored = shutil.ignore_patterns("data", "__pycache__")
+    shutil.copytree(REPOSITORY / "examples" / example, folder, ignore=ignored, dirs_exist_ok=True)
+    run(folder, "make_data.py")
+    for file in files:
+        run(folder, "-m", "raypo.cli", "train", file)
+    return RunFiles.at(str(folder / "runs" / name)).metrics()
 
 
-def test_the_calculator_is_called_when_it_pays_and_is_needed(folder: Path):
-    rows = learn(folder, "calculator")
-    silent = "rollout.environment_args.silent=true"
-    run(folder, "raypo.cli", "eval", "runs/calculator", silent, "--to", "silent.json")
+def test_the_guessing_game_is_won_by_who_remembers_what_was_answered(tmp_path: Path):
+    rows = learn(tmp_path, "guessing_game", "guessing-game", "ppo.yaml")
     before, after = rows[0]["eval/initial_score_mean"], rows[-1]["eval/score_mean"]
-    (figures,) = json.loads((folder / "silent.json").read_text())["results"].values()
+    assert after > before + 0.2
+    assert after > 3 / 8 + 0.2  # whoever does not read the answers wins at most 3 of 8
+
+
+def test_the_calculator_is_called_when_it_pays_and_is_needed(tmp_path: Path):
+    rows = learn(tmp_path, "calculator", "calculator", "sft.yaml", "ppo.yaml")
+    silent = "rollout.environment_args.silent=true"
+    run(tmp_path, "-m", "raypo.cli", "eval", "runs/calculator", silent, "--to", "silent.json")
+    before, after = rows[0]["eval/initial_score_mean"], rows[-1]["eval/score_mean"]
+    (figures,) = json.loads((tmp_path / "silent.json").read_text())["results"].values()
     assert after > before + 0.2
     assert after > figures["eval/score_mean"] + 0.3
+    assert rows[-1]["tools/calls_mean"] > 0.4  # of the tasks, half are products
 
 
-def test_code_that_is_judged_by_running_it_gets_right(folder: Path):
-    rows = learn(folder, "code")
+def test_code_that_is_judged_by_running_it_gets_right(tmp_path: Path):
+    rows = learn(tmp_path, "code", "code", "sft.yaml", "ppo.yaml")
     assert rows[0]["eval/initial_reward/solved"] < 0.8
     assert rows[-1]["eval/reward/solved"] > 0.9

@@ -1,9 +1,13 @@
 """What unit tests share: none of them starts Ray."""
 
+import asyncio
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+from raypo.tools.sandbox import PythonSandbox, SandboxError
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +16,14 @@ def no_ray() -> Iterator[None]:
     yield
     ray = sys.modules.get("ray")
     assert ray is None or not ray.is_initialized()
+
+
+@pytest.fixture(scope="session")
+def python_sandbox() -> None:
+    """The host can keep a program in; where it cannot, its tests are skipped, or must not be."""
+    try:
+        asyncio.run(PythonSandbox().run(""))
+    except SandboxError as error:
+        if os.environ.get("RAYPO_SANDBOX") == "required":
+            raise
+        pytest.skip(str(error))

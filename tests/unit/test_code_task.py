@@ -11,6 +11,7 @@ import pytest
 
 from examples.code.make_data import (
     FIRST,
+    INPUTS,
     NUM_EVAL,
     NUMBERS,
     SECOND,
@@ -19,20 +20,14 @@ from examples.code.make_data import (
     make_tokenizer,
     with_bug,
 )
-from examples.code.reward import INPUTS, hidden_tests
+from examples.code.reward import hidden_tests
 from raypo import PPOConfig, Rollout, SFTConfig
-from raypo.tools.sandbox import PythonSandbox, SandboxError
 
 CODE = Path(__file__).parents[2] / "examples" / "code"
 TASK = make_task("product", "a", "plus", 2)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _needs_namespaces() -> None:
-    try:
-        asyncio.run(PythonSandbox().run(""))
-    except SandboxError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("python_sandbox")
 
 
 def judged(*responses: str) -> list[dict[str, float]]:
@@ -72,8 +67,8 @@ def test_bugs_are_programs_that_run_and_most_are_wrong():
     assert 0.1 < sum(right) / len(right) < 0.6
 
 
-def outputs_of(body: str) -> list[int]:
-    return [eval(body, {"a": a, "b": b}) for a, b in INPUTS]
+def outputs_of(body: str) -> list[list[int]]:
+    return [[a, b, eval(body, {"a": a, "b": b})] for a, b in INPUTS]
 
 
 def test_tasks_are_python_and_fit_the_run_files():
@@ -83,7 +78,7 @@ def test_tasks_are_python_and_fit_the_run_files():
     for task in (make_task(*each) for each in product(FIRST, "ab", SECOND, NUMBERS)):
         names: dict = {}
         exec(task["prompt"] + task["body"], names)
-        assert [names["f"](*each) for each in INPUTS] == task["tests"]
+        assert [[*each, names["f"](*each)] for each in INPUTS] == task["tests"]
         ids = tokenizer(task["prompt"])["input_ids"]
         assert tokenizer.decode(ids) == task["prompt"]
         assert len(ids) <= ppo.data.max_prompt_tokens

@@ -1,6 +1,7 @@
 """The quickstart's task, pairs and conditions; training itself is the slow tests' business."""
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -223,13 +224,11 @@ def test_run_configs_fit_the_task_and_each_other(tmp_path):
 
 
 def test_pipeline_of_seed_0_is_what_the_files_say():
-    pipeline = Pipeline.of_seed(0)
+    pipeline, named = Pipeline.of_seed(0), Path(os.path.relpath(QUICKSTART))
 
-    assert pipeline.sft_config() == SFTConfig.load(QUICKSTART / "sft.yaml")
-    assert pipeline.reward_model_config() == RewardModelConfig.load(
-        QUICKSTART / "reward_model.yaml"
-    )
-    assert pipeline.ppo_config() == PPOConfig.load(QUICKSTART / "ppo.yaml")
+    assert pipeline.sft_config() == SFTConfig.load(named / "sft.yaml")
+    assert pipeline.reward_model_config() == RewardModelConfig.load(named / "reward_model.yaml")
+    assert pipeline.ppo_config() == PPOConfig.load(named / "ppo.yaml")
 
 
 def test_pipelines_of_other_seeds_have_folders_of_their_own():

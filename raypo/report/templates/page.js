@@ -108,6 +108,7 @@
       stepsOf.get(idOf(sample)).add(`${sample.run} ${sample.step}`);
     });
 
+    const lengthOf = (sample) => [sample, ...(sample.more || [])].reduce((sum, each) => sum + each.num_tokens, 0);
     const tint = (value, name) => {
       if (value === null || value === undefined) return "";
       const strength = Math.min(Math.abs(value) / scales[name], 1) * 0.6;
@@ -116,7 +117,7 @@
     const response = (sample) => {
       const text = make("div", "text response"), name = field("colour").value;
       if (!sample.tokens) { text.textContent = sample.response; return text; }
-      const others = new Set(sample.others), rewards = sample.rewards || {};
+      const others = new Set(sample.others), rewards = sample.rewards || {}, tools = sample.tools || {};
       sample.tokens.forEach((piece, i) => {
         const special = /^<[^ ]+>$/.test(piece) && i === sample.tokens.length - 1;
         const kind = special ? "token special" : others.has(i) ? "token other" : "token";
@@ -127,6 +128,7 @@
           .map((each) => `${colours[each]} ${short(sample[each][i] ?? undefined)}`).join("\n");
         text.append(token);
         if (rewards[i] !== undefined) text.append(make("span", "earned", ` ${rewards[i] > 0 ? "+" : ""}${rewards[i]} `));
+        (tools[i] || []).forEach((words) => text.append(make("div", "tool", words)));
       });
       const left = sample.num_tokens - sample.tokens.length;
       if (left > 0) text.append(make("span", "quiet", ` … ${left} more tokens`));
@@ -144,7 +146,8 @@
       if (sample.advantage !== undefined) meta.append(make("span", "", `advantage ${short(sample.advantage)}`));
       if (sample.kl !== undefined) meta.append(make("span", "", `KL ${short(sample.kl)}`));
       if (sample.turns) meta.append(make("span", "", `${sample.turns} turns`));
-      meta.append(make("span", "", `${sample.num_tokens} tokens${sample.finish === "length" ? ", cut off" : ""}`));
+      meta.append(make("span", "", `${lengthOf(sample)} tokens${sample.finish === "length" ? ", cut off" : ""}`));
+      if (sample.metrics) meta.append(make("span", "", Object.entries(sample.metrics).map(([name, value]) => `${name} ${value}`).join(", ")));
       if (sample.label !== undefined) meta.append(make("span", "", `label ${sample.label}`));
       box.append(meta);
       if (sample.score !== undefined && highest > lowest) {
@@ -154,6 +157,8 @@
       }
       if (withPrompt) box.append(make("div", "text prompt", sample.prompt));
       box.append(response(sample));
+      (sample.more || []).forEach((other, i) => box.append(
+        make("div", "meta", `conversation ${i + 2} of ${sample.more.length + 1}`), make("div", "text prompt", other.prompt), response(other)));
       const steps = stepsOf.get(idOf(sample)).size;
       if (withPrompt && steps > 1) {
         const link = make("button", "link", `this prompt in ${steps} steps, side by side`);
@@ -168,7 +173,7 @@
       step: (a, b) => a.step - b.step,
       best: (a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity),
       worst: (a, b) => (a.score ?? Infinity) - (b.score ?? Infinity),
-      longest: (a, b) => b.num_tokens - a.num_tokens,
+      longest: (a, b) => lengthOf(b) - lengthOf(a),
       kl: (a, b) => (b.kl ?? -Infinity) - (a.kl ?? -Infinity),
     };
     const chosen = () => {
@@ -179,7 +184,7 @@
       return samples.filter((sample) =>
         (!run || sample.run === run) && (!kind || (kind === "held out") === Boolean(sample.held_out)) && (!step || sample.step === Number(step)) &&
         (!bounded || (sample.score !== undefined && sample.score >= low && sample.score <= high)) &&
-        (!words || `${sample.prompt}\n${sample.response}`.toLowerCase().includes(words)),
+        (!words || [sample, ...(sample.more || [])].some((each) => `${each.prompt}\n${each.response}`.toLowerCase().includes(words))),
       ).sort(orders[field("order").value]);
     };
     const explain = () => {

@@ -1,7 +1,9 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from raypo.config import (
@@ -342,6 +344,27 @@ def test_a_mistake_in_an_override_is_told_like_one_in_the_file(file, overrides):
     assert str(error.value) == (
         f"{file}: ppo.kl.coeff: there is no such key. Did you mean ppo.kl.coef?"
     )
+
+
+def test_paths_may_begin_with_the_folder_of_the_file(tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    keys = {"data": {"prompts": "${dir}/x.jsonl"}, "reward": {"function": "${dir}/f.py:good"}}
+    values = with_keys(model__policy="${dir}/policy") | keys
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+
+    for file in (folder / "run.yaml", "mine/run.yaml"):
+        monkeypatch.chdir(tmp_path)
+        config = PPOConfig.load(file, ["eval.prompts=${dir}/held_out.jsonl"])
+        where = Path(file).parent
+        assert config.model.policy == f"{where}/policy"
+        assert config.data.prompts == (f"{where}/x.jsonl",)
+        assert config.reward.function == f"{where}/f.py:good"
+        assert config.eval.prompts == (f"{where}/held_out.jsonl",)
+
+    (folder / "run.yaml").write_text(yaml.safe_dump(values | {"dir": "elsewhere"}))
+    with pytest.raises(ConfigError, match=r"dir: \$\{dir\} is the folder of the file. Remove"):
+        PPOConfig.load(folder / "run.yaml")
 
 
 def test_a_missing_file(tmp_path):

@@ -51,19 +51,35 @@ def test_the_first_of_two_stop_strings_counts(tokenizer):
 
 
 def test_a_tool_call_is_held_back_and_handed_out_at_the_end(tokenizer):
-    pieces, response, _ = told(tokenizer, f"see: {ADD}", ends=True, may_call=True)
+    pieces, response, _ = told(tokenizer, f"see: {ADD}", ends=True, tools=[])
+    assert "".join(pieces) == "see: "
+    assert response.finish() == ("", [ToolCall("add", {"a": 1})])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>",
+        '[TOOL_CALLS]add[ARGS]{"a": 1}',
+        "<|tool_call_start|>[add(a=1)]<|tool_call_end|>",
+    ],
+)
+def test_calls_of_every_form_are_held_back(tokenizer, call):
+    schema = {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}
+    tools = [{"type": "function", "function": schema}]
+    pieces, response, _ = told(tokenizer, f"see: {call}", tools=tools)
     assert "".join(pieces) == "see: "
     assert response.finish() == ("", [ToolCall("add", {"a": 1})])
 
 
 def test_a_call_without_marks_is_held_back_too(tokenizer):
-    pieces, response, _ = told(tokenizer, ADD[11:-12], may_call=True)
+    pieces, response, _ = told(tokenizer, ADD[11:-12], tools=[])
     assert "".join(pieces) == ""
     assert response.finish() == ("", [ToolCall("add", {"a": 1})])
 
 
 def test_a_malformed_call_is_text(tokenizer):
-    pieces, response, _ = told(tokenizer, "see <tool_call>add(1)", may_call=True)
+    pieces, response, _ = told(tokenizer, "see <tool_call>add(1)", tools=[])
     assert "".join(pieces) == "see "
     assert response.finish() == ("<tool_call>add(1)", [])
 

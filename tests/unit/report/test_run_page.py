@@ -144,7 +144,14 @@ def test_chosen_samples_have_best_worst_longest_and_prompts_that_come_again():
     chosen = choose(rows, {29: 5}, count=12)
     assert len(chosen) == 12
     for row in (rows[40], rows[41], rows[42], *rows[87:]):
-        assert row in chosen
+        assert [row] in chosen
+
+
+def test_an_agents_episode_is_chosen_whole():
+    rows = [rollout(1, 0, sample) for sample in range(9)]
+    rows += [rollout(1, 1, 0) | {"score": 9.0, "row_index": number} for number in range(3)]
+    (chosen,) = choose(rows, {}, count=1)
+    assert chosen == rows[9:]
 
 
 def test_a_run_under_way_and_one_that_failed(tmp_path: Path):

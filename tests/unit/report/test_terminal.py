@@ -1,14 +1,13 @@
 import io
 from pathlib import Path
-from typing import Any
 
 from typer.testing import CliRunner
 
 from raypo.cli import app
-from raypo.report.samples import run_samples
+from raypo.report.samples import by_sample, run_samples, typical
 from raypo.report.terminal import chosen, print_samples
 from raypo.storage.run_files import RunFiles
-from tests.recorded_run import WORDS, rollout, write_run
+from tests.recorded_run import WORDS, conversations, episode, rollout, write_run
 
 
 def test_samples_of_the_last_step_in_the_order_that_is_asked_for(tmp_path: Path):
@@ -32,11 +31,12 @@ def test_orders():
     rows = [rollout(1, group, sample) for group in range(3) for sample in range(3)]
     rows[4]["score"] = None
     rows[5]["response_ids"] = [1] * 9
-    assert [row["score"] for row in chosen(rows, "worst", 3)] == [0.01, 0.01, 0.01]
-    assert chosen(rows, "best", 9)[-1]["score"] is None
-    assert chosen(rows, "longest", 1) == [rows[5]]
-    assert chosen(rows, None, 3) == [rows[0], rows[3], rows[6]]
-    assert len(chosen(rows, None, 50)) == 9
+    samples = by_sample(rows)
+    assert [row["score"] for (row,) in chosen(samples, "worst", 3)] == [0.01, 0.01, 0.01]
+    assert chosen(samples, "best", 9)[-1][0]["score"] is None
+    assert chosen(samples, "longest", 1) == [[rows[5]]]
+    assert chosen(samples, None, 3) == [[rows[0]], [rows[3]], [rows[6]]]
+    assert len(chosen(samples, None, 50)) == 9
 
 
 def test_text_that_looks_like_markup_is_shown_as_it_is(tmp_path: Path):
@@ -59,21 +59,10 @@ def test_wrong_input_is_told(tmp_path: Path):
         assert words in done.output
 
 
-def episode_of_the_recorded_run() -> dict[str, Any]:
-    """Its words are those of the recorded run's tokenizer; the middle one is the environment's."""
-    return rollout(1, 0, 0) | {
-        "response_ids": [1, 4, 2],
-        "response_mask": [True, False, True],
-        "turn_rewards": [0.5, 0.0, -1.0],
-        "row_index": 0,
-        "episode": {"score": -0.5, "num_turns": 2, "environment_s": 0.1, "error": "KeyError: x"},
-    }
-
-
 def test_episodes_are_shown_turn_by_turn_with_rewards_and_errors(tmp_path: Path):
     run = write_run(tmp_path, steps=1)
     files = RunFiles.at(str(run))
-    files.write_rollouts(1, [episode_of_the_recorded_run()])
+    files.write_rollouts(1, [episode()])
     stream = io.StringIO()
     print_samples(files, 1, None, 1, stream)
     lines = [line.strip("│ \n") for line in stream.getvalue().splitlines()]
@@ -82,19 +71,46 @@ def test_episodes_are_shown_turn_by_turn_with_rewards_and_errors(tmp_path: Path)
     at = lines.index(f"{first}  +0.5")
     assert lines[at : at + 4] == [
         f"{first}  +0.5",
+        "calculator (0.25 s)",
         between,
         f"{last}  -1",
+    ]
+    assert lines[at + 4 : at + 6] == [
+        "a call failed: not JSON (0 s)",
         "failed: KeyError: x",
     ]
+    assert "hits 3" in stream.getvalue()
 
 
 def test_the_report_tells_what_the_environment_wrote(tmp_path: Path):
     run = write_run(tmp_path, steps=1)
     files = RunFiles.at(str(run))
-    files.write_rollouts(1, [episode_of_the_recorded_run()])
+    files.write_rollouts(1, [episode()])
     (sample,) = (
         each for each in run_samples(files, files.config() or {}) if "held_out" not in each
     )
     assert (sample["others"], sample["rewards"]) == ([1], {0: 0.5, 2: -1.0})
     assert (sample["turns"], sample["error"]) == (2, "KeyError: x")
     assert sample["changes"][1] == 0.0
+    assert sample["tools"] == {0: ["calculator (0.25 s)"], 2: ["a call failed: not JSON (0 s)"]}
+    assert sample["metrics"] == {"hits": 3.0}
+
+
+def test_the_conversations_of_an_agents_episode_are_one_sample(tmp_path: Path):
+    run = write_run(tmp_path, steps=1)
+    files = RunFiles.at(str(run))
+    rows = conversations()
+    files.write_rollouts(1, [*rows[::-1], rollout(1, 1, 0) | {"score": -5.0}])
+    stream = io.StringIO()
+    print_samples(files, 1, "best", 1, stream)
+    told = stream.getvalue()
+    assert "2 samples, mean score -2.750; best first" in told
+    assert "2 turns  6 tokens" in told
+    assert told.index("first prompt") < told.index("conversation 2 of 2") < told.index("second")
+    assert told.count("calculator (0.25 s)") == 1
+    trained = [s for s in run_samples(files, files.config() or {}) if "held_out" not in s]
+    assert [each["prompt"] for each in trained] == ["first prompt", "prompt 1 </script>"]
+    assert [each["prompt"] for each in trained[0]["more"]] == ["second prompt"]
+    assert "tools" not in trained[0]["more"][0]
+    typical_ones = {id(row) for row in typical([*rows, rollout(1, 1, 0)]).values()}
+    assert id(rows[1]) not in typical_ones

@@ -23,6 +23,8 @@ from raypo.rollout.players import Agents
 from raypo.rollout.policy import EpisodeLimit, Policy
 from raypo.rollout.sessions import Sessions
 from raypo.serving.requests import Completion, SamplingRequest
+from raypo.tools.calculator import calculator
+from raypo.tools.calls import answer_calls
 from raypo.types import Prompt, Rollout
 from tests.chat_templates import CHAT_TEMPLATES
 from tests.tiny import tiny_tokenizer
@@ -113,6 +115,26 @@ class Races:
         await policy.generate(prompt)
 
 
+class Measures:
+    """A tool between its two calls, and what it counted."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        self.metrics = {"tokens": 0}
+        for _ in range(2):
+            reply = await policy.generate(prompt)
+            self.metrics["tokens"] += len(reply.token_ids)
+            if policy.num_calls == 1:
+                await asyncio.gather(answer_calls('{"name": "calculator"}', [calculator]))
+        return 1.0
+
+
+class MeasuresInThread(Measures):
+    def run(self, prompt: Any, label: Any, policy: Policy) -> float:  # pyright: ignore
+        self.metrics = {"tokens": 0}
+        asyncio.run(answer_calls('{"name": "calculator"}', [calculator]))
+        return 1.0
+
+
 class Naughty:
     async def run(self, prompt: Any, label: Any, policy: Policy) -> Any:
         await policy.generate(prompt)
@@ -135,6 +157,7 @@ class Talks:
     closed = 0
 
     async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        self.metrics = {"most": policy.max_turns}
         try:
             async with asyncio.TaskGroup() as group:
                 while label == "in a group":
@@ -244,7 +267,7 @@ def test_ways_that_part_are_rows_of_one_sample_and_each_token_is_trained_once(to
     shared = [*first.prompt_ids.tolist(), *sampled[0]]
     for each in rollouts[1:]:
         assert each.prompt_ids[: len(shared)].tolist() == shared
-    assert {each.episode for each in rollouts} == {rollouts[0].episode}
+    assert all(each.episode == rollouts[0].episode for each in rollouts)
 
 
 class Says(Talking):
@@ -381,6 +404,7 @@ def test_an_agent_that_meets_its_limit_fails_or_has_the_score_that_is_set(tokeni
     for each in rows:
         assert each.episode is not None
         assert (each.episode.score, each.episode.error) == (-0.5, None)
+        assert each.episode.metrics == {"most": 3.0}
         assert each.finish_reason == "length"
 
 
@@ -400,3 +424,17 @@ def test_no_more_agents_work_at_a_time_than_the_quota_admits(tokenizer, way):
     rollouts = played(tokenizer, "Crowded", labels=tuple(range(20)), samples=1, **keys)
     assert {each.episode.num_turns for each in rollouts if each.episode} == {4}
     assert Crowded.most == 3
+
+
+@pytest.mark.parametrize(("name", "turn"), [("Measures", 1), ("MeasuresInThread", 0)])
+def test_uses_of_tools_and_what_an_agent_measures_are_recorded(tokenizer, name, turn):
+    rollouts = played(tokenizer, name)
+    for each in rollouts:
+        assert each.episode is not None
+        (use,) = each.episode.tool_uses
+        assert (use.name, use.turn) == ("calculator", turn)
+        assert use.error == "calculator: expression: Missing required argument"
+    for number in {each.sample_index for each in rollouts}:
+        mine = [each for each in rollouts if each.sample_index == number]
+        assert mine[0].episode is not None
+        assert mine[0].episode.metrics == {"tokens": sum(each.num_sampled for each in mine)}

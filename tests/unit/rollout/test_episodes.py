@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from contextlib import closing
@@ -28,6 +29,7 @@ from raypo.rollout.players import Environments
 from raypo.run.rollout_metrics import sample_row
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
+from raypo.tools.calls import answer_calls
 from raypo.types import Prompt, Rollout, ScoredRollout
 from tests.chat_templates import CHAT_TEMPLATES
 from tests.stand_ins import Engine
@@ -186,6 +188,49 @@ class ClosedInAThread(Stuck):
     def close(self) -> None:
         assert threading.get_ident() != MAIN
         self.is_closed.set()
+
+
+class Calculating(Counting):
+    """Works out by a tool what the turn was worth, and something that is wrong."""
+
+    async def step(self, action: str) -> Any:
+        answer = await super().step(action)
+        expressions = [f"{self.turn}+1", "1/0"] if self.turn == 2 else []
+        calls = [{"name": "calculator", "arguments": {"expression": e}} for e in expressions]
+        await answer_calls(json.dumps(calls), [calculator])
+        self.metrics = {"turns_squared": self.turn**2}
+        return answer
+
+
+class CalculatingInThread(Calculating):
+    def step(self, action: str) -> Any:  # pyright: ignore
+        return asyncio.run(super().step(action))
+
+
+class CalculatingInVain(Calculating):
+    """Fails after it has called its tools."""
+
+    async def step(self, action: str) -> Any:
+        answer = await super().step(action)
+        if self.turn == 2:
+            raise ValueError("the tools were of no use")
+        return answer
+
+
+class MeasuringWrong(Counting):
+    metrics: Any = {"hits": "many"}  # noqa: RUF012
+
+
+class Expecting(Counting):
+    """Every action is the label."""
+
+    async def step(self, action: str) -> Any:
+        assert action == self.label, action
+        return await super().step(action)
+
+
+class ExpectingCalls(Expecting):
+    tools = (calculator,)
 
 
 MAIN = threading.get_ident()
@@ -508,3 +553,48 @@ def test_the_chat_template_is_told_of_an_environments_tools(tokenizer, monkeypat
         read = tokenizer.decode(request.prompt_ids)
         assert read.startswith("calculator;user: 1+1")
         assert read.count("calculator") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [("Calculating", 0), ("CalculatingInThread", 0), ("Calculating", 1)],
+)
+def test_uses_of_tools_and_what_an_environment_measures_are_recorded(tokenizer, name, processes):
+    keys = {"name": name, "environment_processes": processes}
+    both = played(tokenizer, labels=(1,), samples=2, **keys)
+    for each in both:
+        assert each.episode is not None
+        assert each.episode.metrics == {"turns_squared": 9.0}
+        assert [(use.name, use.error, use.turn) for use in each.episode.tool_uses] == [
+            ("calculator", None, 2),
+            ("calculator", "division by zero", 2),
+        ]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_uses_of_tools_are_recorded_also_where_the_turn_fails(tokenizer, processes):
+    keys = {"name": "CalculatingInVain", "environment_processes": processes}
+    (each,) = played(tokenizer, labels=(1,), samples=1, **keys)
+    assert each.episode is not None
+    assert each.episode.error == "ValueError: the tools were of no use"
+    assert [use.error for use in each.episode.tool_uses] == [None, "division by zero"]
+
+
+def test_metrics_that_are_no_numbers_fail_their_episode(tokenizer):
+    (each,) = played(tokenizer, samples=1, name="MeasuringWrong")
+    assert each.episode is not None
+    assert each.episode.error == (
+        "WrongAnswer: metrics is {'hits': 'many'}, not finite numbers by their names"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "action"), [("Expecting", "hi"), ("ExpectingCalls", "<unk>hi")], ids=["none", "tools"]
+)
+def test_marks_that_are_special_tokens_are_seen_where_tools_may_be_called(tokenizer, name, action):
+    ids = np.array(tokenizer.encode("<unk>hi<eos>"), np.int32)
+    says_so = Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
+    engine = Engine(lambda requests: [says_so] * len(requests))
+    (each,) = played(tokenizer, engine, labels=(action,), samples=1, name=name)
+    assert each.episode is not None
+    assert each.episode.error is None

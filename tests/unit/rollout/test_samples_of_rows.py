@@ -24,7 +24,7 @@ from raypo.rollout.judges import Judges
 from raypo.rollout.refill import Collected
 from raypo.run.rollout_metrics import rollout_figures
 from raypo.run.utilization import step_work
-from raypo.types import Episode, Experience, Prompt, Rollout, ScoredRollout
+from raypo.types import Episode, Experience, Prompt, Rollout, ScoredRollout, ToolUse
 from tests.stand_ins import Engine, Lossy
 from tests.unit.config.test_run_config import with_keys
 from tests.unit.learner.plain import on_workers
@@ -161,6 +161,22 @@ def test_lengths_are_of_samples():
     assert figures["rollout/prompt_tokens_mean"] == pytest.approx((2 * 4 + 3 * 3 + 4) / 8)
 
 
+def test_tools_and_what_an_episode_measured_are_counted_once():
+    uses = (ToolUse("calculator", 0.5, turn=1), ToolUse("", 0.0, "not JSON", turn=2))
+    episode = Episode(1.0, 2, 0.0, metrics={"hits": 3.0}, tool_uses=uses)
+    told = [
+        replace(each, rollout=replace(each.rollout, episode=episode))
+        if each.rollout.group_index == 0
+        else each
+        for each in rows()
+    ]
+    figures = rollout_figures(told, Workers())
+    assert figures["episode/hits"] == 3.0
+    assert figures["tools/calls_mean"] == 2 * 2 / 4
+    assert figures["tools/failures"] == 2.0
+    assert figures["perf/tools_s_mean"] == 2 * 0.5 / 4
+
+
 def test_work_is_counted_by_samples_and_no_row_is_taken_for_another_update():
     config = PPOConfig.parse(with_keys(rollout__prompts_per_step=2, rollout__samples_per_prompt=2,
                                        ppo__minibatch_size=4))  # fmt: skip
@@ -177,7 +193,7 @@ class Twice:
             replace(
                 rollout(draw.group_index, 0, tokens),
                 row_index=number,
-                episode=Episode(1.0, 2, 0.0),
+                episode=Episode(1.0, 2, 0.0, metrics={"hits": 2.0 * draw.group_index}),
             )
             for draw in draws
             for number, tokens in enumerate((3, 5))
@@ -206,6 +222,7 @@ def test_held_out_episodes_tell_their_length_and_what_a_reward_function_names():
         judges=Judges.of(judge, (), reward=RewardSection(), model=ModelSection(policy="p")),
     )
     assert figures["eval/response_tokens_mean"] == 8.0
+    assert figures["eval/episode/hits"] == 1.0
     assert figures["eval/score_mean"] == 1.5
     assert figures["eval/reward/format"] == 0.0
     assert not any(math.isnan(value) for value in figures.values())

@@ -1,17 +1,37 @@
 import asyncio
 import json
+from typing import Any, cast
 
 import pydantic
 import pytest
 from transformers import AutoTokenizer
 
 from raypo.tools.calculator import calculator
-from raypo.tools.calls import ToolCall, ToolError, call, parse_tool_calls
+from raypo.tools.calls import ToolCall, ToolError, answer_calls, call, heard, parse_tool_calls
 from raypo.tools.sandbox import PythonSandbox
+from raypo.types import ToolUse
 from tests.tiny import tiny_tokenizer
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
 CALL = ToolCall("add", {"a": 1, "b": [2, "x"]})
+NOW = ToolCall("now", {})
+ARGUMENTS = '{"a": 1, "b": [2, "x"]}'
+PYTHONIC = {"a": True, "b": None, "c": -1.5, "d": {"e": ()}}
+XML = {"x": "<function=g>"}
+CODER = """<tool_call>
+<function=add>
+<parameter=a>
+1
+</parameter>
+<parameter=b>
+[2, "x"]
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=now>
+</function>
+</tool_call>"""
 
 
 async def add(a: int, b: int = 0) -> str:
@@ -41,9 +61,25 @@ async def add(a: int, b: int = 0) -> str:
         ("[1, 2]", []),
         ("{not json}", []),
         ("[" * 10**5, []),
+        (f"<tool_call>[{ADD}, {ADD}]</tool_call>", [CALL, CALL]),
+        (f"[TOOL_CALLS][{ADD}, {ADD}]", [CALL, CALL]),
+        (f"So: [TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]now[ARGS]{{}}", [CALL, NOW]),
+        (f"[TOOL_CALLS]add[CALL_ID]x1[ARGS]{ARGUMENTS}", [CALL]),
+        (f"[TOOL_CALLS]add{ARGUMENTS}", [CALL]),
+        ('<|tool_call_start|>[add(a=1, b=[2, "x"]), now()]<|tool_call_end|>Done', [CALL, NOW]),
+        ('<|python_start|>[add(a=1, b=[2, "x"])]<|python_end|>', [CALL]),
+        ('[add(a=1, b=[2, "x"]), now()]', [CALL, NOW]),
+        ("[f(a=true, b=null, c=-1.5, d={'e': ()})]", [ToolCall("f", PYTHONIC)]),
+        ("[my.tool(a='')]", [ToolCall("my.tool", {"a": ""})]),
+        ("[add(a=os)]", []),
+        ("[add(1)]", []),
+        ("[add(**{})]", []),
+        ("[1, add()]", []),
+        (CODER, [ToolCall("add", {"a": "1", "b": '[2, "x"]'}), NOW]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "<function=g>"}}', [ToolCall("f", XML)]),
     ],
 )
-def test_calls_are_found_in_the_forms_of_hermes_and_llama(text, calls):
+def test_calls_are_found_in_the_forms_of_the_field(text, calls):
     assert parse_tool_calls(text) == calls
 
 
@@ -55,13 +91,44 @@ def test_calls_are_found_in_the_forms_of_hermes_and_llama(text, calls):
         ('<tool_call>["add"]</tool_call>', 'a tool call is {"name"'),
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'a tool call is {"name"'),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', 'a tool call is {"name"'),
-        ('{"name": "add", "arguments": "one"}', "is not JSON"),
+        ('{"name": "add", "arguments": "one"}', "the arguments of add are not JSON"),
         ("<tool_call>" + "[" * 10**5, "is not JSON"),
+        ("[TOOL_CALLS]add", "is not JSON"),
+        ("[TOOL_CALLS]add[ARGS]{one}", "the arguments of add are not JSON"),
+        ("<|tool_call_start|>[add(1)]<|tool_call_end|>", r"arguments of a tool call have names"),
+        ("<|tool_call_start|>[add(a=b)]<|tool_call_end|>", "is not JSON"),
     ],
 )
 def test_a_call_that_is_none_is_the_models_mistake(text, problem):
     with pytest.raises(ToolError, match=problem):
         parse_tool_calls(text)
+
+
+async def typed(
+    a: int, b: list[str], c: str, d: bool, e: str | None, f: dict[str, int] | None, g: float
+) -> str:
+    return ""
+
+
+def test_plain_text_arguments_have_the_types_of_the_tool():
+    wrote = {
+        "a": "1",
+        "b": '["2"]',
+        "c": "12",
+        "d": "True",
+        "e": "first\n second",
+        "f": '{"x": 3}',
+        "g": "not a number",
+        "h": "4",
+    }
+    parameters = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in wrote.items())
+    text = f"<tool_call>\n<function=typed>\n{parameters}</function>\n</tool_call>"
+    read = wrote | {"a": 1, "b": ["2"], "d": True, "f": {"x": 3}}
+    assert parse_tool_calls(text, [add, typed]) == [ToolCall("typed", read)]
+    properties = pydantic.TypeAdapter(cast(Any, typed)).json_schema()
+    schema = {"type": "function", "function": {"name": "typed", "parameters": properties}}
+    assert parse_tool_calls(text, [schema]) == [ToolCall("typed", read)]
+    assert parse_tool_calls(text, [add]) == [ToolCall("typed", wrote)]
 
 
 def test_a_tool_is_called_with_its_arguments():
@@ -81,6 +148,42 @@ def test_a_tool_is_called_with_its_arguments():
 def test_wrong_calls_are_told_to_the_model(asked, problem):
     with pytest.raises(ToolError, match=problem):
         asyncio.run(call([calculator, add], asked))
+
+
+def test_each_use_of_a_tool_is_heard_of():
+    uses: list[ToolUse] = []
+
+    async def broken() -> str:
+        raise KeyError("no file")
+
+    async def used() -> list[str]:
+        heard.set(uses.append)
+        answers = await answer_calls(
+            '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+            '<tool_call>{"name": "calculator", "arguments": {"expression": "1/0"}}</tool_call>'
+            '<tool_call>{"name": "sub"}</tool_call>',
+            [calculator],
+        )
+        answers += await answer_calls("<tool_call>{}</tool_call>", [calculator])
+        answers += await answer_calls("The answer is 42.", [calculator])
+        with pytest.raises(KeyError):
+            await answer_calls('{"name": "broken", "arguments": {}}', [broken])
+        return answers
+
+    assert asyncio.run(used()) == [
+        "42",
+        "error: division by zero",
+        "error: there is no tool sub; there are: calculator",
+        'error: a tool call is {"name": "...", "arguments": {...}}',
+    ]
+    assert [(use.name, use.error) for use in uses] == [
+        ("calculator", None),
+        ("calculator", "division by zero"),
+        ("sub", "there is no tool sub; there are: calculator"),
+        ("", 'a tool call is {"name": "...", "arguments": {...}}'),
+        ("broken", "'no file'"),
+    ]
+    assert uses[0].seconds > 0
 
 
 def test_an_error_of_a_tool_itself_is_not_taken_for_the_models():

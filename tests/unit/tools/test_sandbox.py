@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from raypo.tools import jail
+from raypo.tools import jail, sandbox
 from raypo.tools.sandbox import PythonSandbox, Ran, SandboxError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -22,12 +23,7 @@ def run(code: str, **limits) -> Ran:
     return asyncio.run(PythonSandbox(**limits).run(code))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _needs_namespaces() -> None:
-    try:
-        run("")
-    except SandboxError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("python_sandbox")
 
 
 def processes_with(mark: str) -> list[int]:
@@ -121,6 +117,66 @@ def test_an_allocation_of_10_gb_is_a_memory_error():
     ran = run("x = bytearray(10 * 10**9)")
     assert ran.exit_code == 1
     assert "MemoryError" in ran.output
+
+
+LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+
+
+def test_no_memory_is_kept_in_segments_that_are_mapped_nowhere():
+    code = LIBC + (
+        "libc.shmat.restype = ctypes.c_void_p\n"
+        "held = 0\n"
+        "while held < 2**30 and (segment := libc.shmget(0, 2**26, 0o1600)) >= 0:\n"
+        "    there = libc.shmat(segment, None, 0)\n"
+        "    ctypes.memset(there, 1, 2**26)\n"
+        "    libc.shmdt(ctypes.c_void_p(there))\n"
+        "    held += 2**26\n"
+        "print(held, os.strerror(ctypes.get_errno()))"
+    )
+    assert run(code) == Ran("0 Operation not permitted\n", 0)
+
+
+def test_no_memory_is_kept_in_files_that_lie_nowhere():
+    code = (
+        "import os\n"
+        "held = 0\n"
+        "try:\n"
+        "    while held < 2**30:\n"
+        "        held += os.write(os.memfd_create('x'), bytes(10**7))\n"
+        "except PermissionError:\n"
+        "    print(held)"
+    )
+    assert run(code) == Ran("0\n", 0)
+
+
+def test_system_calls_that_reach_around_the_limits_are_refused():
+    machine = jail.MACHINES.index(os.uname().machine)
+    numbers = [numbers[machine] for numbers in jail.REFUSED.values()]
+    x32 = [0x40000000 | number for number in numbers]  # the same once more
+    code = LIBC + f"for number in {numbers + x32}: print(libc.syscall(number, 0, 0, 0, 0, 0, 0))\n"
+    code += "print(os.strerror(ctypes.get_errno()))"
+    assert run(code).output.split("\n")[:-1] == [
+        *["-1"] * 2 * len(numbers),
+        "Operation not permitted",
+    ]
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the code is that of an x86")
+def test_system_calls_by_the_numbers_of_32_bits_end_the_program():
+    code = (
+        "import ctypes, mmap\n"
+        "memory = mmap.mmap(-1, 4096, prot=7)\n"
+        "memory.write(bytes.fromhex('b814000000cd80c3'))\n"  # getpid by int 0x80
+        "there = ctypes.addressof(ctypes.c_char.from_buffer(memory))\n"
+        "print(ctypes.CFUNCTYPE(ctypes.c_int)(there)())"
+    )
+    assert run(code) in (Ran("", -signal.SIGSYS), Ran("", -signal.SIGSEGV))  # 32 bits may be off
+
+
+@pytest.mark.parametrize("family", [16, 38, 40])  # AF_NETLINK, AF_ALG, AF_VSOCK
+def test_sockets_of_other_families_are_refused(family):
+    ran = run(f"import socket; socket.socket({family}, socket.SOCK_DGRAM)")
+    assert "PermissionError: [Errno 1]" in ran.output
 
 
 def test_a_fork_bomb_gets_no_more_processes_than_it_may_have():
@@ -277,12 +333,13 @@ def test_a_program_whose_caller_is_killed_ends_with_all_its_processes():
 
 def test_no_more_run_at_a_time_than_may():
     async def timed() -> float:
-        sandbox = PythonSandbox(at_once=2)
+        sandboxes = [PythonSandbox(at_once=2) for _ in range(6)]  # as episodes make them
         begin = time.monotonic()
-        await asyncio.gather(*(sandbox.run("import time; time.sleep(0.4)") for _ in range(6)))
+        await asyncio.gather(*(each.run("import time; time.sleep(0.4)") for each in sandboxes))
         return time.monotonic() - begin
 
     assert asyncio.run(timed()) > 1.2
+    assert not sandbox._turns  # nor is the event loop kept
 
 
 def test_the_tool_tells_a_model_how_its_program_ended():
