@@ -13,6 +13,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -33,7 +34,7 @@ class LoopStandsStill(RuntimeError):
 class EventLoop:
     """An event loop in a thread of its own.
 
-    `asyncio.to_thread` has a thread for each call in it, so that one that hangs keeps no other
+    `asyncio.to_thread` has as many threads in it as calls, so that one that hangs keeps no other
     waiting, and the process does not wait for any of them at its end.
     """
 
@@ -45,7 +46,7 @@ class EventLoop:
         """
         self._limit_s = None if limit_s is None else max(limit_s, STANDS_STILL_S)
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(_ThreadACall())
+        self._loop.set_default_executor(_Threads())
         self._loop.set_task_factory(_task)
         self._num_beats = 0
         self._is_closing = False
@@ -119,16 +120,38 @@ async def leave(tasks: set[asyncio.Task[Any]]) -> None:
         await asyncio.wait(left, timeout=LEAVE_S)
 
 
-class _ThreadACall(ThreadPoolExecutor):
+class _Threads(ThreadPoolExecutor):
+    """As many as calls are under way; a thread that has answered one takes another."""
+
+    def __init__(self) -> None:
+        self._at_rest: list[SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]] = []
+        """Where threads wait for their next call; None: for their end."""
+        self._is_shut = False
+
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         answer: Future[T] = Future()
         answer.set_running_or_notify_cancel()
-        call = partial(function, *args, **kwargs)
-        threading.Thread(target=_answer, args=(answer, call), daemon=True).start()
+        try:
+            calls = self._at_rest.pop()
+        except IndexError:
+            calls = SimpleQueue()
+            threading.Thread(target=self._work, args=(calls,), daemon=True).start()
+        calls.put((answer, partial(function, *args, **kwargs)))
         return answer
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        pass
+        self._is_shut = True
+        with suppress(IndexError):
+            while True:
+                self._at_rest.pop().put(None)
+
+    def _work(self, calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+        while call := calls.get():
+            _answer(*call)
+            del call
+            self._at_rest.append(calls)
+            if self._is_shut:
+                self.shutdown()
 
 
 def _answer(answer: Future[T], call: Callable[[], T]) -> None:

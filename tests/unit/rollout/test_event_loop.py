@@ -88,6 +88,31 @@ def test_calls_in_threads_that_hang_keep_no_other_waiting(loop: EventLoop):
     free.set()
 
 
+def test_threads_take_one_call_after_the_other_and_end_with_the_loop():
+    loop, before = EventLoop(None), set(threading.enumerate())
+    first_are_here = threading.Barrier(3)
+
+    async def calls() -> list[list[threading.Thread]]:
+        def waits() -> threading.Thread:
+            first_are_here.wait(20)
+            return threading.current_thread()
+
+        first = await asyncio.gather(*(asyncio.to_thread(waits) for _ in range(3)))
+        later = []
+        for _ in range(20):
+            later.append(await asyncio.to_thread(threading.current_thread))
+            await asyncio.sleep(0.001)
+        return [first, later]
+
+    first, later = loop.run(calls())
+    assert len(set(first)) == 3
+    assert set(later) <= set(first)
+    loop.close()
+    for each in first:
+        each.join(5)
+    assert set(threading.enumerate()) <= before
+
+
 def test_it_knows_the_tasks_that_are_made_in_a_context_and_cancels_all_at_its_end(loop: EventLoop):
     from weakref import WeakSet
 
