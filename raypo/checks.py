@@ -38,7 +38,7 @@ from raypo.data.rows import read_rows
 from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, served_roles, worker_bundles
-from raypo.rollout.interface import AGENT, ENVIRONMENT
+from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.serving.vllm_arguments import check_extra
 from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint
 from raypo.storage.run_files import RunFiles
@@ -120,7 +120,7 @@ def _check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
         check_function(spec, key=key)
     for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):
         if (spec := getattr(config.rollout, key)) is not None:
-            check_class(spec, methods, key=f"rollout.{key}")
+            check_class(spec, methods, optional=OPTIONAL, key=f"rollout.{key}")
 
 
 def _seldom_meant(config: PPOConfig) -> list[str]:

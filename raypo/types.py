@@ -91,6 +91,8 @@ class Rollout:
     """Which conversation of its episode; all of them share the score, and are one sample."""
     turn_rewards: np.ndarray | None = None
     """float32 [T]: what an environment gave for a turn, at its last token; elsewhere 0."""
+    turn_index: np.ndarray | None = None
+    """int32 [T]: of an episode, which of the row's turns sampled a token; elsewhere -1."""
     later_versions: tuple[tuple[int, int], ...] = ()
     """Where new weights came meanwhile: the first token that they sampled, and their version."""
 
@@ -202,7 +204,7 @@ class Taught:
 _BY_PROMPT_TOKEN = ("prompt_ids", "prompt_mask")
 _BY_RESPONSE = (
     *("scores", "group_index", "sample_index", "row_index", "minibatch", "truncated"),
-    *("weight_version", "last_values"),
+    *("weight_version", "last_values", "sample_tokens"),
 )
 """Fields of an Experience that are not [B, T]."""
 
@@ -227,6 +229,7 @@ class Experience:
     truncated: Tensor  # [B] bool, the response ran into rollout.max_new_tokens
     weight_version: Tensor  # [B] int64, of the weights that sampled the response's first token
     turn_rewards: Tensor | None = None  # [B, T] float32, the parts of scores that turns earned
+    turn_index: Tensor | None = None  # [B, T] int64, which turn of its row sampled a token
     weight_versions: Tensor | None = None  # [B, T] int64; None: that of the first, for all tokens
     sample_index: Tensor | None = None  # [B] int64, which of its draw's samples
     row_index: Tensor | None = None  # [B] int64, which of its sample's rows; None: each has one
@@ -234,6 +237,7 @@ class Experience:
     old_log_probs: Tensor | None = None  # [B, T] float32, learner, before the update
     weights: Tensor | None = None  # [B, T] float32, of a correction; None: 1
     loss_mask: Tensor | None = None  # [B, T] bool, what the losses count; None: response_mask
+    sample_tokens: Tensor | None = None  # [B] int64, those of all rows of its sample; None: its own
     covariant: Tensor | None = None  # [B, T] bool, tokens of high covariance; None: not asked
     values: Tensor | None = None  # [B, T] float32, critic, before the update
     last_values: Tensor | None = None  # [B] float32, critic, after the last token where truncated

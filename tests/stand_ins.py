@@ -29,6 +29,10 @@ class Engine:
 
     submit = generate
 
+    async def join(self, request: SamplingRequest) -> Completion:
+        (completion,) = self.answers([request])
+        return completion
+
     def each_preferred(self) -> list[Engine]:
         return [self]
 
@@ -54,6 +58,13 @@ class Lossy:
 
     def batch_decode(self, ids: list[np.ndarray], /, *, skip_special_tokens: bool) -> list[str]:
         return ["?"] * len(ids)
+
+
+class AskedInLots:
+    """Engines that no episode asks."""
+
+    async def join(self, request: SamplingRequest) -> Completion:
+        raise AssertionError(f"{request} was asked by itself")
 
 
 class NoTransport:

@@ -275,13 +275,13 @@ class PPOSection(Config):
     unclipped form with `covariance` (arXiv:2505.22617). Or your own, `file.py:name`:
     (`raypo.ppo.surrogates.Tokens`) -> the loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How the policy's token losses become one number (`raypo.ppo.losses.aggregate`); the critic's
-    loss is always a mean over tokens."""
+    """How the policy's token losses become one number (`raypo.ppo.losses.aggregate`); an agent's
+    episode is one response, with all its rows. The critic's loss is always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount per sampled token, or per turn."""
     discount_by: Literal["token", "turn"] = "token"
     """turn: gamma and the lambdas of gae hold from one turn of an episode to the next, and within a
-    turn both are 1; a turn is what the policy wrote between two texts of the environment."""
+    turn both are 1; a turn is the answer to one call of the policy."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = 0.95
     """Bias-variance trade of GAE; adaptive: 1 - 1 / (lambda_alpha * length) for each response, its
     length in sampled tokens (VAPO, arXiv:2504.05118)."""

@@ -14,9 +14,12 @@ Texts = Annotated[
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
 ]
 
-_OF_EPISODES = ("max_turns", "max_episode_tokens", "step_timeout_s")
-_OF_ENVIRONMENTS = ("environment_args", "environment_processes", "max_concurrent_steps")
-_OF_AGENTS = ("agent_args",)
+_OF_EPISODES = (
+    *("max_turns", "max_episode_tokens", "step_timeout_s"),
+    *("max_concurrent_steps", "turns"),
+)
+_OF_ENVIRONMENTS = ("environment_args", "environment_processes")
+_OF_AGENTS = ("agent_args", "limit_score", "endpoint_host")
 
 
 class EngineSection(Config):
@@ -180,6 +183,19 @@ class RolloutSection(SamplingSection):
     gives the episode its score; instead of an environment."""
     agent_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments that each episode's agent is made with."""
+    limit_score: float | None = Field(default=None, allow_inf_nan=False)
+    """Score of an agent's episode that ends because it wants more than `max_turns` or
+    `max_episode_tokens` admit; it counts as truncated. null: it counts as failed. An environment's
+    episode keeps its rewards."""
+    endpoint_host: str = "127.0.0.1"
+    """Address that the endpoint for agents listens on, and that `policy.base_url` names; 0.0.0.0:
+    all of the node's, and `policy.base_url` names the one by which others reach it. For agents in
+    containers or on other machines."""
+    turns: Literal["auto", "in_step", "continuous"] = "auto"
+    """When the turns of episodes are sampled. in_step: those of all that go on together, when the
+    last of them has asked; such runs can repeat bit for bit. continuous: each as soon as it is
+    asked for, by one engine for all of an episode, so that no episode waits for another. auto:
+    continuous where requests are in flight when weights are pushed (mode async), else in_step."""
     max_turns: int = Field(default=8, ge=1)
     """Most turns of the policy in an episode; `max_new_tokens` is then of a single turn."""
     max_episode_tokens: int | None = Field(default=None, ge=1)
@@ -187,9 +203,11 @@ class RolloutSection(SamplingSection):
     writes between them."""
     step_timeout_s: float | None = Field(default=60.0, gt=0.0)
     """Seconds that an environment may take for a turn, or an agent between two calls of the policy,
-    before the episode counts as failed; null: any."""
+    before the episode counts as failed; null: any. A coroutine that blocks all episodes for so long
+    ends the run."""
     max_concurrent_steps: int = Field(default=256, ge=1)
-    """Most calls of environments that are under way at a time, of each learner worker."""
+    """Most calls of environments that are under way at a time, of each learner worker; of agents
+    those that work, and do not wait for the policy."""
 
     @property
     def reads_text(self) -> bool:
@@ -216,6 +234,11 @@ class RolloutSection(SamplingSection):
         """The bound on staleness, in weight versions."""
         usual = 0 if self.mode == "sync" else 1
         return usual if self.max_staleness == "auto" else self.max_staleness
+
+    @property
+    def goes_in_step(self) -> bool:
+        """Whether the turns of all episodes are sampled together."""
+        return self.turns == "in_step" or (self.turns == "auto" and not self.has_requests_in_flight)
 
     @property
     def has_requests_in_flight(self) -> bool:

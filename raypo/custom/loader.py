@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from raypo.config import ConfigError
 
 Methods = Mapping[str, Sequence[str]]
-"""Names of the methods that a class must have -> the parameters that each is called with."""
+"""Names of methods that a class must or may have -> the parameters that each is called with."""
+NONE: Methods = MappingProxyType({})
 TAKES = {
     "ppo.policy_loss": "the tokens",
     "ppo.advantage": "the step",
@@ -80,19 +81,27 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
         ) from None
 
 
-def check_class(spec: str, methods: Methods, *, key: str) -> None:
+def check_class(spec: str, methods: Methods, *, key: str, optional: Methods = NONE) -> None:
     """Check from its source that a class and its methods are there; nothing is imported.
+
+    Args:
+        optional: Methods that it may have.
 
     Raises:
         ConfigError: as `check_function`, or a method is missing or takes other parameters. Methods
             that a base class may have are left to `load_class`.
     """
     if (outline := _outline(spec, key)) is not None:
-        _check_methods(outline, methods, spec, key)
+        _check_methods(outline, methods, optional, spec, key)
 
 
 def load_class(
-    spec: str, methods: Methods, arguments: Mapping[str, Any], *, key: str
+    spec: str,
+    methods: Methods,
+    arguments: Mapping[str, Any],
+    *,
+    key: str,
+    optional: Methods = NONE,
 ) -> partial[Any]:
     """Import a class, and bind the keyword arguments of `{key}_args` that objects are made with.
 
@@ -100,7 +109,7 @@ def load_class(
         ConfigError: as `check_class`, the import fails, or it does not take the arguments.
     """
     cls = _imported(spec, key)
-    _check_methods(cls, methods, spec, key)
+    _check_methods(cls, methods, optional, spec, key)
     try:
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
@@ -130,14 +139,16 @@ def function_name(function: Callable[..., Any]) -> str:
     return f"{Path(file).name}:{name}" if file else name
 
 
-def _check_methods(cls: Any, methods: Methods, spec: str, key: str) -> None:
+def _check_methods(cls: Any, methods: Methods, optional: Methods, spec: str, key: str) -> None:
     def refused(problem: str) -> ConfigError:
         wanted = ", ".join(f"{method}({', '.join(given)})" for method, given in methods.items())
         return ConfigError(f"{key} ({spec}): a class with {wanted} is wanted, and {problem}.")
 
     if not isinstance(cls, type):
         raise refused(f"it is a {type(cls).__name__}")
-    for name, parameters in methods.items():
+    for name, parameters in {**methods, **optional}.items():
+        if name in optional and not hasattr(cls, name):
+            continue
         if not callable(method := getattr(cls, name, None)):
             raise refused(f"it has no {name}")
         try:

@@ -67,6 +67,7 @@ class TurnTokens:
         *,
         chat: bool,
         tools: Tools = None,
+        calls: Sequence[Mapping[str, Any]] = (),
     ) -> np.ndarray:
         """What follows a turn of the policy: the observation, and what a template puts around it.
 
@@ -77,6 +78,8 @@ class TurnTokens:
             observation: What the policy reads next.
             chat: Whether a text is a chat message.
             tools: As in `first`.
+            calls: The tool calls of the turn as chat templates take them, where they are known;
+                only asked for by templates that refuse the message of a tool without a call.
 
         Returns:
             ids: int32, empty for an empty text outside of a chat.
@@ -88,19 +91,54 @@ class TurnTokens:
             return np.asarray(observation, np.int32)
         if not chat and isinstance(observation, str):
             return self._ids(observation)
-        ids = self._after_reply(messages_of(observation), tools)
-        end = int(reply_ids[-1]) if len(reply_ids) else None
-        if end in self._stop and end in self._after_reply([], tools, goes_on=False):
-            return ids[ids.tolist().index(end) + 1 :]
-        return ids
+        end = int(reply_ids[-1]) if len(reply_ids) and int(reply_ids[-1]) in self._stop else None
+        messages = messages_of(observation)
+        reply: dict[str, Any] = {"role": "assistant", "content": _REPLY}
+        try:
+            return self._after(reply, messages, tools, end)
+        except Exception:
+            if messages[0]["role"] != "tool":
+                raise
+        call = _stand_in(calls, messages[0])
+        return self._after({"role": "assistant", "content": "", **call}, messages, tools, end)
 
-    def _after_reply(
-        self, messages: list[dict[str, Any]], tools: Tools, *, goes_on: bool = True
+    def _after(
+        self,
+        reply: dict[str, Any],
+        messages: list[dict[str, Any]],
+        tools: Tools,
+        end: int | None,
     ) -> np.ndarray:
-        """Ids that the template writes after an assistant's text, from the end of its turn on."""
-        said = [{"role": "user", "content": "."}, {"role": "assistant", "content": _REPLY}]
-        text = self._rendered([*said, *messages], tools, goes_on=goes_on)
-        return self._ids(text[text.rindex(_REPLY) + len(_REPLY) :])
+        """Ids that the template writes behind a reply, less the end of turn that was sampled."""
+        follows = self._ids(self._text_behind(reply, messages, tools))
+        if end is not None:
+            closing = self._ids(self._text_behind(reply, [], tools, goes_on=False))
+            both = min(len(follows), len(closing))
+            differs = np.flatnonzero(follows[:both] != closing[:both])
+            ends = follows[: differs[0] if len(differs) else both].tolist()
+            if end in ends:
+                return follows[ends.index(end) + 1 :]
+            if follows[:1] == end:  # the mark of the next message ends this one
+                return follows[1:]
+        if "tool_calls" in reply:  # the rest of the stand-in's call comes first
+            special = np.isin(follows, self._tokenizer.all_special_ids)
+            return follows[int(special.argmax()) :]
+        return follows
+
+    def _text_behind(
+        self,
+        reply: dict[str, Any],
+        messages: list[dict[str, Any]],
+        tools: Tools,
+        *,
+        goes_on: bool = True,
+    ) -> str:
+        """What the template writes after the text that stands for a reply."""
+        said = [{"role": "user", "content": "."}, reply, *messages]
+        text = self._rendered(said, tools, goes_on=goes_on)
+        if _REPLY not in text:
+            raise ValueError("the chat template leaves out what the assistant said")
+        return text[text.rindex(_REPLY) + len(_REPLY) :]
 
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Tools, *, goes_on: bool = True
@@ -143,6 +181,17 @@ def messages_of(observation: Any) -> list[dict[str, Any]]:
         f"an observation is a text, a chat message or a list of them, or a list of token ids, and "
         f"this is {observation!r:.100} of type {type(observation).__name__}"
     )
+
+
+def _stand_in(calls: Sequence[Mapping[str, Any]], answer: dict[str, Any]) -> dict[str, Any]:
+    """Tool calls in the place of a reply's, whose last argument stands for what was written."""
+    usual = {
+        "id": answer.get("tool_call_id", "raypocall"),
+        "function": {"name": answer.get("name", "tool")},
+    }
+    *before, last = [dict(call) for call in calls] or [usual]
+    function = {"name": last["function"]["name"], "arguments": {"_": _REPLY}}
+    return {"tool_calls": [*before, {**last, "type": "function", "function": function}]}
 
 
 def _checked(ids: Any, observation: Observation) -> np.ndarray:

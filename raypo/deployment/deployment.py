@@ -23,6 +23,9 @@ from raypo.deployment.spec import Deployment, Place
 
 __all__ = ["Deployment", "DeploymentHandle", "Place", "own_devices", "start_deployment"]
 
+MOST_CALLS = 100_000
+"""That a replica has in hand, whether they are worked on or wait; of what is more Ray tells it
+nothing, not even who asks for its health."""
 _keep_alive: dict[str, tuple[list[ActorHandle], Any]] = {}
 """By deployment, its actors, which end when nobody holds them, and what they are made from: Ray
 2.60 lets go of a constructor's large arguments before the second time that it needs them."""
@@ -62,6 +65,7 @@ def _options(deployment: Deployment, place: Place) -> dict[str, Any]:
         "num_gpus": place.num_gpus,
         "runtime_env": {"env_vars": {**deployment.env, **place.env}},
         "max_restarts": deployment.max_restarts,
+        "max_concurrency": MOST_CALLS,
     }
     if place.group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(

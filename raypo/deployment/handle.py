@@ -34,6 +34,7 @@ class DeploymentHandle:
     _prefer: tuple[int, ...] = ()
     _requirement: _Requirement = field(default_factory=_Requirement)
     _known_as: tuple[str, tuple[int, ...]] | None = None
+    _stays: bool = False
 
     def __repr__(self) -> str:
         return f"DeploymentHandle({self.name})"
@@ -56,10 +57,13 @@ class DeploymentHandle:
         return replace(self, _prefer=indexes)
 
     def each_preferred(self) -> list[DeploymentHandle]:
-        """A handle for each replica that this one prefers: itself where it is one or none."""
-        if len(self._prefer) < 2:
+        """A handle for each replica that this one prefers; itself where there is none.
+
+        Each stays with its replica as long as that is there, however many requests it has.
+        """
+        if not self._prefer:
             return [self]
-        return [self.preferring(index) for index in self._prefer]
+        return [replace(self, _prefer=(index,), _stays=True) for index in self._prefer]
 
     @property
     def preferred(self) -> tuple[int, ...]:
@@ -156,7 +160,7 @@ class Method:
         if handle._known_as is not None:
             id, part = handle._known_as
             request = replace(request, id=id, part=part)
-        return Response(handle._replicas, request, handle._prefer)
+        return Response(handle._replicas, request, handle._prefer, stays=handle._stays)
 
     def on_all(self, *args: Any, **kwargs: Any) -> list[OneResponse]:
         """Call the method on every replica that is up, however full its queue is."""

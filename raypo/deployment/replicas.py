@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import threading
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ started again, Ray 2.60 says so in 2 s, each time."""
 REST_S = 4.0
 """How long a replica that has not told its load is asked last."""
 RETRY_S = 0.2
+CHOOSING = 16
+"""Most callers in event loops that look for another replica at a time."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,9 @@ class Replicas:
         self._were_up: set[int] = set()
         """Those that have answered: one that never did is not up yet, rather than hanging."""
         self._rest_until: dict[int, float] = {}
+        self._looked_at: dict[int, float] = {}
+        self.choosing = threading.BoundedSemaphore(CHOOSING)
+        """For callers in event loops that look for a replica, each in a thread meanwhile."""
         self.lost: dict[int, Exception] = {}
         """Why those that Ray does not start again are gone."""
 
@@ -113,14 +119,23 @@ class Replicas:
                     self._rest_until.pop(index, None)
         return answers, [index for index, ref in refs.items() if ref not in told]
 
-    def choose(self, prefer: Sequence[int], avoid: Collection[int]) -> int | None:
+    def choose(
+        self, prefer: Sequence[int], avoid: Collection[int], *, stays: bool = False
+    ) -> int | None:
         """A preferred replica with room, else the one with the fewest requests.
 
         None where there is none but those to be avoided and those being started again.
+
+        Args:
+            stays: A preferred one, however many requests it has, as long as it is not known to be
+                lost; then it is not asked, and nothing is waited for.
         """
         now = time.monotonic()
         left = [index for index in self.left() if index not in avoid]
         awake = [index for index in left if self._rest_until.get(index, 0.0) < now]
+        for index in prefer if stays else ():
+            if index in awake:
+                return index
         loads, silent = self.ask("load", awake or left, PROBE_TIMEOUT_S)
         for index in silent:  # busy, hanging, or away and Ray does not know yet
             loads[index], self._rest_until[index] = math.inf, time.monotonic() + REST_S
@@ -174,13 +189,7 @@ class Replicas:
             Exception: whatever the replica's method raised.
         """
         while not ray.wait([ref], timeout=deadline.left(self.limits.health_check_period_s))[0]:
-            if deadline.left() == 0.0:
-                ray.cancel(ref)  # where it still waits for its turn
-                raise deadline.passed(self.name(index))
-            told, silent = self.ask("health", [index], self.limits.health_check_timeout_s)
-            for each in silent:
-                self.end_hanging(each)
-            self._end_unhealthy(index, told.get(index))
+            self.look_after(index, ref, deadline)
         try:
             answer = ray.get(ref)
         except RayError as error:
@@ -189,6 +198,24 @@ class Replicas:
             raise
         self._end_unhealthy(index, answer)
         return answer
+
+    def look_after(self, index: int, ref: Any, deadline: Deadline) -> None:
+        """End a replica that hangs or cannot go on, while its answer is waited for.
+
+        Raises:
+            DeploymentError: the deadline has passed.
+        """
+        if deadline.left() == 0.0:
+            ray.cancel(ref)  # where it still waits for its turn
+            raise deadline.passed(self.name(index))
+        now = time.monotonic()
+        if now < self._looked_at.get(index, -math.inf) + self.limits.health_check_period_s / 2:
+            return  # for somebody else who waits for it
+        self._looked_at[index] = now
+        told, silent = self.ask("health", [index], self.limits.health_check_timeout_s)
+        for each in silent:
+            self.end_hanging(each)
+        self._end_unhealthy(index, told.get(index))
 
     def note_lost(self, index: int, error: Exception) -> None:
         """A replica is gone: for a moment, or for good."""
@@ -205,6 +232,7 @@ class Replicas:
                 self.name(index),
                 self.limits.health_check_timeout_s,
             )
+            self._were_up.discard(index)  # its next life has to be up before it can hang
             ray.kill(self.actor(index), no_restart=False)
             self._were_up.discard(index)  # until it answers again it is starting
 

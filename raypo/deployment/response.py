@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from raypo.cluster.actors import NoReplicaLeft, ReplicaLost, is_lost_actor
-from raypo.deployment.replicas import PROBE_TIMEOUT_S, Deadline, Replicas
+from raypo.deployment.replicas import PROBE_TIMEOUT_S, RETRY_S, Deadline, Replicas
 from raypo.deployment.spec import Life, Refused, Request, Required, Unhealthy, Unprepared
 from raypo.tracking.trace import note_call
 
@@ -19,15 +20,23 @@ from raypo.tracking.trace import note_call
 class Response:
     """An answer that is on its way; a lost replica's request goes to another under the same id."""
 
-    def __init__(self, replicas: Replicas, request: Request, prefer: Sequence[int]) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        request: Request,
+        prefer: Sequence[int],
+        *,
+        stays: bool = False,
+    ) -> None:
         self._replicas, self._request, self._prefer = replicas, request, prefer
+        self._stays = stays
         self._asked = time.time()
         self._refused: set[int] = set()
         self._unprepared: dict[int, str] = {}
         self._answer: tuple[Any] | None = None
         self._num_seen = 0
         """Entries of the answer that the replica has named."""
-        self._send(replicas.choose(prefer, avoid=()))
+        self._send(replicas.choose(prefer, avoid=(), stays=stays))
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for the answer.
@@ -64,6 +73,33 @@ class Response:
             return {}
         return news
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        """As `result`, while no thread waits."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        replicas = self._replicas
+        deadline = Deadline(replicas.limits.request_timeout_s)
+        while self._answer is None:
+            if self._ref is None:
+                while not replicas.choosing.acquire(blocking=False):
+                    await asyncio.sleep(RETRY_S)
+                try:
+                    self._send(await asyncio.to_thread(self._next, deadline))
+                finally:
+                    replicas.choosing.release()
+                continue
+            index, ref = self._index, self._ref
+            assert index is not None
+            here = asyncio.wrap_future(ref.future())
+            while not here.done():
+                period = deadline.left(replicas.limits.health_check_period_s)
+                if not (await asyncio.wait([here], timeout=period))[0]:
+                    await asyncio.to_thread(replicas.look_after, index, ref, deadline)
+            here.exception()  # `_take` asks for it once more
+            await asyncio.to_thread(self._take, deadline)
+        return self._answer[0]
+
     def _send(self, index: int | None) -> None:
         self._index, self._ref, self._num_seen = index, None, 0
         if index is not None:
@@ -94,7 +130,8 @@ class Response:
         """A replica that has not refused; waits for room, or for one to be started again."""
         replicas, start = self._replicas, Deadline(self._replicas.limits.start_timeout_s)
         while True:
-            index = replicas.choose(self._prefer, avoid={*self._refused, *self._unprepared})
+            avoid = {*self._refused, *self._unprepared}
+            index = replicas.choose(self._prefer, avoid, stays=self._stays)
             if index is not None:
                 return index
             name, left = replicas.limits.name, set(replicas.left())

@@ -29,7 +29,7 @@ class StepCounts:
     tokens: float
     """Sampled tokens."""
     sequences: float
-    """Responses with at least one sampled token."""
+    """Responses with at least one sampled token; an agent's episode is one, with all its rows."""
     responses: float
     """All responses, but for truncated ones where `ppo.mask_truncated` leaves them out."""
     positive_tokens: float = 0.0
@@ -38,9 +38,12 @@ class StepCounts:
     @classmethod
     def of(cls, batch: Experience, ppo: PPOSection, workers: Workers) -> StepCounts:
         """The counts of the workers' shares together."""
-        mask, positive = batch.counted, positive_mask(batch, ppo)
-        left_out = int(batch.truncated.sum()) if ppo.mask_truncated else 0
-        counts = (mask.sum(), mask.any(1).sum(), len(batch) - left_out, positive.sum())
+        tokens, positive = batch.counted.sum(1).double(), positive_mask(batch, ppo)
+        of_sample = tokens if batch.sample_tokens is None else batch.sample_tokens.double()
+        sequences = tokens / of_sample.clamp(min=1.0)  # 1 over all rows of a sample
+        is_left_out = batch.truncated & (of_sample == 0.0) & ppo.mask_truncated
+        responses = batch.is_first_row & ~is_left_out
+        counts = (tokens.sum(), sequences.sum(), responses.sum(), positive.sum())
         return cls(*workers.sum(as_tensor(*map(float, counts))).tolist())
 
     def normalizer(self, aggregation: str) -> float:
@@ -98,6 +101,7 @@ def policy_objective(
     aggregation: dict[str, Any] = {
         "aggregation": ppo.aggregation,
         "max_new_tokens": max_new_tokens,
+        "sample_tokens": batch.sample_tokens,
         "normalizer": counts.normalizer(ppo.aggregation),
     }
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs

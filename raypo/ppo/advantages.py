@@ -123,7 +123,7 @@ def generalized_advantages(
     gamma: float,
     gae_lambda: float | Tensor,  # a tensor: [B], one for each row
     last_values: Tensor | None = None,  # [B]
-    by_turn: bool = False,
+    turns: Tensor | None = None,  # [B, T] int
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns by Generalized Advantage Estimation.
 
@@ -132,8 +132,8 @@ def generalized_advantages(
 
     Args:
         gae_lambda: one for all rows, or one for each.
-        by_turn: gamma and lambda hold where a turn ends, and within a turn both are 1. A turn is a
-            run of sampled tokens.
+        turns: which turn sampled each token; gamma and lambda then hold where a turn ends, and
+            within a turn both are 1. None: they hold at each token.
         last_values: value of the state after the last sampled token, for rows that were cut off;
             0 for rows that ended. None: 0 for all.
 
@@ -156,8 +156,11 @@ def generalized_advantages(
             )
     last = values.new_zeros(mask.shape[0]) if last_values is None else last_values
 
+    by_row = [gae_lambda] if isinstance(gae_lambda, Tensor) else []
+    by_turn = [] if turns is None else [turns]
+
     def estimate(
-        rewards: Tensor, values: Tensor, mask: Tensor, last: Tensor, *lambdas: Tensor
+        rewards: Tensor, values: Tensor, mask: Tensor, last: Tensor, *others: Tensor
     ) -> list[Tensor]:
         places = _sampled_places(mask)
         kept_values = keep(values.double(), mask)
@@ -167,18 +170,18 @@ def generalized_advantages(
         last_value = keep(last.unsqueeze(1).double(), num_tokens > 0)
         next_value.scatter_add_(1, (num_tokens - 1).clamp(min=0), last_value)
         reward = _compact(keep(rewards.double(), mask), places)
-        turns = _turns(mask, places) if by_turn else None
+        turns = _numbered(others[-1], mask, places) if by_turn else None
         if turns is not None:
             next_value.mul_(torch.where(turns.diff(append=turns[:, :1] - 1) == 0, 1.0, gamma))
         delta = reward.add_(next_value, alpha=1.0 if by_turn else gamma).sub_(value)
-        discount = gamma * (lambdas[0].to(delta) if lambdas else gae_lambda)
+        discount = gamma * (others[0].to(delta) if by_row else gae_lambda)
         advantages = _spread(_discounted_suffix_sums(delta, discount, turns), places)
         advantages = keep(advantages, mask)
         return [advantages, advantages + kept_values]
 
     with torch.no_grad():
-        by_row = [gae_lambda] if isinstance(gae_lambda, Tensor) else []
-        advantages, returns = in_blocks(estimate, rewards, values, mask.bool(), last, *by_row)
+        given = (rewards, values, mask.bool(), last, *by_row, *by_turn)
+        advantages, returns = in_blocks(estimate, *given)
     return advantages, returns
 
 
@@ -187,14 +190,15 @@ def discounted_returns(
     mask: Tensor,  # [B, T] bool
     *,
     gamma: float,
-    by_turn: bool = False,
+    turns: Tensor | None = None,  # [B, T] int
 ) -> Tensor:
     """Sum of this and all later rewards of the row, discounted per sampled token.
 
     Computed in float64, without gradient.
 
     Args:
-        by_turn: gamma holds where a turn, a run of sampled tokens, ends; within it there is none.
+        turns: which turn sampled each token; gamma then holds where a turn ends, and within it
+            there is none. None: it holds at each token.
 
     Returns:
         returns: [B, T], 0 where masked.
@@ -206,14 +210,16 @@ def discounted_returns(
     """
     check_same_shape(rewards=rewards, mask=mask)
 
-    def estimate(rewards: Tensor, mask: Tensor) -> list[Tensor]:
+    by_turn = [] if turns is None else [turns]
+
+    def estimate(rewards: Tensor, mask: Tensor, *by_turn: Tensor) -> list[Tensor]:
         places = _sampled_places(mask)
         reward = _compact(keep(rewards.double(), mask), places)
-        turns = _turns(mask, places) if by_turn else None
+        turns = _numbered(by_turn[0], mask, places) if by_turn else None
         return [keep(_spread(_discounted_suffix_sums(reward, gamma, turns), places), mask)]
 
     with torch.no_grad():
-        (returns,) = in_blocks(estimate, rewards, mask.bool())
+        (returns,) = in_blocks(estimate, rewards, mask.bool(), *by_turn)
     return returns
 
 
@@ -284,11 +290,18 @@ def _spread(x: Tensor, places: Tensor | None) -> Tensor:
     return x if places is None else x.gather(1, places.clamp(max=x.shape[1] - 1))
 
 
-def _turns(mask: Tensor, places: Tensor | None) -> Tensor:
-    """Number of the turn of each sampled token, [B, T] int64, compacted; -1 behind the last."""
+def runs_of(mask: Tensor) -> Tensor:
+    """[B, T] int64: which run of sampled tokens of its row each of them is in, from 1."""
     begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
-    counted = torch.where(mask, begins.cumsum(1), 0)
-    return _compact(counted, places) - 1
+    return begins.cumsum(1)
+
+
+def _numbered(turns: Tensor, mask: Tensor, places: Tensor | None) -> Tensor:
+    """Turns of the sampled tokens, [B, T] int64, compacted, from 0 on; -1 behind the last."""
+    compacted = _compact(torch.where(mask, turns, 0), places)
+    number = (compacted.diff(prepend=compacted[:, :1]) != 0).cumsum(1)
+    place = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(place < mask.sum(1, keepdim=True), number, -1)
 
 
 def _discounted_suffix_sums(

@@ -18,6 +18,7 @@ from raypo.ppo.advantages import (
     generalized_advantages,
     group_baseline,
     penalized_scores,
+    runs_of,
     token_rewards,
 )
 from raypo.ppo.masked import check_choice, check_same_shape, keep, masked_moments, masked_whiten
@@ -40,6 +41,7 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     last_values: Tensor | None = None,  # [B]
     group_index: Tensor | None = None,  # [B] int
     sample_index: Tensor | None = None,  # [B] int
+    turn_index: Tensor | None = None,  # [B, T] int
     counted: Tensor | None = None,  # [B, T] bool
     workers: Workers | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -65,6 +67,8 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
             group estimators.
         sample_index: rows of a group with the same number are one sample, and count once; they must
             have one score. None: each row is a sample.
+        turn_index: which turn sampled each token, for `discount_by`. None: a turn is a run of
+            sampled tokens.
         counted: tokens that the losses count: those that are whitened have mean 0 and variance 1
             over these. None: `mask`.
         workers: None: only this process.
@@ -81,7 +85,9 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     """
     check_choice("kind", kind, ESTIMATORS)
     check_choice("discount_by", discount_by, ("token", "turn"))
-    by_turn = discount_by == "turn"
+    turns = None
+    if discount_by == "turn":
+        turns = runs_of(mask) if turn_index is None else turn_index
     estimator, workers = ESTIMATORS[kind], workers or Workers()
     valid = ~scores.isnan() & mask.any(1)
     mask = mask & valid.unsqueeze(1)
@@ -104,13 +110,13 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
             mask,
             gamma=gamma,
             last_values=last_values,
-            by_turn=by_turn,
+            turns=turns,
         )
         advantages, returns = by_lambda(gae_lambda=gae_lambda)
         if critic_lambda is not None:
             _, returns = by_lambda(gae_lambda=critic_lambda)
     else:
-        advantages = returns = discounted_returns(rewards, mask, gamma=gamma, by_turn=by_turn)
+        advantages = returns = discounted_returns(rewards, mask, gamma=gamma, turns=turns)
     if estimator.whitens:
         moments = masked_moments(advantages, mask if counted is None else mask & counted)
         advantages = masked_whiten(advantages, mask, moments=workers.sum(moments))

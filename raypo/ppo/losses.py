@@ -33,16 +33,18 @@ def aggregate(
     *,
     aggregation: str,
     max_new_tokens: int | None = None,
+    sample_tokens: Tensor | None = None,  # [B] int
     normalizer: Tensor | float | None = None,
 ) -> Tensor:
     """One number from token losses: this part's share of the optimizer step's loss.
 
     token_mean: sum / tokens. sequence_mean: mean over responses of their token mean, responses
     without a sampled token left out. constant: sum / (responses * max_new_tokens), where responses
-    without a sampled token count.
+    without a sampled token count. A response may have several rows, as an agent's episode has.
 
     Args:
         max_new_tokens: longest response allowed, in tokens; only `constant` needs it.
+        sample_tokens: those of all rows of the response that a row is of. None: each row is one.
         normalizer: of the whole step over all workers: tokens (token_mean), responses with a
             sampled token (sequence_mean) or all responses (constant), those aside that are left
             out of the loss on purpose. None: of `mask`.
@@ -66,7 +68,8 @@ def aggregate(
         )
     kept = keep(x, mask)
     if aggregation == "sequence_mean":
-        kept = kept / mask.sum(1, keepdim=True).clamp(min=1)
+        tokens = mask.sum(1) if sample_tokens is None else sample_tokens
+        kept = kept / tokens.clamp(min=1).unsqueeze(1)
     if normalizer is None:
         normalizer = count_for(mask, aggregation=aggregation)
     total = exact_sum(kept)
@@ -113,6 +116,7 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
     aggregation: str = "token_mean",
     weights: Tensor | None = None,  # [B, T]
     max_new_tokens: int | None = None,
+    sample_tokens: Tensor | None = None,  # [B] int
     normalizer: Tensor | float | None = None,
 ) -> tuple[Tensor, Stats]:
     """The policy's loss and what to log of it; only `log_probs` gets a gradient.
@@ -125,7 +129,7 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
         covariant: of `covariance.covariant_tokens`, for clip_cov and kl_cov.
         covariance_kl: of kl_cov, the weight of its penalty.
         weights: of `corrections.importance_weights`; what they drop stays in the denominator.
-        max_new_tokens, normalizer: see `aggregate`.
+        max_new_tokens, sample_tokens, normalizer: see `aggregate`.
 
     Returns:
         loss: scalar.
@@ -166,6 +170,7 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
         mask,
         aggregation=aggregation,
         max_new_tokens=max_new_tokens,
+        sample_tokens=sample_tokens,
         normalizer=normalizer,
     )
     return loss, _policy_stats(chosen, change, mask)

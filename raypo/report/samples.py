@@ -266,7 +266,7 @@ class Turn:
 def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
     """A response turn by turn; one that is no episode, or without a tokenizer, is one turn."""
     rewards, uses = row.get("turn_rewards") or [], _tool_uses(row)
-    if tokenizer is None or not row.get("response_mask"):
+    if tokenizer is None or not (row.get("response_mask") or row.get("turn_index")):
         return [Turn(True, row["response"], sum(rewards), [t for ts in uses.values() for t in ts])]
     found = []
     for by_policy, first, end in _stretches(row):
@@ -277,10 +277,14 @@ def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
 
 def _stretches(row: Row) -> list[tuple[bool, int, int]]:
     """Whether the policy wrote it, and where it begins and ends, of each part of a response."""
+    told = row.get("turn_index")
+    if told is None:  # no episode, or of a run that is older: what stands between turns parts them
+        mask = row.get("response_mask") or [True] * len(row["response_ids"])
+        told = [0 if own else -1 for own in mask]
     found, first = [], 0
-    for by_policy, run in groupby(row.get("response_mask") or [True] * len(row["response_ids"])):
+    for turn, run in groupby(told):
         end = first + len(list(run))
-        found.append((by_policy, first, end))
+        found.append((turn >= 0, first, end))
         first = end
     return found
 

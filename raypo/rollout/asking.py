@@ -28,6 +28,10 @@ class Sampler(Protocol):
         """One response a request, in the order given."""
         ...
 
+    async def join(self, request: SamplingRequest) -> Completion:
+        """One response, which joins what is being sampled; no thread waits for it."""
+        ...
+
     def each_preferred(self) -> Sequence[Sampler]:
         """This worker's engines, one by one; itself where it has but one."""
         ...

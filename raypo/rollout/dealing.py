@@ -57,12 +57,13 @@ def deal(
 
     groups = [list(members) for _, members in groupby(range(len(everyone)), key=group_of)]
     order = np.random.default_rng((_SEED_WORD, *seed)).permutation(len(groups))
-    in_order = np.array([index for group in order for index in groups[group]], dtype=np.int64)
-    num_samples = len({each[:2] for each in everyone})
-    num_minibatches = max(math.ceil(num_samples / minibatch_size), 1)
+    in_order = [index for group in order for index in groups[group]]
+    samples = [list(rows) for _, rows in groupby(in_order, key=lambda index: everyone[index][:2])]
+    num_minibatches = max(math.ceil(len(samples) / minibatch_size), 1)
     dealt: list[list[tuple[int, int]]] = [[] for _ in range(workers.count)]
-    for number, minibatch in enumerate(np.array_split(in_order, num_minibatches)):
-        pieces = [list(members) for _, members in groupby(minibatch.tolist(), key=group_of)]
+    for number, places in enumerate(np.array_split(np.arange(len(samples)), num_minibatches)):
+        minibatch = [index for place in places for index in samples[place]]
+        pieces = [list(members) for _, members in groupby(minibatch, key=group_of)]
         for team in teams or [range(workers.count)]:
             shares = balanced_shares(pieces, prompt_lengths, response_lengths, len(team))
             for rank, share in zip(team, shares, strict=True):
@@ -127,6 +128,7 @@ def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
     """The dealt rollouts as one padded batch; prompts padded left, responses right."""
     rollouts = [scored.rollout for scored in dealt]
     turn_rewards = [r.turn_rewards for r in rollouts if r.turn_rewards is not None]
+    turn_index = [r.turn_index for r in rollouts if r.turn_index is not None]
     with_reference = all(scored.ref_log_probs is not None for scored in dealt)
     return Experience(
         prompt_ids=pad_left([r.prompt_ids for r in rollouts], torch.int64),
@@ -144,6 +146,7 @@ def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
         weight_version=torch.tensor([r.weight_version for r in rollouts], dtype=torch.int64),
         weight_versions=pad_right([r.weight_versions for r in rollouts], torch.int64),
         turn_rewards=pad_right(turn_rewards, torch.float32) if turn_rewards else None,
+        turn_index=pad_right(turn_index, torch.int64) if turn_index else None,
         ref_log_probs=pad_right([_reference(s) for s in dealt], torch.float32)
         if with_reference
         else None,

@@ -1,6 +1,7 @@
 """Environments in processes: pickled between their turns, so that any process takes the next one.
 
-A turn that takes too long, and a process that dies, cost the episode and nothing else.
+A turn that takes too long, and a process that dies, cost the episode and nothing else. Only bytes
+and texts go through the pool: what cannot be pickled would be the end of it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
 from raypo.concurrency import fork_context
+from raypo.rollout.work_time import too_slow
 from raypo.tools.calls import heard
 from raypo.types import ToolUse
 
-_TIMEOUT = "Task timeout"
-"""What pebble says of a call that took too long."""
 _make: Callable[[], Any] | None = None
 
 
@@ -60,16 +60,14 @@ class EnvironmentPool:
         Raises:
             TimeoutError: it took too long, and its process was ended.
             RuntimeError: its process died.
-            Exception: whatever the method raises.
+            Exception: of the name and text of whatever the method raises.
         """
         scheduled = self._pool.schedule(
             _call, args=(state, method, *arguments), timeout=self._timeout_s
         )
         try:
-            state, answer, metrics, uses = await asyncio.wrap_future(scheduled)
-        except TimeoutError as error:
-            if error.args != (_TIMEOUT, self._timeout_s):
-                raise  # one of its own
+            state, answer, raised, uses = await asyncio.wrap_future(scheduled)
+        except TimeoutError:
             raise too_slow(method, self._timeout_s) from None
         except ProcessExpired as expired:
             raise RuntimeError(
@@ -77,17 +75,15 @@ class EnvironmentPool:
             ) from None
         for use in uses:
             heard.get()(use)
-        return state, answer, metrics
+        if raised is not None:
+            name, text = raised
+            raise type(name, (Exception,), {})(text)
+        return state, *pickle.loads(answer)
 
     def close(self) -> None:
         """End the processes at once."""
         self._pool.stop()
         self._pool.join()
-
-
-def too_slow(method: str, timeout_s: float | None) -> TimeoutError:
-    """The error of a call that took longer than it may."""
-    return TimeoutError(f"{method} gave no answer in {timeout_s:g} s (rollout.step_timeout_s)")
 
 
 def _open(load: Callable[[], Callable[[], Any]]) -> None:
@@ -98,16 +94,31 @@ def _open(load: Callable[[], Callable[[], Any]]) -> None:
 
 def _call(
     state: bytes | None, method: str, *arguments: Any
-) -> tuple[bytes, Any, Any, list[ToolUse]]:
+) -> tuple[bytes, bytes, tuple[str, str] | None, list[ToolUse]]:
+    """The environment afterwards, the answer with its metrics, and what was raised."""
     assert _make is not None
     uses: list[ToolUse] = []
     heard.set(uses.append)
-    environment = _make() if state is None else pickle.loads(state)
-    answer = getattr(environment, method)(*arguments)
-    if inspect.isawaitable(answer):
-        answer = asyncio.run(_awaited(answer))
-    metrics = getattr(environment, "metrics", None)
-    return cloudpickle.dumps(environment), answer, metrics, uses
+    try:
+        environment = _make() if state is None else pickle.loads(state)
+        answer = getattr(environment, method)(*arguments)
+        if inspect.isawaitable(answer):
+            answer = asyncio.run(_awaited(answer))
+        told = answer, getattr(environment, "metrics", None)
+        afterwards = _pickled(environment, "an environment")
+        return afterwards, _pickled(told, "what it returns"), None, uses
+    except BaseException as error:
+        return b"", b"", (type(error).__name__, str(error)), uses
+
+
+def _pickled(it: Any, what: str) -> bytes:
+    try:
+        return cloudpickle.dumps(it)
+    except Exception as error:
+        raise TypeError(
+            f"with rollout.environment_processes {what} is pickled, and this cannot be: {error}. "
+            f"Open in each step what cannot be, or set rollout.environment_processes to 0."
+        ) from error
 
 
 async def _awaited(answer: Any) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 
@@ -21,26 +20,16 @@ from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.models.loading import vocabulary_size
 from raypo.plan.estimate import max_model_len
-from raypo.rollout.agent import Agents
-from raypo.rollout.collect import PushAgain, Sampler, Sampling, ask, request_of
-from raypo.rollout.environment import Environments, in_thread
+from raypo.rollout.collect import PushAgain, Sampler, Sampling, request_of
+from raypo.rollout.event_loop import EventLoop, tasks_of
+from raypo.rollout.players import Agents, Environments, Player
 from raypo.rollout.policy import EpisodeLimit, Policy, Recorded
 from raypo.rollout.sessions import Sessions
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calls import heard
-from raypo.types import Episode, Prompt, Rollout
+from raypo.types import Episode, Rollout
 
-
-class Player(Protocol):
-    """Who decides what the policy is asked."""
-
-    async def run(self, prompt: Prompt, policy: Policy, quota: asyncio.Semaphore) -> float:
-        """One episode; its score. An exception fails it."""
-        ...
-
-    def close(self) -> None:
-        """End what it has started."""
-        ...
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -55,7 +44,12 @@ class Episodes:
     """Of prompt and response together."""
     vocabulary_size: int
     """Of the policy."""
+    _loop: EventLoop = field(init=False)
+    """Where all are played, of whatever batch."""
     _waited_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._loop = EventLoop(self.section.step_timeout_s)
 
     def waited_s(self) -> float:
         """Seconds that training's turns waited for environments, since this was last asked."""
@@ -63,8 +57,9 @@ class Episodes:
         return waited
 
     def close(self) -> None:
-        """End the player's processes."""
+        """End the player's processes, and what episodes have left behind."""
         self.player.close()
+        self._loop.close()
 
     def play(
         self,
@@ -73,30 +68,28 @@ class Episodes:
         sampling: Sampling,
         push_again: PushAgain | None,
     ) -> list[Rollout]:
-        """`samples_per_prompt` episodes a draw, all at a time and in step: a turn of all that go
-        on is one batch, which is sampled when each of them has asked.
+        """`samples_per_prompt` episodes a draw, all at a time (`rollout.turns`).
 
         Every turn has a seed of its own, so an episode does not depend on the others.
         """
-        with asyncio.Runner() as runner:
-            runner.get_loop().set_default_executor(_Threads())
-            table, quota = _Table(engine), asyncio.Semaphore(self.section.max_concurrent_steps)
-            seats = [
-                _Seat(self, draw, number, sampling, table)
-                for draw in draws
-                for number in range(sampling.samples_per_prompt)
-            ]
-            table.now_thinking(len(seats))
-            tasks = [runner.get_loop().create_task(seat.play(quota)) for seat in seats]
-            lost = runner.run(table.until_over())
+        table, loop = _Table(engine, in_step=self.section.goes_in_step), self._loop
+        seats = [
+            _Seat(self, draw, number, sampling, table)
+            for draw in draws
+            for number in range(sampling.samples_per_prompt)
+        ]
+        try:
+            lost = loop.run(table.until_over(seats))
             if push_again and push_again.workers.sum(as_tensor(lost is not None)):
                 push_again.push()
-                lost = lost and runner.run(table.until_over())
+                lost = lost and loop.run(table.until_over())
             if lost:
                 raise lost
-            if sampling.stream == 0:  # not of an evaluation
-                self._waited_s += table.waited_s
-            return [rollout for task in tasks for rollout in task.result()]
+        finally:
+            loop.call_soon(table.clear)
+        if sampling.stream == 0:  # not of an evaluation
+            self._waited_s += table.waited_s
+        return [rollout for seat in seats for rollout in seat.rollouts]
 
 
 def open_episodes(
@@ -126,97 +119,157 @@ def open_episodes(
     )
 
 
-class _Threads(ThreadPoolExecutor):
-    """Of `asyncio.to_thread` in an agent or an environment: what hangs there is not waited for."""
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait=False, cancel_futures=cancel_futures)
-
-
 @dataclass(eq=False)
 class _Call:
     order: tuple[int, int, int]
-    """Place in a round: by draw, sample and turn."""
+    """Place among those that are asked together: by draw, sample and turn."""
     request: SamplingRequest
     seat: _Seat
     answer: asyncio.Future[Completion] = field(default_factory=asyncio.Future)
 
 
 class _Table:
-    """Where episodes wait for the policy until all of them do."""
+    """Where episodes ask the policy: each when it likes, or in step, when all of them wait."""
 
-    def __init__(self, engine: Sampler) -> None:
-        self._engine = engine
+    def __init__(self, engine: Sampler, *, in_step: bool) -> None:
+        self._engines, self._in_step = engine.each_preferred(), in_step
+        self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+        """All that there are, also those that the user's code has made."""
+        self._playing: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Task[None]] = set()
         self._calls: list[_Call] = []
+        """That are to be asked."""
+        self._lost: list[_Call] = []
+        """For which there is no engine left."""
+        self._why_lost: NoReplicaLeft | None = None
+        self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self.num_thinking = 0
+        self._num_thinking = 0
         """Episodes that do not wait for the policy, and are not over."""
         self.waited_s = 0.0
-        """Seconds that it waited for those."""
+        """Seconds that they all thought, and no call was under way."""
+
+    async def until_over(self, seats: Sequence[_Seat] = ()) -> NoReplicaLeft | None:
+        """Play until all episodes are over.
+
+        Args:
+            seats: Where they begin.
+
+        Returns:
+            Why they could not go on: it can be called once more, when there is an engine again.
+        """
+        tasks_of.set(self._tasks)
+        self._num_thinking += len(seats)
+        for number, seat in enumerate(seats):  # an episode stays with its engine, which knows it
+            seat.engine = self._engines[number * len(self._engines) // len(seats)]
+            self._begin(self._playing, seat.play())
+        self._calls, self._lost, self._why_lost = self._calls + self._lost, [], None
+        while self._calls or self._num_thinking or self._asking:
+            if self._calls and not self._waits():
+                await asyncio.sleep(0)  # for others that are asked at the same time
+                if not self._waits():
+                    self._ask_all()
+                continue
+            begin, is_idle = time.perf_counter(), not self._asking
+            await self._next_change()
+            self.waited_s += time.perf_counter() - begin if is_idle else 0.0
+        while self._playing and not self._lost:  # those who still close what they played with
+            await self._next_change()
+        return self._why_lost
 
     async def ask(self, call: _Call) -> Completion:
-        """Wait for the next round.
+        """Wait for an answer.
 
         Raises:
             EpisodeLimit: the episode is over; what it left behind goes on asking.
         """
         if call.seat.is_over:
             raise EpisodeLimit("the episode is over")
-        call.seat.num_waiting += 1
-        if call.seat.num_waiting == 1:
-            self.now_thinking(-1)
+        if not call.seat.waiting:
+            self._num_thinking -= 1
+        call.seat.waiting |= {call}
         self._calls.append(call)
+        self._changed.set()
         try:
             return await call.answer
-        except asyncio.CancelledError:
-            self._calls = [each for each in self._calls if each is not call]
-            if call.answer.cancelled():  # else the answer came in the same moment
-                self._waits_no_more(call.seat)
-            raise
-
-    async def until_over(self) -> NoReplicaLeft | None:
-        """Round after round until no episode waits.
-
-        Returns:
-            Why it could not go on: it can be called once more, when there is an engine again.
-        """
-        while True:
-            begin = time.perf_counter()
-            while self.num_thinking:
-                self._changed.clear()
-                await self._changed.wait()
-            self.waited_s += time.perf_counter() - begin
-            await asyncio.sleep(0)  # for others that the last one asks at the same time
-            if not self._calls:
-                return None
-            calls, self._calls = sorted(self._calls, key=lambda call: call.order), []
-            try:
-                requests = [call.request for call in calls]
-                completions = await in_thread(partial(ask, requests, self._engine))
-            except NoReplicaLeft as error:
-                self._calls += calls
-                return error
-            for call, completion in zip(calls, completions, strict=True):
-                if not call.answer.done():
-                    self._waits_no_more(call.seat)
-                    call.answer.set_result(completion)
+        finally:
+            self._waits_no_more(call)
 
     def leave(self, seat: _Seat) -> None:
-        """An episode is over; what it still waits for is not asked."""
+        """An episode is over; what it still waits for is not answered."""
         seat.is_over = True
-        if seat.num_waiting == 0:
-            self.now_thinking(-1)
-        self._calls = [each for each in self._calls if each.seat is not seat]
-
-    def now_thinking(self, more: int) -> None:
-        """So many more episodes think, or fewer."""
-        self.num_thinking += more
+        if not seat.waiting:
+            self._num_thinking -= 1
         self._changed.set()
+        for call in seat.waiting:
+            call.answer.cancel()
 
-    def _waits_no_more(self, seat: _Seat) -> None:
-        seat.num_waiting -= 1
-        if seat.num_waiting == 0 and not seat.is_over:
-            self.now_thinking(1)
+    def clear(self) -> None:
+        """End what is left."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    def _waits(self) -> bool:
+        return self._in_step and bool(self._num_thinking or self._asking)
+
+    def _ask_all(self) -> None:
+        calls = sorted((c for c in self._calls if not c.answer.done()), key=lambda c: c.order)
+        self._calls = []
+        for lot in [calls] if self._in_step and calls else [[call] for call in calls]:
+            self._begin(self._asking, self._ask(lot))
+
+    async def _ask(self, lot: list[_Call]) -> None:
+        try:
+            if self._in_step:
+                completions = await asyncio.to_thread(self._together, lot)
+            else:
+                completions = [await each.seat.engine.join(each.request) for each in lot]
+        except NoReplicaLeft as error:
+            self._lost, self._why_lost = self._lost + lot, error
+            return
+        for call, completion in zip(lot, completions, strict=True):
+            if not call.answer.done():
+                self._waits_no_more(call)
+                call.answer.set_result(completion)
+
+    def _together(self, calls: list[_Call]) -> list[Completion]:
+        """The answers of one batch an engine, in the order of the calls."""
+        lots = [[call for call in calls if call.seat.engine is each] for each in self._engines]
+        pending = [
+            (lot, engine.generate.remote([call.request for call in lot]))
+            for engine, lot in zip(self._engines, lots, strict=True)
+            if lot
+        ]
+        answers = {
+            call: completion
+            for lot, response in pending
+            for call, completion in zip(lot, response.result(), strict=True)
+        }
+        return [answers[call] for call in calls]
+
+    def _waits_no_more(self, call: _Call) -> None:
+        seat = call.seat
+        if call in seat.waiting:
+            seat.waiting -= {call}
+            if not seat.waiting and not seat.is_over:
+                self._num_thinking += 1
+
+    def _begin(self, where: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            where.discard(task)
+            if not task.cancelled():
+                self._failure = self._failure or task.exception()
+            self._changed.set()
+
+        task = asyncio.create_task(work)
+        where.add(task)
+        task.add_done_callback(ended)
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
 
 
 @dataclass(eq=False)
@@ -228,13 +281,16 @@ class _Seat:
     sample_index: int
     sampling: Sampling
     table: _Table
-    num_waiting: int = 0
+    engine: Sampler = field(init=False)
+    waiting: frozenset[_Call] = frozenset()
     """Its calls that wait for an answer."""
     is_over: bool = False
+    rollouts: list[Rollout] = field(default_factory=list)
+    """The whole episode, by conversations."""
 
-    async def play(self, quota: asyncio.Semaphore) -> list[Rollout]:
-        """The whole episode, by conversations; what raises fails it and no other."""
-        section, prompt = self.episodes.section, self.draw.prompt
+    async def play(self) -> None:
+        """What raises fails the episode and no other."""
+        section, player = self.episodes.section, self.episodes.player
         assert section.max_episode_tokens is not None
         policy = Policy(
             self._ask,
@@ -246,23 +302,20 @@ class _Seat:
             max_new_tokens=self.sampling.max_new_tokens,
             vocabulary_size=self.episodes.vocabulary_size,
         )
-        begin, score, error = time.perf_counter(), math.nan, None
         heard.set(policy.hear)
-        try:
-            score = await self.episodes.player.run(prompt, policy, quota)
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as failure:  # of native code too: a panic of Rust is no Exception
-            error = f"{type(failure).__name__}: {failure}"
-        finally:
-            self.table.leave(self)
+        it, begin = player.begin(), time.perf_counter()
+        score, error = await _outcome(player.run(it, self.draw.prompt, policy))
+        self.table.leave(self)
         took = time.perf_counter() - begin - policy.asking_s
+        _, unclosed = await _outcome(it.close())
+        error = error or unclosed
+        score = math.nan if score is None or error else score
         episode = Episode(
             score, policy.num_calls, took, error, policy.metrics, tuple(policy.tool_uses)
         )
         told = [row for row in policy.rows if row.mask.any()]
         rows = told or [*policy.rows, Recorded(self.draw.prompt.token_ids)][:1]
-        return [self._rollout(policy, episode, *each) for each in enumerate(rows)]
+        self.rollouts = [self._rollout(policy, episode, *each) for each in enumerate(rows)]
 
     async def _ask(
         self, ids: np.ndarray, number: int, max_new_tokens: int, stop: Sequence[str]
@@ -306,4 +359,15 @@ class _Seat:
             episode=episode,
             row_index=number,
             turn_rewards=None if is_agents else row.rewards,
+            turn_index=row.turn_index,
         )
+
+
+async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, str | None]:
+    """What some work of the user's gives, or why it failed."""
+    try:
+        return await work, None
+    except GeneratorExit:
+        raise
+    except BaseException as failure:  # of native code too: a panic of Rust is no Exception
+        return None, f"{type(failure).__name__}: {failure}"

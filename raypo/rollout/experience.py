@@ -75,7 +75,8 @@ def with_advantages(
 ) -> tuple[Experience, dict[str, float], AdvantageState]:
     """The experience with `advantages` and `returns`, the figures, and the state with its scores.
 
-    With `ppo.mask_truncated` also with the `loss_mask` that leaves truncated responses out.
+    With `ppo.mask_truncated` also with the `loss_mask` that leaves truncated responses out, and
+    where a sample has several rows, with its `sample_tokens`.
 
     Called by all workers together: group baselines, whitening and normalisation are of the whole
     batch. This step's KL coefficient is that of `state`.
@@ -87,6 +88,7 @@ def with_advantages(
     mask = experience.response_mask
     if ppo.mask_truncated:
         experience = experience.with_(loss_mask=mask & ~experience.truncated.unsqueeze(1))
+    experience = _with_sample_tokens(experience, workers)
     scores = experience.scores
     if ppo.shaping.function is not None:
         scores = shaped_by(ppo.shaping.function, experience, workers, max_new_tokens=max_new_tokens)
@@ -140,12 +142,27 @@ def with_advantages(
             last_values=experience.last_values,
             group_index=experience.group_index,
             sample_index=experience.sample_index,
+            turn_index=experience.turn_index,
             counted=experience.counted,
             workers=workers,
         )
     experience = experience.with_(advantages=advantages, returns=returns)
     figures = _score_figures(scores, experience, workers, clip=ppo.advantage_clip)
     return experience, figures, replace(state, scores=seen)
+
+
+def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
+    """The rows of a sample may lie with several workers."""
+    if all(workers.gather(bool(experience.is_first_row.all()))):
+        return experience
+    assert experience.sample_index is not None
+    names = torch.stack([experience.group_index, experience.sample_index], 1)
+    shares = workers.gather((names, experience.counted.sum(1)))
+    all_names, tokens = (torch.cat(column) for column in zip(*shares, strict=True))
+    _, sample = all_names.unique(dim=0, return_inverse=True)
+    totals = torch.zeros_like(tokens).index_add(0, sample, tokens)[sample]
+    first = sum(len(share[0]) for share in shares[: workers.rank])
+    return experience.with_(sample_tokens=totals[first : first + len(experience)])
 
 
 def with_corrections(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,10 @@ class Joinable(Protocol):
     @property
     def submit(self) -> MethodOfEntries[[list[SamplingRequest]], Completion]:
         """One response a request, in the order given."""
+        ...
+
+    async def join(self, request: SamplingRequest) -> Completion:
+        """One response; no thread waits for it."""
         ...
 
     def each_preferred(self) -> Sequence[Joinable]:
@@ -53,6 +58,10 @@ class Pushes:
             self._changed.wait_for(lambda: not self._is_under_way)
             return self._count
 
+    async def end(self) -> int:
+        """As `wait`, in an event loop."""
+        return await asyncio.to_thread(self.wait) if self._is_under_way else self._count
+
 
 @dataclass(frozen=True)
 class EnginesInFlight:
@@ -71,6 +80,19 @@ class EnginesInFlight:
         return self
 
     submit = generate
+
+    async def join(self, request: SamplingRequest) -> Completion:
+        """One response; no thread waits for it."""
+        while True:
+            asked_after = await self.pushes.end()
+            try:
+                completion = await self.engine.join(request)
+            except NoReplicaLeft:
+                if await self.pushes.end() == asked_after:
+                    raise
+            else:
+                if completion.finish_reason != "paused":
+                    return completion
 
     def remote(self, requests: list[SamplingRequest]) -> AnswerOfEntries[Completion]:
         """Ask; see `generate`."""

@@ -10,6 +10,9 @@ from raypo.rollout.policy import Policy
 AGENT = {"run": ("prompt", "label", "policy")}
 ENVIRONMENT = {"reset": ("prompt", "label"), "step": ("action",)}
 """The methods that each must have, and what they are called with."""
+OPTIONAL = {"close": ()}
+"""A method that each may have, plain or a coroutine: called once the episode is over, however it
+ended, also where another call has not come back, to end what was begun."""
 
 
 class Environment(Protocol):
@@ -20,6 +23,7 @@ class Environment(Protocol):
     functions, or their JSON schemas. Actions then keep special tokens but for the one that ends a
     turn: to some models the marks of a tool call are special. Its `metrics`, numbers by their
     names, are read when the episode is over; their means over episodes are `episode/<name>`.
+    A method `close()`, where there is one, is called after that.
     """
 
     async def reset(self, prompt: str | list[dict[str, Any]], label: Any) -> Observation | None:
@@ -51,7 +55,7 @@ class Environment(Protocol):
 class Agent(Protocol):
     """One episode's agent: made with `rollout.agent_args`, and run once.
 
-    It may have `metrics`, as an environment.
+    It may have `metrics` and `close()`, as an environment.
     """
 
     async def run(self, prompt: str | list[dict[str, Any]], label: Any, policy: Policy) -> float:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from raypo.data.turns import Observation, Tools, TurnTokens, is_ids, messages_of
+from raypo.rollout.work_time import WorkTime
 from raypo.serving.requests import Completion
 from raypo.types import ToolUse
+
+LIMIT = "episode_limit"
+"""The code of an error that says so."""
 
 
 class EpisodeLimit(Exception):
     """An episode may have no further turn: `rollout.max_turns`, `rollout.max_episode_tokens`, or
     it is over."""
+
+    code = LIMIT
+
+
+def is_limit(error: BaseException | None) -> bool:
+    """Whether an error comes of `EpisodeLimit`, also by way of an endpoint's client."""
+    if error is None or getattr(error, "code", None) == LIMIT:
+        return error is not None
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return any(map(is_limit, (*inner, error.__cause__ or error.__context__)))
 
 
 Said = str | list[dict[str, Any]]
@@ -43,6 +56,25 @@ class Reply:
         return {"role": "assistant", "content": self.text}
 
 
+@dataclass(frozen=True)
+class Told:
+    """A conversation in words, up to the end of one of its turns."""
+
+    words: Said
+    tools: Tools
+    """That the template told the policy of."""
+    length: int
+    """In tokens."""
+    is_open: bool
+    """Whether the turn can be gone on with as it is: it was cut off, and has a text."""
+
+    def begins(self, asked: Said, tools: Tools) -> bool:
+        """Whether what is asked goes on from here."""
+        words = self.words
+        is_first_part = type(words) is type(asked) and asked[: len(words)] == words
+        return is_first_part and tools == self.tools and (self.is_open or len(words) < len(asked))
+
+
 @dataclass
 class Recorded:
     """A conversation: what becomes one row that is trained. Ids after the prompt are in step."""
@@ -52,14 +84,14 @@ class Recorded:
     mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [T], True: sampled
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
     rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
+    turn_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [T], or -1
     finish_reason: str = "stop"
     """Of its last turn."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """The first token of each turn, and of each change meanwhile, and the version of the weights
     that sampled it."""
-    turns: list[tuple[Said, Tools, int]] = field(default_factory=list)
-    """After each turn that was asked for in words: all that was said, with which tools, and how
-    many tokens it is."""
+    told: list[Told] = field(default_factory=list)
+    """After each turn that was asked for in words: all that was said."""
     is_busy: bool = False
 
     @property
@@ -72,9 +104,21 @@ class Recorded:
         mine = self.ids
         return not self.is_busy and len(mine) <= len(ids) and np.array_equal(mine, ids[: len(mine)])
 
-    def remember(self, said: Said, tools: Tools = None) -> None:
-        """What it is in words, its last turn among them."""
-        self.turns.append((_comparable(said), tools, len(self.ids)))
+    def remember(self, said: Said, reply: str, tools: Tools = None, **message: Any) -> None:
+        """What it is in words: what was asked, and its last turn.
+
+        Args:
+            said: What was asked.
+            reply: The turn's text, with a stop string that ended it: it is in the ids.
+            tools: That the template told of.
+            message: What else the turn's message has.
+        """
+        if isinstance(said, str):
+            words = said + reply
+        else:
+            words = [*said, {"role": "assistant", "content": reply, **message}]
+        is_open = bool(reply) and self.finish_reason == "length"
+        self.told.append(Told(_comparable(words), tools, len(self.ids), is_open))
 
     def append(self, ids: np.ndarray, completion: Completion | None) -> None:
         """What was sampled, or (None) what an environment wrote."""
@@ -90,6 +134,8 @@ class Recorded:
         self.mask = np.concatenate([self.mask, np.full(length, by_policy)])
         self.log_probs = np.concatenate([self.log_probs, log_probs])
         self.rewards = np.concatenate([self.rewards, np.zeros(length, np.float32)])
+        turn = 1 + self.turn_index.max(initial=-1) if by_policy else -1
+        self.turn_index = np.concatenate([self.turn_index, np.full(length, turn, np.int32)])
 
 
 @dataclass(eq=False)
@@ -120,9 +166,8 @@ class Policy:
     """Calls that wait for their answers."""
     asking_s: float = 0.0
     """Seconds that some did."""
-    limit: asyncio.Timeout | None = None
-    """Of the time without one."""
-    limit_s: float | None = None
+    work_time: WorkTime | None = None
+    """Of an agent, which rests while it waits for answers."""
     endpoint: Callable[[], str] | None = None
     """Starts the server that `base_url` names, where there is none."""
     api_key: str = ""
@@ -138,7 +183,7 @@ class Policy:
 
     @property
     def base_url(self) -> str:
-        """Where it is served by OpenAI's protocol, on this machine, until the episode is over.
+        """Where it is served by OpenAI's protocol until the episode is over.
 
         For `openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key)`: what it is asked
         there is recorded as with `generate`.
@@ -150,7 +195,14 @@ class Policy:
         """A tool was called."""
         self.tool_uses.append(replace(use, turn=self.num_calls))
 
-    async def generate(self, prompt: Observation, *, tools: Tools = None) -> Reply:
+    async def generate(
+        self,
+        prompt: Observation,
+        *,
+        tools: Tools = None,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> Reply:
         """Sample one turn.
 
         Args:
@@ -159,16 +211,22 @@ class Policy:
                 to messages, `reply.text` to a text, or go on from the ids in `reply.conversation`.
             tools: That may be called; the chat template tells the policy of them, where the prompt
                 is messages.
+            max_new_tokens: Most tokens of the turn, where the run's `rollout.max_new_tokens` is
+                more.
+            stop: Texts that end the turn, beside `rollout.stop`; the turn has them in its text, as
+                in its ids.
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
+            ValueError: one of the arguments is no such thing.
         """
+        stop = (stop,) if isinstance(stop, str) else stop
         if is_ids(prompt):
             said, ids = None, np.asarray(prompt, np.int32)
         else:
             said = prompt if isinstance(prompt, str) else messages_of(prompt)
             ids = self.ids_of(said, tools)
-        row, completion = await self.sample(ids)
+        row, completion = await self.sample(ids, max_new_tokens=max_new_tokens, stop=stop)
         reply = Reply(
             self.decode(completion.token_ids, tools is not None),
             completion.token_ids,
@@ -176,8 +234,7 @@ class Policy:
             completion.finish_reason,
         )
         if said is not None:
-            words = said + reply.text if isinstance(said, str) else [*said, reply.message]
-            row.remember(words, tools)
+            row.remember(said, reply.text, tools)
         return reply
 
     async def sample(
@@ -196,10 +253,15 @@ class Policy:
 
         Raises:
             EpisodeLimit: the episode has had all its turns, or there is no room for a token.
-            ValueError: there are no ids, or one that the policy does not know.
+            ValueError: there are no ids, or one that the policy does not know, `max_new_tokens` is
+                below 1, or a stop is no text.
         """
         if not len(ids):
             raise ValueError("the prompt has no tokens")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens ({max_new_tokens}): a turn has a token. Raise it.")
+        if not all(isinstance(each, str) and each for each in stop):
+            raise ValueError(f"stop ({list(stop)}): only a text that is not empty ends a turn.")
         if ids.min() < 0 or ids.max() >= self.vocabulary_size:
             raise ValueError(
                 f"token ids of the policy lie in 0 to {self.vocabulary_size - 1}, and those of "
@@ -212,8 +274,10 @@ class Policy:
             raise EpisodeLimit(f"the episode has had {self.num_calls} turns (rollout.max_turns)")
         if room < 1:
             raise EpisodeLimit(
-                f"after {len(ids)} tokens there is no room (rollout.max_episode_tokens, "
-                "data.max_prompt_tokens)"
+                f"after {len(ids)} tokens, {taken} of them behind its prompt, there is no room for "
+                f"a turn: a conversation may have {self.max_tokens} "
+                f"(data.max_prompt_tokens and rollout.max_episode_tokens), and "
+                f"{self.max_episode_tokens} behind its prompt (rollout.max_episode_tokens)"
             )
         if row is None:
             row = Recorded(ids)
@@ -222,7 +286,7 @@ class Policy:
         row.is_busy = True
         most = min(room, self.max_new_tokens, max_new_tokens or room)
         try:
-            with self._waiting():
+            async with self._waiting():
                 completion = await self.ask(ids, number, most, stop)
         finally:
             row.is_busy = False
@@ -237,41 +301,35 @@ class Policy:
             ValueError: it is empty, or the chat template refuses it.
         """
         asked = _comparable(said)
-        known = [
-            (words, row.ids[:length])
-            for row in self.rows
-            for words, told, length in row.turns
-            if type(words) is type(asked) and asked[: len(words)] == words and told == tools
-        ]
+        known = [(told, row) for row in self.rows for told in row.told if told.begins(asked, tools)]
         if not known:
             text, ids = self.tokens.first(said, chat=not isinstance(said, str), tools=tools)
             self.prompt = self.prompt or text
             return ids
-        words, before = max(known, key=lambda each: len(each[0]))
-        rest = said[len(words) :]
-        if not rest:
+        told, row = max(known, key=lambda each: len(each[0].words))
+        before, place = row.ids[: told.length], len(told.words)
+        if place == len(said):
             return before
-        return np.concatenate([before, self.tokens.between(before, rest, chat=False, tools=tools)])
+        calls = () if isinstance(said, str) else said[place - 1].get("tool_calls") or ()
+        between = self.tokens.between(before, said[place:], chat=False, tools=tools, calls=calls)
+        return np.concatenate([before, between])
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _waiting(self) -> AsyncIterator[None]:
         """While it waits for an answer, nobody else is slow."""
         self.num_waiting += 1
         if self.num_waiting == 1:
             self._since = time.perf_counter()
-            self._reschedule(None)
+        if self.work_time is not None:
+            self.work_time.rest()
         try:
             yield
         finally:
             self.num_waiting -= 1
             if self.num_waiting == 0:
                 self.asking_s += time.perf_counter() - self._since
-                self._reschedule(self.limit_s)
-
-    def _reschedule(self, after_s: float | None) -> None:
-        if self.limit is not None and not self.limit.expired():
-            now = asyncio.get_running_loop().time()
-            self.limit.reschedule(None if after_s is None else now + after_s)
+            if self.work_time is not None:
+                await self.work_time.go_on()
 
 
 def _comparable(said: Said) -> Said:

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import uvicorn
+from ray.util import get_node_ip_address
 from starlette.requests import Request
 
-from raypo.config import RolloutSection
+from raypo.config import ConfigError, RolloutSection
 from raypo.data.turns import Tools, is_ids
 from raypo.endpoint.app import app_of
 from raypo.endpoint.protocol import (
@@ -27,7 +29,7 @@ from raypo.endpoint.protocol import (
     template_messages,
 )
 from raypo.endpoint.text import text_and_calls
-from raypo.rollout.policy import EpisodeLimit, Policy, Said
+from raypo.rollout.policy import LIMIT, EpisodeLimit, Policy, Said
 
 KEEP_ALIVE_S = 600
 """Longer than clients keep a connection that is idle, so that they are the ones to close it."""
@@ -36,7 +38,7 @@ KEEP_ALIVE_S = 600
 class Sessions:
     """The episodes of this process whose policies can be asked.
 
-    They share one server, on this machine alone, which is started when the first of them wants it.
+    They share one server, which is started when the first of them wants it.
     """
 
     def __init__(
@@ -71,8 +73,16 @@ class Sessions:
     def _started(self) -> str:
         with self._starting:
             if self._server is None:
-                listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-                self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+                host = self._section.endpoint_host
+                try:
+                    listening = socket.create_server((host, 0), backlog=2048)
+                except OSError as error:
+                    raise ConfigError(
+                        f"rollout.endpoint_host ({host}): cannot be listened on here: {error}. Set "
+                        f"it to 127.0.0.1, to 0.0.0.0, or to an address of every worker's node."
+                    ) from error
+                reached = get_node_ip_address() if host == "0.0.0.0" else host
+                self._base_url = f"http://{reached}:{listening.getsockname()[1]}/v1"
                 config = uvicorn.Config(
                     app_of(self._session_of),
                     lifespan="off",
@@ -186,30 +196,23 @@ class _Session:
                 ids, max_new_tokens=wanted.most_tokens, stop=wanted.stops
             )
         except EpisodeLimit as error:
-            raise RequestError(str(error), code="episode_limit") from None
+            raise RequestError(str(error), code=LIMIT) from None
         if sampled.finish_reason not in ("stop", "length"):
             raise RequestError(f"the response was given back: {sampled.finish_reason}", 503)
         token_ids = sampled.token_ids.tolist()
-        text, calls = text_and_calls(
+        text_of = partial(
+            text_and_calls,
             self.tokenizer,
             token_ids,
-            stop=wanted.stops,
             stop_token_ids=self.stop_token_ids,
             tools=tools,
         )
-        if isinstance(said, str):
-            row.remember(said + text)
-        elif said is not None:
-            message: dict[str, Any] = {"role": "assistant", "content": text}
-            if calls:
-                message["tool_calls"] = [
-                    {
-                        "type": "function",
-                        "function": {"name": each.name, "arguments": dict(each.arguments)},
-                    }
-                    for each in calls
-                ]
-            row.remember([*said, message], tools)
+        if said is not None:
+            text, calls = text_of()  # with the stop string, which is sampled and read again
+            function = [{"name": each.name, "arguments": dict(each.arguments)} for each in calls]
+            called = [{"type": "function", "function": each} for each in function]
+            row.remember(said, text, tools, **({"tool_calls": called} if called else {}))
+        text, calls = text_of(stop=wanted.stops)
         log_probs = sampled.log_probs.tolist()
         tokens = [self.tokenizer.decode([i]) for i in token_ids] if wanted.wants_log_probs else []
         return Answered(text, token_ids, log_probs, tokens, calls, sampled.finish_reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -107,7 +108,17 @@ def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
 class LocalEngine:
     """One engine of this process, asked as a deployment of engines is."""
 
-    generate: Here[[list[SamplingRequest]], list[Completion]]
+    engine: Engine
+
+    @property
+    def generate(self) -> Here[[list[SamplingRequest]], list[Completion]]:
+        """`Engine.generate`."""
+        return Here(self.engine.generate)
+
+    async def join(self, request: SamplingRequest) -> Completion:
+        """One response, which joins what the engine samples."""
+        (answer,) = self.engine.submit([request])
+        return await asyncio.wrap_future(answer)
 
     def each_preferred(self) -> list[LocalEngine]:
         """Itself: there is no other one."""
@@ -127,6 +138,6 @@ def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Itera
         reads_weights=True,
     )
     try:
-        yield LocalEngine(Here(engine.generate))
+        yield LocalEngine(engine)
     finally:
         engine.shutdown()

@@ -15,6 +15,7 @@ from raypo.calls import Answer, AnswerOfEntries, AnswerOfOne
 from raypo.deployment.handle import DeploymentHandle, PinnedReplicas
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import FrozenModel, ReferenceModel, RewardModel, TorchModel
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.serving.vllm_frozen import VllmModel, VllmReference, VllmRewardModel
 
 P = ParamSpec("P")
@@ -51,6 +52,11 @@ class EngineHandle:
     def submit(self):
         """`Engine.submit`; in the same way."""
         return _each_in_time(self.handle.submit, Engine.submit)
+
+    async def join(self, request: SamplingRequest) -> Completion:
+        """One response, which joins what an engine samples; no thread waits for it."""
+        (completion,) = await self.handle.submit.remote([request])
+        return completion
 
     @property
     def cancel(self):

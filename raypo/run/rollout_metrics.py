@@ -117,6 +117,7 @@ def sample_row(scored: ScoredRollout) -> dict[str, Any]:
         "log_probs": rollout.log_probs,
         "response_mask": None if rollout.response_mask.all() else rollout.response_mask,
         "turn_rewards": rollout.turn_rewards,
+        "turn_index": rollout.turn_index,
         "episode": rollout.episode and asdict(rollout.episode),
         "score": scored.score,
         "scores_by_source": dict(scored.scores_by_source),

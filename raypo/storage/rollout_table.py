@@ -32,6 +32,7 @@ def rollout_schema() -> pa.Schema:
             needed("log_probs", pa.list_(pa.float32())),
             pa.field("response_mask", pa.list_(pa.bool_())),  # null: the policy wrote all of it
             pa.field("turn_rewards", pa.list_(pa.float32())),  # null without an environment
+            pa.field("turn_index", pa.list_(pa.int32())),  # -1 where an environment wrote
             pa.field("episode", _episode(pa)),
             pa.field("ref_log_probs", pa.list_(pa.float32())),  # null without a reference
             pa.field("score", pa.float64()),  # null where scoring failed

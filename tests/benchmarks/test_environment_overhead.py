@@ -3,14 +3,19 @@
     pytest -m benchmark tests/benchmarks/test_environment_overhead.py -s
 
 The environment and the agents answer at once, so all that is measured is raypo's and the client's.
-The same requests, round by round, straight to the engine are what it is compared with.
+The same requests, round by round, straight to the engine are what it is compared with. Where
+episodes are ragged and environments take their time, going on in step is compared with going on by
+oneself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -23,15 +28,15 @@ from raypo.config import EngineSection, RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.models.loading import vocabulary_size
-from raypo.rollout.agent import Agents
 from raypo.rollout.collect import Sampling, request_of, sample
-from raypo.rollout.environment import Environments
 from raypo.rollout.episodes import Episodes
+from raypo.rollout.players import Agents, Environments
 from raypo.rollout.policy import Policy
 from raypo.rollout.sessions import Sessions
+from raypo.rollout.standalone_evaluation import LocalEngine
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
-from raypo.types import Prompt
+from raypo.types import Prompt, Rollout
 from raypo.weights.buckets import pack
 from raypo.weights.transport import LocalTransport
 from tests import stand_ins
@@ -64,6 +69,22 @@ class InThreads(Again):
     def step(self, action: str) -> tuple[str, float, bool]:  # pyright: ignore
         self.left -= 1
         return OBSERVATION, 1.0, self.left == 0
+
+
+class Ragged(Again):
+    """One to eight turns, most of them few; each is answered after a while, some after long."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.delay_s = delay_s
+
+    async def reset(self, prompt: Any, label: Any) -> None:
+        self.random = random.Random(label)
+        self.left = min(8, 1 + int(self.random.expovariate(0.4)))
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        await asyncio.sleep(self.random.expovariate(1 / self.delay_s) if self.delay_s else 0.0)
+        return await super().step(action)
 
 
 class Generates:
@@ -119,12 +140,12 @@ def engine(folder: str) -> Iterator[Engine]:
     started.shutdown()
 
 
-def episodes(folder: str, name: str) -> Episodes:
+def episodes(folder: str, name: str, **keys: Any) -> Episodes:
     """No token ends a turn, so all have the same length."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     kind = "environment" if issubclass(globals()[name], Again) else "agent"
     section = RolloutSection.model_validate(
-        {kind: f"{__name__}:{name}", "max_episode_tokens": 200, "max_new_tokens": NEW_TOKENS}
+        {kind: f"{__name__}:{name}", "max_episode_tokens": 200, "max_new_tokens": NEW_TOKENS} | keys
     )
     tokens = TurnTokens(tokenizer, [])
     player = (
@@ -179,3 +200,35 @@ def test_the_cost_of_episodes(engine: Engine, folder: str, name: str):
     whole, one_turn = took["the same requests"], took["one turn"]
     print(f"\n{name}: {more:+.1%} of {whole:.2f} s; {one_turn:.2f} s in one turn")
     assert more <= MOST or name in ("AsksByHttp", "SharesAClient")
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 1.0])
+def test_going_on_by_oneself(engine: Engine, folder: str, delay_s: float):
+    """Seconds of a batch whose episodes have different lengths and think for different times."""
+    prompts = [
+        Draw(n, Prompt(n, PROMPT.text, PROMPT.token_ids, label, None))
+        for n, label in enumerate(range(64))
+    ]
+    keys = {"environment_args": {"delay_s": delay_s}, "max_new_tokens": 16}
+    seconds: dict[str, list[float]] = {"in_step": [], "continuous": []}
+    waited: dict[str, list[float]] = {way: [] for way in seconds}
+    seeds = itertools.count()
+    rollouts: list[Rollout] = []
+    for _ in range(ROUNDS + 1):
+        for way in seconds:
+            with closing(episodes(folder, "Ragged", turns=way, **keys)) as played:
+                sampling = Sampling(4, 16, 1.0, 1.0, (), next(seeds), episodes=played)
+                begin = time.perf_counter()
+                rollouts = sample(prompts, LocalEngine(engine), None, sampling)  # pyright: ignore
+                seconds[way].append(time.perf_counter() - begin)
+                waited[way].append(played.waited_s())
+            assert all(each.episode and each.episode.error is None for each in rollouts)
+    took = {way: min(each[1:]) for way, each in seconds.items()}
+    ratio = took["in_step"] / took["continuous"]
+    turns = sum(each.episode.num_turns for each in rollouts if each.episode) / len(rollouts)
+    print(
+        f"\n{turns:.1f} turns on average, {delay_s:g} s to think: in step {took['in_step']:.1f} s "
+        f"(of which waited {min(waited['in_step'][1:]):.1f} s), continuous "
+        f"{took['continuous']:.1f} s: {ratio:.2f} times as fast"
+    )
+    assert ratio > (1.3 if delay_s else 0.9)

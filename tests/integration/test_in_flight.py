@@ -5,6 +5,7 @@ The weights have other versions and the same values, so that all lengths are of 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,10 @@ class Here:
 
     def remote(self, requests: list[SamplingRequest]) -> AnswerOfEntries[Completion]:
         return Submitted(self.engine.submit(requests))
+
+    async def join(self, request: SamplingRequest) -> Completion:
+        (answer,) = self.engine.submit([request])
+        return await asyncio.wrap_future(answer)
 
     def each_preferred(self) -> list[Here]:
         return [self]

@@ -1,5 +1,6 @@
 """Replicas behind a handle on a real Ray: routing, losses, bounds, the life of a deployment."""
 
+import asyncio
 import os
 import pickle
 import signal
@@ -97,6 +98,51 @@ def test_replicas_killed_under_load_lose_no_request_and_answer_none_twice(
     assert max(Counter(done_by_survivors).values()) == 1
     assert len(killed) == 4
     until(lambda: len(handle.pinned().names) == 3)
+
+
+def test_awaited_calls_stay_with_their_replica_and_survive_it_without_a_thread_each(
+    start: Start, tmp_path: Path
+):
+    """Also more of them than an actor of Ray's takes in by itself, which then hides its health."""
+    handle = start(2, delays=(0.003,), max_restarts=10, health_check_period_s=0.5)
+    (own,) = handle.preferring(1).each_preferred()
+    _, second = pids(handle)
+    most_threads = 0
+
+    async def ask(number: int) -> int:
+        nonlocal most_threads
+        answer = await own.double.remote(number)
+        most_threads = max(most_threads, threading.active_count())
+        return answer
+
+    async def ask_all() -> list[int]:
+        return await asyncio.gather(*map(ask, range(1500)))
+
+    before = threading.active_count()
+    until_half = threading.Thread(target=lambda: until(lambda: len(done(tmp_path)) > 700))
+    until_half.start()
+    answers: list[int] = []
+    asking = threading.Thread(target=lambda: answers.extend(asyncio.run(ask_all())))
+    asking.start()
+    until_half.join()
+    assert {pid for _, pid in done(tmp_path)} == {second}
+    kill(second)
+    asking.join(120)
+    assert answers == [2 * number for number in range(1500)]
+    assert most_threads < before + 40
+
+
+def test_an_awaited_call_outlives_a_replica_that_hangs(start: Start):
+    handle = start(1, health_check_period_s=0.2, health_check_timeout_s=0.5)
+    (pid,) = pids(handle)
+    os.kill(pid, signal.SIGSTOP)
+
+    async def ask() -> list[int]:
+        (own,) = handle.preferring(0).each_preferred()
+        return await asyncio.gather(*(own.double.remote(number) for number in range(20)))
+
+    assert asyncio.run(ask()) == [2 * number for number in range(20)]
+    until(lambda: not is_there(pid))
 
 
 def test_many_clients_leave_the_slow_replica_alone(start: Start, tmp_path: Path):

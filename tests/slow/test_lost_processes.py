@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
@@ -110,7 +111,7 @@ def kill_in_a_call(pid: int, folder: Path) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def episodic(config: PPOConfig, folder: Path) -> tuple[PPOConfig, Path]:
+def episodic(config: PPOConfig, folder: Path, **rollout: Any) -> tuple[PPOConfig, Path]:
     """A run with episodes, and the file that has its environment stop an engine."""
     environment = folder / "digits.py"
     environment.write_text(ENVIRONMENT)
@@ -120,7 +121,10 @@ def episodic(config: PPOConfig, folder: Path) -> tuple[PPOConfig, Path]:
         "environment": f"{environment}:Digits",
         "environment_args": {"stop": str(folder / "stop")},
         "max_episode_tokens": 60,
+        **rollout,
     }
+    if "mode" in rollout:
+        told["placement"]["mode"] = "dedicated"
     return PPOConfig.model_validate(told), folder / "stop"
 
 
@@ -184,22 +188,57 @@ def test_an_engine_that_is_killed_between_pause_and_resume(config: PPOConfig, tm
     assert trained == [group for group in range(8 * NUM_STEPS) for _ in range(4)]
 
 
+def kill_when_asked_for_a_third_turn(run_name: str, stop: Path) -> None:
+    pid = pid_of(f"raypo:{run_name}:engine:0")
+    stop.with_name("pid").write_text(str(pid))
+    stop.with_name("pid").rename(stop)
+    while stop.exists():
+        time.sleep(0.1)
+    time.sleep(1.0)  # it is asked for, and stands still
+    os.kill(pid, signal.SIGKILL)
+
+
 def test_no_episode_is_lost_with_the_engine_or_the_worker(config: PPOConfig, tmp_path: Path):
     """The engine dies while it is asked for the third turn of 32 episodes, the worker later."""
     episodes, stop = episodic(config, tmp_path)
 
     def disturb(folder: Path) -> None:
         wait_for_steps(folder, 1)
-        pid = pid_of("raypo:episodes:engine:0")
-        (tmp_path / "pid").write_text(str(pid))
-        (tmp_path / "pid").rename(stop)
-        while stop.exists():
-            time.sleep(0.1)
-        time.sleep(1.0)  # the turn is asked for
-        os.kill(pid, signal.SIGKILL)
+        kill_when_asked_for_a_third_turn("episodes", stop)
         wait_for_steps(folder, 3)
         kill_train_workers()
 
     calm = run(episodes, "calm")
     assert all(row["rollout/episodes_failed"] == 0 for row in calm)
     assert run(episodes, "episodes", disturb) == calm
+
+
+@pytest.mark.parametrize(
+    ("name", "rollout"),
+    [
+        ("continuous", {"turns": "continuous"}),
+        ("in_flight", {"mode": "async", "max_staleness": 2}),
+    ],
+)
+def test_no_episode_is_lost_where_each_goes_on_by_itself(
+    config: PPOConfig, tmp_path: Path, name: str, rollout: dict[str, Any]
+):
+    """The engine dies with turns of any number under way, also of batches that are ahead."""
+    episodes, stop = episodic(config, tmp_path, **rollout)
+
+    def disturb(folder: Path) -> None:
+        wait_for_steps(folder, 2)
+        kill_when_asked_for_a_third_turn(name, stop)
+
+    figures = run(episodes, name, disturb)
+    for row in figures:
+        assert row["rollout/samples_sampled"] == row["rollout/samples_trained"] == 32
+        assert (row["rollout/episodes_failed"], row["rollout/turns_mean"]) == (0, 3)
+    files = sorted((Path(config.storage_path) / name / "rollouts").glob("step_*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+    assert [row["group_index"] for row in rows] == [
+        group for group in range(8 * NUM_STEPS) for _ in range(4)
+    ]
+    for row in rows:
+        told = np.array(row["weight_versions"])[np.array(row["turn_index"]) >= 0]
+        assert (np.diff(told) >= 0).all()

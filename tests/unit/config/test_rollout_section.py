@@ -52,6 +52,32 @@ def test_keys_of_episodes_act_only_where_there_are_any():
         refused(rollout__agent_args={"n": 2})
     )
 
+    told = refused(rollout__turns="continuous")
+    assert "rollout.turns (continuous): has no effect without rollout.environment" in told
+    environment = {"rollout__environment": "guess.py:Guess", "rollout__max_episode_tokens": 200}
+    for key, value in (("limit_score", 0.0), ("endpoint_host", "0.0.0.0")):
+        told = refused(**environment, **{f"rollout__{key}": value})
+        assert f"rollout.{key} ({value}): has no effect without rollout.agent" in told
+
+
+@pytest.mark.parametrize(
+    ("mode", "turns", "in_step"),
+    [
+        ({}, "auto", True),
+        ({}, "continuous", False),
+        ({"rollout__mode": "one_step_off", **DEDICATED}, "auto", True),
+        ({"rollout__mode": "async", **DEDICATED}, "auto", False),
+        ({"rollout__mode": "async", **DEDICATED}, "in_step", True),
+        ({"rollout__mode": "async", "rollout__max_staleness": 0, **DEDICATED}, "auto", True),
+    ],
+)
+def test_episodes_go_on_by_themselves_where_requests_meet_new_weights_or_it_is_asked_for(
+    mode, turns, in_step
+):
+    keys = {"rollout__environment": "guess.py:Guess", "rollout__max_episode_tokens": 200}
+    section = PPOConfig.parse(with_keys(**keys, **mode, rollout__turns=turns)).rollout
+    assert section.goes_in_step == in_step
+
 
 def test_an_agent_has_no_environment_and_gives_the_score_itself():
     agent = {"rollout__agent": "solve.py:Solve", "rollout__max_episode_tokens": 200}

@@ -1,6 +1,7 @@
 """Neither padding, nor rubbish, nor the cut into micro-batches and workers can matter."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from raypo.ppo.losses import AGGREGATIONS, count_for, explained_variance, policy_loss, value_loss
 from raypo.ppo.surrogates import SURROGATES
-from tests.unit.ppo.steps import INF, NAN, Step, add, fewer, random_step, seeds
+from tests.unit.ppo.steps import INF, NAN, Step, add, few, fewer, random_step, seeds
 
 POLICY = [
     (kind, aggregation, weighted)
@@ -117,3 +118,36 @@ def test_cut_into_workers_and_microbatches_changes_nothing(loss_of, case, leaf, 
     torch.testing.assert_close(summed, stats, check_dtype=False)
     if "error" in stats:
         torch.testing.assert_close(explained_variance(summed), explained_variance(stats))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@given(seed=seeds)
+@few
+def test_a_response_weighs_the_same_in_one_row_as_in_several(aggregation, seed):
+    """An agent's episode, cut anywhere into conversations, is one response."""
+    step = random_step(seed)
+    whole_loss, gradient, _ = whole(policy, step, ("ppo", aggregation, False), "log_probs")
+    cut = torch.randint(1, 7, (1,), generator=torch.Generator().manual_seed(seed)).item()
+    is_first = torch.arange(step.mask.shape[1]) < cut
+    parts = [
+        replace(step, log_probs=step.log_probs, mask=step.mask & half)
+        for half in (is_first, ~is_first)
+    ]
+    tokens = step.mask.sum(1)
+    normalizer = count_for(step.mask, aggregation=aggregation)
+    losses = [
+        policy_loss(
+            *part.policy(),
+            dual_clip=1.5,
+            clip_high=0.3,
+            aggregation=aggregation,
+            max_new_tokens=MAX_NEW_TOKENS,
+            sample_tokens=tokens,
+            normalizer=normalizer,
+        )[0]
+        for part in parts
+    ]
+    total = torch.stack(losses).sum()
+    (total_gradient,) = torch.autograd.grad(total, step.log_probs)
+    torch.testing.assert_close(total.detach(), whole_loss)
+    torch.testing.assert_close(total_gradient, gradient)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypo.config.ppo_section import GROUP_ADVANTAGES
-from raypo.ppo.advantages import discounted_returns, generalized_advantages
+from raypo.ppo.advantages import discounted_returns, generalized_advantages, runs_of
 from raypo.ppo.estimators import ESTIMATORS, baseline_by_index, estimate_advantages
 from tests.unit.ppo.steps import INF, NAN, few, seeds
 
@@ -15,7 +15,7 @@ REWARDS = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0, 4.0]])
 
 
 def test_a_discount_by_turn_holds_where_a_turn_ends():
-    returns = discounted_returns(REWARDS, TURNS, gamma=0.5, by_turn=True)
+    returns = discounted_returns(REWARDS, TURNS, gamma=0.5, turns=runs_of(TURNS))
     # the last turn is worth 4, the one before 2 + 0.5 * 4, the first 1 + 0.5 * 4
     expected = [[3.0, 3.0, 0.0, 4.0, 0.0, 0.0, 4.0, 4.0]]
     torch.testing.assert_close(returns, torch.tensor(expected))
@@ -24,7 +24,7 @@ def test_a_discount_by_turn_holds_where_a_turn_ends():
 def test_gae_by_turn_discounts_values_where_a_turn_ends():
     values = torch.tensor([[1.0, 2.0, NAN, 3.0, NAN, NAN, 1.0, 2.0]])
     advantages, returns = generalized_advantages(
-        REWARDS, values, TURNS, gamma=0.5, gae_lambda=0.5, by_turn=True
+        REWARDS, values, TURNS, gamma=0.5, gae_lambda=0.5, turns=runs_of(TURNS)
     )
     last = 4.0 - 2.0
     before = (2.0 - 1.0) + last
@@ -94,3 +94,45 @@ def test_the_rows_of_an_episode_count_once_in_its_group(kind):
     )
     expected = [alone[0], alone[1], alone[1], alone[1], alone[2], 0.0, 0.0]
     torch.testing.assert_close(found, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@given(seed=seeds)
+@few
+def test_turns_that_nothing_stands_between_are_told_apart_by_their_numbers(kind, seed):
+    """An environment may write nothing: a discount by turn holds there too."""
+    generator = torch.Generator().manual_seed(seed)
+    scores, values, earned = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((2,), (2, 6), (2, 6))
+    )
+    apart = torch.tensor([True, True, False, True, True, False, True, True]).expand(2, 8)
+
+    def estimate(
+        mask: torch.Tensor, turn_index: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        def laid_out(x: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(mask.shape, dtype=x.dtype).masked_scatter_(mask, x)
+
+        return tuple(
+            each[mask]
+            for each in estimate_advantages(
+                scores,
+                mask,
+                kind=kind,
+                gamma=0.5,
+                gae_lambda=0.25,
+                discount_by="turn",
+                values=laid_out(values),
+                extra_rewards=laid_out(earned),
+                group_index=torch.tensor([0, 0]),
+                turn_index=turn_index,
+            )
+        )
+
+    numbers = torch.tensor([0, 0, 1, 1, 2, 2]).expand(2, 6)
+    together = torch.ones(2, 6, dtype=torch.bool)
+    expected = estimate(apart)
+    torch.testing.assert_close(estimate(together, turn_index=numbers), expected)
+    gaps = torch.where(apart, torch.tensor([0, 0, -1, 4, 4, -1, 7, 7]), -1)
+    torch.testing.assert_close(estimate(apart, turn_index=gaps), expected)

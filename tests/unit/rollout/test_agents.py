@@ -15,13 +15,14 @@ from raypo.collectives import Workers
 from raypo.config import RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
-from raypo.rollout.agent import Agents
 from raypo.rollout.collect import Sampling, judge, sample
 from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.judges import Judges
+from raypo.rollout.players import Agents
 from raypo.rollout.policy import EpisodeLimit, Policy
 from raypo.rollout.sessions import Sessions
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
 from raypo.tools.calls import answer_calls
 from raypo.types import Prompt, Rollout
@@ -57,6 +58,18 @@ class Splits:
         ways = [prompt + first.text + way for way in "abc"]
         replies = await asyncio.gather(*map(policy.generate, ways))
         return float(len(replies[-1].token_ids))
+
+
+class Asks:
+    """What its keys say, twice: the first reply's text is gone on with."""
+
+    def __init__(self, more: str = "", **keys: Any) -> None:
+        self.more, self.keys = more, keys
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        reply = await policy.generate(prompt, **self.keys)
+        await policy.generate(prompt + reply.text + self.more, **self.keys)
+        return 1.0
 
 
 class Fresh:
@@ -138,6 +151,45 @@ class Naughty:
         return 1.0
 
 
+class Talks:
+    """Until its limit, which it does not know of; the label says how."""
+
+    closed = 0
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        self.metrics = {"most": policy.max_turns}
+        try:
+            async with asyncio.TaskGroup() as group:
+                while label == "in a group":
+                    await group.create_task(policy.generate(prompt))
+            while label != "wrong":
+                await policy.generate(prompt)
+            await policy.generate(prompt)
+        except EpisodeLimit as error:
+            if label == "wrapped":
+                raise RuntimeError("the agent could not go on") from error
+            raise
+        raise KeyError("its own")
+
+    async def close(self) -> None:
+        Talks.closed += 1
+
+
+class Crowded:
+    """Knows how many of it work at a time; asks the policy twice at a time."""
+
+    at_work, most = 0, 0
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        for _ in range(2):
+            Crowded.at_work += 1
+            Crowded.most = max(Crowded.most, Crowded.at_work)
+            await asyncio.sleep(0.005)
+            Crowded.at_work -= 1
+            await asyncio.gather(policy.generate(prompt), policy.generate(prompt))
+        return 1.0
+
+
 class Careful:
     async def run(self, prompt: Any, label: Any, policy: Policy) -> Any:
         turns = 0.0
@@ -163,6 +215,7 @@ def played(
     chat: bool = False,
     samples: int = 2,
     temperature: float = 1.0,
+    max_tokens: int = 400,
     **keys: Any,
 ) -> list[Rollout]:
     section = RolloutSection.model_validate(
@@ -173,7 +226,9 @@ def played(
     messages = [{"role": "user", "content": "1+1"}] if chat else None
     text, ids = tokens.first(messages or "1+1=", chat=chat)
     draws = [Draw(n, Prompt(n, text, ids, label, messages)) for n, label in enumerate(labels)]
-    table = Episodes(agents, tokenizer, tokens, section, max_tokens=400, vocabulary_size=SIZE)
+    table = Episodes(
+        agents, tokenizer, tokens, section, max_tokens=max_tokens, vocabulary_size=SIZE
+    )
     sampling = Sampling(samples, 8, temperature, 1.0, (END,), seed=7, episodes=table)
     with closing(table):
         return sample(draws, engine or Talking(), tokenizer, sampling)
@@ -215,6 +270,63 @@ def test_ways_that_part_are_rows_of_one_sample_and_each_token_is_trained_once(to
     assert all(each.episode == rollouts[0].episode for each in rollouts)
 
 
+class Says(Talking):
+    """Certain ids, one answer after the other."""
+
+    def __init__(self, *answers: list[int], reason: str = "stop") -> None:
+        super().__init__()
+        self.answers_left, self.reason = list(answers), reason
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        ids = np.array(self.answers_left.pop(0), np.int32)
+        self.said[request.seed] = ids
+        return Completion(ids, np.zeros(len(ids), np.float32), self.reason, 3)
+
+
+def test_a_prompt_that_is_asked_again_after_an_empty_reply_begins_anew(tokenizer):
+    """Its words are those of the reply's conversation, whose ids have an end behind them."""
+    engine = Says([END], [7, END])
+    first, second = played(tokenizer, "Asks", engine, samples=1)
+    assert [each.prompt_ids.tolist() for each in (first, second)] == [
+        engine.rounds[0][0].prompt_ids.tolist()
+    ] * 2
+    assert (first.response_ids.tolist(), second.response_ids.tolist()) == ([END], [7, END])
+
+
+def test_a_reply_that_has_ended_is_not_sampled_on_from_behind_its_end(tokenizer):
+    engine = Says([7, END], [8, END])
+    _, second = played(tokenizer, "Asks", engine, samples=1)
+    assert second.prompt_ids.tolist() == [*engine.rounds[0][0].prompt_ids.tolist(), 7]
+
+
+def test_a_reply_that_was_cut_off_goes_on_in_its_row(tokenizer):
+    (each,) = played(tokenizer, "Asks", Says([7, 8], [9, END], reason="length"), samples=1)
+    assert each.response_ids.tolist() == [7, 8, 9, END]
+    assert each.response_mask.all()
+
+
+@pytest.mark.parametrize("stop", ["~", ["~", "?"]])
+def test_a_turn_may_be_shorter_and_end_at_texts_of_its_own(tokenizer, stop):
+    engine = Talking()
+    arguments = {"more": "~", "max_new_tokens": 3, "stop": stop}
+    played(tokenizer, "Asks", engine, samples=1, agent_args=arguments)
+    for (request,) in engine.rounds:
+        assert (request.max_new_tokens, request.stop) == (3, tuple(stop))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens (0): a turn has a token. Raise it."),
+        ({"stop": ["~", ""]}, "stop (['~', '']): only a text that is not empty ends a turn."),
+    ],
+)
+def test_what_no_engine_takes_fails_its_episode_alone(tokenizer, arguments, error):
+    (each,) = played(tokenizer, "Asks", samples=1, agent_args=arguments)
+    assert each.episode is not None
+    assert each.episode.error == f"ValueError: {error}"
+
+
 def test_conversations_of_their_own_are_rows_of_their_own(tokenizer):
     first, second = played(tokenizer, "Fresh", samples=1)
     assert second.prompt_ids.tolist() == [7, 8, 9]
@@ -222,10 +334,11 @@ def test_conversations_of_their_own_are_rows_of_their_own(tokenizer):
     assert second.response_mask.all()
 
 
-def test_a_call_that_nobody_waits_for_is_not_asked(tokenizer):
+def test_a_call_that_nobody_waits_for_is_not_trained(tokenizer):
     engine = Talking()
     (each,) = played(tokenizer, "Forgets", engine, samples=1)
-    assert len(engine.rounds) == 1
+    said = engine.said[engine.rounds[0][0].seed]
+    assert each.response_ids.tolist() == said.tolist()
     assert each.episode is not None
     assert each.episode.score == 1.0
 
@@ -279,6 +392,38 @@ def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):
     assert len(set(pairs)) == 4
     trained = int(experience.response_mask.sum())
     assert trained == sum(each.num_sampled for each in rollouts)
+
+
+@pytest.mark.parametrize("label", ["plain", "wrapped", "in a group"])
+def test_an_agent_that_meets_its_limit_fails_or_has_the_score_that_is_set(tokenizer, label):
+    failed = played(tokenizer, "Talks", labels=(label,), samples=1, max_turns=3)
+    assert all(each.episode and each.episode.error for each in failed)
+    Talks.closed = 0
+    rows = played(tokenizer, "Talks", labels=(label,), samples=1, max_turns=3, limit_score=-0.5)
+    assert Talks.closed == 1
+    for each in rows:
+        assert each.episode is not None
+        assert (each.episode.score, each.episode.error) == (-0.5, None)
+        assert each.episode.metrics == {"most": 3.0}
+        assert each.finish_reason == "length"
+
+
+def test_a_limit_score_hides_no_other_error(tokenizer):
+    (each,) = played(tokenizer, "Talks", labels=("wrong",), samples=1, limit_score=0.0)
+    assert each.episode is not None
+    assert each.episode.error == "KeyError: 'its own'"
+    (each,) = played(tokenizer, "Talks", samples=1, limit_score=0.0, max_tokens=4)
+    assert each.episode is not None  # not a single turn had room
+    assert (each.episode.error or "").startswith("EpisodeLimit: after 4 tokens")
+
+
+@pytest.mark.parametrize("way", ["in_step", "continuous"])
+def test_no_more_agents_work_at_a_time_than_the_quota_admits(tokenizer, way):
+    Crowded.most = 0
+    keys = {"max_concurrent_steps": 3, "turns": way}
+    rollouts = played(tokenizer, "Crowded", labels=tuple(range(20)), samples=1, **keys)
+    assert {each.episode.num_turns for each in rollouts if each.episode} == {4}
+    assert Crowded.most == 3
 
 
 @pytest.mark.parametrize(("name", "turn"), [("Measures", 1), ("MeasuresInThread", 0)])

@@ -14,7 +14,7 @@ from raypo.rollout.asking import ask, ask_together
 from raypo.rollout.collect import Sampling, sample
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
-from tests.stand_ins import Lossy
+from tests.stand_ins import AskedInLots, Lossy
 from tests.unit.learner.plain import on_workers
 
 PROMPT = np.array([5], np.int32)
@@ -38,7 +38,7 @@ class Fleet:
 
 
 @dataclass
-class Engines:
+class Engines(AskedInLots):
     """As one worker sees them."""
 
     fleet: Fleet
@@ -108,7 +108,7 @@ def test_a_worker_without_prompts_asks_with_the_others_and_gets_nothing():
 
 
 @dataclass
-class Slow:
+class Slow(AskedInLots):
     """An engine whose responses come one by one, when a test says so."""
 
     come: list[int] = field(default_factory=list)

@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from typing import Any
+from contextlib import closing
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,14 +18,19 @@ from raypo.collectives import Workers
 from raypo.config import RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
+from raypo.report.samples import turns_of
+from raypo.rollout import event_loop
 from raypo.rollout.collect import PushAgain, Sampling, is_trainable, judge, sample
-from raypo.rollout.environment import Environments
+from raypo.rollout.dealing import to_experience
 from raypo.rollout.episodes import Episodes
+from raypo.rollout.event_loop import LoopStandsStill
 from raypo.rollout.judges import Judges
+from raypo.rollout.players import Environments
+from raypo.run.rollout_metrics import sample_row
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
 from raypo.tools.calls import answer_calls
-from raypo.types import Prompt, Rollout
+from raypo.types import Prompt, Rollout, ScoredRollout
 from tests.chat_templates import CHAT_TEMPLATES
 from tests.stand_ins import Engine
 from tests.tiny import tiny_tokenizer
@@ -91,6 +97,27 @@ class Naughty(Counting):
         return await super().step(action)
 
 
+class Long(Counting):
+    """Has more to say at first than there is room for."""
+
+    async def reset(self, prompt: Any, label: Any) -> Any:
+        return "?" * 600
+
+
+class Blocks(Counting):
+    """A coroutine that blocks; or its constructor does."""
+
+    free = threading.Event()
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        super().__init__()
+        if at_once:
+            self.free.wait(60)
+
+    async def step(self, action: str) -> Any:
+        self.free.wait(60)
+
+
 class Stuck(Counting):
     def step(self, action: str) -> Any:  # pyright: ignore
         threading.Event().wait(60)
@@ -112,6 +139,14 @@ class Exhausted(Counting):
         return next(iter(()))
 
 
+class Silent(Counting):
+    """Lets the policy go on, without a word."""
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        _, reward, done = await super().step(action)
+        return "", reward, done
+
+
 class Ids(Counting):
     reads_token_ids = True
 
@@ -122,6 +157,37 @@ class Ids(Counting):
 
 class Telling(Counting):
     tools = (calculator,)
+
+
+class Closing(Naughty):
+    """Knows who was closed, and after how many turns; the label says how that goes."""
+
+    closed: ClassVar[list[tuple[Any, int]]] = []
+
+    async def step(self, action: str) -> Any:
+        if self.label == "never":
+            raise AssertionError("the first turn has no room")
+        return await super().step(action)
+
+    async def close(self) -> None:
+        self.closed.append((self.label, self.turn))
+        if self.label == "close":
+            raise OSError("cannot be closed")
+        if self.label == "slow":
+            await asyncio.sleep(60)
+
+
+class ClosedInAThread(Stuck):
+    """Its step hangs until it is closed."""
+
+    is_closed = threading.Event()
+
+    def step(self, action: str) -> Any:  # pyright: ignore
+        self.is_closed.wait(60)
+
+    def close(self) -> None:
+        assert threading.get_ident() != MAIN
+        self.is_closed.set()
 
 
 class Calculating(Counting):
@@ -139,6 +205,16 @@ class Calculating(Counting):
 class CalculatingInThread(Calculating):
     def step(self, action: str) -> Any:  # pyright: ignore
         return asyncio.run(super().step(action))
+
+
+class CalculatingInVain(Calculating):
+    """Fails after it has called its tools."""
+
+    async def step(self, action: str) -> Any:
+        answer = await super().step(action)
+        if self.turn == 2:
+            raise ValueError("the tools were of no use")
+        return answer
 
 
 class MeasuringWrong(Counting):
@@ -205,13 +281,30 @@ def played(
     samples: int = 2,
     **keys: Any,
 ) -> list[Rollout]:
+    with closing(episodes(tokenizer, **keys)) as table:
+        return played_by(
+            tokenizer, table, engine or Talking(), samples, labels, chat=chat, push_again=push_again
+        )
+
+
+def played_by(
+    tokenizer,
+    table: Episodes,
+    engine: Engine,
+    samples: int,
+    labels: tuple[Any, ...] = (None,),
+    *,
+    chat: bool = False,
+    push_again: PushAgain | None = None,
+) -> list[Rollout]:
+    """Each draw has a prompt of its own."""
     messages = [{"role": "user", "content": "1+1"}] if chat else None
     draws = [
-        Draw(number, Prompt(number, "1+1=", np.array([5, 6], np.int32), label, messages))
+        Draw(number, Prompt(number, "1+1=", np.array([5, 6 + number], np.int32), label, messages))
         for number, label in enumerate(labels)
     ]
-    sampling = Sampling(samples, 8, 1.0, 1.0, (END,), seed=7, episodes=episodes(tokenizer, **keys))
-    return sample(draws, engine or Talking(), tokenizer, sampling, push_again)
+    sampling = Sampling(samples, 8, 1.0, 1.0, (END,), seed=7, episodes=table)
+    return sample(draws, engine, tokenizer, sampling, push_again)
 
 
 @pytest.mark.parametrize("name", [None, *CHAT_TEMPLATES])
@@ -250,6 +343,27 @@ def test_a_turns_reward_stands_at_its_last_token(tokenizer):
     assert (each.episode.score, each.episode.num_turns, each.finish_reason) == (6.0, 3, "stop")
     (scored,) = judge([each], Judges(None, (), {}), None)
     assert (scored.score, scored.scores_by_source) == (6.0, {"episode": 6.0})
+
+
+def test_turns_are_told_apart_where_an_environment_writes_nothing(tokenizer):
+    engine = Talking()
+    (each,) = played(tokenizer, engine, name="Silent", samples=1)
+    assert each.response_mask.all()
+    assert each.turn_index is not None
+    said = [engine.said[request.seed] for (request,) in engine.rounds]
+    numbers = [number for number, ids in enumerate(said) for _ in ids]
+    assert each.turn_index.tolist() == numbers
+    dealt = [ScoredRollout(each, 6.0, {})]
+    experience = to_experience(dealt)
+    assert experience.turn_index is not None
+    assert experience.turn_index.tolist() == [numbers]
+    row = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in sample_row(dealt[0]).items()
+    }
+    shown = turns_of(row, tokenizer.backend_tokenizer)
+    assert [turn.text for turn in shown] == [tokenizer.decode(ids) for ids in said]
+    assert [turn.reward for turn in shown] == [1.0, 2.0, 3.0]
 
 
 def test_episodes_go_in_step_and_depend_on_no_other(tokenizer):
@@ -305,6 +419,55 @@ def test_a_thread_that_hangs_is_left_behind(tokenizer):
     assert each.episode is not None
     assert each.episode.error is not None
     assert "step gave no answer in 0.2 s" in each.episode.error
+
+
+def test_environments_are_closed_however_their_episode_ends(tokenizer):
+    Closing.closed.clear()
+    labels = ("good", "raise", "hang", "limit", "close", "slow")
+    rollouts = played(
+        tokenizer,
+        labels=labels,
+        name="Closing",
+        step_timeout_s=0.2,
+        max_turns=2,
+        samples=1,
+        environment_args={"turns": 2},
+    )
+    turns = {"raise": 1, "hang": 1}
+    assert sorted(Closing.closed) == sorted((label, turns.get(label, 2)) for label in labels)
+    errors = dict(
+        zip(labels, (each.episode.error for each in rollouts if each.episode), strict=True)
+    )
+    assert (errors["good"], errors["limit"]) == (None, None)
+    assert errors["raise"] == "KeyError: 'no such door'"  # and not what closing says
+    assert errors["close"] == "OSError: cannot be closed"
+    assert errors["slow"] == "TimeoutError: close gave no answer in 0.2 s (rollout.step_timeout_s)"
+
+
+def test_a_plain_close_can_end_what_hangs_in_a_thread(tokenizer):
+    (each,) = played(tokenizer, name="ClosedInAThread", step_timeout_s=0.2, samples=1)
+    assert ClosedInAThread.is_closed.is_set()
+    assert each.episode is not None
+    assert (each.episode.error or "").startswith("TimeoutError: step gave no answer")
+
+
+def test_an_episode_without_room_for_a_turn_has_failed(tokenizer):
+    (each,) = played(tokenizer, name="Long", samples=1)
+    assert each.episode is not None
+    assert each.episode.error == (
+        "EpisodeLimit: after 600 tokens, 0 of them behind its prompt, there is no room for a turn: "
+        "a conversation may have 500 (data.max_prompt_tokens and rollout.max_episode_tokens), and "
+        "400 behind its prompt (rollout.max_episode_tokens)"
+    )
+
+
+@pytest.mark.parametrize("arguments", [{}, {"at_once": True}])
+def test_a_coroutine_that_blocks_all_episodes_ends_the_run(tokenizer, monkeypatch, arguments):
+    monkeypatch.setattr(event_loop, "STANDS_STILL_S", 0.2)
+    Blocks.free.clear()
+    with pytest.raises(LoopStandsStill, match=r"test_episodes.py, line \d+, in .*free\.wait"):
+        played(tokenizer, name="Blocks", step_timeout_s=0.2, environment_args=arguments)
+    Blocks.free.set()
 
 
 def test_an_iterator_that_is_exhausted_in_a_thread_fails_its_episode(tokenizer):
@@ -406,6 +569,15 @@ def test_uses_of_tools_and_what_an_environment_measures_are_recorded(tokenizer, 
             ("calculator", None, 2),
             ("calculator", "division by zero", 2),
         ]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_uses_of_tools_are_recorded_also_where_the_turn_fails(tokenizer, processes):
+    keys = {"name": "CalculatingInVain", "environment_processes": processes}
+    (each,) = played(tokenizer, labels=(1,), samples=1, **keys)
+    assert each.episode is not None
+    assert each.episode.error == "ValueError: the tools were of no use"
+    assert [use.error for use in each.episode.tool_uses] == [None, "division by zero"]
 
 
 def test_metrics_that_are_no_numbers_fail_their_episode(tokenizer):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +42,10 @@ class Engines:
         self.asked.append([each.seed for each in requests])
         return Pending(self.calls.pop(0), requests)
 
+    async def join(self, request: SamplingRequest) -> Completion:
+        (answer,) = await asyncio.to_thread(self.remote([request]).result)
+        return answer
+
     def each_preferred(self) -> list[Engines]:
         return [self]
 
@@ -61,6 +67,15 @@ class Pending:
 
 def whole(requests: list[SamplingRequest]) -> list[Completion]:
     return [completion(each) for each in requests]
+
+
+def generated(asking: EnginesInFlight, *requests: SamplingRequest) -> list[Completion]:
+    return asking.generate.remote(list(requests)).result()
+
+
+def joined(asking: EnginesInFlight, *requests: SamplingRequest) -> list[Completion]:
+    """Each by itself."""
+    return [asyncio.run(asking.join(each)) for each in requests]
 
 
 def seeds(answers: list[Completion]) -> list[int]:
@@ -95,7 +110,14 @@ def test_what_has_come_is_told_by_its_place_among_all_requests():
     assert engines.asked[1] == [1, 2, 3]
 
 
-def test_a_request_that_is_lost_during_a_push_is_asked_for_when_it_has_ended():
+def test_what_a_pause_gives_back_is_asked_for_anew_where_each_is_asked_by_itself():
+    engines = Engines([lambda given: [completion(given[0], "paused")], whole, whole])
+    assert seeds(joined(EnginesInFlight(engines, Pushes()), request(1), request(2))) == [1, 2]
+    assert engines.asked == [[1], [1], [2]]
+
+
+@pytest.mark.parametrize("ask", [generated, joined])
+def test_a_request_that_is_lost_during_a_push_is_asked_for_when_it_has_ended(ask: Any):
     pushes = Pushes()
     has_begun, may_end = threading.Event(), threading.Event()
 
@@ -116,26 +138,25 @@ def test_a_request_that_is_lost_during_a_push_is_asked_for_when_it_has_ended():
 
     pushing = threading.Thread(target=push)
     engines = Engines([lost, after])
-    answer = EnginesInFlight(engines, pushes).generate.remote([request(7)])
-    assert seeds(answer.result()) == [7]
+    assert seeds(ask(EnginesInFlight(engines, pushes), request(7))) == [7]
 
 
-def test_without_a_push_a_lost_engine_is_an_error():
+@pytest.mark.parametrize("ask", [generated, joined])
+def test_without_a_push_a_lost_engine_is_an_error(ask: Any):
     def lost(requests: list[SamplingRequest]) -> list[Completion]:
         raise NoReplicaLeft("nothing is kept")
 
     engines = Engines([lost])
     with pytest.raises(NoReplicaLeft, match="nothing is kept"):
-        EnginesInFlight(engines, Pushes()).generate.remote([request(7)]).result()
+        ask(EnginesInFlight(engines, Pushes()), request(7))
 
 
-def test_who_asks_during_a_push_waits_for_its_end_also_where_it_fails():
+@pytest.mark.parametrize("ask", [generated, joined])
+def test_who_asks_during_a_push_waits_for_its_end_also_where_it_fails(ask: Any):
     pushes, engines = Pushes(), Engines([whole])
     asking = EnginesInFlight(engines, pushes)
     answers: list[Completion] = []
-    asks = threading.Thread(
-        target=lambda: answers.extend(asking.generate.remote([request(3)]).result())
-    )
+    asks = threading.Thread(target=lambda: answers.extend(ask(asking, request(3))))
 
     def push() -> None:
         with pushes.push():

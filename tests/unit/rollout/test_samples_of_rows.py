@@ -11,7 +11,8 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.config import EvalSection, ModelSection, PPOConfig, PPOSection, RewardSection
-from raypo.rollout.dealing import to_experience
+from raypo.learner.objective import StepCounts
+from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.experience import (
     AdvantageState,
@@ -118,6 +119,38 @@ def test_an_episode_counts_once_in_the_running_normalisation():
     scores = list(SCORES.values())
     assert (state.scores.count, state.scores.mean) == (4, pytest.approx(sum(scores) / 4))
     assert state.scores.variance == pytest.approx(np.var(scores))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_episode_counts_once_in_the_loss_whoever_holds_its_rows(count: int):
+    ppo = PPOSection.model_validate({"advantage": "grpo", "mask_truncated": True})
+    truncated = {(0, 0, 1), (1, 1, 0), (1, 1, 1)}  # one row of a sample, and all of another
+    samples = {(0, 0): 4 + 5, (0, 1): 2, (1, 0): 3 + 3}
+
+    def step_counts(workers: Workers) -> tuple[StepCounts, dict[tuple[int, ...], int]]:
+        mine = rows()[workers.rank :: workers.count]
+        names = [(r.group_index, r.sample_index, r.row_index) for r in (m.rollout for m in mine)]
+        batch = experience(mine).with_(truncated=torch.tensor([n in truncated for n in names]))
+        batch, _, _ = with_advantages(
+            batch, ppo, AdvantageState.of(ppo), workers, max_new_tokens=9, step=1
+        )
+        assert batch.sample_tokens is not None
+        told = dict(zip(names, batch.sample_tokens.tolist(), strict=True))
+        return StepCounts.of(batch, ppo, workers), told
+
+    for counts, told in on_workers(count, step_counts):
+        assert (counts.tokens, counts.sequences, counts.responses) == (17, pytest.approx(3), 3)
+        assert told == {name: samples.get(name[:2], 0) for name in told}
+
+
+def test_rows_of_a_sample_are_of_one_minibatch():
+    for seed in range(20):
+        dealt = deal(rows(), minibatch_size=1, seed=(seed, 1), workers=Workers())
+        of_sample: dict[tuple[int, int], set[int]] = {}
+        for each in dealt:
+            name = each.rollout.group_index, each.rollout.sample_index
+            of_sample.setdefault(name, set()).add(each.minibatch)
+        assert sorted(map(list, of_sample.values())) == [[0], [1], [2], [3]]
 
 
 def test_lengths_are_of_samples():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from ray.util import get_node_ip_address
 from transformers import AutoTokenizer
 
+from raypo.endpoint.protocol import CompletionRequest
 from raypo.rollout.policy import Policy
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
@@ -96,6 +99,24 @@ class Completes:
         return 1.0
 
 
+class Observes:
+    """As ReAct: a text that ends where the tool is to answer, and its answer; or a chat."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            if isinstance(prompt, str):
+                ask = client.completions.create
+                (answer,) = (await ask(model="any", prompt=prompt, stop="Observation:")).choices
+                told.append(answer.text)
+                await ask(model="any", prompt=f"{prompt}{answer.text}{label}")
+            else:
+                chat = client.chat.completions.create
+                (answer,) = (await chat(model="any", messages=prompt, stop="Obs")).choices
+                messages = [*prompt, answer.message, {"role": "user", "content": label}]
+                await chat(model="any", messages=messages)
+        return 1.0
+
+
 class Wants:
     """What the label says; the answer's status and code."""
 
@@ -108,6 +129,30 @@ class Wants:
             wrong = {"Authorization": f"Bearer {policy.api_key[:-1]}"}
             told.append((await client.post("/completions", json=wanted, headers=wrong)).status_code)
         return 0.0
+
+
+class Leaves:
+    """Wants two drafts, and is gone when the first is to be waited for, as the server sees it."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        sessions: Any = policy.endpoint
+        session = sessions.__self__._endpoints[policy.api_key]._served
+        _, (first, second) = await session.asked(CompletionRequest(prompt=prompt, n=2))
+        leaves = asyncio.create_task(session.sample(first, lambda *_: None))
+        await asyncio.sleep(0)  # its way into the episode's loop has begun
+        leaves.cancel()
+        told.append((await session.sample(second, lambda *_: None)).token_ids.tolist())
+        return 1.0
+
+
+class Says:
+    """Where it can ask."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        told.append(policy.base_url)
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            await client.completions.create(model="any", prompt=prompt)
+        return 1.0
 
 
 class Fails:
@@ -245,6 +290,41 @@ def test_completions_are_rows_and_their_log_probs_the_engines(tokenizer):
     np.testing.assert_allclose(told[1], second.log_probs)
 
 
+class Acting(Talking):
+    """Acts, and writes the mark of what is to be observed, as vLLM gives it back."""
+
+    def __init__(self, tokenizer: Any, action: str) -> None:
+        super().__init__()
+        self.ids = np.array(tokenizer.encode(action), np.int32)
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        ids = self.said[request.seed] = self.ids
+        return Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
+
+
+def test_a_stop_string_that_the_agent_writes_again_is_read_once(tokenizer):
+    engine = Acting(tokenizer, "add 40 2\nObservation:")
+    (row,) = played(tokenizer, "Observes", engine, labels=("Observation: 42",), max_new_tokens=40)
+    assert told == ["add 40 2\n"]
+    read = tokenizer.decode(engine.rounds[1][0].prompt_ids)
+    assert read == "1+1=add 40 2\nObservation: 42"
+    assert sampled(row) == [*engine.ids, *engine.ids]  # the stop's tokens among them
+
+
+def test_a_stop_string_that_the_agent_leaves_out_is_not_read(tokenizer):
+    """So what goes on is a row of its own: the one that was sampled has the stop's tokens."""
+    engine = Acting(tokenizer, "add 40 2\nObservation:")
+    first, second = played(tokenizer, "Observes", engine, labels=("42",), max_new_tokens=40)
+    assert tokenizer.decode(engine.rounds[1][0].prompt_ids) == "1+1=add 40 2\n42"
+    assert sampled(first) == sampled(second) == engine.ids.tolist()
+
+    engine = Acting(tokenizer, "add\nObs")
+    rows = played(tokenizer, "Observes", engine, labels=("42",), max_new_tokens=40, chat=True)
+    read = tokenizer.decode(engine.rounds[1][0].prompt_ids)
+    assert read == "user: 1+1\nassistant: add\n\nuser: 42\nassistant: "
+    assert [sampled(each) for each in rows] == [engine.ids.tolist()] * 2
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
@@ -300,3 +380,24 @@ def test_an_episode_that_is_over_answers_no_more(tokenizer):
     assert told == [401]
     assert errors(rollouts) == [None, None]
     assert [each.num_sampled > 0 for each in rollouts] == [False, True]
+
+
+def test_what_its_client_does_not_wait_for_is_not_trained(tokenizer):
+    rollouts = played(tokenizer, "Leaves")
+    assert errors(rollouts) == [None]
+    assert [sampled(each) for each in rollouts] == told
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "127.0.0.2"])
+def test_the_endpoint_is_where_the_config_says(tokenizer, host):
+    (row,) = played(tokenizer, "Says", endpoint_host=host)
+    assert errors([row]) == [None]
+    reached = get_node_ip_address() if host == "0.0.0.0" else host
+    assert told[0].startswith(f"http://{reached}:")
+
+
+def test_an_address_of_no_interface_is_told(tokenizer):
+    (error,) = errors(played(tokenizer, "Says", endpoint_host="203.0.113.7"))
+    assert (error or "").startswith(
+        "ConfigError: rollout.endpoint_host (203.0.113.7): cannot be listened on here: "
+    )

@@ -178,6 +178,7 @@ def test_rollouts_have_the_columns_and_types_of_the_design(storage):
         "scores_by_source": "map<string, double>",
         "response_mask": "list<element: bool>",
         "turn_rewards": "list<element: float>",
+        "turn_index": "list<element: int32>",
         "episode": "struct<score: double, num_turns: int64, environment_s: double, error: string, "
         "metrics: map<string, double ('metrics')>, tool_uses: list<element: struct<name: string, "
         "seconds: double, error: string, turn: int64>>>",

@@ -1,0 +1,60 @@
+"""Environments for processes, which import nothing that takes its time."""
+
+import os
+import threading
+import time
+from typing import Any
+
+
+class Counting:
+    """Three turns of one point each."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def reset(self, prompt: Any, label: Any) -> None:
+        self.label = label
+
+    def step(self, action: str) -> Any:
+        self.turn += 1
+        return f" {self.turn}? ", 1.0, self.turn == 3
+
+
+class Odd(Exception):
+    """Cannot be unpickled: pickle calls it with one argument."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Wrong(Counting):
+    """Does what the label says in its second step."""
+
+    def step(self, action: str) -> Any:
+        self.turn += 1
+        if self.turn == 2:
+            match self.label:
+                case "hang":
+                    time.sleep(60)
+                case "die":
+                    os._exit(7)
+                case "end":
+                    raise SystemExit(3)
+                case "lock":
+                    self.lock = threading.Lock()
+                case "answer":
+                    return threading.Lock(), 1.0, False
+                case "late":
+                    raise TimeoutError("no server")
+                case "odd":
+                    raise Odd(1, 2)
+        self.turn -= 1
+        return super().step(action)
+
+
+class Closes(Counting):
+    """Writes what it has lived through where its label says."""
+
+    async def close(self) -> None:
+        with open(self.label, "a") as file:
+            file.write(f"{self.turn} ")

@@ -1,0 +1,57 @@
+"""Environments in processes: what goes wrong in one costs one episode, and no other."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer
+
+from raypo.rollout.collect import is_trainable, judge
+from raypo.rollout.judges import Judges
+from tests.tiny import tiny_tokenizer
+from tests.unit.rollout.test_episodes import played
+
+CLASSES = "tests.unit.rollout.pooled"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def test_what_goes_wrong_in_a_process_costs_its_episode_and_says_so(tokenizer):
+    reasons = {
+        "hang": "TimeoutError: step gave no answer in 1 s (rollout.step_timeout_s)",
+        "die": "RuntimeError: step: its process died with status 7",
+        "end": "SystemExit: 3",
+        "lock": "TypeError: with rollout.environment_processes an environment is pickled, and this",
+        "answer": "TypeError: with rollout.environment_processes what it returns is pickled, and t",
+        "late": "TimeoutError: no server",
+        "odd": "Odd: 1 and 2",
+    }
+    labels = ("good", *reasons, "good")
+    rollouts = played(
+        tokenizer,
+        labels=labels,
+        samples=1,
+        environment=f"{CLASSES}:Wrong",
+        environment_processes=2,
+        step_timeout_s=1,
+    )
+    scored = judge(rollouts, Judges(None, (), {}), None)
+    assert [is_trainable(each) for each in scored] == [label == "good" for label in labels]
+    for label, each in zip(labels, rollouts, strict=True):
+        assert each.episode is not None
+        assert (each.episode.error or "").startswith(reasons.get(label, ""))
+        assert each.episode.error is not None or label == "good"
+
+
+def test_an_environment_is_closed_as_its_last_turn_left_it(tokenizer, tmp_path):
+    log = tmp_path / "closed"
+    played(
+        tokenizer,
+        labels=(str(log),),
+        samples=3,
+        environment=f"{CLASSES}:Closes",
+        environment_processes=2,
+    )
+    assert log.read_text() == "3 3 3 "

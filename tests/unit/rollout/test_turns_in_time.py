@@ -1,0 +1,258 @@
+"""When turns are sampled: in step or each by itself, by which engine, under which weights."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from raypo.cluster.actors import NoReplicaLeft
+from raypo.collectives import Workers
+from raypo.rollout.collect import PushAgain
+from raypo.serving.requests import Completion, SamplingRequest
+from raypo.types import Rollout
+from tests.tiny import tiny_tokenizer
+from tests.unit.rollout import test_episodes
+from tests.unit.rollout.test_episodes import Counting, Talking
+
+WAYS = ("in_step", "continuous")
+
+
+class Slow(Counting):
+    """Thinks long in its first step, where the label says so."""
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        if self.label == "slow" and self.turn == 0:
+            await asyncio.sleep(0.5)
+        return await super().step(action)
+
+
+class Ragged(Counting):
+    """As many turns as the label says."""
+
+    async def reset(self, prompt: Any, label: Any) -> None:
+        self.turns = label
+
+
+class Plain(Counting):
+    def reset(self, prompt: Any, label: Any) -> None:  # pyright: ignore
+        pass
+
+    def step(self, action: str) -> tuple[str, float, bool]:  # pyright: ignore
+        self.turn += 1
+        time.sleep(0.001)
+        return "?", 1.0, self.turn == self.turns
+
+
+class Joined(Talking):
+    """Answers calls that join after some milliseconds; knows how many threads there were."""
+
+    most_threads = 0
+
+    async def join(self, request: SamplingRequest) -> Completion:
+        await asyncio.sleep(0.001 * (request.seed % 7))
+        self.most_threads = max(self.most_threads, threading.active_count())
+        (completion,) = self._answer([request])
+        return completion
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def played(tokenizer, name: str, engine: Talking, way: str, **keys: Any) -> list[Rollout]:
+    environment = f"{__name__}:{name}"
+    return test_episodes.played(
+        tokenizer, engine, **{"environment": environment, "turns": way, "samples": 1} | keys
+    )
+
+
+def ids(rollouts: list[Rollout]) -> list[list[int]]:
+    return [each.response_ids.tolist() for each in rollouts]
+
+
+def turns(each: Rollout) -> list[list[int]]:
+    """Of the policy, what it sampled in each."""
+    edges = np.flatnonzero(np.diff(each.response_mask, prepend=False, append=False))
+    return [each.response_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def asked_by(engine: Talking, each: Rollout) -> list[SamplingRequest]:
+    """The requests of an episode, of rollouts whose prompts differ."""
+    asked = [request for round_ in engine.rounds for request in round_]
+    whole = [*each.prompt_ids.tolist(), *each.response_ids.tolist()]
+    return [r for r in asked if r.prompt_ids.tolist() == whole[: len(r.prompt_ids)]]
+
+
+def test_an_episode_that_thinks_long_delays_no_other(tokenizer):
+    labels = ("slow", "fast", "fast")
+    engine = Joined()
+    rollouts = played(tokenizer, "Slow", engine, "continuous", labels=labels)
+    order = [round_[0].seed for round_ in engine.rounds]
+    slow, *fast = [[order.index(r.seed) for r in asked_by(engine, each)] for each in rollouts]
+    assert max(map(max, fast)) < slow[1]
+
+    in_step = Joined()
+    again = played(tokenizer, "Slow", in_step, "in_step", labels=labels)
+    assert [len(round_) for round_ in in_step.rounds] == [3, 3, 3]
+    assert ids(again) == ids(rollouts)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_episodes_of_any_number_of_turns_train_what_they_sampled(tokenizer, way):
+    labels = tuple(np.random.default_rng(1).integers(1, 9, 40).tolist())
+    engine = Joined()
+    rollouts = played(
+        tokenizer, "Ragged", engine, way, labels=labels, max_turns=9, max_episode_tokens=400
+    )
+    assert [each.episode.num_turns for each in rollouts if each.episode] == list(labels)
+    for each in rollouts:
+        said = [engine.said[request.seed].tolist() for request in asked_by(engine, each)]
+        assert turns(each) == said
+        written = each.response_ids[~each.response_mask]
+        assert len(written) == 4 * (len(said) - 1)
+
+
+class Changing(Joined):
+    """New weights come with every round, or every third answer, and in the middle of answers."""
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        plain = super()._completion(request)
+        version = len(self.rounds) // (1 if len(self.rounds[0]) > 1 else 3)
+        middle = len(plain.token_ids) // 2
+        later = ((middle, version + 1),) if middle else ()
+        self.versions[request.seed] = [version] * (middle or len(plain.token_ids))
+        self.versions[request.seed] += (
+            [version + 1] * (len(plain.token_ids) - middle) if middle else []
+        )
+        return Completion(plain.token_ids, plain.log_probs, "stop", version, later)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: dict[int, list[int]] = {}
+        """By seed, of each token."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_token_knows_the_version_of_its_weights_over_all_turns(tokenizer, way):
+    engine = Changing()
+    rollouts = played(tokenizer, "Counting", engine, way, labels=(1, 2, 3))
+    for each in rollouts:
+        known = [v for request in asked_by(engine, each) for v in engine.versions[request.seed]]
+        assert each.weight_versions[each.response_mask].tolist() == known
+    assert max(each.weight_versions.max() for each in rollouts) > 2
+
+
+class Several(Joined):
+    """Three engines of one worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = [Joined() for _ in range(3)]
+
+    def each_preferred(self) -> list[Any]:
+        return list(self.each)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_episode_stays_with_its_engine_and_groups_stay_together(tokenizer, way):
+    engine = Several()
+    rollouts = played(tokenizer, "Ragged", engine, way, labels=(3, 5, 1, 4, 2, 2), samples=2)
+    first_asked = []
+    for each in rollouts:
+        having = [number for number, one in enumerate(engine.each) if asked_by(one, each)]
+        assert len(having) == 1
+        asked = {request.seed for request in asked_by(engine.each[having[0]], each)}
+        assert len(asked) >= len(turns(each))
+        first_asked += having
+    assert first_asked == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("lost_at", [0, 3, 6])
+def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, lost_at):
+    class Lost(Joined):
+        is_pushed = False
+
+        async def join(self, request: SamplingRequest) -> Completion:
+            if len(self.rounds) >= lost_at and not self.is_pushed:
+                raise NoReplicaLeft("nobody")
+            return await super().join(request)
+
+        def push(self) -> None:
+            self.is_pushed = True
+
+    labels = (3, 1, 4, 2)
+    whole = played(tokenizer, "Ragged", Joined(), "in_step", labels=labels)
+    engine = Lost()
+    again = PushAgain(engine.push, Workers())
+    rollouts = played(tokenizer, "Ragged", engine, "continuous", labels=labels, push_again=again)
+    assert engine.is_pushed
+    assert ids(rollouts) == ids(whole)
+
+    with pytest.raises(NoReplicaLeft, match="nobody"):
+        played(tokenizer, "Ragged", Lost(), "continuous", labels=labels)
+
+
+def test_an_engine_that_fails_otherwise_ends_the_run(tokenizer):
+    class Broken(Joined):
+        async def join(self, request: SamplingRequest) -> Completion:
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        played(tokenizer, "Counting", Broken(), "continuous")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_thousands_of_episodes_take_seconds_and_no_threads(tokenizer, way):
+    engine, before, begin = Joined(), threading.active_count(), time.perf_counter()
+    rollouts = played(
+        tokenizer, "Counting", engine, way, samples=4000, environment_args={"turns": 2}
+    )
+    took = time.perf_counter() - begin
+    assert sum(each.episode.num_turns for each in rollouts if each.episode) == 8000
+    assert engine.most_threads <= before + 3
+    assert took < 60  # twenty times what it takes on a slow core
+
+
+def test_plain_methods_have_no_more_threads_than_the_quota(tokenizer):
+    engine, before = Joined(), threading.active_count()
+    rollouts = played(
+        tokenizer, "Plain", engine, "continuous", samples=500, max_concurrent_steps=20
+    )
+    assert {each.episode.score for each in rollouts if each.episode} == {3.0}
+    assert before + 5 < engine.most_threads <= before + 20 + 3
+
+
+class Crowded(Counting):
+    """Knows how many of it step at a time."""
+
+    at_work, most, guard = 0, 0, threading.Lock()
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        Crowded.at_work += 1
+        Crowded.most = max(Crowded.most, Crowded.at_work)
+        await asyncio.sleep(0.002)
+        Crowded.at_work -= 1
+        return await super().step(action)
+
+
+def test_the_quota_is_of_the_worker_however_many_batches_are_played_at_a_time(tokenizer):
+    keys = {"environment": f"{__name__}:Crowded", "turns": "continuous", "max_concurrent_steps": 5}
+    table = test_episodes.episodes(tokenizer, **keys)
+    plays = [
+        threading.Thread(target=test_episodes.played_by, args=(tokenizer, table, Joined(), 40))
+        for _ in range(3)
+    ]
+    Crowded.most = 0
+    for play in plays:
+        play.start()
+    for play in plays:
+        play.join()
+    table.close()
+    assert Crowded.most == 5
