@@ -240,7 +240,7 @@ def test_what_a_pause_restarts_enters_again_at_its_place_while_others_still_run_
 
 def test_what_is_restarted_was_not_answered_and_is_late_at_its_old_time() -> None:
     loop = VllmLoop(StandIn, Serving(version=1), max_waiting=8)
-    (late,) = loop.submit([ask(10**9, timeout_s=0.2)], alone=False)
+    (late,) = loop.submit([ask(10**9, timeout_s=3.0)], alone=False)
     until(lambda: loop.call(lambda: bool(loop._running)))
     loop.call(loop.restart_running)
     assert not late.answer.done()
