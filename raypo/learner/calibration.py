@@ -60,7 +60,7 @@ def measure(section: ModelSection, shape: ModelShape, groups: Groups, *, sequenc
     """
     flops = measured_flops(section.dtype, "cpu")
     groups = groups.within(int(BUDGET_S * flops / (6 * shape.layer_weights)))
-    packed = _packed(groups)
+    packed = _packed(groups, shape.vocabulary)
     one, two = (_cut(section, layers) for layers in (1, 2))
     head, num_states = one.get_output_embeddings(), len(packed.states)
     rows = max(1, min(num_states, CHUNK_ELEMENTS["cpu"] // shape.vocabulary))
@@ -81,13 +81,13 @@ def measure(section: ModelSection, shape: ModelShape, groups: Groups, *, sequenc
     )
 
 
-def _packed(groups: Groups) -> Packed:
-    random = np.random.default_rng(0)
+def _packed(groups: Groups, vocabulary: int) -> Packed:
+    random, few = np.random.default_rng(0), min(vocabulary, VOCABULARY)
     prompts, responses = [], []
     for _ in range(int(groups.prompts)):
-        prompt = random.integers(97, size=groups.prompt_tokens)
+        prompt = random.integers(few, size=groups.prompt_tokens)
         prompts += [prompt] * groups.samples
-        responses += [random.integers(97, size=groups.response_tokens)] * groups.samples
+        responses += [random.integers(few, size=groups.response_tokens)] * groups.samples
     return pack(prompts, responses)
 
 

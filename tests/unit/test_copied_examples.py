@@ -55,6 +55,6 @@ def copied(name: str, to: Path) -> Path:
 def test_its_run_files_have_a_plan_where_it_was_copied_to(folder: Path, name: str):
     model = [f"model.policy={tiny_policy(folder / 'tiny')}"] if name == "smollm2_judge" else []
     for file in sorted(path.name for path in folder.glob("*.yaml")):
-        done = CliRunner().invoke(app, ["plan", file, *model])
+        done = CliRunner().invoke(app, ["plan", file, "--cluster", "8xCPU", *model])
         assert done.exit_code == 0, f"{file}: {done.output}"
         assert "examples/" not in (folder / file).read_text()
