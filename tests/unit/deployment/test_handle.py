@@ -42,7 +42,7 @@ def test_who_asks_during_a_push_requires_what_was_pushed(monkeypatch: pytest.Mon
     handle, pushes = handle_of_two(), Pushes()
     asked: list[Required | None] = []
 
-    def response(replicas: Replicas, request: Request, prefer: Any) -> Any:
+    def response(replicas: Replicas, request: Request, prefer: Any, *, stays: bool) -> Any:
         asked.append(request.required)
         return SimpleNamespace(result=lambda: [SimpleNamespace(finish_reason="stop")])
 

@@ -132,16 +132,16 @@ class Wants:
 
 
 class Leaves:
-    """Wants two drafts, and is gone when the first is to be waited for, as the server sees it."""
+    """Wants two drafts and is gone before they come, as the server sees it; then wants another."""
 
     async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
         sessions: Any = policy.endpoint
-        session = sessions.__self__._endpoints[policy.api_key]._served
-        _, (first, second) = await session.asked(CompletionRequest(prompt=prompt, n=2))
-        leaves = asyncio.create_task(session.sample(first, lambda *_: None))
+        session = sessions.__self__._open[policy.api_key]
+        leaves = asyncio.create_task(session.answer(CompletionRequest(prompt=prompt, n=2)))
         await asyncio.sleep(0)  # its way into the episode's loop has begun
         leaves.cancel()
-        told.append((await session.sample(second, lambda *_: None)).token_ids.tolist())
+        _, (kept,) = await session.answer(CompletionRequest(prompt=prompt))
+        told.append(kept.token_ids)
         return 1.0
 
 
