@@ -21,19 +21,23 @@ def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
     """
     answer: Future[T] = Future()
     answer.set_running_or_notify_cancel()
-
-    def call() -> None:
-        try:
-            answer.set_result(function())
-        except StopIteration as error:  # asyncio's futures take none
-            stopped = RuntimeError("a StopIteration was raised")
-            stopped.__cause__ = error
-            answer.set_exception(stopped)
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=copy_context().run, args=(call,), name=name, daemon=True).start()
+    run, args = copy_context().run, (settle, answer, function)
+    threading.Thread(target=run, args=args, name=name, daemon=True).start()
     return answer
+
+
+def settle(answer: Future[T], function: Callable[[], T]) -> None:
+    """Call a function, and make what it returns or raises the result of a future."""
+    try:
+        value = function()
+    except StopIteration as error:  # asyncio's futures take none
+        stopped = RuntimeError("a StopIteration was raised")
+        stopped.__cause__ = error
+        answer.set_exception(stopped)
+    except BaseException as error:
+        answer.set_exception(error)
+    else:
+        answer.set_result(value)
 
 
 def fork_context(module: str) -> ForkServerContext:

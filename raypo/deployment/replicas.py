@@ -234,7 +234,6 @@ class Replicas:
             )
             self._were_up.discard(index)  # its next life has to be up before it can hang
             ray.kill(self.actor(index), no_restart=False)
-            self._were_up.discard(index)  # until it answers again it is starting
 
     def _end_unhealthy(self, index: int, answer: Any) -> None:
         if isinstance(answer, Unhealthy):

@@ -106,12 +106,12 @@ def over_logits(
     if not _has_bare_head(model):
         return of_chunk(own_logits(model, packed), *known)
     head = model.get_output_embeddings()
-    rows = chunk_rows(head.weight)
 
     def of_states(states: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
         return of_chunk(type(head).forward(head, states), *known)
 
     def of_all(states: Tensor) -> tuple[Tensor, ...]:
+        rows = chunk_rows(head.weight)  # which ZeRO-3 has gathered by now
         chunks = list(zip(*(each.split(rows) for each in (states, *known)), strict=True))
         if len(chunks) > 1 and torch.is_grad_enabled():
             made = [checkpoint(of_states, *chunk, use_reentrant=False) for chunk in chunks]

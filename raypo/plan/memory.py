@@ -121,7 +121,7 @@ def logits(
     """Bytes of a chunk's logits and of what is worked out beside them.
 
     Of `raypo.models.token_log_probs`: the gradient of log-probs is written over the logits, and
-    that of the head's weight is added up in float32.
+    that of the head's weight, made in the weight's dtype, is added up in float32.
 
     Args:
         learns: The weight of the head has a gradient.
@@ -131,7 +131,10 @@ def logits(
     if of_divergence:
         return elements * ((1 + learns) * itemsize + SCRATCH_COPIES * 4)
     scratch = min(elements, SCRATCH_ELEMENTS[device]) * SCRATCH_COPIES * 4
-    return elements * itemsize + scratch + learns * shape.vocabulary * shape.hidden * 4
+    if not learns:
+        return elements * itemsize + scratch
+    weight = shape.vocabulary * shape.hidden
+    return elements * itemsize + 4 * weight + max(scratch, itemsize * weight)  # a chunk's, to add
 
 
 def trained(

@@ -17,6 +17,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from raypo.concurrency import settle
+
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 STANDS_STILL_S = 2.0
@@ -147,24 +149,11 @@ class _Threads(ThreadPoolExecutor):
 
     def _work(self, calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
         while call := calls.get():
-            _answer(*call)
+            settle(*call)
             del call
             self._at_rest.append(calls)
             if self._is_shut:
                 self.shutdown()
-
-
-def _answer(answer: Future[T], call: Callable[[], T]) -> None:
-    try:
-        value = call()
-    except StopIteration as error:  # asyncio's futures take none
-        stopped = RuntimeError("a StopIteration was raised")
-        stopped.__cause__ = error
-        answer.set_exception(stopped)
-    except BaseException as error:
-        answer.set_exception(error)
-    else:
-        answer.set_result(value)
 
 
 def _task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> asyncio.Task[Any]:

@@ -132,11 +132,11 @@ class Judging:
             by_draw.setdefault(rollout.group_index, []).append(rollout)
         with self._lock:
             new = [of_draw for draw, of_draw in by_draw.items() if draw not in self._heard]
-            self._heard |= by_draw.keys()
+            for of_draw in new if self._models_apart else ():
+                self._ask_models(of_draw)  # what fails is asked once more by `scored`, which raises
             for line in self._apart.values():
                 line.add([rollout for of_draw in new for rollout in of_draw])
-            for of_draw in new if self._models_apart else ():
-                self._ask_models(of_draw)
+            self._heard |= by_draw.keys()
 
     def scored(self, rollouts: list[Rollout]) -> list[ScoredRollout]:
         """All of them, in the order given, those that were heard among them.

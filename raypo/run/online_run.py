@@ -90,6 +90,7 @@ class OnlineRun(Run[AnyOnline]):
     pushes: Pushes | None = None
     """Where requests stay under way while weights are pushed: who asks anew waits for their end."""
     _engines_load: EnginesLoad = field(default_factory=EnginesLoad)
+    _has_pushed: bool = False
     _phases: Phases | None = None
     _elsewhere: frozenset[str] = frozenset()
     """Roles that do not live beside these workers."""
@@ -258,7 +259,8 @@ class OnlineRun(Run[AnyOnline]):
     ) -> dict[str, float]:
         """The learner's weights to the engines; their version is the step that made them."""
         engine = services.engine
-        if version == self.last_step:  # the first push of this attempt
+        if not self._has_pushed:
+            self._has_pushed = True
             self.tell.phase("waiting for the engine")
             services.wait(self.config.placement.timeout_s)
             if self.workers.rank == 0:  # what an attempt before it has asked dedicated engines
@@ -283,7 +285,7 @@ class OnlineRun(Run[AnyOnline]):
             asked = time.perf_counter()
             self.rollouts.settle()
             figures["perf/wait_for_engines_s"] = time.perf_counter() - asked
-        if self.workers.rank == 0:
+        if self.workers.rank == 0 and not services.in_pool:  # those are busy for other runs too
             figures |= self._load(engine)
         with self.pushes.push() if self.pushes else nullcontext():
             figures |= self._push(learner, services, version=version, probe=probe)

@@ -19,7 +19,6 @@ from raypo.serving.gauges import tell_load
 from raypo.serving.model_tensors import ModelTensors
 from raypo.serving.requests import (
     Completion,
-    Heard,
     InFlight,
     Load,
     SamplingRequest,
@@ -232,21 +231,14 @@ class Engine:
         """As `generate` of a batch, for callers that do not want to wait for all of it."""
         return [each.answer for each in self._ask(requests, alone=True)]
 
-    def submit(
-        self, requests: Sequence[SamplingRequest], heard: Heard | None = None
-    ) -> list[Future[Completion]]:
+    def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
         """As `generate` with `joins`, for callers that do not want to wait for the responses.
 
         Where `rollout.engine.max_waiting` requests wait already, it waits for places. What is given
         back before its end has a finish reason that says so: cancelled, timeout or paused.
         Callbacks of the futures hold up the sampling, and must not ask for more.
-
-        Args:
-            requests: They enter one by one.
-            heard: Told, in this process, of tokens as they are sampled; it holds up the sampling
-                too.
         """
-        return [each.answer for each in self._ask(requests, alone=False, heard=heard)]
+        return [each.answer for each in self._ask(requests, alone=False)]
 
     def cancel(self, *ids: str) -> int:
         """Have requests given back by their ids, with what was sampled of them so far.
@@ -541,9 +533,7 @@ class Engine:
             )
         return self._adapters
 
-    def _ask(
-        self, requests: Sequence[SamplingRequest], *, alone: bool, heard: Heard | None = None
-    ) -> list[Asked]:
+    def _ask(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
         """Hand requests to the thread that samples."""
         self._require_unbroken()
         refusal = self._serving.refusal()
@@ -558,7 +548,7 @@ class Engine:
             )
             if request.adapter is not None:
                 self._require_adapters().request(request.adapter)
-        return self._loop.submit(requests, alone=alone, heard=heard) if requests else []
+        return self._loop.submit(requests, alone=alone) if requests else []
 
     def _withdraw(self, asked: Sequence[Asked]) -> None:
         mine = set(asked)

@@ -183,7 +183,7 @@ class ReferenceModel(TorchModel):
             packed = pack(prompts, responses, device=self._device)
             ends = np.cumsum([len(response) for response in responses])[:-1]
             found = over_logits(self._model, packed, of_logits)
-            rows = [np.split(each.cpu().numpy(), ends) for each in found if each is not None]
+            rows = [np.split(each.cpu().numpy(), ends) for each in found]
             return list(zip(*rows, strict=True))
 
         return self._in_batches(sequences, compute)

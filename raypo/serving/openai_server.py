@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -114,7 +115,11 @@ def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
         words = name.replace("_", "-")
         if isinstance(value, bool):
             yield f"--{words}" if value else f"--no-{words}"
-        else:
+        elif isinstance(value, Mapping):
+            yield f"--{words}={json.dumps(value)}"
+        elif isinstance(value, list | tuple):
+            yield from (f"--{words}", *map(str, value))
+        elif value is not None:
             yield f"--{words}={value}"
 
 

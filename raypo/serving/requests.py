@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,10 +67,6 @@ class Completion:
         for first, version in self.later_versions:
             versions[first:] = version
         return versions
-
-
-Heard = Callable[[SamplingRequest, Sequence[int], Sequence[float]], None]
-"""Is told the ids and log-probs of a response's further tokens as they are sampled."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.progress import Meter, Progress
 from raypo.serving.requests import (
     Completion,
-    Heard,
     InFlight,
     Load,
     SamplingRequest,
@@ -86,9 +85,6 @@ class Asked:
     """What vLLM's scheduler has of it; it knows its preemptions also when it has ended."""
     num_preemptions: int = 0
     """Those that were counted."""
-    heard: Heard | None = None
-    num_heard: int = 0
-    """Tokens that `heard` was told of."""
 
 
 @dataclass(eq=False)
@@ -168,24 +164,18 @@ class VllmLoop:
         self._hand_in(self._calls, partial(_run_into, answer, function))
         return answer.result()
 
-    def submit(
-        self, requests: Sequence[SamplingRequest], *, alone: bool, heard: Heard | None = None
-    ) -> list[Asked]:
+    def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
         """Ask for responses. Where as many wait to join as may, the caller waits for a place.
 
         Args:
             alone: They enter together, when nothing else runs, and nothing joins them.
-            heard: Told of tokens as they are sampled.
 
         Raises:
             RuntimeError: the engine was shut down.
         """
         assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
         now = time.monotonic()
-        asked = [
-            Asked(each, Future(), now + (each.timeout_s or math.inf), heard=heard)
-            for each in requests
-        ]
+        asked = [Asked(each, Future(), now + (each.timeout_s or math.inf)) for each in requests]
         for each in asked:
             each.answer.set_running_or_notify_cancel()  # callers cannot take it away any more
         if alone:
@@ -293,15 +283,9 @@ class VllmLoop:
         self.give_back(are_meant, "paused")
 
     def restart_running(self, *, adapters: Collection[str | None] | None = None) -> None:
-        """Let what runs, under these adapters or all, wait for its turn again, without its tokens.
-
-        What somebody has heard tokens of is given back instead.
-        """
+        """Let what runs, under these adapters or all, wait for its turn again, tokens dropped."""
         for each in list(self._running.values()):
             if adapters is not None and each.request.adapter not in adapters:
-                continue
-            if each.heard is not None:
-                self._give_back(each, "paused")
                 continue
             self._withdraw(each)
             self._line_up(Lot([each], alone=False))
@@ -477,20 +461,7 @@ class VllmLoop:
                 each, said = self._running[output.request_id], output.outputs[0]
                 self._left(each, output.request_id, len(said.token_ids))
                 self._answer(each, said.token_ids, said.logprobs, said.finish_reason)
-        for each in self._running.values():
-            if each.heard is not None:
-                self._tell(each, each.heard)
         return True
-
-    def _tell(self, each: Asked, heard: Heard) -> None:
-        """Say what was sampled of a request since it was last said."""
-        state = self._state(each)
-        ids = state.detokenizer.output_token_ids[each.num_heard :]
-        if ids:
-            at = state.logprobs_processor.logprobs[each.num_heard :]
-            log_probs = [of[token].logprob for token, of in zip(ids, at, strict=True)]
-            each.num_heard += len(ids)
-            heard(each.request, ids, log_probs)
 
     def _give_back(self, each: Asked, reason: str) -> None:
         if each.name is None:

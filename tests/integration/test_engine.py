@@ -409,7 +409,7 @@ def test_no_key_or_value_of_old_weights_is_used(served: Pair, monkeypatch) -> No
     assert served.gap(served.engine.generate(probes(prompts, 20)), prompts) < AGREES
     served.disturb()
     with monkeypatch.context() as forgetting_off:
-        forgetting_off.setattr(served.engine._llm, "reset_prefix_cache", lambda: True)
+        forgetting_off.setattr(served.engine._llm, "reset_prefix_cache", lambda **how: True)
         served.engine.load_weights(served.push())
         stale = served.gap(served.engine.generate(probes(prompts, 20)), prompts)
     assert stale > 3 * AGREES, "the prefix cache was not used: this test shows nothing"

@@ -3,13 +3,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from raypo.models import token_log_probs as module
-from raypo.models.token_log_probs import response_log_probs, token_log_probs
+from raypo.models.packing import pack
+from raypo.models.token_log_probs import over_logits, response_log_probs, token_log_probs
 
 TEMPERATURE = 0.7
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
@@ -191,3 +193,33 @@ def test_gradient_of_a_rounded_head_is_added_up_in_float32(model, monkeypatch) -
     (expected,) = torch.autograd.grad(chosen, exact)
     error = (grad.double() - expected).norm() / expected.norm()
     assert error < 0.004  # one rounding to bfloat16; a sum in bfloat16 comes to 0.02
+
+
+def test_a_head_is_looked_at_when_its_weight_has_been_gathered(model) -> None:
+    """At ZeRO stage 3 it is empty but within a call of the head."""
+    sharded = copy.deepcopy(model)
+    packed = pack([np.array(PROMPTS[0])], [np.array(RESPONSES[0])])
+
+    def largest(logits: Tensor) -> tuple[Tensor, ...]:
+        return (logits.amax(-1),)
+
+    with torch.no_grad():
+        expected = (
+            over_logits(sharded, packed, largest),
+            response_log_probs(sharded, *padded(), temperature=1.0),
+        )
+        head = sharded.get_output_embeddings()
+        whole = head.weight.data
+
+        def gather(*_: Any) -> None:
+            head.weight.data = whole
+
+        def release(*_: Any) -> None:
+            head.weight.data = torch.empty(0)
+
+        head.register_forward_pre_hook(gather)
+        head.register_forward_hook(release)
+        release()
+        assert torch.equal(over_logits(sharded, packed, largest)[0], expected[0][0])
+        again, _ = response_log_probs(sharded, *padded(), temperature=1.0)
+    assert torch.equal(again, expected[1][0])

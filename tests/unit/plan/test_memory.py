@@ -203,10 +203,11 @@ def test_logits_take_a_chunk_float32_scratch_of_a_part_and_the_heads_gradient(
     shape = replace(ModelShape.read(str(tiny_policy(tmp_path))), vocabulary=1 << 17)
     many = Batch(1, 1, 1, 1 << 14)
     kind: Any = {"itemsize": 2, "device": device}
-    head = 4 * shape.vocabulary * shape.hidden
+    head = shape.vocabulary * shape.hidden
     frozen = 2 * (1 << made) + 3 * 4 * (1 << scratch)
     assert logits(shape, many, **kind, learns=False) == frozen
-    assert logits(shape, many, **kind, learns=True) == frozen + head
+    beside = 4 * head + max(3 * 4 * (1 << scratch), 2 * head)
+    assert logits(shape, many, **kind, learns=True) == 2 * (1 << made) + beside
     divergence = logits(shape, many, **kind, learns=True, of_divergence=True)
     assert divergence == (2 * 2 + 3 * 4) * (1 << made)
     assert logits(shape, Batch(1, 1, 1, 1), **kind, learns=False) == (2 + 3 * 4) * (1 << 17)

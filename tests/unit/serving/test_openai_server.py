@@ -14,11 +14,20 @@ from tests.tiny import tiny_tokenizer
 
 
 def test_arguments_become_vllms_flags() -> None:
-    arguments = {"max_model_len": -1, "enforce_eager": True, "enable_chunked_prefill": False}
+    arguments = {
+        "max_model_len": -1,
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "hf_overrides": {"rope_theta": 1e6},
+        "logits_processors": ["a:b", "c:d"],
+        "quantization": None,
+    }
     assert list(flags(arguments)) == [
         "--max-model-len=-1",
         "--enforce-eager",
         "--no-enable-chunked-prefill",
+        '--hf-overrides={"rope_theta": 1000000.0}',
+        *("--logits-processors", "a:b", "c:d"),
     ]
 
 

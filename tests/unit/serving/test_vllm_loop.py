@@ -383,22 +383,18 @@ def test_tokens_that_vllm_sampled_ahead_are_of_the_weights_before_the_push() -> 
     loop.close()
 
 
-def test_vllm_is_unpaused_where_settling_fails() -> None:
+def test_vllm_is_unpaused_where_settling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = VllmLoop(lambda: StandIn(ahead=True), Serving(version=1), max_waiting=8)
-    is_wrong = threading.Event()
 
-    def heard(*_: Any) -> None:
-        if is_wrong.is_set():
-            raise ValueError("wrong")
+    def fail() -> None:
+        raise ValueError("wrong")
 
     def settle() -> None:
-        is_wrong.set()
-        try:
+        with monkeypatch.context() as wrong:
+            wrong.setattr(loop.progress, "step", fail)
             loop.settle()
-        finally:
-            is_wrong.clear()
 
-    (asked,) = loop.submit([ask(10**9)], alone=False, heard=heard)
+    (asked,) = loop.submit([ask(10**9)], alone=False)
     until(lambda: loop.call(lambda: bool(loop.llm.core.batch_queue)))
     with pytest.raises(ValueError, match="wrong"):
         loop.call(settle)
