@@ -15,7 +15,7 @@ from raypo.plan.fit import make_plan
 from raypo.plan.hardware import parse_cluster
 from tests.gpu import parts, test_several_gpus
 from tests.integration.task import write_task
-from tests.integration.test_engine import disturb, learner_log_probs
+from tests.integration.test_engine import learner_log_probs
 
 
 def test_the_worst_microbatch_passes_forward_and_backward(monkeypatch: pytest.MonkeyPatch):
@@ -57,8 +57,11 @@ def test_a_single_layer_with_other_weights_is_far_outside_the_bound_and_rounding
     assert np.abs(rounded - exact).mean() < parts.GAP / 2
     for number in (0, 12, 23):
         stale = copy.deepcopy(model)
-        disturb(stale.model.layers[number])
-        assert np.abs(log_probs(stale) - exact).mean() > 2 * parts.GAP, number
+        with torch.no_grad():
+            for weight in stale.model.layers[number].parameters():
+                if weight.dim() == 2:
+                    weight.copy_(torch.randn_like(weight) * weight.std())
+        assert np.abs(log_probs(stale) - exact).mean() > 1.5 * parts.GAP, number
 
 
 @pytest.mark.parametrize("keys", test_several_gpus.RUNS.values(), ids=list(test_several_gpus.RUNS))

