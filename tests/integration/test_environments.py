@@ -2,8 +2,6 @@
 
 import json
 import operator
-import runpy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypo import PPOConfig, PPOTrainer
-from tests.integration.task import REPOSITORY, numbers, read_metrics
+from tests.integration.task import numbers, read_metrics
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -238,16 +236,3 @@ def test_a_run_with_an_agent_of_the_openai_package(task: Path):
     ]
     by_ids = operator.itemgetter(0)
     assert sorted(trained, key=by_ids) == sorted(map(tuple, told), key=by_ids)
-
-
-def test_a_copy_of_the_guessing_game_runs_where_it_lies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    folder = tmp_path / "mine"
-    shutil.copytree(REPOSITORY / "examples/guessing_game", folder)
-    monkeypatch.chdir(folder)
-    runpy.run_path("make_data.py", run_name="__main__")
-    small = {"num_steps": 2, "rollout.prompts_per_step": 4, "ppo.minibatch_size": 64}
-    PPOTrainer(PPOConfig.load("ppo.yaml", small)).fit()
-    rows = read_metrics(folder / "runs/guessing-game")
-    assert [row["rollout/turns_mean"] > 1 for row in rows] == [True, True]
