@@ -13,8 +13,19 @@ from tests.integration.task import REPOSITORY, read_metrics, write_task
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need the process group come last: a vLLM of this process ends groups it finds."""
-    items.sort(key=lambda item: "group" in getattr(item, "fixturenames", ()))
+    """A vLLM of this process ends process groups that it finds, and changes how torch compiles.
+
+    So tests that compile come before all other integration tests, and those of the group last.
+    """
+
+    def place(item: pytest.Item) -> int:
+        if "group" in getattr(item, "fixturenames", ()):
+            return 3
+        if item.path.stem in ("test_packed_attention", "test_gpu_parts"):
+            return 1
+        return 0 if "unit" in item.path.parts else 2
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
