@@ -15,6 +15,7 @@ from jsonschema import ValidationError, validate
 from raypo.config import PPOConfig
 from raypo.plan.fit import make_plan
 from raypo.plan.hardware import parse_cluster
+from scripts.scale_table import QWEN, SIZES
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 
@@ -219,23 +220,11 @@ def test_a_submitted_run_brings_the_token_that_is_there(tmp_path: Path):
     assert run_script(tmp_path / "kept", "submit.sh", {}).stdout == "ray job submit: token \n"
 
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "vocab_size": 152_064,
-    "hidden_size": 3_584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
-
-
 def test_the_nodes_of_the_manifest_hold_what_the_plan_asks_for_seven_billion_weights(
     tmp_path: Path,
 ):
     """PPO with critic and reference; Kubernetes kills a container above its limit."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | SIZES["7B"]))
     spec = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())["spec"]
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]

@@ -13,6 +13,7 @@ from raypo.plan.fit import Plan, make_plan
 from raypo.plan.hardware import parse_cluster
 from raypo.plan.tables import gb, tables
 from raypo.plan.times import Rates, step_time
+from scripts.scale_table import QWEN, SIZES
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -366,22 +367,10 @@ def test_a_run_on_examples_that_does_not_fit_is_told_what_to_change(values: dict
     assert "learner.zero_stage to 3" in made.problems[0] or "offload" in made.problems[0]
 
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "vocab_size": 152_064,
-    "hidden_size": 3_584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
-
-
 def test_an_adapter_of_rank_16_trains_beside_one_base_of_7b(values: dict, tmp_path: Path):
     """On one GPU of 80 GB, where all weights do not fit: 40 million of 7.6 billion learn."""
     (tmp_path / "7b").mkdir()
-    (tmp_path / "7b" / "config.json").write_text(json.dumps(QWEN_7B))
+    (tmp_path / "7b" / "config.json").write_text(json.dumps(QWEN | SIZES["7B"]))
     values["model"]["policy"] = str(tmp_path / "7b")
     values["learner"]["num_workers"] = 1
     values["ppo"] = {"preset": "grpo"}
