@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from raypo.collectives import Workers
 from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.networks import Policy
+from raypo.storage.parquet import from_parquet, to_parquet
 from raypo.storage.run_files import RunFiles
 from raypo.types import Pair, Verdict
 
@@ -88,10 +88,8 @@ def _digest(items: Sequence[Pair | Verdict], name: str) -> str:
 
 
 def _read(files: RunFiles, digest: str) -> list[tuple[float, float]] | None:
-    import pyarrow.parquet as pq
-
     content = files.read(REFERENCE)
-    table = None if content is None else pq.read_table(io.BytesIO(content))
+    table = None if content is None else from_parquet(content)
     if table is None or (table.schema.metadata or {}).get(b"preferences") != digest.encode():
         return None
     return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
@@ -99,10 +97,7 @@ def _read(files: RunFiles, digest: str) -> list[tuple[float, float]] | None:
 
 def _write(files: RunFiles, digest: str, known: Sequence[tuple[float, float]]) -> None:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     first, second = zip(*known, strict=True)
     table = pa.table({"first": first, "second": second})
-    buffer = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({"preferences": digest}), buffer)
-    files.write(REFERENCE, buffer.getvalue())
+    files.write(REFERENCE, to_parquet(table.replace_schema_metadata({"preferences": digest})))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from abc import abstractmethod
@@ -25,6 +24,7 @@ from raypo.run.phases import Phase
 from raypo.run.rollout_metrics import rollout_figures, sample_row
 from raypo.run.run import open_run
 from raypo.run.services import Services
+from raypo.storage.parquet import to_parquet
 from raypo.types import ScoredRollout
 
 AnyRounds = TypeVar("AnyRounds", bound=RoundsConfig)
@@ -179,12 +179,10 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         if self.workers.rank > 0:
             return
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         rows = sorted(pair for share in shares for pair in share.items())
-        buffer = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist([row for _, row in rows]), buffer)
-        self.files.write(f"{folder}/round_{step:05d}.parquet", buffer.getvalue())
+        table = pa.Table.from_pylist([row for _, row in rows])
+        self.files.write(f"{folder}/round_{step:05d}.parquet", to_parquet(table))
 
     def save_models(self, learner: SupervisedLearner[Item]) -> None:
         """Writes the policy into the run's `policy/`, its adapter into `adapter/`."""

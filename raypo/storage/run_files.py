@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -18,6 +17,7 @@ import yaml
 
 from raypo.config import ConfigError
 from raypo.storage.folder import TEMPORARY, RemoteFolder, finite, open_folder, replace_file
+from raypo.storage.parquet import from_parquet, to_parquet
 from raypo.storage.rollout_table import rollout_table
 
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
@@ -152,11 +152,8 @@ class RunFiles:
             step: 0 is before the first update.
             held_out: Whether they are an evaluation's: `rollouts/held_out_00000.parquet`.
         """
-        import pyarrow.parquet as pq
-
-        buffer = io.BytesIO()
-        pq.write_table(rollout_table(rows), buffer, compression="zstd")
-        replace_file(self.folder / _rollouts_name(step, held_out), buffer.getvalue())
+        content = to_parquet(rollout_table(rows))
+        replace_file(self.folder / _rollouts_name(step, held_out), content)
 
     def rollout_steps(self, *, held_out: bool = False) -> list[int]:
         """Steps that are done whose rollouts, or held-out samples, are saved, ascending."""
@@ -173,13 +170,10 @@ class RunFiles:
         Args:
             columns: Those that are wanted; None: all of them.
         """
-        import pyarrow.parquet as pq
-
         content = self._folder.read(_rollouts_name(step, held_out))
         if content is None:
             return []
-        names = None if columns is None else list(columns)
-        return pq.read_table(io.BytesIO(content), columns=names).to_pylist()
+        return from_parquet(content, columns).to_pylist()
 
     def append_timeline(self, worker: str, line: Mapping[str, Any]) -> None:
         """Add a line to `timeline/<worker>.jsonl`; each worker has a file of its own."""

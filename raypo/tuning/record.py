@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raypo.storage.parquet import from_parquet, to_parquet
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, SCORED_STEP, Goal, scored_step
 
@@ -93,7 +93,6 @@ def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any
 def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) -> None:
     """Replace the file as a whole."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     rows = trial_rows(records, goal)
     for key in {key for row in rows for key in row if key.startswith("space/")}:
@@ -101,15 +100,11 @@ def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) ->
         if len(kinds) > 1:  # parquet's columns have one type
             for row in rows:
                 row[key] = float(row[key]) if kinds == {int, float} else str(row.get(key))
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), buffer)
-    files.write(TRIALS, buffer.getvalue())
+    files.write(TRIALS, to_parquet(pa.Table.from_pylist(rows)))
 
 
 def read_trials(files: RunFiles) -> list[TrialRecord]:
     """The trials by number; none where there is no file."""
-    import pyarrow.parquet as pq
-
     content = files.read(TRIALS)
     if content is None:
         return []
@@ -119,7 +114,7 @@ def read_trials(files: RunFiles) -> list[TrialRecord]:
             metrics=json.loads(row["metrics"]),
             **{name: row[name] for name in _PLAIN},
         )
-        for row in pq.ParquetFile(io.BytesIO(content)).read().to_pylist()
+        for row in from_parquet(content).to_pylist()
     ]
     return sorted(records, key=lambda record: record.number)
 
