@@ -168,7 +168,7 @@ class Learner:
 
         Returns:
             experience: With `old_log_probs`, also where they were left to the update.
-            figures: Of the step, reduced over workers: they do not depend on how it was cut.
+            metrics: Of the step, reduced over workers: they do not depend on how it was cut.
 
         Raises:
             NonFiniteUpdateError: more than `learner.max_skipped_updates` updates in a row were
@@ -327,11 +327,11 @@ class Learner:
         found = {"values": torch.where(mask, values, 0.0)}
         return found | ({"last_values": last_values} if with_last else {})
 
-    def _joined(self, figures: dict[str, float]) -> dict[str, float]:
-        """The figures of an update of both roles, on every worker."""
+    def _joined(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of an update of both roles, on every worker."""
         if not self._roles.are_apart:
-            return figures
-        everyone = self._roles.everyone.gather(figures)
+            return metrics
+        everyone = self._roles.everyone.gather(metrics)
         policy, critic = (everyone[team[0]] for team in self._roles.teams)
         skipped = "ppo/skipped_updates"
         return critic | policy | {skipped: policy[skipped] + critic[skipped]}
@@ -351,21 +351,21 @@ class Learner:
         return all_applied
 
     def _set_learning_rates(self, step: int) -> dict[str, float]:
-        """Those of a step, as figures; the policy's count the steps that update it."""
+        """Those of a step, as metrics; the policy's count the steps that update it."""
         section, waits = self._section, self._ppo.critic_warmup_steps
-        figures = {}
+        metrics = {}
         if step > waits:
             rate = learning_rate(
                 step - waits, self._num_steps - waits, highest=section.policy_lr, section=section
             )
             if self._trained_policy:
                 self._policy.set_learning_rate(rate)
-            figures["ppo/policy_learning_rate"] = rate
+            metrics["ppo/policy_learning_rate"] = rate
         if self._critic:
             rate = learning_rate(step, self._num_steps, highest=section.critic_lr, section=section)
             self._critic.set_learning_rate(rate)
-            figures["ppo/critic_learning_rate"] = rate
-        return figures
+            metrics["ppo/critic_learning_rate"] = rate
+        return metrics
 
     def _pieces(self, experience: Experience) -> Iterator[Tensor]:
         """The microbatches of all minibatches, one after the other."""

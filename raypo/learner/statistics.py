@@ -48,7 +48,7 @@ class UpdateStatistics:
     def reduce(self, workers: Workers) -> dict[str, float]:
         """Means over tokens or optimizer steps, named `ppo/*`.
 
-        A model that made no optimizer step has no figures.
+        A model that made no optimizer step has no metrics.
         """
         means = WeightedMeans()
         if self._num_steps["policy"]:
@@ -58,13 +58,13 @@ class UpdateStatistics:
             tokens = self._sum("value/tokens")
             means.add("ppo/value_loss", self._sum("value_loss"), share)
             means.add("ppo/value_clip_fraction", self._sum("value/clipped"), tokens)
-        figures = means.reduce(workers)
+        metrics = means.reduce(workers)
         for model, norms in self._norms.items():
             if norms:
-                figures[f"ppo/{model}_grad_norm"] = math.fsum(norms) / len(norms)
-        figures["ppo/policy_updates"] = float(self._num_steps["policy"])
-        figures["ppo/skipped_updates"] = float(self._num_skipped)
-        return figures
+                metrics[f"ppo/{model}_grad_norm"] = math.fsum(norms) / len(norms)
+        metrics["ppo/policy_updates"] = float(self._num_steps["policy"])
+        metrics["ppo/skipped_updates"] = float(self._num_skipped)
+        return metrics
 
     def _join_policy(self, means: WeightedMeans, workers: Workers) -> None:
         # A loss is already divided by the counts of all workers: its sum over them is the loss.

@@ -77,9 +77,9 @@ class SupervisedLearner(Generic[Item]):
         self._skipped.count(applied)
         means.total("train/examples", len(items))
         means.total("train/tokens", sum(item.num_tokens for item in items))
-        figures = means.reduce(self._workers) | {"train/learning_rate": rate}
-        figures["train/skipped_updates"] = float(not applied)
-        return figures if norm is None else figures | {"train/grad_norm": norm}
+        metrics = means.reduce(self._workers) | {"train/learning_rate": rate}
+        metrics["train/skipped_updates"] = float(not applied)
+        return metrics if norm is None else metrics | {"train/grad_norm": norm}
 
     @torch.no_grad()
     def evaluate(self, items: Sequence[Item]) -> dict[str, float]:
@@ -185,7 +185,7 @@ class SupervisedLearner(Generic[Item]):
         self.task.before_losses(self._model, pieces, self._workers, self._model.device)
 
     def _loss(self, piece: list[Item]) -> tuple[Tensor, Sums]:
-        """Summed loss and figures; for no examples a pass that weighs nothing (ZeRO-3 gathers)."""
+        """Summed loss and metrics; for no examples a pass that weighs nothing (ZeRO-3 gathers)."""
         total, sums = self.task.loss(self._model, piece or [self.task.blank], self._model.device)
         return (total, sums) if piece else (total * 0.0, {})
 

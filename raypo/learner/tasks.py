@@ -51,7 +51,7 @@ class Task(ABC, Generic[Item]):
 
     @abstractmethod
     def loss(self, model: Any, items: Sequence[Item], device: Any) -> tuple[Tensor, Sums]:
-        """The summed loss of some examples, not yet divided, and figures of them."""
+        """The summed loss of some examples, not yet divided, and metrics of them."""
 
     @property
     @abstractmethod

@@ -39,7 +39,7 @@ class Ledger:
         return asked, again, self.carried
 
 
-def account_figures(
+def account_metrics(
     counts: tuple[int, int, int],
     collected: Collected,
     workers: Workers,
@@ -61,9 +61,9 @@ def account_figures(
     dropped = _num_dropped(collected, step, max_staleness) if max_staleness is not None else 0
     totals = workers.sum(as_tensor(*counts, dropped)).tolist()
     names = ("asked", "asked_again", "carried", "dropped")
-    figures = {f"rollout/samples_{name}": n for name, n in zip(names, totals, strict=True)}
-    trained = collected.figures["rollout/samples_trained"]
-    return figures | {"rollout/samples_trained": trained - figures["rollout/samples_dropped"]}
+    metrics = {f"rollout/samples_{name}": n for name, n in zip(names, totals, strict=True)}
+    trained = collected.metrics["rollout/samples_trained"]
+    return metrics | {"rollout/samples_trained": trained - metrics["rollout/samples_dropped"]}
 
 
 def _num_dropped(collected: Collected, step: int, max_staleness: int) -> int:

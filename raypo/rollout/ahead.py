@@ -246,7 +246,7 @@ class RolloutsAhead:
             laps: dict[str, float] = {}
             next_ones = self._next_begun if self.overlaps else self._next_in_turn
             collected = self._fill(partial(next_ones, laps=laps), self.workers)
-            collected.figures.update(laps)
+            collected.metrics.update(laps)
             with self._changed:
                 self._batches[step].set_result(collected)
                 self._changed.notify_all()

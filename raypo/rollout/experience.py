@@ -27,7 +27,7 @@ _SEED_WORD = 5
 """First of the numbers that seed a draw of tokens; prompts, dealing, learner, requests have 1 to 4.
 """
 MAX_LAG = 8
-"""Weight versions between sampling and learning that get figures of their own."""
+"""Weight versions between sampling and learning that get metrics of their own."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def with_advantages(
     max_new_tokens: int,
     step: int,
 ) -> tuple[Experience, dict[str, float], AdvantageState]:
-    """The experience with `advantages` and `returns`, the figures, and the state with its scores.
+    """The experience with `advantages` and `returns`, the metrics, and the state with its scores.
 
     With `ppo.mask_truncated` also with the `loss_mask` that leaves truncated responses out, and
     where a sample has several rows, with its `sample_tokens`.
@@ -147,8 +147,8 @@ def with_advantages(
             workers=workers,
         )
     experience = experience.with_(advantages=advantages, returns=returns)
-    figures = _score_figures(scores, experience, workers, clip=ppo.advantage_clip)
-    return experience, figures, replace(state, scores=seen)
+    metrics = _score_metrics(scores, experience, workers, clip=ppo.advantage_clip)
+    return experience, metrics, replace(state, scores=seen)
 
 
 def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
@@ -225,11 +225,11 @@ def distance_to_reference(
     means.add("kl/ref_mean", stats["kl"], stats["tokens"])
     means.add("kl/ref_response_mean", stats["kl"], samples)
     means.total("kl/clamped_tokens", stats["clamped"])
-    figures = means.reduce(workers) | {"kl/coef": state.kl.coef}
+    metrics = means.reduce(workers) | {"kl/coef": state.kl.coef}
     if step <= ppo.critic_warmup_steps:
-        return figures, state
-    updated = state.kl.updated(figures["kl/ref_response_mean"], int(workers.sum(samples)))
-    return figures, replace(state, kl=updated)
+        return metrics, state
+    updated = state.kl.updated(metrics["kl/ref_response_mean"], int(workers.sum(samples)))
+    return metrics, replace(state, kl=updated)
 
 
 def steer_entropy(
@@ -241,9 +241,9 @@ def steer_entropy(
         updated: Figures of the step's update; while the critic warms up they have no entropy.
     """
     controller = state.entropy
-    figures = {} if controller.target is None else {"ppo/entropy_coef": controller.acting}
+    metrics = {} if controller.target is None else {"ppo/entropy_coef": controller.acting}
     entropy = updated.get("ppo/entropy", math.nan)
-    return figures, replace(state, entropy=controller.updated(entropy))
+    return metrics, replace(state, entropy=controller.updated(entropy))
 
 
 def distance_to_engine(
@@ -255,7 +255,7 @@ def distance_to_engine(
     how many of them the engine gave no log-prob (NaN).
 
     Args:
-        version: Of the learner's weights; figures by lag come where a response is of an older one.
+        version: Of the learner's weights; metrics by lag come where a response is of an older one.
     """
     assert experience.old_log_probs is not None
     pair = experience.old_log_probs, experience.rollout_log_probs
@@ -324,7 +324,7 @@ def _rules(ppo: PPOSection, max_new_tokens: int) -> shaping.ShapingRules:
     )
 
 
-def _score_figures(
+def _score_metrics(
     scores: Tensor, experience: Experience, workers: Workers, *, clip: float | None
 ) -> dict[str, float]:
     assert experience.returns is not None

@@ -25,7 +25,7 @@ class Collected:
     """What is to be learned from."""
     missing_groups: int
     """How many groups the step is short of, over all workers."""
-    figures: dict[str, float]
+    metrics: dict[str, float]
     """What became of each sample, over all workers: sampled = trained + filtered + failed."""
 
 
@@ -62,11 +62,11 @@ def fill_step(
         missing = missing - int(workers.sum(as_tensor(groups))) if section.enabled else 0
         rounds += 1
     trained = [each for each in kept if is_trainable(each)]
-    figures = _figures(scored, trained, workers)
+    metrics = _metrics(scored, trained, workers)
     if section.enabled:
-        figures["rollout/refills"] = float(rounds - 1)
-        figures["rollout/groups_missing"] = float(missing)
-    return Collected(scored, trained, missing, figures)
+        metrics["rollout/refills"] = float(rounds - 1)
+        metrics["rollout/groups_missing"] = float(missing)
+    return Collected(scored, trained, missing, metrics)
 
 
 def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredRollout]:
@@ -89,7 +89,7 @@ def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredR
     return [each for each in scored if each.rollout.group_index in passed]
 
 
-def _figures(
+def _metrics(
     scored: list[ScoredRollout], trained: list[ScoredRollout], workers: Workers
 ) -> dict[str, float]:
     scored, trained = samples_of(scored), samples_of(trained)

@@ -18,7 +18,7 @@ class EnginesLoad:
     _busy_s: float = 0.0
     _preemptions: int = 0
 
-    def figures(self, stretches: Mapping[str, tuple[Load, Stretch]]) -> dict[str, float]:
+    def metrics(self, stretches: Mapping[str, tuple[Load, Stretch]]) -> dict[str, float]:
         """`perf/engine_*` since the last look: requests and KV cache, and what was waited.
 
         Args:
@@ -30,7 +30,7 @@ class EnginesLoad:
         told = [stretch for _, stretch in stretches.values()]
         busy_s = sum(each.busy_s for each in loads)
         preemptions = sum(each.preemptions for each in loads)
-        figures = {
+        metrics = {
             "perf/engine_queued": sum((each.queued_mean for each in told), 0.0),
             "perf/engine_queued_max": max((each.queued_max for each in told), default=0.0),
             "perf/engine_running": sum((each.running_mean for each in told), 0.0),
@@ -41,9 +41,9 @@ class EnginesLoad:
         }
         if self._looked_at is not None and loads:
             worked_s = max(0.0, busy_s - self._busy_s) / len(loads)
-            figures["perf/engine_idle_s"] = max(0.0, now - self._looked_at - worked_s)
+            metrics["perf/engine_idle_s"] = max(0.0, now - self._looked_at - worked_s)
         self._looked_at, self._busy_s, self._preemptions = now, busy_s, preemptions
-        return figures
+        return metrics
 
 
 def idle_spans(stretches: Mapping[str, tuple[Load, Stretch]]) -> list[Span]:

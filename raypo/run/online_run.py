@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from raypo.custom.loader import load_function
 from raypo.data.mixing import few_rows_notes, mix_of
 from raypo.data.prompts import load_prompts
 from raypo.data.stream import PromptStream
-from raypo.learner.learner import Learner
+from raypo.learner.roles import Roles
 from raypo.metrics.clock import Span
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.loading import load_tokenizer, stop_token_ids
@@ -54,7 +54,7 @@ from raypo.storage.run_files import RunFiles
 from raypo.tracking.trace import note_call
 from raypo.types import Prompt, ScoredRollout
 from raypo.weight_sync.push import Probe, PushedLearner, open_transport, push_adapter, push_weights
-from raypo.weights.transport import ObjectTransport, Transport
+from raypo.weights.transport import Transport
 
 AnyOnline = TypeVar("AnyOnline", bound=OnlineConfig)
 
@@ -89,11 +89,17 @@ class OnlineRun(Run[AnyOnline]):
     collected while the learner updates it is None, for its weights are then of no version."""
     pushes: Pushes | None = None
     """Where requests stay under way while weights are pushed: who asks anew waits for their end."""
+    roles: Roles = field(init=False)
+    """Who trains policy and critic."""
     _engines_load: EnginesLoad = field(default_factory=EnginesLoad)
     _has_pushed: bool = False
     _phases: Phases | None = None
     _elsewhere: frozenset[str] = frozenset()
     """Roles that do not live beside these workers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.roles = Roles.shared(self.workers)
 
     @classmethod
     def prepare(
@@ -249,15 +255,13 @@ class OnlineRun(Run[AnyOnline]):
         models_apart = all(role in services.elsewhere for role, _ in services.frozen)
         return Judging(self.judges(services), services.reference, models_apart=models_apart)
 
-    @property
-    def pushing(self) -> Workers:
-        """Those that have the policy."""
-        return self.workers
-
     def push_weights(
         self, learner: OnlineLearner, services: Services, *, version: int
     ) -> dict[str, float]:
-        """The learner's weights to the engines; their version is the step that made them."""
+        """The learner's weights to the engines; their version is the step that made them.
+
+        A critic's own workers wait, and require the same of engines.
+        """
         engine = services.engine
         if not self._has_pushed:
             self._has_pushed = True
@@ -269,6 +273,33 @@ class OnlineRun(Run[AnyOnline]):
             self.push_again = PushAgain(
                 lambda: self.push_weights(learner, services, version=version), self.workers
             )
+        self.enter(Phase.LEARN)
+        self.enter(Phase.PUSH)
+        metrics: dict[str, float] = {}
+        if isinstance(self.rollouts, RolloutsAhead):
+            asked = time.perf_counter()
+            self.rollouts.settle()
+            metrics["perf/wait_for_engines_s"] = time.perf_counter() - asked
+        if self.workers.rank == 0 and not services.in_pool:  # those are busy for other runs too
+            metrics |= self._load(engine)
+        push = self._way_to(services)
+        with self.pushes.push() if self.pushes else nullcontext():
+            if self.pushes and self.workers.rank == 0:
+                survivors(engine.pinned().pause.on_all(self.config.rollout.in_flight))
+            if self.roles.trains_policy:
+                metrics |= push(learner, engine, version=version)
+            else:
+                self._go_on(engine)
+            if self.roles.are_apart:
+                engine.require(*self.workers.broadcast(engine.required))
+            self.enter(Phase.GENERATE)
+            metrics |= self._memory(services)  # an engine tells it between two steps
+        if isinstance(self.rollouts, RolloutsAhead):
+            self.rollouts.arrived(version)
+        return metrics
+
+    def _way_to(self, services: Services) -> Callable[..., dict[str, float]]:
+        """How a version goes to the engines: all weights, or the adapter beside its base."""
         config = self.config
         probe = Probe(
             prompts=[prompt.token_ids for prompt in islice(self.prompts, NUM_PROBES)],
@@ -278,22 +309,16 @@ class OnlineRun(Run[AnyOnline]):
             seed=config.seed,
             joins=self.pushes is not None or services.joins,
         )
-        self.enter(Phase.LEARN)
-        self.enter(Phase.PUSH)
-        figures: dict[str, float] = {}
-        if isinstance(self.rollouts, RolloutsAhead):
-            asked = time.perf_counter()
-            self.rollouts.settle()
-            figures["perf/wait_for_engines_s"] = time.perf_counter() - asked
-        if self.workers.rank == 0 and not services.in_pool:  # those are busy for other runs too
-            figures |= self._load(engine)
-        with self.pushes.push() if self.pushes else nullcontext():
-            figures |= self._push(learner, services, version=version, probe=probe)
-            self.enter(Phase.GENERATE)
-            figures |= self._memory(services)  # an engine tells it between two steps
-        if isinstance(self.rollouts, RolloutsAhead):
-            self.rollouts.arrived(version)
-        return figures
+        common: dict[str, Any] = {
+            "transport": self.transport,
+            "probe": probe,
+            "workers": self.roles.own,
+            "on_arrival": lambda: self._go_on(services.engine),
+        }
+        if config.pushes_adapter:
+            has_base = services.in_pool
+            return partial(push_adapter, name=self.name, engines_have_base=has_base, **common)
+        return partial(push_weights, **common)
 
     def _load(self, engine: EngineHandle) -> dict[str, float]:
         """`perf/engine_*` since the push before; when they had nothing to do, in the timeline."""
@@ -303,36 +328,11 @@ class OnlineRun(Run[AnyOnline]):
                 stretches[name] = told
         for name, begin, end in idle_spans(stretches):
             note_call(name, "idle", begin, end)
-        return self._engines_load.figures(stretches)
+        return self._engines_load.metrics(stretches)
 
     def before_saving(self) -> None:
         """The learner is whole on its devices when it is saved."""
         self.enter(Phase.LEARN)
-
-    def _push(
-        self, learner: OnlineLearner, services: Services, *, version: int, probe: Probe
-    ) -> dict[str, float]:
-        engine = services.engine
-        common: dict[str, Any] = {
-            "version": version,
-            "probe": probe,
-            "workers": self.pushing,
-            "on_arrival": lambda: self._go_on(engine),
-        }
-        if self.pushes and self.workers.rank == 0:
-            survivors(engine.pinned().pause.on_all(self.config.rollout.in_flight))
-        if not self.config.pushes_adapter:
-            return push_weights(learner, engine, transport=self.transport, **common)
-        assert isinstance(learner, Learner), "the other recipes refuse it"
-        assert isinstance(self.transport, ObjectTransport), "`open_transport` keeps what is pushed"
-        return push_adapter(
-            learner,
-            engine,
-            name=self.name,
-            transport=self.transport,
-            engines_have_base=services.in_pool,
-            **common,
-        )
 
     def _go_on(self, engine: EngineHandle) -> None:
         """The weights have arrived: engines are awake for the probe, and what is in flight goes on.
@@ -356,9 +356,9 @@ class OnlineRun(Run[AnyOnline]):
         """The held-out score that the run starts from; it stands in the first step's metrics."""
         if self.last_step == 0 and self.held_out:
             self.tell.phase("evaluating the policy as it is")
-            figures = self._evaluate(services, step=0)
-            self.note_initial(figures)
-            self.tell.message(f"before the first update: eval {figures['eval/score_mean']:+.3f}")
+            metrics = self._evaluate(services, step=0)
+            self.note_initial(metrics)
+            self.tell.message(f"before the first update: eval {metrics['eval/score_mean']:+.3f}")
 
     def evaluate_when_due(self, step: int, services: Services) -> dict[str, float]:
         """The held-out score after a step that has an evaluation, else nothing."""
@@ -399,7 +399,7 @@ class OnlineRun(Run[AnyOnline]):
     def _memory(self, services: Services) -> dict[str, float]:
         """`perf/memory_<role>_gb` of each role's largest process or replica, and of its GPU.
 
-        It stands after a push, so a step's figures lack what its own evaluation takes.
+        It stands after a push, so a step's metrics lack what its own evaluation takes.
         """
         by_role = {"learner": self.workers.gather(peak_memory())}
         if self.workers.rank == 0:

@@ -15,16 +15,14 @@ from raypo.learner.peak import peak_flops
 from raypo.learner.roles import Roles
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.models.critic import critic_start
-from raypo.rollout.accounts import account_figures
+from raypo.rollout.accounts import account_metrics
 from raypo.rollout.experience import AdvantageState
 from raypo.rollout.refill import Collected, fill_step
-from raypo.run.online_run import OnlineLearner, OnlineRun
+from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase
-from raypo.run.rollout_metrics import rollout_figures, rollout_rows, sample_row
-from raypo.run.services import Services
-from raypo.run.utilization import Work, step_work, work_figures
+from raypo.run.rollout_metrics import rollout_metrics, rollout_rows, sample_row
+from raypo.run.utilization import Work, step_work, work_metrics
 from raypo.types import Experience, ScoredRollout
-from raypo.weight_sync.push import Probe
 
 
 @dataclass
@@ -32,16 +30,16 @@ class PPORun(OnlineRun[PPOConfig]):
     """One worker's view of a PPO run; every method is called by all workers."""
 
     advantage_state: AdvantageState = field(init=False)
-    roles: Roles = field(init=False)
-    """Who trains policy and critic."""
     _work: dict[str, Work] = field(default_factory=dict)
-    _peak_flops: float = 0.0
+    _peak_flops: float = field(init=False)
     """FLOP/s of all workers' devices together."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.advantage_state = AdvantageState.of(self.config.ppo)
         self.roles = Roles.of(self.workers, self.config.learner.critic_workers)
+        mine = peak_flops(self.config.model.dtype, self.config.learner.peak_tflops)
+        self._peak_flops = float(self.workers.sum(as_tensor(mine)))  # before others are at work
 
     def start_learner(self) -> Learner:
         """Policy and critic, restored from the run's last checkpoint where there is one."""
@@ -72,39 +70,11 @@ class PPORun(OnlineRun[PPOConfig]):
         self.restore(learner)
         return learner
 
-    @property
-    def pushing(self) -> Workers:
-        """Those that have the policy; where this worker has none, it does not push."""
-        return self.roles.own
-
-    def push_weights(
-        self, learner: OnlineLearner, services: Services, *, version: int
-    ) -> dict[str, float]:
-        """As of all online runs; the first says what the devices could do at most."""
-        figures = super().push_weights(learner, services, version=version)
-        if not self._peak_flops:  # measured while nobody else is at work
-            mine = peak_flops(self.config.model.dtype, self.config.learner.peak_tflops)
-            self._peak_flops = float(self.workers.sum(as_tensor(mine)))
-        return figures
-
-    def _push(
-        self, learner: OnlineLearner, services: Services, *, version: int, probe: Probe
-    ) -> dict[str, float]:
-        """As of all online runs; a critic's own workers wait, and require the same of engines."""
-        engine, figures = services.engine, dict[str, float]()
-        if self.roles.trains_policy:
-            figures = super()._push(learner, services, version=version, probe=probe)
-        else:
-            self._go_on(engine)
-        if self.roles.are_apart:
-            engine.require(*self.workers.broadcast(engine.required))
-        return figures
-
     def speed(self, metrics: dict[str, float], step_s: float) -> dict[str, float]:
         """Also rates by phase, and the share of the devices' arithmetic that was put to use."""
-        figures = super().speed(metrics, step_s)
-        seconds = metrics | figures
-        return figures | work_figures(self._work, seconds, peak_flops=self._peak_flops)
+        speed = super().speed(metrics, step_s)
+        work = work_metrics(self._work, metrics | speed, peak_flops=self._peak_flops)
+        return speed | work
 
     def fill(
         self, scored_rollouts: Callable[[int], list[ScoredRollout]], workers: Workers
@@ -120,12 +90,12 @@ class PPORun(OnlineRun[PPOConfig]):
 
     def describe(self, step: int, collected: Collected) -> dict[str, float]:
         """Scores and lengths of all workers' rollouts, and what became of each sample."""
-        figures = rollout_figures(collected.scored, self.workers) | collected.figures
+        metrics = rollout_metrics(collected.scored, self.workers) | collected.metrics
         self._sampled = collected.scored
         if self.sampling.episodes:
             waited = self.workers.max(as_tensor(self.sampling.episodes.waited_s()))
-            figures["perf/wait_for_environments_s"] = float(waited)
-        figures |= account_figures(
+            metrics["perf/wait_for_environments_s"] = float(waited)
+        metrics |= account_metrics(
             self.rollouts.counts(),
             collected,
             self.workers,
@@ -145,9 +115,9 @@ class PPORun(OnlineRun[PPOConfig]):
             rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"
             self.tell.message(
                 f"step {step}: {missing} of {wanted} groups are missing after "
-                f"{figures['rollout/refills']:.0f} refills (ppo.filter.max_refills); {rest}"
+                f"{metrics['rollout/refills']:.0f} refills (ppo.filter.max_refills); {rest}"
             )
-        return figures
+        return metrics
 
     def save_rollouts(
         self, step: int, dealt: Sequence[ScoredRollout], experience: Experience

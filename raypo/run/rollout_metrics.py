@@ -1,4 +1,4 @@
-"""Rollouts as the figures and rows that people read."""
+"""Rollouts as the metrics and rows that people read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypo.rollout.judges import named_numbers, reward_parts
 from raypo.types import Experience, ScoredRollout
 
 
-def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
+def rollout_metrics(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
     """Raw scores and lengths of everything sampled, over all workers; nothing where nothing was."""
     means = WeightedMeans()
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
@@ -52,13 +52,13 @@ def rollout_figures(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
         means.maximum("rollout/response_tokens_max", tokens)
     for scores in (each for each in by_group.values() if len(each) > 1):
         means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
-    figures = without_lone(means.reduce(workers), "rollout/score_mean/")
-    if not figures:
-        return figures
-    square = figures.pop("rollout/score_square_mean", math.nan)
-    mean = figures.setdefault("rollout/score_mean", math.nan)
-    figures["rollout/score_std"] = math.sqrt(max(square - mean**2, 0.0)) if mean == mean else mean
-    return figures
+    metrics = without_lone(means.reduce(workers), "rollout/score_mean/")
+    if not metrics:
+        return metrics
+    square = metrics.pop("rollout/score_square_mean", math.nan)
+    mean = metrics.setdefault("rollout/score_mean", math.nan)
+    metrics["rollout/score_std"] = math.sqrt(max(square - mean**2, 0.0)) if mean == mean else mean
+    return metrics
 
 
 RATES = {
@@ -70,7 +70,7 @@ RATES = {
 """Count of a step -> the name of its rate; where two have one name, the later is meant."""
 
 
-def speed_figures(metrics: dict[str, float], step_s: float) -> dict[str, float]:
+def speed_metrics(metrics: dict[str, float], step_s: float) -> dict[str, float]:
     """Seconds of the step, and what it counted, per second."""
     rates = {rate: metrics[count] / step_s for count, rate in RATES.items() if count in metrics}
     return {"time/step_s": step_s} | rates

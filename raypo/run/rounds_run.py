@@ -21,7 +21,7 @@ from raypo.rollout.judges import Reference
 from raypo.run.examples_run import new_learner, own_share, save_trained
 from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase
-from raypo.run.rollout_metrics import rollout_figures, sample_row
+from raypo.run.rollout_metrics import rollout_metrics, sample_row
 from raypo.run.run import open_run
 from raypo.run.services import Services
 from raypo.storage.parquet import to_parquet
@@ -165,7 +165,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
     def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
         """Scores and lengths of all workers' rollouts."""
         self._sampled = scored
-        return rollout_figures(scored, self.workers) | {
+        return rollout_metrics(scored, self.workers) | {
             "rollout/samples_sampled": float(self.workers.sum(torch.tensor(float(len(scored)))))
         }
 

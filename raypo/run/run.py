@@ -25,7 +25,7 @@ from raypo.custom.loader import load_function
 from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared
 from raypo.run.callbacks import StepView, ask_callbacks
-from raypo.run.rollout_metrics import speed_figures
+from raypo.run.rollout_metrics import speed_metrics
 from raypo.run.setup import Runtime, open_setup
 from raypo.run.watched import Watched, check_measured, of_its_kind, reason_to_stop
 from raypo.storage.checkpoints import BEST_STEP, STATE, find_checkpoint
@@ -188,14 +188,14 @@ class Run(ABC, Generic[AnyConfig]):
             self._step_started = time.perf_counter()
             yield step
 
-    def note_initial(self, figures: dict[str, float]) -> None:
+    def note_initial(self, metrics: dict[str, float]) -> None:
         """Keep an evaluation from before the first update: `eval/initial_*` of the first step."""
         self._initial = {
-            name.replace("eval/", "eval/initial_"): value for name, value in figures.items()
+            name.replace("eval/", "eval/initial_"): value for name, value in metrics.items()
         }
-        self._check_watched(figures)
+        self._check_watched(metrics)
         if self._watched:
-            self._watched = self._watched.seen(0, figures)
+            self._watched = self._watched.seen(0, metrics)
 
     def checkpoint_when_due(
         self, step: int, learner: Saveable, metrics: dict[str, float]
@@ -280,7 +280,7 @@ class Run(ABC, Generic[AnyConfig]):
 
     def speed(self, metrics: dict[str, float], step_s: float) -> dict[str, float]:
         """How long a step took, and how fast that was; asked of rank 0."""
-        return speed_figures(metrics, step_s)
+        return speed_metrics(metrics, step_s)
 
     def finish(self) -> dict[str, Any]:
         """Write the summary and say how it ended."""

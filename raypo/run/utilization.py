@@ -102,7 +102,7 @@ def step_work(
     return {phase: Work(each.samples, each.tokens, flops[phase]) for phase, each in work.items()}
 
 
-def work_figures(
+def work_metrics(
     work: Mapping[str, Work], seconds: Mapping[str, float], *, peak_flops: float
 ) -> dict[str, float]:
     """Rates of each phase, and model FLOPs utilisation of each and of the whole step.
@@ -112,19 +112,19 @@ def work_figures(
             the learner did something else meanwhile.
         peak_flops: FLOP/s of all devices together.
     """
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for phase, each in work.items():
         took = seconds.get(f"time/{phase}_s") or seconds.get(f"perf/{phase}_s", 0.0)
         if took > 0.0:
-            figures[f"perf/{phase}_samples_per_s"] = each.samples / took
-            figures[f"perf/{phase}_tokens_per_s"] = each.tokens / took
+            metrics[f"perf/{phase}_samples_per_s"] = each.samples / took
+            metrics[f"perf/{phase}_tokens_per_s"] = each.tokens / took
             if each.flops:
-                figures[f"perf/{phase}_mfu"] = each.flops / (took * peak_flops)
+                metrics[f"perf/{phase}_mfu"] = each.flops / (took * peak_flops)
     total = sum(each.flops for each in work.values())
     if total:
-        figures["perf/mfu"] = total / (seconds["time/step_s"] * peak_flops)
-        figures["perf/peak_tflops"] = peak_flops / 1e12
-    return figures
+        metrics["perf/mfu"] = total / (seconds["time/step_s"] * peak_flops)
+        metrics["perf/peak_tflops"] = peak_flops / 1e12
+    return metrics
 
 
 def _lengths(scored: list[ScoredRollout]) -> Lengths:

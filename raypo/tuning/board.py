@@ -62,7 +62,7 @@ class Board(Callback):
     ) -> None:
         """A trial reports a step."""
         record = self.records[number_of(trial)]
-        record.metrics = figures_of(result)
+        record.metrics = metrics_of(result)
         record.step = int(result.get(STEP, record.step))
 
     def on_trial_complete(
@@ -126,8 +126,8 @@ def number_of(trial: Trial) -> int:
     return int(str(trial).rpartition("-")[2])
 
 
-def figures_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """raypo's figures of a report, without what Tune and the sweep add."""
+def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """raypo's metrics of a report, without what Tune and the sweep add."""
     return {
         name: float(value)
         for name, value in result.items()

@@ -142,7 +142,7 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
 
 
 def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:
-    """Each trial's point and last figures beside its curves: `tensorboard --logdir trials`."""
+    """Each trial's point and last metrics beside its curves: `tensorboard --logdir trials`."""
     shown = {*goal.named, SCORE, REWARD_MODEL, KL}
     for record in records:
         metrics = {name: value for name, value in record.metrics.items() if name in shown}

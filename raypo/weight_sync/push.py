@@ -266,11 +266,11 @@ def try_probe(
     experience = to_experience(_scored(prompts, completions))
     gap = (learner.log_probs(experience) - experience.rollout_log_probs).abs()
     gap = gap[experience.response_mask]
-    figures = {
+    metrics = {
         "mismatch/probe_gap_max": float(gap.max()),
         "mismatch/probe_gap_mean": float(gap.mean(dtype=torch.float64)),
     }
-    measured = figures[f"mismatch/probe_gap_{'max' if probe.dtype == 'float32' else 'mean'}"]
+    measured = metrics[f"mismatch/probe_gap_{'max' if probe.dtype == 'float32' else 'mean'}"]
     if not measured <= MAX_GAP[probe.dtype]:
         raise WeightError(
             f"Push of version {version}: engine and learner give other log-probs to the same "
@@ -278,7 +278,7 @@ def try_probe(
             f"{probe.dtype}). The engine does not hold the learner's weights, or computes another "
             f"model; look at rollout.engine.extra."
         )
-    return figures
+    return metrics
 
 
 def _scored(prompts: list[np.ndarray], completions: list[Completion]) -> list[ScoredRollout]:

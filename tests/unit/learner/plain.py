@@ -265,7 +265,7 @@ def one_step(
     return Outcome(
         collected,
         experience,
-        collected.figures | metrics,
+        collected.metrics | metrics,
         state,
         models._policy.gradients if roles.trains_policy else [],
         models._critic.gradients if models._critic else [],

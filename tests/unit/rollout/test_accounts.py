@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
 from raypo.metrics.clock import Clock
-from raypo.rollout.accounts import Ledger, account_figures
+from raypo.rollout.accounts import Ledger, account_metrics
 from raypo.rollout.ahead import RolloutsInTurn
 from raypo.rollout.refill import Collected, fill_step
 from raypo.storage.summary import FATES, sample_totals
@@ -34,7 +34,7 @@ def test_a_sample_of_which_no_token_is_new_enough_is_dropped_and_not_trained():
     scored = collected(5, 4, 3, 2)
     late = replace(scored.scored[3].rollout, later_versions=((2, 4),))  # its last token is not
     scored.trained[3] = replace(scored.scored[3], rollout=late)
-    figures = account_figures((4, 0, 0), scored, Workers(), step=6, max_staleness=1)
+    figures = account_metrics((4, 0, 0), scored, Workers(), step=6, max_staleness=1)
     assert figures["rollout/samples_dropped"] == 1
     assert figures["rollout/samples_trained"] == 3
 
@@ -43,7 +43,7 @@ def test_conversations_of_an_episode_are_one_sample_and_dropped_only_together():
     both = collected(1, 5)
     second = replace(both.scored[1].rollout, sample_index=0, row_index=1)
     both.trained[1] = replace(both.scored[1], rollout=second)
-    figures = account_figures((1, 0, 0), both, Workers(), step=6, max_staleness=1)
+    figures = account_metrics((1, 0, 0), both, Workers(), step=6, max_staleness=1)
     assert figures["rollout/samples_dropped"] == 0
 
 
@@ -132,10 +132,10 @@ def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
         rollouts.begin(scored, fill_it, last_step=0)
         for step in range(1, 4):
             taken = rollouts.take(step, Clock())
-            accounts = account_figures(
+            accounts = account_metrics(
                 rollouts.counts(), taken, workers, step=step, max_staleness=None
             )
-            figures.append(taken.figures | accounts)
+            figures.append(taken.metrics | accounts)
         return figures
 
     for figures in on_workers(2, two):
@@ -146,4 +146,4 @@ def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
 
 def test_sampled_is_the_batch_of_the_step():
     step = fill(lambda group: (0.0, 1.0), section=FilterSection())
-    assert step.figures["rollout/samples_sampled"] == len(step.scored)
+    assert step.metrics["rollout/samples_sampled"] == len(step.scored)

@@ -15,7 +15,7 @@ from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import Draw, PromptStream
 from raypo.metrics.clock import Clock
-from raypo.rollout.accounts import account_figures
+from raypo.rollout.accounts import account_metrics
 from raypo.rollout.ahead import RolloutsAhead
 from raypo.rollout.refill import Collected, fill_step
 from raypo.types import Prompt, ScoredRollout
@@ -117,14 +117,14 @@ class Run:
             groups = {each.group_index: each.weight_version for each in rollouts}
             self.trained.append((step, list(groups.items())))
             self.last_versions += [int(each.weight_versions[-1]) for each in rollouts]
-            figures = account_figures(
+            figures = account_metrics(
                 self.ahead.counts(),
                 collected,
                 self.workers,
                 step=step,
                 max_staleness=self.max_staleness_trained,
             )
-            self.figures.append(collected.figures | figures)
+            self.figures.append(collected.metrics | figures)
             time.sleep(update_s)
             self.push(step)
             self.last_step = step

@@ -10,7 +10,7 @@ from raypo.collectives import Workers
 from raypo.data.stream import PromptStream
 from raypo.learner.learner import minibatch_order
 from raypo.rollout.dealing import balanced_shares, deal, to_experience
-from raypo.run.rollout_metrics import rollout_figures
+from raypo.run.rollout_metrics import rollout_metrics
 from raypo.types import Prompt, ScoredRollout
 from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_refill import rollout
@@ -110,8 +110,8 @@ def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
 
 
 def test_where_nothing_was_sampled_there_is_no_score():
-    assert on_workers(2, lambda w: rollout_figures([], w)) == [{}, {}]
-    one = on_workers(2, lambda w: rollout_figures(scored(2) if w.rank else [], w))
+    assert on_workers(2, lambda w: rollout_metrics([], w)) == [{}, {}]
+    one = on_workers(2, lambda w: rollout_metrics(scored(2) if w.rank else [], w))
     assert one[0] == one[1]
     assert one[0]["rollout/score_mean"] == 0.5
 
@@ -131,7 +131,7 @@ def test_what_an_environment_wrote_is_attended_to_and_neither_trained_nor_counte
     assert batch.group_index.tolist() == [0, 4]
     assert batch.minibatch.tolist() == [0, 1]
     assert batch.weight_version.tolist() == [5, 0]
-    figures = rollout_figures(shares, Workers())
+    figures = rollout_metrics(shares, Workers())
     assert figures["rollout/response_tokens"] == 3.0
     assert figures["rollout/response_tokens_mean"] == 1.5
     assert figures["rollout/response_tokens_max"] == 2.0

@@ -68,7 +68,7 @@ def fill(
 
 def fates(collected: Collected) -> tuple[float, ...]:
     names = ("sampled", "trained", "filtered", "failed")
-    return tuple(collected.figures[f"rollout/samples_{name}"] for name in names)
+    return tuple(collected.metrics[f"rollout/samples_{name}"] for name in names)
 
 
 def groups(collected: Collected) -> list[int]:
@@ -82,7 +82,7 @@ def test_without_a_filter_there_is_one_round_and_all_of_it_is_trained():
     collected = fill(lambda group: ALIKE, section=FilterSection())
     assert fates(collected) == (8, 8, 0, 0)
     assert collected.missing_groups == 0
-    assert "rollout/refills" not in collected.figures
+    assert "rollout/refills" not in collected.metrics
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -111,7 +111,7 @@ def test_the_last_refill_leaves_a_smaller_step():
         section=FilterSection(enabled=True, max_refills=2),
     )
     assert fates(collected) == (20, 2, 18, 0)
-    assert collected.missing_groups == collected.figures["rollout/groups_missing"] == 3
+    assert collected.missing_groups == collected.metrics["rollout/groups_missing"] == 3
 
 
 def test_a_step_may_lose_all_its_groups():
@@ -157,4 +157,4 @@ def test_a_response_without_a_sampled_token_cannot_be_trained():
     )
     assert collected.trained == scored[1:]
     assert fates(collected) == (2, 1, 0, 1)
-    assert collected.figures["rollout/samples_empty"] == 1
+    assert collected.metrics["rollout/samples_empty"] == 1

@@ -22,7 +22,7 @@ from raypo.rollout.experience import (
 )
 from raypo.rollout.judges import Judges
 from raypo.rollout.refill import Collected
-from raypo.run.rollout_metrics import rollout_figures
+from raypo.run.rollout_metrics import rollout_metrics
 from raypo.run.utilization import step_work
 from raypo.types import Episode, Experience, Prompt, Rollout, ScoredRollout, ToolUse
 from tests.stand_ins import Engine, Lossy
@@ -154,7 +154,7 @@ def test_rows_of_a_sample_are_of_one_minibatch():
 
 
 def test_lengths_are_of_samples():
-    figures = rollout_figures(rows(), Workers())
+    figures = rollout_metrics(rows(), Workers())
     assert figures["rollout/response_tokens"] == 26.0
     assert figures["rollout/response_tokens_mean"] == 26 / 4
     assert figures["rollout/response_tokens_max"] == 12.0
@@ -170,7 +170,7 @@ def test_tools_and_what_an_episode_measured_are_counted_once():
         else each
         for each in rows()
     ]
-    figures = rollout_figures(told, Workers())
+    figures = rollout_metrics(told, Workers())
     assert figures["episode/hits"] == 3.0
     assert figures["tools/calls_mean"] == 2 * 2 / 4
     assert figures["tools/failures"] == 2.0

@@ -17,14 +17,14 @@ def test_engines_were_idle_for_what_they_did_not_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     looks = EnginesLoad()
 
-    first = looks.figures({"a": told(busy_s=5.0, preemptions=1), "b": told(busy_s=7.0)})
-    second = looks.figures(
+    first = looks.metrics({"a": told(busy_s=5.0, preemptions=1), "b": told(busy_s=7.0)})
+    second = looks.metrics(
         {
             "a": told(Stretch(1.5, 2.0, 0.0, 0.0, 0.25, 0.5), busy_s=13.0, preemptions=3),
             "b": told(Stretch(0.0, 0.0, 3.0, 4.0, 0.5, 0.75), busy_s=9.0),
         }
     )
-    started_again = looks.figures({"a": told(busy_s=1.0), "b": told(busy_s=9.0)})
+    started_again = looks.metrics({"a": told(busy_s=1.0), "b": told(busy_s=9.0)})
 
     assert "perf/engine_idle_s" not in first
     assert second == {

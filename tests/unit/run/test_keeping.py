@@ -9,7 +9,7 @@ from raypo.collectives import Workers
 from raypo.learner.roles import Roles
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.run.ppo_run import PPORun
-from raypo.run.rollout_metrics import speed_figures
+from raypo.run.rollout_metrics import speed_metrics
 from tests.unit.run.test_rejection_sampling import SAMPLES
 
 
@@ -31,6 +31,6 @@ def test_samples_of_an_update_that_fails_are_written():
 
 def test_samples_per_second_are_those_sampled_where_any_are():
     learned = {"train/examples": 32.0}
-    assert speed_figures(learned, 2.0)["perf/samples_per_s"] == 16.0
+    assert speed_metrics(learned, 2.0)["perf/samples_per_s"] == 16.0
     both = learned | {"rollout/samples_sampled": 128.0}
-    assert speed_figures(both, 2.0)["perf/samples_per_s"] == 64.0
+    assert speed_metrics(both, 2.0)["perf/samples_per_s"] == 64.0

@@ -12,7 +12,7 @@ from raypo.config import PPOConfig, SFTConfig
 from raypo.recipes.sft import SFTRun
 from raypo.rollout.collect import judge
 from raypo.run.ppo_run import PPORun
-from raypo.run.rollout_metrics import rollout_figures, sample_row
+from raypo.run.rollout_metrics import rollout_metrics, sample_row
 from raypo.run.services import Services
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
@@ -71,13 +71,13 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
         for draw in draws
     ]  # fmt: skip
     scored = judge(rollouts, run.judges(NO_SERVICES), None)
-    figures = rollout_figures(scored, Workers())
+    figures = rollout_metrics(scored, Workers())
     assert figures["rollout/score_mean/few"] == 0.0
     assert figures["rollout/score_mean/many"] == 5.0
     assert figures["rollout/score_mean"] == 10.0 / 8
     assert sample_row(scored[0])["data_source"] == scored[0].rollout.data_source
     alone = [each for each in scored if each.rollout.data_source == "few"]
-    assert "rollout/score_mean/few" not in rollout_figures(alone, Workers())
+    assert "rollout/score_mean/few" not in rollout_metrics(alone, Workers())
 
 
 def test_examples_come_by_their_weights(values: dict[str, Any]):

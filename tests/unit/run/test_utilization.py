@@ -6,7 +6,7 @@ import pytest
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.rollout.refill import Collected
-from raypo.run.utilization import Work, models_of, step_work, work_figures
+from raypo.run.utilization import Work, models_of, step_work, work_metrics
 from raypo.types import Rollout, ScoredRollout
 from tests.tiny import tiny_policy
 
@@ -102,14 +102,14 @@ def test_a_model_of_unknown_shape_has_rates_and_no_utilisation(config: PPOConfig
     assert models_of(unknown) is None
     every = [scored(0, 0, prompt=4, response=3)]
     work = step_work(Collected(every, every, 0, {}), None, config, Workers(), step=1)
-    figures = work_figures(work, {"time/generate_s": 2.0, "time/step_s": 4.0}, peak_flops=1.0)
+    figures = work_metrics(work, {"time/generate_s": 2.0, "time/step_s": 4.0}, peak_flops=1.0)
     assert figures == {"perf/generate_samples_per_s": 0.5, "perf/generate_tokens_per_s": 1.5}
 
 
 def test_utilisation_is_flops_over_seconds_and_peak():
     work = {"generate": Work(1, 10, flops=2e9), "update": Work(1, 10, flops=6e9)}
     seconds = {"time/generate_s": 1.0, "time/update_s": 2.0, "time/step_s": 4.0}
-    figures = work_figures(work, seconds, peak_flops=1e10)
+    figures = work_metrics(work, seconds, peak_flops=1e10)
     assert figures["perf/generate_mfu"] == pytest.approx(0.2)
     assert figures["perf/update_mfu"] == pytest.approx(0.3)
     assert figures["perf/mfu"] == pytest.approx(0.2)
