@@ -101,7 +101,7 @@ def test_filtered_groups_are_replaced_by_the_next_draws_until_the_step_is_full(c
     for outcome, stream in zip(outcomes, streams, strict=True):
         assert fates(outcome) == (20, 8, 12, 0)
         assert outcome.missing_groups == 0
-        assert outcome.figures["rollout/refills"] == 4
+        assert outcome.metrics["rollout/refills"] == 4
         assert stream.state_dict() == {"position": 10}  # the cursor: a resumed run goes on here
 
 
