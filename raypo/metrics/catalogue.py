@@ -51,7 +51,7 @@ METRICS = {
         Metric("time/step_s", "seconds per step", line="{:.1f} s", tile=True),
         Metric("time/wait_for_rollouts_s", "wait for rollouts", line="waited {:.1f} s"),
         Metric("perf/engine_idle_s", "engine idle", line="engines idle {:.1f} s"),
-        Metric("time/evaluate_s", "old log-probs and values"),
+        Metric("time/log_probs_s", "old log-probs and values"),
         Metric("time/held_out_s", "held-out score"),
     )
 }

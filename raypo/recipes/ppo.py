@@ -112,7 +112,7 @@ def ppo_step(
         state: For the next step.
     """
     experience = learner.with_log_probs_and_values(experience)  # old log-probs, values
-    clock.lap("time/evaluate_s")
+    clock.lap("time/log_probs_s")
     experience, metrics, next_state = with_advantages(
         experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step
     )

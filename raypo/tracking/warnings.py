@@ -31,7 +31,7 @@ _PHASE_REMEDIES = {
     "time/wait_for_rollouts_s": "Give the engines more (rollout.engine.count), lower "
     "rollout.max_new_tokens, or make the reward function faster.",
     "time/score_s": "Make the reward function faster or batch its calls.",
-    "time/evaluate_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers.",
+    "time/log_probs_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers.",
     "time/update_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers, or lower "
     "ppo.num_epochs.",
     "time/push_weights_s": "Push less often: more prompts per step (rollout.prompts_per_step).",

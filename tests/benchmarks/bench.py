@@ -321,7 +321,7 @@ class Bench:
         if tool == "critic":
             critic = {"preset": "ppo", "kl": {"coef": 0.02}, "num_epochs": 1}
             found = self.raypo(work, ppo=critic | {"minibatch_size": PROMPTS * SAMPLES})
-            return found | {"passes_s": found["evaluate_s"] + found["update_s"]}
+            return found | {"passes_s": found["log_probs_s"] + found["update_s"]}
         if tool == "barecritic":
             found = self.piece("bare", work | {"critic": True})
             return found | {"passes_s": found["forward_s"] + found["update_s"]}
@@ -409,7 +409,7 @@ def table(known: dict[str, Any]) -> str:
     def ratio(above: tuple[str, str], below: tuple[str, str]) -> Any:
         return lambda case, *_: case[above[0]][above[1]] / case[below[0]][below[1]]
 
-    phases = ("generate_s", "score_s", "evaluate_s", "update_s")
+    phases = ("generate_s", "score_s", "log_probs_s", "update_s")
     row("raypo, s a step", part("raypo", "step_s"))
     for phase in (*phases, "push_weights_s", "report_s"):
         row(f"- {phase.removesuffix('_s').replace('_', ' ')}", part("raypo", phase))

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 PHASES = (
     "time/generate_s",
     "time/score_s",
-    "time/evaluate_s",
+    "time/log_probs_s",
     "time/save_rollouts_s",
     "time/update_s",
     "time/push_weights_s",

@@ -23,7 +23,7 @@ def test_no_two_plots_have_one_title():
 
 def test_a_metric_without_words_is_called_by_its_name():
     assert label_of("time/push_weights_s") == "push weights"
-    assert label_of("time/evaluate_s") == "old log-probs and values"
+    assert label_of("time/log_probs_s") == "old log-probs and values"
 
 
 def test_what_a_run_is_judged_by_is_documented():
