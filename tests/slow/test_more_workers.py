@@ -1,0 +1,36 @@
+"""A step under DeepSpeed does not depend on the number of workers: all stages, up to three."""
+
+from typing import Any
+
+import pytest
+
+from tests.integration.test_workers import (
+    assert_agrees_with_one_worker,
+    assert_fed_alike,
+    run_workers,
+)
+from tests.tiny import tiny_policy
+
+CASES = [(dtype, stage) for dtype in ("float32", "bfloat16") for stage in range(4)]
+FEW = [("float32", 0), ("float32", 3)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("workers")
+    tiny_policy(folder / "policy")
+    of_count = {1: CASES, 2: CASES, 3: FEW}
+    return {count: run_workers(folder, count, cases) for count, cases in of_count.items()}
+
+
+@pytest.mark.parametrize(
+    ("count", "case"), [(2, case) for case in CASES] + [(3, case) for case in FEW]
+)
+def test_metrics_and_weights_agree_with_one_worker(
+    outcomes: dict[int, dict[Any, Any]], count: int, case: tuple[str, int]
+):
+    assert_agrees_with_one_worker(outcomes, count, case)
+
+
+def test_of_three_each_is_fed_its_share_of_tokens(outcomes: dict[int, dict[Any, Any]]):
+    assert_fed_alike(outcomes[3]["float32", 0]["tokens"])
