@@ -1,5 +1,6 @@
 """What the tests of a session share: a local Ray, a process group, one run from start to end."""
 
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -45,13 +46,17 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def group() -> Iterator[None]:
-    """The one process group of this process: DeepSpeed keeps the first that it sees."""
+    """The one process group of this process: DeepSpeed keeps the first that it sees.
+
+    DeepSpeed and these tests collect garbage often: not through the millions of objects before.
+    """
     import torch.distributed as dist
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
+    gc.freeze()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

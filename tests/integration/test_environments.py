@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypo import PPOConfig, PPOTrainer
-from tests.integration.task import numbers, read_metrics
+from tests.integration.task import read_metrics
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -45,19 +45,6 @@ class Thinks:
         await asyncio.sleep(self.thinks_s)
         self.turns -= 1
         return " more? ", sum(map(str.isdigit, action)) / 8, self.turns == 0
-"""
-
-AGENT = """
-import asyncio
-
-class Drafts:
-    '''Two drafts at a time, one of which is gone on with, and a question of its own.'''
-
-    async def run(self, prompt, label, policy):
-        first, _ = await asyncio.gather(policy.generate(prompt), policy.generate(prompt))
-        second = await policy.generate(prompt + first.text + "; ")
-        other = await policy.generate("1+1=")
-        return sum(map(str.isdigit, first.text + second.text + other.text)) / 24
 """
 
 OPENAI_AGENT = """
@@ -113,7 +100,7 @@ def run(task: Path, name: str, **rollout: Any) -> Path:
 
 
 def test_a_run_with_an_environment(task: Path):
-    """It trains what was sampled and no more, and repeats bit for bit, in threads or processes."""
+    """It trains what was sampled and no more."""
     folder = run(task, "episodes")
     metrics = read_metrics(folder)
     assert [row["rollout/turns_max"] for row in metrics] == [3.0, 3.0, 3.0]
@@ -131,9 +118,6 @@ def test_a_run_with_an_environment(task: Path):
         assert sum(row["turn_rewards"]) == pytest.approx(row["score"])
         assert (np.flatnonzero(row["turn_rewards"])[:, None] == np.flatnonzero(mask)).any(1).all()
     assert "eval/score_mean" in metrics[1]
-
-    again = run(task, "episodes_in_processes", environment_processes=2)
-    assert numbers(read_metrics(again)) == numbers(metrics)
 
 
 def test_a_run_whose_episodes_go_on_while_weights_arrive(task: Path):
@@ -172,34 +156,6 @@ def test_a_run_whose_episodes_go_on_while_weights_arrive(task: Path):
         assert 1 <= row["episode"]["num_turns"] <= 4
         num_changed += len(set(versions)) > 1
     assert num_changed > 0
-
-
-def test_a_run_with_an_agent_and_a_critic(task: Path):
-    """Each episode is three rows with one score, and one sample."""
-    agent = task.parent / "drafts.py"
-    agent.write_text(AGENT)
-    overrides = {
-        "name": "agent",
-        "num_steps": 2,
-        "reward.function": None,
-        "ppo.gamma": 0.9,
-        "ppo.discount_by": "turn",
-        "rollout.agent": f"{agent}:Drafts",
-        "rollout.max_episode_tokens": 40,
-        "rollout.max_turns": 4,
-        "eval.prompts": None,
-    }
-    result = PPOTrainer(PPOConfig.load(task, overrides=overrides)).fit()
-    assert result.return_value == {"status": "finished", "step": 2}
-    folder = task.parent / "runs" / "agent"
-    for row in read_metrics(folder):
-        assert (row["rollout/turns_mean"], row["rollout/samples_trained"]) == (4.0, 32.0)
-        assert row["mismatch/log_prob_gap_max"] < 1e-3
-    rows = pq.read_table(folder / "rollouts" / "step_00002.parquet").to_pylist()
-    assert [row["row_index"] for row in rows] == [0, 1, 2] * 32
-    for each in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
-        assert len({(row["sample_index"], row["score"]) for row in each}) == 1
-        assert each[2]["prompt"] == "1+1="
 
 
 def test_a_run_with_an_agent_of_the_openai_package(task: Path):

@@ -1,7 +1,5 @@
 """A learner that was moved to the host and back goes on as if it had stayed."""
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,14 +33,6 @@ OPTIMIZERS = {
 LORA = {"rank": 2}
 SMALL = 4096
 """Bytes of counters, masks and heads; the weights of policy and critic have 350 kB in bfloat16."""
-
-
-@pytest.fixture(autouse=True)
-def only_what_is_new() -> Iterator[None]:
-    """`held_bytes` looks at the objects of a test, not at the millions of those before."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def run(

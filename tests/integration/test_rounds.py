@@ -21,21 +21,6 @@ from raypo.data.prompts import peek
 from tests.integration.pipeline import rounds_values, write_examples
 from tests.tiny import tiny_policy
 
-FAILS_ONCE = """
-from pathlib import Path
-
-from tests.integration.task import digit_share
-
-
-def digit_share_at_last(rollouts):
-    with Path(__file__).with_name("calls").open("a+") as calls:
-        calls.write(".")
-        calls.seek(0)
-        if len(calls.read()) == 3:
-            raise RuntimeError("the judge is out")
-    return digit_share(rollouts)
-"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,12 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the numbers of a run are, without its times."""
-    kept = ("step", "train/", "eval/", "selection/", "rollout/")
-    return [{k: v for k, v in row.items() if k.startswith(kept)} for row in rows]
 
 
 def rejection_sampling(folder: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
@@ -85,17 +64,6 @@ def test_what_was_selected_is_a_data_set_for_sft(folder: Path, whole):
     )
     scores = pq.read_table(file)["score"].to_pylist()
     assert sum(scores) / 16 == pytest.approx(whole[1]["selection/score_mean"])
-
-
-def test_a_run_that_fails_goes_on_from_its_last_round_to_the_same_figures(
-    folder: Path, local_ray: None, whole
-):
-    judge = folder / "judge.py"
-    judge.write_text(FAILS_ONCE)
-    evaluation = rounds_values(folder, "rejection_sampling")["eval"]
-    evaluation |= {"function": f"{judge}:digit_share_at_last"}
-    rows = rejection_sampling(folder, "resumed", eval=evaluation, max_failures=1)
-    assert figures(rows) == figures(whole)
 
 
 def test_iterative_dpo_learns_from_pairs_of_its_own_samples(folder: Path, local_ray: None):

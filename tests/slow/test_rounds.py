@@ -13,7 +13,8 @@ from raypo import (
     RejectionSamplingTrainer,
 )
 from tests.integration.pipeline import rounds_values, write_examples
-from tests.integration.task import read_metrics
+from tests.integration.task import numbers, read_metrics
+from tests.integration.test_dpo import FAILS_ONCE
 from tests.tiny import tiny_policy
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -46,6 +47,16 @@ def test_shares_learn_and_push_what_one_worker_does(folder: Path, one_worker):
     assert shares[0]["selection/score_mean"] == one_worker[0]["selection/score_mean"]
     assert shares[0]["train/loss"] == pytest.approx(one_worker[0]["train/loss"], rel=1e-4)
     assert shares[1]["eval/score_mean"] == pytest.approx(one_worker[1]["eval/score_mean"], abs=0.1)
+
+
+def test_a_run_that_fails_goes_on_from_its_last_round_to_the_same_numbers(folder: Path, one_worker):
+    judge = folder / "judge.py"
+    judge.write_text(FAILS_ONCE)
+    evaluation = rounds_values(folder, "rejection_sampling")["eval"]
+    evaluation |= {"function": f"{judge}:digit_share_at_last"}
+    rows = rejection_sampling(folder, "resumed", eval=evaluation, max_failures=1)
+    assert len((folder / "calls").read_text()) == 4  # before, at 1, at 2 in vain, at 2
+    assert numbers(rows) == numbers(one_worker)
 
 
 def test_two_workers_with_an_adapter_select_the_same_and_may_leave_it_at_that(
