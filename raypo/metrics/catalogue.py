@@ -141,7 +141,7 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
         ),
         Plot(
             "Tokens per second while it lasts",
-            [f"perf/{phase}_tokens_per_s" for phase in ("generate", "evaluate", "update")],
+            [f"perf/{phase}_tokens_per_s" for phase in ("generate", "log_probs", "update")],
             "tokens",
         ),
         Plot("Model FLOPs utilisation", ["perf/*mfu"], "share of the devices' peak"),

@@ -191,22 +191,22 @@ def _learner(
     made = _logits(config, first, learning, device, learns=True) if has_words else 0
     scratch = memory.layer_scratch(first, reading, itemsize=itemsize)
     scratch += _logits(config, first, reading, device) if has_words else 0
-    evaluate = _named(gathered, {"activations": scratch})
+    log_probs = _named(gathered, {"activations": scratch})
     step = sum(update.values())
     result.phases = {
-        "evaluate": evaluate,
+        "log_probs": log_probs,
         "update": _update(device, gathered, saved, made, step),
     }
     if isinstance(config, ExamplesConfig):
         for name, reference in models.references.items():
-            evaluate[name] = reference.parameters * itemsize
+            log_probs[name] = reference.parameters * itemsize
     elif has_words:
         pushed = {"push bucket": memory.push_bytes(first, itemsize=itemsize)}
         if device == "cuda":
             result.host |= pushed
         elif sharding.stage < 3 and not config.model.lora:
             pushed = {"push bucket": 0}  # it goes to the store from where it lies
-        result.phases |= {"push": pushed, "probe": evaluate}
+        result.phases |= {"push": pushed, "probe": log_probs}
     return result
 
 

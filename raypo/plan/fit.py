@@ -47,7 +47,7 @@ OFF_LOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 """Of `learner.deepspeed`: the optimizer in RAM."""
 MAX_REMEDIES = 3
 MOMENTS = {phase.value: phase for phase in Phase if phase != Phase.LEARN} | {
-    "evaluate": Phase.LEARN,
+    "log_probs": Phase.LEARN,
     "update": Phase.LEARN,
 }
 """What a role's memory is stated for, and the phase in which it is."""

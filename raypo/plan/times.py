@@ -212,7 +212,7 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
     phases = [
         work.generate(),
         work.score(),
-        work.evaluate(),
+        work.log_probs(),
         work.update(),
         work.push(),
         work.take_turns(),
@@ -325,7 +325,7 @@ class _Work:
         )
         return PhaseTime("score", {"arithmetic": seconds})
 
-    def evaluate(self) -> PhaseTime:
+    def log_probs(self) -> PhaseTime:
         """Old log-probs, where the update does not find them itself, and values."""
         config, models = self.config, self._plan.models
         is_one_update = config.responses_per_step <= config.ppo.minibatch_size
@@ -340,7 +340,7 @@ class _Work:
         if self._sharding.stage == 3:
             moved = self._microbatches(self._workers) * sum(map(self._whole, passes)) * self._ring
         beside = {"arithmetic": flops / self._rates.flops}
-        return PhaseTime("evaluate", beside | self._links(moved), moved=moved)
+        return PhaseTime("log_probs", beside | self._links(moved), moved=moved)
 
     def update(self) -> PhaseTime:
         """The policy's and the critic's, or the longer of the two where they are apart."""

@@ -68,7 +68,7 @@ def step_work(
     work = {
         "generate": Work(num_sampled, num_tokens),
         "score": Work(num_sampled, sampled.tokens),
-        "evaluate": Work(num_trained, trained.tokens),
+        "log_probs": Work(num_trained, trained.tokens),
         "update": Work(epochs * num_trained, epochs * trained.tokens),
     }
     if models is None:
@@ -94,7 +94,7 @@ def step_work(
     flops = {
         "generate": 0.0 if "engine" in elsewhere else passed(models.policy, scoring),
         "score": sum(judges),
-        "evaluate": critic
+        "log_probs": critic
         + of_reference
         + (policy if config.ppo.computes_old_log_probs(is_one_update=is_one_update) else 0.0),
         "update": 3 * epochs * (critic + (policy if learns else 0.0)),

@@ -56,7 +56,7 @@ COLUMNS = [
     "prompt_index",
 ]
 """Of a rollout's row."""
-WORKING = ("generate", "score", "evaluate", "update")
+WORKING = ("generate", "score", "log_probs", "update")
 """Phases in which models compute."""
 LAST_STEP = 4
 STANDS_STILL_S = 3.0

@@ -351,8 +351,8 @@ def test_a_reference_of_its_own_is_in_memory_while_it_is_asked(values: dict):
         for run in (examples_run(values, "dpo"), examples_run(values, "dpo", model=model))
     ]
     none, own = (made.roles[0].memory for made in plans)
-    assert "reference" not in none.phases["evaluate"]
-    assert own.phases["evaluate"]["reference"] == 2 * plans[0].models.policy.parameters
+    assert "reference" not in none.phases["log_probs"]
+    assert own.phases["log_probs"]["reference"] == 2 * plans[0].models.policy.parameters
     assert own.phases["update"] == none.phases["update"]
 
 

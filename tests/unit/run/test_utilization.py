@@ -51,10 +51,10 @@ def test_each_phase_has_what_passes_it(config: PPOConfig):
     assert {name: (each.samples, each.tokens) for name, each in work.items()} == {
         "generate": (2, 6),
         "score": (2, 14),
-        "evaluate": (1, 7),
+        "log_probs": (1, 7),
         "update": (2, 14),
     }
-    assert work["update"].flops == 3 * 2 * work["evaluate"].flops
+    assert work["update"].flops == 3 * 2 * work["log_probs"].flops
     assert work["score"].flops == work["generate"].flops
 
     alone = [scored(i, 0, prompt=4, response=3) for i in range(2)]
@@ -70,7 +70,7 @@ def test_a_step_of_one_update_makes_no_pass_for_old_log_probs(config: PPOConfig)
         ppo = config.ppo.model_validate({**keys, "minibatch_size": size})
         one = config.model_copy(update={"ppo": ppo})
         work = step_work(Collected(every, every, 0, {}), models_of(one), one, Workers(), step=1)
-        assert 3 * work["evaluate"].flops == passes * work["update"].flops
+        assert 3 * work["log_probs"].flops == passes * work["update"].flops
 
 
 def test_what_has_devices_of_its_own_is_not_the_workers_work(config: PPOConfig):
