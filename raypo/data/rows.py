@@ -217,7 +217,9 @@ def _parquet(source: str, key: str) -> Iterator[Row]:
     files, path = open_storage(source, key=key) if is_uri(source) else (None, source)
     try:
         with pq.ParquetFile(path, filesystem=files) as file:
-            for batch in file.iter_batches(batch_size=1024, use_threads=False):
+            for batch in file.iter_batches(
+                batch_size=1024, use_threads=False
+            ):  # see storage.parquet
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(f"{source}, row {number}", values)

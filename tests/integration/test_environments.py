@@ -79,13 +79,27 @@ class Chats:
 """
 
 
+def fit(task: Path, name: str, num_steps: int, overrides: dict[str, Any]) -> Path:
+    """A run that nothing judges but its environment or agent: its folder."""
+    common = {"name": name, "num_steps": num_steps, "reward.function": None}
+    result = PPOTrainer(PPOConfig.load(task, overrides=common | overrides)).fit()
+    assert result.return_value == {"status": "finished", "step": num_steps}
+    return task.parent / "runs" / name
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Of all steps, in order."""
+    return [
+        row
+        for path in sorted((folder / "rollouts").glob("step_*.parquet"))
+        for row in pq.read_table(path).to_pylist()
+    ]
+
+
 def run(task: Path, name: str, **rollout: Any) -> Path:
     environment = task.parent / "digits.py"
     environment.write_text(SOURCE)
     overrides = {
-        "name": name,
-        "num_steps": 3,
-        "reward.function": None,
         "reward.max_failed_fraction": 0.5,
         "ppo.advantage": "grpo",
         "ppo.num_epochs": 1,
@@ -94,9 +108,7 @@ def run(task: Path, name: str, **rollout: Any) -> Path:
         "rollout.max_episode_tokens": 60,
         **{f"rollout.{key}": value for key, value in rollout.items()},
     }
-    result = PPOTrainer(PPOConfig.load(task, overrides=overrides)).fit()
-    assert result.return_value == {"status": "finished", "step": 3}
-    return task.parent / "runs" / name
+    return fit(task, name, 3, overrides)
 
 
 def test_a_run_with_an_environment(task: Path):
@@ -125,9 +137,6 @@ def test_a_run_whose_episodes_go_on_while_weights_arrive(task: Path):
     environment = task.parent / "slow.py"
     environment.write_text(SLOW)
     overrides = {
-        "name": "in_flight",
-        "num_steps": 6,
-        "reward.function": None,
         "ppo.advantage": "grpo",
         "ppo.num_epochs": 1,
         "placement.mode": {"engine": "dedicated"},
@@ -137,17 +146,11 @@ def test_a_run_whose_episodes_go_on_while_weights_arrive(task: Path):
         "rollout.max_episode_tokens": 60,
         "eval.prompts": None,
     }
-    result = PPOTrainer(PPOConfig.load(task, overrides=overrides)).fit()
-    assert result.return_value == {"status": "finished", "step": 6}
-    folder = task.parent / "runs" / "in_flight"
+    folder = fit(task, "in_flight", 6, overrides)
     for row in read_metrics(folder):
         assert row["rollout/samples_sampled"] == row["rollout/samples_trained"] == 32
         assert row["rollout/staleness_max"] <= 2
-    rows = [
-        row
-        for path in sorted((folder / "rollouts").glob("step_*.parquet"))
-        for row in pq.read_table(path).to_pylist()
-    ]
+    rows = rows_of(folder)
     assert [row["group_index"] for row in rows] == [g for g in range(8 * 6) for _ in range(4)]
     num_changed = 0
     for row in rows:
@@ -163,25 +166,16 @@ def test_a_run_with_an_agent_of_the_openai_package(task: Path):
     agent = task.parent / "chats.py"
     agent.write_text(OPENAI_AGENT)
     overrides = {
-        "name": "openai",
-        "num_steps": 2,
-        "reward.function": None,
         "rollout.agent": f"{agent}:Chats",
         "rollout.agent_args": {"log": str(task.parent / "told.jsonl")},
         "rollout.max_episode_tokens": 60,
         "eval.prompts": None,
     }
-    result = PPOTrainer(PPOConfig.load(task, overrides=overrides)).fit()
-    assert result.return_value == {"status": "finished", "step": 2}
-    folder = task.parent / "runs" / "openai"
+    folder = fit(task, "openai", 2, overrides)
     for row in read_metrics(folder):
         assert (row["rollout/turns_mean"], row["rollout/episodes_failed"]) == (2.0, 0.0)
         assert row["mismatch/log_prob_gap_max"] < 1e-3
-    rows = [
-        row
-        for path in sorted((folder / "rollouts").glob("step_*.parquet"))
-        for row in pq.read_table(path).to_pylist()
-    ]
+    rows = rows_of(folder)
     told = map(json.loads, (task.parent / "told.jsonl").read_text().splitlines())
     trained = [
         (

@@ -5,9 +5,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from raypo import PPOConfig, PPOTrainer
 from tests.integration.task import numbers, read_metrics
-from tests.integration.test_environments import run
+from tests.integration.test_environments import fit, run
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -38,9 +37,6 @@ def test_a_run_with_an_agent_and_a_critic(task: Path):
     agent = task.parent / "drafts.py"
     agent.write_text(AGENT)
     overrides = {
-        "name": "agent",
-        "num_steps": 2,
-        "reward.function": None,
         "ppo.gamma": 0.9,
         "ppo.discount_by": "turn",
         "rollout.agent": f"{agent}:Drafts",
@@ -48,9 +44,7 @@ def test_a_run_with_an_agent_and_a_critic(task: Path):
         "rollout.max_turns": 4,
         "eval.prompts": None,
     }
-    result = PPOTrainer(PPOConfig.load(task, overrides=overrides)).fit()
-    assert result.return_value == {"status": "finished", "step": 2}
-    folder = task.parent / "runs" / "agent"
+    folder = fit(task, "agent", 2, overrides)
     for row in read_metrics(folder):
         assert (row["rollout/turns_mean"], row["rollout/samples_trained"]) == (4.0, 32.0)
         assert row["mismatch/log_prob_gap_max"] < 1e-3
