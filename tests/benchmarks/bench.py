@@ -1,6 +1,6 @@
 """`make bench`: raypo beside what a user would take instead, measured in one run on this machine.
 
-    python -m tests.benchmarks.bench [--only raypo_bf16_short trl_bf16_short ...] [--repeats 3]
+    python -m tests.benchmarks.bench [--only raypo_bf16_short trl_bf16_short ...] [--repeats 5]
 
 Every measurement is a process of its own, one at a time. What was measured is kept in
 `runs/bench/<date>.json`; a second call of the same day adds to it, and prints the whole table.
@@ -331,9 +331,9 @@ class Bench:
         """A step of raypo in float32, one of its sizes another than that of all others."""
         if what == "model":
             folder = random_model(self.folder / f"random-{size}", SHAPES[size])
-            return self.raypo(self.work("float32", "short", model=str(folder), steps=2))
+            return self.raypo(self.work("float32", "short", model=str(folder), steps=4))
         return self.raypo(
-            self.work("float32", "short", steps=2, **{what.replace("-", "_"): int(size)})
+            self.work("float32", "short", steps=4, **{what.replace("-", "_"): int(size)})
         )
 
 
@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is asked for, and print the table of all that is known of this day."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES, metavar="NAME")
-    parser.add_argument("--repeats", type=int, default=3, help="measured steps after the first")
+    parser.add_argument("--repeats", type=int, default=5, help="measured steps after the first")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/bench")
     options = parser.parse_args(arguments)
     bench = Bench(options.runs.resolve(), repeats=options.repeats)

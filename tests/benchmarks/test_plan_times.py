@@ -59,7 +59,7 @@ def planned(file: Path) -> dict[str, float]:
 @pytest.mark.parametrize("size", list(SHAPES)[-3:])
 def test_a_step_takes_what_the_plan_says(bench: Bench, size: str):
     folder = random_model(bench.folder / f"random-{size}", SHAPES[size])
-    work = bench.work("float32", "short", model=str(folder), steps=2)
+    work = bench.work("float32", "short", model=str(folder), steps=5)
     before = planned(bench.run_file(work))
     taken = bench.raypo(work)
     after = planned(bench.run_file(work))
