@@ -31,6 +31,7 @@ from raypo.config import (
     parse_run_config,
     source_name,
 )
+from raypo.config.base import RECORDED_BASE
 from raypo.custom.loader import check_class, check_function
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
@@ -295,6 +296,11 @@ def check_run_folder(config: RecipeConfig, files: RunFiles, *, start_over: str =
         ConfigError: with every key that differs.
     """
     recorded, done = files.config(), files.last_step()
+    if recorded is not None and RECORDED_BASE in recorded:
+        raise ConfigError(
+            f"name ({config.name}): {files.location} holds a sweep, no run. Choose another name or "
+            f"storage_path."
+        )
     if recorded is None or not done:  # it never made a step: nothing to protect
         if config.from_checkpoint is not None:
             _check_beginning(config, config.from_checkpoint)

@@ -41,7 +41,7 @@ def sweep(
     files = RunFiles(storage_path(config), config.name)
     with files.lock():
         if fresh:
-            files.remove()
+            files.remove(kind="sweep")
         check_sweep_folder(config, base, files)
         if is_done(config, files):
             more = "" if config.searcher == "grid" else "a larger num_samples adds trials, "

@@ -173,6 +173,24 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
     return {str(key): value for key, value in values.items() if key != DIR}
 
 
+def escaped(values: Any) -> Any:
+    """Plain nested values as `read_yaml` reads them back: `${` in a text refers to nothing."""
+    return _with_texts(values, "${", r"\${")
+
+
+def unescaped(values: Any) -> Any:
+    """What `escaped` was given."""
+    return _with_texts(values, r"\${", "${")
+
+
+def _with_texts(values: Any, old: str, new: str) -> Any:
+    if isinstance(values, Mapping):
+        return {key: _with_texts(value, old, new) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_with_texts(value, old, new) for value in values]
+    return values.replace(old, new) if isinstance(values, str) else values
+
+
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"a": {"b": 1}}` as `{"a.b": 1}`; empty mappings stay as values."""
     flat: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ RANGES = {
 }
 """Kinds with ends, and how their values are written."""
 LISTS = ("choice", "grid")
+MAX_TEST_VALUES = 100
+"""Of a range with steps, about so many are tried at most."""
 KINDS = (*LISTS, *RANGES)
 
 
@@ -62,11 +64,22 @@ class Domain:
 
     @property
     def test_values(self) -> tuple[Any, ...]:
-        """Values that stand for all of them when a config is tried: the ends of a range."""
-        if self.is_list:
+        """Values that stand for all of them when a config is tried: the ends of a range; where it
+        has steps, all of them if they are few.
+        """
+        if self.kind not in ("randint", "quniform"):
             return self.values
-        low, high = self.values[:2]
-        return (low, high - 1) if self.kind == "randint" else (low, high)
+        steps = self.steps
+        return tuple(dict.fromkeys([*steps[:: max(1, len(steps) // MAX_TEST_VALUES)], steps[-1]]))
+
+    @property
+    def steps(self) -> Sequence[float]:
+        """All values of randint and quniform, in order."""
+        if self.kind == "randint":
+            return range(*self.values)
+        low, high, step = self.values
+        count = 1 + math.floor((high - low) / step * (1 + 1e-9))
+        return [round(low + place * step, 12) for place in range(count)]
 
     def nearest(self, value: Any) -> Any:
         """The value of the domain that is nearest; one of a list stays."""

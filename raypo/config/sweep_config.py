@@ -261,6 +261,7 @@ class SweepConfig(RunFile):
             _check_key(key, type(base))
         for words, trial in self.trials():
             _check_metrics(self, trial, words)
+            _check_stop(trial, words)
         _check_sharing(self, base)
         _check_pbt(self, base)
         return base
@@ -343,6 +344,17 @@ def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
             raise ConfigError(
                 f"metric ({metric}): a trial with {words} has no reference, so there is no KL to "
                 f"it. Choose another metric, or a ppo.kl.coef above 0 for all trials."
+            )
+
+
+def _check_stop(trial: AnyConfig, words: str) -> None:
+    for key in ("at", "patience", "after_s"):
+        value = getattr(trial.stop, key)
+        if value is not None:
+            raise ConfigError(
+                f"stop.{key} ({value:g}): trials are compared at the same step, and one with "
+                f"{words} would end at another. Set overrides.stop.{key} to null; a scheduler "
+                f"stops the worse trials, and Ctrl-C ends a sweep so that it goes on later."
             )
 
 

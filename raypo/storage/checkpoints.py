@@ -7,6 +7,7 @@ from typing import Any
 
 from raypo.config import ConfigError
 from raypo.ray_internals import CHECKPOINTS
+from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import BEST, RunFiles
 
 STATE = "run.json"
@@ -29,7 +30,7 @@ def find_checkpoint(place: str) -> str:
         return files.location
     run, step = files, None
     if files.name == BEST and (best := files.read(BEST_STEP)) is not None:
-        run, step = RunFiles.at(files.location.rpartition("/")[0]), json.loads(best)["step"]
+        run, step = RunFiles.at(parent_and_name(files.location)[0]), json.loads(best)["step"]
     snapshot = json.loads(run.read(CHECKPOINTS) or b"{}")
     listed: list[dict[str, Any]] = snapshot.get("checkpoint_results", [])
     wanted = [snapshot.get("latest_checkpoint_result")]
@@ -41,7 +42,7 @@ def find_checkpoint(place: str) -> str:
             f"from_checkpoint ({place}): {what}. Give the folder of a run that has reached one, "
             f"its {BEST}/, or a checkpoint_* folder."
         )
-    return f"{run.location}/{wanted[-1]['checkpoint_dir_name']}"
+    return below(run.location, wanted[-1]["checkpoint_dir_name"])
 
 
 def checkpoint_state(checkpoint: str) -> dict[str, Any]:
@@ -51,4 +52,4 @@ def checkpoint_state(checkpoint: str) -> dict[str, Any]:
 
 def config_of(checkpoint: str) -> dict[str, Any]:
     """The config of the run in whose folder a checkpoint lies; empty where it lies elsewhere."""
-    return RunFiles.at(checkpoint.rpartition("/")[0]).config() or {}
+    return RunFiles.at(parent_and_name(checkpoint)[0]).config() or {}

@@ -32,6 +32,23 @@ def open_folder(storage_path: str, name: str) -> Folder:
     return Folder(Path(storage_path).expanduser().absolute() / name)
 
 
+def below(location: str, *names: str) -> str:
+    """The path or URI of something in a folder; the options of a URI stay at its end."""
+    path, mark, options = _without_options(location)
+    return "/".join([path.rstrip("/"), *names]) + mark + options
+
+
+def parent_and_name(location: str) -> tuple[str, str]:
+    """Of a path or URI: the folder that it lies in, and its own name there."""
+    path, mark, options = _without_options(location)
+    parent, _, name = path.rstrip("/").rpartition("/")
+    return parent + mark + options, name
+
+
+def _without_options(location: str) -> tuple[str, str, str]:
+    return location.partition("?") if "://" in location else (location, "", "")
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +131,7 @@ class RemoteFolder(Folder):
         super().__init__(Path(tempfile.mkdtemp(prefix="raypo-run-")))
         self._file_system, root = open_storage(storage_path, key="storage_path")
         self._root = f"{root.rstrip('/')}/{name}"
-        self.location = f"{storage_path.rstrip('/')}/{name}"
+        self.location = below(storage_path, name)
         self._synced: dict[str, tuple[int, int]] = {}  # name -> (mtime_ns, bytes)
         self._made: set[str] = set()  # folders that exist at the URI
         self._cleaner = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)

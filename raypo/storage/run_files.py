@@ -11,12 +11,20 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from raypo.config import ConfigError
-from raypo.storage.folder import TEMPORARY, RemoteFolder, finite, open_folder, replace_file
+from raypo.config.base import RECORDED_BASE, escaped, unescaped
+from raypo.storage.folder import (
+    TEMPORARY,
+    RemoteFolder,
+    finite,
+    open_folder,
+    parent_and_name,
+    replace_file,
+)
 from raypo.storage.parquet import from_parquet, to_parquet
 from raypo.storage.rollout_table import rollout_table
 
@@ -62,7 +70,7 @@ class RunFiles:
     def at(cls, location: str) -> RunFiles:
         """The files of a run by its folder or URI, as a person names it."""
         if "://" in location:
-            storage_path, _, name = location.rstrip("/").rpartition("/")
+            storage_path, name = parent_and_name(location)
         else:  # a folder's last name may be "." or ".."
             storage_path, name = os.path.split(os.path.abspath(Path(location).expanduser()))
         return cls(storage_path, name)
@@ -194,14 +202,13 @@ class RunFiles:
 
     def write_config(self, values: Mapping[str, Any]) -> None:
         """Write the resolved config: plain nested values."""
-        plain = json.loads(json.dumps(values))  # tuples become lists
-        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(escaped(values), sort_keys=False, allow_unicode=True)
         replace_file(self.folder / _CONFIG, text.encode())
 
     def config(self) -> dict[str, Any] | None:
         """The resolved config; None where there is none."""
         content = self._folder.read(_CONFIG)
-        return None if content is None else yaml.safe_load(content)
+        return None if content is None else unescaped(yaml.safe_load(content))
 
     def write(self, name: str, content: bytes) -> None:
         """Replace a file as a whole."""
@@ -231,19 +238,21 @@ class RunFiles:
 
     # The folder as a whole.
 
-    def remove(self) -> None:
+    def remove(self, *, kind: Literal["run", "sweep"] = "run") -> None:
         """Remove the run's folder; nothing to do where there is none.
 
         Raises:
-            ConfigError: the folder holds something else than a run of this name.
+            ConfigError: the folder holds something else than a run or sweep of this name.
         """
         config = self.config()
-        is_this_run = isinstance(config, dict) and config.get("name") == self.name
+        is_mapping = isinstance(config, dict)
+        found = "sweep" if is_mapping and RECORDED_BASE in config else "run"
+        is_this_run = is_mapping and config.get("name") == self.name and found == kind
         strangers = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
         strangers.sort(key=_CONFIG.__eq__)  # another run's config says the least
         if strangers and not is_this_run:
             raise ConfigError(
-                f"name ({self.name}): {self.location} is not the folder of such a run, it holds "
+                f"name ({self.name}): {self.location} is not the folder of such a {kind}, it holds "
                 f"{strangers[0]}, so it is not removed. Choose another name or storage_path, or "
                 "remove the folder yourself."
             )

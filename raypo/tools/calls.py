@@ -40,6 +40,8 @@ _PARAMETER = re.compile(
     r"<parameter=([^>]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL
 )
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+_NO_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+"""What Python's parser raises of a text; TypeError where a dictionary is a key."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 heard: ContextVar[Callable[[ToolUse], None]] = ContextVar("heard", default=lambda use: None)
 """Hears of each use of a tool; an episode has its own."""
@@ -83,8 +85,9 @@ def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
     if bare.startswith(("{", "[")):
         with suppress(ToolError):
             found = _objects(bare)
-    if not all(isinstance(each, dict) and "name" in each for each in found):
-        return []
+    keys = [set(each) if isinstance(each, dict) else set() for each in found]
+    if not all("name" in own and own & {"arguments", "parameters"} for own in keys):
+        return []  # an answer in JSON may have a name too
     return [_call(each) for each in found]
 
 
@@ -163,7 +166,7 @@ def _objects(text: str) -> list[Any]:
         found = json.loads(text)
         return found if isinstance(found, list) else [found]
     except (ValueError, RecursionError) as error:
-        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        with suppress(*_NO_PYTHON):
             match ast.parse(text, mode="eval").body:
                 case ast.List(elts=calls) if all(isinstance(each, ast.Call) for each in calls):
                     return [_of_python(each) for each in calls]  # pyright: ignore
@@ -202,11 +205,12 @@ def _typed(arguments: dict[str, str], schemas: Mapping[str, Any]) -> dict[str, A
     typed: dict[str, Any] = dict(arguments)
     for name, text in arguments.items():
         schema = schemas.get(name, {})
-        kinds = {each.get("type") for each in (schema, *schema.get("anyOf", ()))} - {None}
+        kinds = [each.get("type", []) for each in (schema, *schema.get("anyOf", ()))]
+        kinds = {kind for own in kinds for kind in ([own] if isinstance(own, str) else own)}
         if not kinds or "string" in kinds:
             continue
         for read in (ast.literal_eval, json.loads):
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            with suppress(*_NO_PYTHON):
                 typed[name] = read(text)
     return typed
 

@@ -12,14 +12,27 @@ from pathlib import Path
 
 from raypo.tools.calls import ToolError
 
-LOOK_EVERY = 1000
-"""Instructions of SQLite's machine between two looks at the clock."""
+LOOK_EVERY = 50
+"""Instructions of SQLite's machine between two looks at the clock; one may search a whole text."""
 _TOLD_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "foreign_key_list"}
+_READING = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+}
+_TEMPORARY = {
+    sqlite3.SQLITE_CREATE_TEMP_INDEX,
+    sqlite3.SQLITE_CREATE_TEMP_TABLE,
+    sqlite3.SQLITE_CREATE_TEMP_TRIGGER,
+    sqlite3.SQLITE_CREATE_TEMP_VIEW,
+}
+"""These lie in files that `MAX_PAGES` does not bound."""
 MAX_PAGES = 65536
 """Of a copy that queries change: 256 MB with pages of the usual size."""
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,  # no other file: neither ATTACH nor VACUUM INTO
-    sqlite3.SQLITE_LIMIT_LENGTH: 10**6,
+    sqlite3.SQLITE_LIMIT_LENGTH: 10**5,
     sqlite3.SQLITE_LIMIT_COLUMN: 100,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 10**5,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 100,
@@ -30,7 +43,8 @@ _LIMITS = {
 class Database:
     """A SQLite database behind the tool `sql`; for an episode, or several that only read.
 
-    A query reaches no other file. What takes too long is ended, also by whoever stops waiting.
+    A query reaches no other file, and leaves nothing behind for the next one but what it changes in
+    a copy. What takes too long is ended, also by whoever stops waiting.
     """
 
     def __init__(
@@ -72,7 +86,7 @@ class Database:
         connection.execute(f"PRAGMA max_page_count = {MAX_PAGES}")
         for limit, most in _LIMITS.items():
             connection.setlimit(limit, most)
-        connection.set_authorizer(_allows)
+        connection.set_authorizer(_may_write if writable else _may_read)
         self._connection = connection
 
     async def sql(self, query: str) -> str:
@@ -123,8 +137,13 @@ class Database:
         return text[: self._max_chars] + ("\n... (cut)" if is_cut else "")
 
 
-def _allows(action: int, name: str | None, value: str | None, *_: str | None) -> int:
-    """Whether a statement may do this: no setting of the connection is for the model."""
-    if action == sqlite3.SQLITE_PRAGMA:
-        return sqlite3.SQLITE_OK if name in _TOLD_PRAGMAS else sqlite3.SQLITE_DENY
-    return sqlite3.SQLITE_OK
+def _may_write(action: int, name: str | None, *_: str | None) -> int:
+    """Whether a statement on a copy may do this: no setting of the connection, no file of its own."""
+    is_told = action != sqlite3.SQLITE_PRAGMA or name in _TOLD_PRAGMAS
+    return sqlite3.SQLITE_OK if is_told and action not in _TEMPORARY else sqlite3.SQLITE_DENY
+
+
+def _may_read(action: int, name: str | None, *_: str | None) -> int:
+    """The same where queries of several episodes change nothing, for each other neither."""
+    is_told = action == sqlite3.SQLITE_PRAGMA and name in _TOLD_PRAGMAS
+    return sqlite3.SQLITE_OK if is_told or action in _READING else sqlite3.SQLITE_DENY

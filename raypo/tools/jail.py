@@ -248,10 +248,12 @@ def _build_room(paths: Iterable[str], jail: Jail) -> None:
     """A root of these paths, read-only, and an empty home; the working folder is there."""
     _mount("", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for path in dict.fromkeys(paths):
+    for path in sorted(set(paths), key=len):  # a folder before those in it, which it shows too
+        if os.path.lexists(ROOM + path):
+            continue
         if os.path.islink(path):  # /bin is usr/bin
             os.symlink(os.readlink(path), ROOM + path)
-        elif os.path.exists(path) and not os.path.lexists(ROOM + path):
+        elif os.path.exists(path):
             _show(path)
             _make_read_only(ROOM + path)
     for path in DEVICES:

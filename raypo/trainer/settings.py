@@ -21,7 +21,7 @@ from raypo.custom.loader import check_callable
 from raypo.plan.hardware import this_machine
 from raypo.plan.placement import worker_resources
 from raypo.rewards.scoring import RewardFunction
-from raypo.storage.folder import TEMPORARY
+from raypo.storage.folder import TEMPORARY, below
 from raypo.storage.run_files import GIVEN_ROWS, RunFiles
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
@@ -266,10 +266,7 @@ def _write(key: str, rows: Rows, files: RunFiles) -> str:
         os.replace(temporary, folder / name)
     finally:
         temporary.unlink(missing_ok=True)
-    if files.is_local:
-        return str(folder / name)
-    place, mark, options = files.storage_path.partition("?")
-    return f"{place.rstrip('/')}/{files.name}/{GIVEN_ROWS}/{name}{mark}{options}"
+    return below(files.location, GIVEN_ROWS, name)
 
 
 def _lines(key: str, rows: Rows) -> Iterator[bytes]:

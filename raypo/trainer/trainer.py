@@ -153,7 +153,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     f"raypo: {self.config.name} is finished, files in {self._files.location}; "
                     "with a higher num_steps it goes on, fresh=True starts over."
                 )
-                return self._with_every_step(Result.from_path(self._run_path()))
+                return self._with_every_step(Result.from_path(self._files.location))
             connected_here = connect(self.config.cluster)
             try:
                 return self._with_every_step(self._fit_watched())
@@ -369,10 +369,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     @property
     def _use_gpu(self) -> bool:
         return bool(self.scaling_config.use_gpu)
-
-    def _run_path(self) -> str:
-        place, mark, options = storage_path(self.config).partition("?")  # of a URI
-        return f"{place.rstrip('/')}/{self.config.name}{mark}{options}"
 
     def _with_every_step(self, result: Result) -> Result:
         rows = self._files.metrics()

@@ -8,9 +8,11 @@ from typing import Any
 
 import yaml
 
+from raypo.config.base import escaped
 from raypo.config.sweep_config import SweepConfig, with_values
 from raypo.metrics.clock import duration
 from raypo.report.change import held_out_scores
+from raypo.storage.folder import below
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions
 from raypo.tracking.tensorboard import write_hparams
@@ -94,7 +96,7 @@ def write_outcome(
     best = best_of(ordered, goal)
     if best is None and status == "finished":
         status = "failed"
-    trials = f"{files.location}/{TRIALS_FOLDER}"
+    trials = below(files.location, TRIALS_FOLDER)
     outcome = Outcome(
         status=status,
         location=files.location,
@@ -138,7 +140,9 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
         head.append(f"# It was stopped after step {best.step}; its score is {which}.")
     if sweep.scheduler.kind == "pbt":
         head.append("# These are its last values; before each copy it trained under others.")
-    return "\n".join(head) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return "\n".join(head) + "\n" + yaml.safe_dump(
+        escaped(values), sort_keys=False, allow_unicode=True
+    )
 
 
 def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:
@@ -147,7 +151,7 @@ def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) 
     for record in records:
         metrics = {name: value for name, value in record.metrics.items() if name in shown}
         if metrics:
-            run = RunFiles(f"{files.location}/{TRIALS_FOLDER}", record.name)
+            run = RunFiles(below(files.location, TRIALS_FOLDER), record.name)
             write_hparams(run.folder, record.point, metrics, step=record.step)
             run.sync()
 

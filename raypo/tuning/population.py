@@ -29,7 +29,7 @@ from ray.tune.schedulers import PopulationBasedTraining
 from raypo.config import ConfigError
 from raypo.config.space import Domain
 from raypo.ray_internals import forget_failed
-from raypo.storage.folder import link_tree, open_folder
+from raypo.storage.folder import below, link_tree, open_folder
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP
 from raypo.tuning.search import POINT
@@ -161,7 +161,7 @@ class Segment:
             self.trial, number=self.number + 1, known=other.known, compared=compared
         )
         open_folder(files.location, following.folder).remove()  # of an attempt that was killed
-        copied = f"{files.location}/{following.folder}/{COPIED}"
+        copied = below(files.location, following.folder, COPIED)
         copy_checkpoint(other.checkpoint, copied)
         following = dataclasses.replace(following, resume_from=copied, checkpoint=copied)
         following.write(files)
@@ -174,7 +174,7 @@ class Segment:
         Args:
             checkpoint: Its path as Ray Train says it, without the scheme of a URI.
         """
-        path = f"{files.location}/{self.folder}/{Path(checkpoint).name}"
+        path = below(files.location, self.folder, Path(checkpoint).name)
         later = dataclasses.replace(self, checkpoint=path, known=dict(known))
         later.write(files)
         return later

@@ -96,6 +96,9 @@ def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) ->
 
     rows = trial_rows(records, goal)
     for key in {key for row in rows for key in row if key.startswith("space/")}:
+        for row in rows:
+            if isinstance(row.get(key), list | tuple | dict):
+                row[key] = json.dumps(row[key])
         kinds = {type(row.get(key)) for row in rows}
         if len(kinds) > 1:  # parquet's columns have one type
             for row in rows:

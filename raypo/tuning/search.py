@@ -68,9 +68,11 @@ def random_point(sweep: SweepConfig, number: int) -> Point:
 
 
 def as_tune(domain: Domain) -> Any:
-    """A domain as Tune's."""
+    """A domain as Tune's, which knows a step of a range only where it divides both ends."""
     if domain.is_list:
         return tune.choice(list(domain.values))
+    if domain.kind == "quniform":
+        return tune.choice(list(domain.steps))
     return getattr(tune, domain.kind)(*domain.values)
 
 
@@ -82,7 +84,7 @@ def as_optuna(domain: Domain) -> BaseDistribution:
     if domain.kind == "randint":
         return IntDistribution(low, high - 1)
     if domain.kind == "quniform":
-        return FloatDistribution(low, high, step=domain.values[2])
+        return FloatDistribution(low, domain.steps[-1], step=domain.values[2])
     return FloatDistribution(low, high, log=domain.kind == "loguniform")
 
 

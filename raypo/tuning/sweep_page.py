@@ -23,6 +23,7 @@ from raypo.report.charts import (
 )
 from raypo.report.page import COLOURS, Chart, Details, Page, Section, Table, Tiles, Words, number
 from raypo.report.run_page import with_the_start
+from raypo.storage.folder import below
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.held_out import (
@@ -67,7 +68,7 @@ def load_sweep(files: RunFiles) -> SweepData | None:
         return None
     goal, found = Goal.of(config), read_trials(files)
     trials = ranked(found, goal)
-    storage = f"{files.location}/{TRIALS_FOLDER}"
+    storage = below(files.location, TRIALS_FOLDER)
     runs = {trial.name: RunFiles(storage, trial.name) for trial in trials}
     rows = {name: run.metrics() for name, run in runs.items()}
     status = (files.summary() or {}).get("status", "unfinished")

@@ -18,10 +18,9 @@ from raypo.cluster.connect import connect, dashboard_url
 from raypo.cluster.janitor import start_janitor
 from raypo.cluster.resources import find_nodes
 from raypo.config import AnyConfig
-from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
 from raypo.ray_internals import tell_past
-from raypo.storage.folder import open_folder
+from raypo.storage.folder import below, open_folder
 from raypo.storage.run_files import RunFiles
 from raypo.trainer.watch import stop_on_signal
 from raypo.tuning.board import Board
@@ -114,7 +113,7 @@ class _Sweep:
         self._setup = TrialSetup(
             sweep=sweep.name,
             base=sweep.base_values(),
-            storage_path=f"{storage_path(sweep).rstrip('/')}/{sweep.name}/{TRIALS_FOLDER}",
+            storage_path=below(files.location, TRIALS_FOLDER),
             working_dir=os.getcwd(),
             goal=self._goal,
             is_population=sweep.scheduler.kind == "pbt",

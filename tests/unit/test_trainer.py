@@ -56,13 +56,6 @@ def test_the_dtype_is_decided_where_the_devices_are_known(use_gpu: bool, dtype: 
     assert own.with_dtype(use_gpu=use_gpu) == own, "what the file says stays"
 
 
-def test_the_options_of_a_storage_uri_stay_behind_the_name_of_the_run():
-    place = "s3://bucket/runs?endpoint_override=localhost:9000"
-    run: Any = SimpleNamespace(config=config().model_copy(update={"storage_path": place}))
-    path = PPOTrainer._run_path(run)
-    assert path == "s3://bucket/runs/from-file?endpoint_override=localhost:9000"
-
-
 def test_what_ray_makes_up_leaves_the_file_alone():
     resolved = resolve(config(), None, RunConfig(failure_config=FailureConfig()))
     assert (resolved.name, resolved.storage_path) == ("from-file", "/from/file")

@@ -108,6 +108,40 @@ def test_combinations_that_the_run_config_refuses_are_refused_at_once(base: Path
     sweep_of(base, space=fitting).base_config()
 
 
+@pytest.mark.parametrize("domain", [{"randint": [8, 17]}, {"quniform": [8, 16, 4]}])
+def test_values_within_a_range_with_steps_are_tried_too(base: Path, domain: dict[str, Any]):
+    """Both ends divide 32 responses."""
+    assert "ppo.minibatch_size (" in refused(base, space={"ppo.minibatch_size": domain})
+
+
+@pytest.mark.parametrize(
+    ("domain", "values"),
+    [
+        (Domain("randint", (1, 4)), (1, 2, 3)),
+        (Domain("quniform", (0.0, 1.0, 0.25)), (0.0, 0.25, 0.5, 0.75, 1.0)),
+        (Domain("quniform", (0.0, 1.0, 0.4)), (0.0, 0.4, 0.8)),
+        (Domain("loguniform", (1e-4, 1.0)), (1e-4, 1.0)),
+    ],
+)
+def test_values_that_stand_for_a_domain(domain: Domain, values: tuple[float, ...]):
+    assert domain.test_values == pytest.approx(values)
+
+
+def test_of_a_wide_range_a_hundred_values_stand_for_all():
+    tried = Domain("randint", (0, 10**9)).test_values
+    assert 100 <= len(tried) <= 102
+    assert (tried[0], tried[-1]) == (0, 10**9 - 1)
+
+
+@pytest.mark.parametrize("rule", [{"at": 0.8}, {"patience": 2}, {"after_s": 60.0}])
+def test_a_rule_that_ends_trials_at_other_steps_is_refused(base: Path, rule: dict[str, Any]):
+    key = next(iter(rule))
+    assert refused(base, overrides={"stop": rule}).startswith(f"stop.{key} (")
+    assert f"overrides.stop.{key} to null" in refused(
+        base, space={f"stop.{key}": {"choice": [None, *rule.values()]}}
+    )
+
+
 def test_two_keys_that_only_fit_together_are_allowed(base: Path):
     too_large = {"ppo.minibatch_size": {"choice": [64]}}  # for the base's 32 responses
     assert "must divide" in refused(base, space=too_large)

@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from raypo.config import ConfigError
+from raypo.config.base import read_yaml
+from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import RunFiles
 
 
@@ -369,6 +371,41 @@ def test_remove_refuses_a_folder_that_is_no_run(storage):
         "removed. Choose another name or storage_path, or remove the folder yourself."
     )
     assert (folder / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(("kind", "other"), [("run", "sweep"), ("sweep", "run")])
+def test_remove_tells_a_run_from_a_sweep_of_the_same_name(storage, kind, other):
+    files = RunFiles(storage[0], "r")
+    files.write_config({"name": "r"} | ({"base_config": {}} if kind == "sweep" else {}))
+    files.sync()
+    with pytest.raises(ConfigError, match=f"is not the folder of such a {other}"):
+        files.remove(kind=other)
+    files.remove(kind=kind)
+    assert not files.exists()
+
+
+def test_a_text_that_looks_like_a_reference_stays_a_text(storage):
+    uri, folder = storage
+    files = RunFiles(uri, "r")
+    values = {"name": "r", "prompts": ["${amount}", {"a": "${dir}/b"}], "lr": 1e-6}
+    files.write_config(values)
+    files.sync()
+    assert files.config() == values
+    assert read_yaml(folder, []) == values | {"storage_path": str(folder.parent)}
+
+
+def test_the_options_of_a_uri_stay_behind_the_names(tmp_path):
+    place = "s3://bucket/runs?endpoint_override=localhost:9000"
+    run = "s3://bucket/runs/a/checkpoint_1?endpoint_override=localhost:9000"
+    assert below(place, "a", "checkpoint_1") == run
+    assert parent_and_name(run) == (below(place, "a"), "checkpoint_1")
+    assert below("/runs/what?/", "a") == "/runs/what?/a"
+    uri = f"{tmp_path.as_uri()}?region=here"
+    files = RunFiles(uri, "a")
+    files.write_config({"name": "a"})
+    files.sync()
+    assert files.location == f"{tmp_path.as_uri()}/a?region=here"
+    assert RunFiles.at(files.location).name == "a"
 
 
 def test_a_second_driver_is_refused_and_the_lock_outlives_remove(tmp_path):

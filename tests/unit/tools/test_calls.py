@@ -58,6 +58,8 @@ async def add(a: int, b: int = 0) -> str:
         ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
         ('{"name": "add", "arguments": "{\\"a\\": 1}"}', [ToolCall("add", {"a": 1})]),
         ('{"answer": 4}', []),
+        ('{"name": "Ann", "age": 3}', []),
+        ("[f(x={{}})]", []),
         ("[1, 2]", []),
         ("{not json}", []),
         ("[" * 10**5, []),
@@ -97,6 +99,7 @@ def test_calls_are_found_in_the_forms_of_the_field(text, calls):
         ("[TOOL_CALLS]add[ARGS]{one}", "the arguments of add are not JSON"),
         ("<|tool_call_start|>[add(1)]<|tool_call_end|>", r"arguments of a tool call have names"),
         ("<|tool_call_start|>[add(a=b)]<|tool_call_end|>", "is not JSON"),
+        ("<|tool_call_start|>[f(x={{}})]<|tool_call_end|>", "is not JSON"),
     ],
 )
 def test_a_call_that_is_none_is_the_models_mistake(text, problem):
@@ -129,6 +132,19 @@ def test_plain_text_arguments_have_the_types_of_the_tool():
     schema = {"type": "function", "function": {"name": "typed", "parameters": properties}}
     assert parse_tool_calls(text, [schema]) == [ToolCall("typed", read)]
     assert parse_tool_calls(text, [add]) == [ToolCall("typed", wrote)]
+
+
+def test_plain_text_arguments_have_types_also_where_a_schema_lists_several():
+    properties = {
+        "a": {"type": ["string", "null"]},
+        "b": {"type": ["integer", "null"]},
+        "c": {"type": "integer"},
+    }
+    parameters = {"type": "object", "properties": properties}
+    schema = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    wrote = "<parameter=a>1</parameter><parameter=b>1</parameter><parameter=c>{{}}</parameter>"
+    text = f"<tool_call><function=f>{wrote}</function></tool_call>"
+    assert parse_tool_calls(text, [schema]) == [ToolCall("f", {"a": "1", "b": 1, "c": "{{}}"})]
 
 
 def test_a_tool_is_called_with_its_arguments():

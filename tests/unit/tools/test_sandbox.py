@@ -83,6 +83,16 @@ def test_folders_that_it_may_read_are_imported_from_and_not_written_to(tmp_path)
     assert (tmp_path / "mine.py").read_text() == "value = 7"
 
 
+def test_a_folder_is_read_also_where_one_in_it_is_named_before(tmp_path):
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    (tmp_path / "mine.txt").write_text("7")
+    for folder in (tmp_path, inner.parent, inner):
+        folder.chmod(0o755)
+    code = f"import os; print(open({str(tmp_path / 'mine.txt')!r}).read(), os.listdir({str(inner)!r}))"
+    assert run(code, readable=[inner, tmp_path]) == Ran("7 []\n", 0)
+
+
 def test_what_it_writes_is_gone_with_it():
     sandbox = PythonSandbox()
 

@@ -50,6 +50,14 @@ def test_points_lie_in_the_space_and_are_plain_values(searcher: str):
         assert {type(value) for value in point.values()} <= {float, int, str}
 
 
+def test_a_step_that_divides_no_end_means_the_same_to_all_searchers():
+    sweep = sweep_of(space={"ppo.clip_low": {"quniform": [0.1, 0.5, 0.15]}}, num_samples=30)
+    for searcher in ("random", "optuna"):
+        trials = trials_of(sweep.model_copy(update={"searcher": searcher}))
+        drawn = {round(each["point"]["ppo.clip_low"], 6) for each in trials}
+        assert drawn == {0.1, 0.25, 0.4}
+
+
 def test_random_points_depend_on_seed_and_number_alone():
     assert random_point(sweep_of(), 3) == random_point(sweep_of(), 3)
     assert random_point(sweep_of(), 3) != random_point(sweep_of(), 4)

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from raypo.checks import check_run_folder
+from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from raypo.storage.run_state import paragraph, run_status
 from raypo.tuning.goal import Goal
-from raypo.tuning.record import TrialRecord, write_trials
+from raypo.tuning.record import TrialRecord, read_trials, write_trials
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, as_trial, recorded_config, sweep_status
 from tests.unit.tuning.test_report import BASE, SCORE
 
@@ -88,3 +90,24 @@ def test_a_run_is_no_sweep(tmp_path: Path):
     files = RunFiles(str(tmp_path), "run")
     files.write_config({"name": "run"})
     assert sweep_status(files, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[{}, {"most": 4}], [["a"], [{"path": "b", "weight": 2.0}]], ["a", ["a", "b"]], [1, 2.5]],
+)
+def test_values_of_any_kind_have_a_column(tmp_path: Path, values: list[object]):
+    files = RunFiles(str(tmp_path), "s")
+    trials = [
+        TrialRecord(number, f"s-{number:05d}", {"key": value}, "finished")
+        for number, value in enumerate(values)
+    ]
+    for known in (trials[:1], trials):
+        write_trials(files, known, Goal((SCORE,), (1.0,)))
+        assert [trial.point["key"] for trial in read_trials(files)] == values[: len(known)]
+
+
+def test_a_run_does_not_take_the_folder_of_a_sweep(files: RunFiles):
+    run = PPOConfig.load(Path(files.location).parent / "base.yaml", overrides={"name": "s"})
+    with pytest.raises(ConfigError, match=r"name \(s\): .* holds a sweep, no run\."):
+        check_run_folder(run, files)
