@@ -5,11 +5,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+PATIENCE = timedelta(days=7)
+"""What the workers wait for has limits of its own; one that dies is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +30,18 @@ class Workers:
         """The workers of the default process group; a group of one where there is none.
 
         What these operations carry are counts and rollouts, which lie in RAM. Over NCCL they would
-        wait for whoever computes on the GPUs just then, so beside it they get a gloo group.
+        wait for whoever computes on the GPUs just then, and any group's usual limit is half an hour,
+        which one worker's longest answer may exceed: so they get a gloo group of their own.
         """
         if not dist.is_initialized():
             return cls()
-        workers = cls(dist.get_rank(), dist.get_world_size())
-        return workers if dist.get_backend() == "gloo" else workers.beside()
+        return cls(dist.get_rank(), dist.get_world_size()).beside()
 
     def beside(self) -> Workers:
         """The same workers in a group of their own, for another thread; all of them call it."""
-        return replace(self, group=dist.new_group(backend="gloo")) if self.count > 1 else self
+        if self.count == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=PATIENCE))
 
     def team(self, sizes: Sequence[int]) -> Workers:
         """The workers of this one's team, in a group of their own; all workers call it.
@@ -46,7 +52,7 @@ class Workers:
         first, own = 0, self
         for size in sizes:
             ranks = range(first, first + size)
-            group: Any = dist.new_group(list(ranks), backend="gloo")
+            group: Any = dist.new_group(list(ranks), backend="gloo", timeout=PATIENCE)
             own = Workers(self.rank - first, size, group) if self.rank in ranks else own
             first += size
         return own

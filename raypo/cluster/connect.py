@@ -28,6 +28,8 @@ _WORKER_DEFAULTS = {
     # mended that (nccl#1234), yet others who took it out beside vLLM went back (SkyRL#1629).
     "NCCL_CUMEM_ENABLE": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    # A worker that asks for no GPU sees none, as it was before Ray 2.60: else it would take one.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
     # Learner, engine and reference take turns on the same cores: threads that spin while they
     # wait take them from the others (20 times slower sampling was measured). A thread that sleeps
     # at once pays at each of a pass's thousands of small products: it spins a moment first.

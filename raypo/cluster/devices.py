@@ -27,6 +27,7 @@ def users_choice(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return chosen
 
 
+BFLOAT16_CAPABILITY = (8, 0)
 OTHERS = ("NPU", "TPU", "HPU", "neuron_cores")
 """Accelerators as Ray names them, that raypo has no engine and no learner for."""
 
@@ -72,6 +73,25 @@ def check_driver(*, gpus: int) -> None:
         f"driver, install a torch for the driver's CUDA, or set learner.use_gpu to false to run on "
         f"CPUs."
     )
+
+
+def check_capability(dtype: str) -> None:
+    """Refuse a GPU that has no bfloat16; called in a process that is to compute on it.
+
+    Raises:
+        ConfigError: its compute capability is too low.
+    """
+    import torch
+
+    if dtype != "bfloat16" or torch.version.cuda is None or not torch.cuda.is_available():
+        return
+    found = torch.cuda.get_device_capability()
+    if found < BFLOAT16_CAPABILITY:
+        raise ConfigError(
+            f"model.dtype (bfloat16): {torch.cuda.get_device_name()} has compute capability "
+            f"{found[0]}.{found[1]}, and bfloat16 needs 8.0, an A100 or younger. Use other GPUs, "
+            f"or set model.dtype to float32."
+        )
 
 
 def check_choice(*, has_devices: bool, environ: Mapping[str, str] = os.environ) -> None:

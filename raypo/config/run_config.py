@@ -281,6 +281,12 @@ class OnlineConfig(RecipeConfig):
                     f"or placement.mode to dedicated for it."
                 )
             share = getattr(self.placement.gpus, role)
+            if role == "engine" and self.engines_share_gpus and engine.gpu_memory_fraction >= share:
+                yield (
+                    f"rollout.engine.gpu_memory_fraction ({engine.gpu_memory_fraction:g}): engines "
+                    f"share a GPU (placement.gpus.engine: {share:g}), and each takes memory of the "
+                    f"CUDA runtime besides. Set it below {share:g}, like {0.9 * share:.2g}."
+                )
             if size > 1 and share < 1.0 and (not is_colocated or asked is engine):
                 yield (
                     f"placement.gpus.{role} ({share:g}): a replica on several GPUs "

@@ -31,8 +31,13 @@ _keep_alive: dict[str, tuple[list[ActorHandle], Any]] = {}
 2.60 lets go of a constructor's large arguments before the second time that it needs them."""
 
 
-def start_deployment(deployment: Deployment, places: Sequence[Place]) -> DeploymentHandle:
+def start_deployment(
+    deployment: Deployment, places: Sequence[Place], *, in_turn: bool = False
+) -> DeploymentHandle:
     """Start a replica in each place, in the background; they end with the calling process.
+
+    Args:
+        in_turn: One after the other: each is waited for before the next one begins.
 
     Raises:
         DeploymentError: another deployment has the name.
@@ -40,15 +45,17 @@ def start_deployment(deployment: Deployment, places: Sequence[Place]) -> Deploym
     made_from = ray.put(deployment)
     # A class of its own has its own name in the dashboard.
     cls = type(deployment.cls.__name__, (_RemoteReplica,), {})
-    actors = [
-        start_named(
+    actors = []
+    for index, place in enumerate(places):
+        actor = start_named(
             cls,
             f"{deployment.name}:{index}",
             options=_options(deployment, place),
             kwargs={"made_from": [made_from], "index": index, "bundle": place.bundle},
         )
-        for index, place in enumerate(places)
-    ]
+        actors.append(actor)
+        if in_turn:  # why it did not start is told by whoever asks it first
+            ray.wait([actor.where.remote()], timeout=deployment.start_timeout_s)
     _keep_alive[deployment.name] = (actors, made_from)
     namespace = ray.get_runtime_context().namespace
     return DeploymentHandle(Replicas(deployment.limits(), namespace, len(actors)))

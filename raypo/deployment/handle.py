@@ -155,12 +155,21 @@ class Method:
 
     def remote(self, *args: Any, **kwargs: Any) -> Response:
         """Call the method on one replica."""
+        return self._response(args, kwargs, waits=True)
+
+    async def asked(self, *args: Any, **kwargs: Any) -> Any:
+        """The answer of one replica; the event loop goes on also while none can be asked."""
+        return await self._response(args, kwargs, waits=False)
+
+    def _response(self, args: Any, kwargs: Any, *, waits: bool) -> Response:
         handle = self._handle
         request = Request(self._name, args, kwargs, handle._requirement.call)
         if handle._known_as is not None:
             id, part = handle._known_as
             request = replace(request, id=id, part=part)
-        return Response(handle._replicas, request, handle._prefer, stays=handle._stays)
+        return Response(
+            handle._replicas, request, handle._prefer, stays=handle._stays, waits=waits
+        )
 
     def on_all(self, *args: Any, **kwargs: Any) -> list[OneResponse]:
         """Call the method on every replica that is up, however full its queue is."""

@@ -120,7 +120,12 @@ class Replicas:
         return answers, [index for index, ref in refs.items() if ref not in told]
 
     def choose(
-        self, prefer: Sequence[int], avoid: Collection[int], *, stays: bool = False
+        self,
+        prefer: Sequence[int],
+        avoid: Collection[int],
+        *,
+        stays: bool = False,
+        waits: bool = True,
     ) -> int | None:
         """A preferred replica with room, else the one with the fewest requests.
 
@@ -129,6 +134,8 @@ class Replicas:
         Args:
             stays: A preferred one, however many requests it has, as long as it is not known to be
                 lost; then it is not asked, and nothing is waited for.
+            waits: Where this says no more, ask for the loads, which takes seconds where a replica
+                is lost. Else None.
         """
         now = time.monotonic()
         left = [index for index in self.left() if index not in avoid]
@@ -136,6 +143,8 @@ class Replicas:
         for index in prefer if stays else ():
             if index in awake:
                 return index
+        if not waits:
+            return None
         loads, silent = self.ask("load", awake or left, PROBE_TIMEOUT_S)
         for index in silent:  # busy, hanging, or away and Ray does not know yet
             loads[index], self._rest_until[index] = math.inf, time.monotonic() + REST_S

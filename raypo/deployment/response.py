@@ -27,6 +27,7 @@ class Response:
         prefer: Sequence[int],
         *,
         stays: bool = False,
+        waits: bool = True,
     ) -> None:
         self._replicas, self._request, self._prefer = replicas, request, prefer
         self._stays = stays
@@ -36,7 +37,7 @@ class Response:
         self._answer: tuple[Any] | None = None
         self._num_seen = 0
         """Entries of the answer that the replica has named."""
-        self._send(replicas.choose(prefer, avoid=(), stays=stays))
+        self._send(replicas.choose(prefer, avoid=(), stays=stays, waits=waits))
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for the answer.

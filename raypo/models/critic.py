@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from raypo.config import ModelSection, PolicyLoraSection, RewardWeights
+from raypo.config import ConfigError, ModelSection, PolicyLoraSection, RewardWeights
 from raypo.models.heads import Float32Linear
-from raypo.models.loading import load_backbone, load_reward_model, same_vocabulary
+from raypo.models.loading import is_causal, load_backbone, load_reward_model, same_vocabulary
 from raypo.models.lora import add_adapter
 from raypo.models.packed_attention import hidden_states
 from raypo.models.packing import pack_padded
@@ -43,6 +43,8 @@ def critic_start(
 ) -> CriticStart:
     """`model.critic`, else the first reward model of the policy's vocabulary, else the policy.
 
+    An encoder is none of them: its values would know the tokens that they are the baseline of.
+
     A reward model's weighted score is its part of the return of a whole response (before KL), so
     its score head times the weights is a fair first guess of the value; elsewhere a head of zeros
     says V = 0. What other judges and other reward models add, and what a bound on the scores cuts
@@ -52,12 +54,20 @@ def critic_start(
     Args:
         has_other_judges: A reward function or servers score too.
         normalizes: `ppo.shaping.normalize`.
+
+    Raises:
+        ConfigError: `model.critic` is an encoder.
     """
     if model.critic is not None:
+        if not is_causal(model.critic):
+            raise ConfigError(
+                f"model.critic ({model.critic}): its attention sees later tokens, and a value must "
+                f"not know what comes. Give a decoder, or remove model.critic."
+            )
         return CriticStart(model.critic)
     entries = model.reward or ()
     for entry in entries:
-        if not same_vocabulary(entry.path, model.policy):
+        if not same_vocabulary(entry.path, model.policy) or not is_causal(entry.path):
             continue
         if normalizes:
             remark = "times 0: ppo.shaping.normalize finds the scale of the scores as they come"
@@ -111,7 +121,7 @@ class Critic(nn.Module):
     def _load_whole(cls, start: CriticStart, **loaded: str) -> tuple[Self, str]:
         if start.reward_weight is not None:
             model = load_reward_model(start.path, **loaded)
-            if has_score_head(model):  # an encoder's states see the future: no critic
+            if has_score_head(model):
                 critic = cls(model.base_model)
                 with torch.no_grad():
                     for name, parameter in model.score.named_parameters():

@@ -80,6 +80,13 @@ def same_vocabulary(path: str, other: str) -> bool:
     return path == other or load_tokenizer(path).get_vocab() == load_tokenizer(other).get_vocab()
 
 
+def is_causal(path: str) -> bool:
+    """Whether no state of the backbone of a folder or hub id sees later tokens."""
+    with torch.device("meta"):
+        backbone = AutoModel.from_config(AutoConfig.from_pretrained(path))
+    return all(getattr(module, "is_causal", True) for module in backbone.modules())
+
+
 def vocabulary_size(path: str) -> int:
     """How many token ids the model of a folder or hub id knows; its tokenizer may have fewer."""
     return AutoConfig.from_pretrained(path).get_text_config().vocab_size

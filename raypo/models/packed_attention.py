@@ -33,6 +33,12 @@ MAX_GAP = 0.1
 """Relative, of the trial: rounding in bfloat16 comes to 0.01, a wrong attention to 0.3 and more."""
 BLOCK = 128
 """Tokens of a side of the blocks of flex attention."""
+KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+"""For few tokens torch takes a kernel for decoding, whose blocks do not go into these where several
+heads share keys and values (pytorch/pytorch#185349)."""
+LARGE_HEAD, LARGE_HEAD_SHARED_BYTES = 128, 160 << 10
+"""Heads above this size need so much shared memory of a GPU's multiprocessor (flex attention's
+backward pass; pytorch/pytorch#198224)."""
 MAX_COMPILED = 64
 """Kinds of calls of flex attention in a process: of dtypes, heads, windows, with and without
 gradients, and not of lengths. One more is an error, where torch else leaves out the compiler and
@@ -50,7 +56,16 @@ def can_read_packed(model: Any) -> bool:
         getattr(config, "use_sliding_window", True) is not False
     )
     tells_window = not has_window or config.model_type not in WINDOW_IN_MASK
-    return bool(is_decoder and layers <= UNDERSTOOD_LAYERS and not has_sinks and tells_window)
+    is_understood = is_decoder and layers <= UNDERSTOOD_LAYERS and not has_sinks and tells_window
+    return bool(is_understood and _has_room_for_heads(config))
+
+
+def _has_room_for_heads(config: Any) -> bool:
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size <= LARGE_HEAD or not torch.cuda.is_available():
+        return True
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.shared_memory_per_block_optin >= LARGE_HEAD_SHARED_BYTES
 
 
 def use_packed_attention(model: Any) -> None:
@@ -153,7 +168,7 @@ def packed_attention(
     assert dropout == 0.0, "models are loaded with their dropout off"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if query.is_cuda:
-        attend = partial(_flex_attention(), scale=scale)
+        attend = partial(_flex_attention(), scale=scale, kernel_options=KERNEL_OPTIONS)
         mixed = flex(query, key, value, layout, attend, window=sliding_window, softcap=softcap)
         return mixed.transpose(1, 2), None
     heads = query.shape[1] // key.shape[1]
@@ -223,11 +238,17 @@ def flex(
     )
 
 
-@cache
 def _flex_attention() -> Any:
+    # Of each thread its own: a checkpoint's passes are made again in one of the backward pass.
+    torch._dynamo.config.recompile_limit = MAX_COMPILED
+    torch._dynamo.config.specialize_float = True  # with gradients a score cap must be a constant
+    return _compiled()
+
+
+@cache
+def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.config.recompile_limit = MAX_COMPILED
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 

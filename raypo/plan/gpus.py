@@ -39,11 +39,9 @@ GPUS = (
     Gpu("L40S", 48, 362.0, 91.6, 864, 25, 25, 12.5),
     Gpu("L4", 24, 121.0, 30.3, 300, 12, 12, 6),
     Gpu("A10G", 24, 70.0, 31.2, 600, 25, 25, 6),
-    Gpu("V100", 16, 15.7, 15.7, 900, 150, 12, 12.5),
-    Gpu("T4", 16, 8.1, 8.1, 320, 12, 12, 6),
 )
 """A kind stands before one whose name is a part of its own; where there are two of a name, the
-smaller. V100 and T4 have no bfloat16: it is computed as float32."""
+smaller. Kinds without bfloat16, like V100 and T4, are refused (`cluster.devices`)."""
 
 
 def gpu_of(name: str) -> Gpu | None:

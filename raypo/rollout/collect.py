@@ -208,6 +208,8 @@ def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0)
         adapter=sampling.adapter,
         id=sampling.owner,
         priority=draw.group_index if sampling.priority is None else sampling.priority,
+        # A run that goes on does not evaluate again what an undisturbed one did before this.
+        cache_salt=f"stream {sampling.stream}" if sampling.stream else "",
     )
 
 

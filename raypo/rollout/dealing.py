@@ -14,6 +14,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
+import xxhash
 
 from raypo.collectives import Workers
 from raypo.data.padding import pad_left, pad_right
@@ -45,8 +46,8 @@ def deal(
         workers: All of them call it together.
         teams: Ranks of teams, each of which is dealt the whole batch; none: all are one.
     """
-    known = [  # of each rollout: where it belongs, its lengths, and who has it
-        (*_name(r), len(r.prompt_ids), len(r.response_ids), workers.rank)
+    known = [  # of each rollout: where it belongs, its lengths, who has it, and which prompt it is
+        (*_name(r), len(r.prompt_ids), len(r.response_ids), workers.rank, _prompt(r))
         for r in (each.rollout for each in scored)
     ]
     everyone = sorted(each for share in workers.gather(known) for each in share)
@@ -63,7 +64,10 @@ def deal(
     dealt: list[list[tuple[int, int]]] = [[] for _ in range(workers.count)]
     for number, places in enumerate(np.array_split(np.arange(len(samples)), num_minibatches)):
         minibatch = [index for place in places for index in samples[place]]
-        pieces = [list(members) for _, members in groupby(minibatch, key=group_of)]
+        by_prompt: dict[tuple[int, int], list[int]] = {}  # an agent's group has several
+        for index in minibatch:
+            by_prompt.setdefault((group_of(index), everyone[index][6]), []).append(index)
+        pieces = list(by_prompt.values())
         for team in teams or [range(workers.count)]:
             shares = balanced_shares(pieces, prompt_lengths, response_lengths, len(team))
             for rank, share in zip(team, shares, strict=True):
@@ -77,6 +81,11 @@ def deal(
     for parcel in workers.exchange(parcels):
         received |= parcel
     return [replace(received[index], minibatch=number) for number, index in dealt[workers.rank]]
+
+
+def _prompt(rollout: Rollout) -> int:
+    """The same number for the same tokens."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rollout.prompt_ids).tobytes())
 
 
 def balanced_shares(

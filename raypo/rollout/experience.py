@@ -87,7 +87,8 @@ def with_advantages(
     """
     mask = experience.response_mask
     if ppo.mask_truncated:
-        experience = experience.with_(loss_mask=mask & ~experience.truncated.unsqueeze(1))
+        kept = experience.counted & ~experience.truncated.unsqueeze(1)
+        experience = experience.with_(loss_mask=kept)
     experience = _with_sample_tokens(experience, workers)
     scores = experience.scores
     if ppo.shaping.function is not None:
@@ -266,7 +267,6 @@ def distance_to_engine(
     knows_gap = ppo.old_log_probs == "learner"
     if knows_gap:
         _add_mismatch(means, stats, suffix="")
-        means.maximum("mismatch/log_prob_gap_max", stats["abs_difference_max"])
     means.total("mismatch/unknown_tokens", stats["unknown"])
     means.add("mismatch/weight_mean", masked.masked_sum(weights, mask), stats["tokens"])
     means.add("mismatch/dropped_fraction", (mask & (weights == 0.0)).sum(), stats["tokens"])
@@ -351,4 +351,5 @@ def _add_mismatch(means: WeightedMeans, stats: dict[str, Tensor], *, suffix: str
     tokens = stats["tokens"]
     means.add(f"mismatch/kl{suffix}", stats["kl"], tokens)
     means.add(f"mismatch/log_prob_gap_mean{suffix}", stats["abs_difference"], tokens)
+    means.maximum(f"mismatch/log_prob_gap_max{suffix}", stats["abs_difference_max"])
     means.add(f"mismatch/clip_fraction{suffix}", stats["clipped"], tokens)

@@ -54,11 +54,13 @@ def start_dedicated(
                 logs_dir=logs_dir,
                 **(more or {}).get(role.name, {}),
             )
-            handle = start_deployment(deployment, places[role.name])
-            dedicated.handles[role.name] = handle
             used = [bundles[place.bundle] for place in places[role.name]]
-            if any(bundle.gpus > 0 and len(bundle.guests) > 1 for bundle in used):
-                handle.wait(config.placement.timeout_s)  # vLLM measures what is free there
+            # vLLM measures what is free on a GPU while it starts.
+            in_turn = any(bundle.gpus > 0 and len(bundle.guests) > 1 for bundle in used)
+            handle = start_deployment(deployment, places[role.name], in_turn=in_turn)
+            dedicated.handles[role.name] = handle
+            if in_turn:
+                handle.wait(config.placement.timeout_s)
     except BaseException:
         dedicated.shutdown(graceful=False)
         raise

@@ -55,7 +55,7 @@ class EngineHandle:
 
     async def join(self, request: SamplingRequest) -> Completion:
         """One response, which joins what an engine samples; no thread waits for it."""
-        (completion,) = await self.handle.submit.remote([request])
+        (completion,) = await self.handle.submit.asked([request])
         return completion
 
     @property

@@ -14,7 +14,8 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from raypo.cluster.actors import survivors
+from raypo.calls import AnswerOfOne
+from raypo.cluster.actors import DeploymentError, survivors
 from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers, as_tensor
 from raypo.config import OnlineConfig, functions_of
@@ -93,6 +94,7 @@ class OnlineRun(Run[AnyOnline]):
     """Who trains policy and critic."""
     _engines_load: EnginesLoad = field(default_factory=EnginesLoad)
     _has_pushed: bool = False
+    _memory_asked: dict[str, Sequence[AnswerOfOne[dict[str, float]]]] = field(default_factory=dict)
     _phases: Phases | None = None
     _elsewhere: frozenset[str] = frozenset()
     """Roles that do not live beside these workers."""
@@ -293,7 +295,7 @@ class OnlineRun(Run[AnyOnline]):
             if self.roles.are_apart:
                 engine.require(*self.workers.broadcast(engine.required))
             self.enter(Phase.GENERATE)
-            metrics |= self._memory(services)  # an engine tells it between two steps
+        metrics |= self._memory(services)
         if isinstance(self.rollouts, RolloutsAhead):
             self.rollouts.arrived(version)
         return metrics
@@ -399,11 +401,16 @@ class OnlineRun(Run[AnyOnline]):
     def _memory(self, services: Services) -> dict[str, float]:
         """`perf/memory_<role>_gb` of each role's largest process or replica, and of its GPU.
 
-        It stands after a push, so a step's metrics lack what its own evaluation takes.
+        It stands after a push, so a step's metrics lack what its own evaluation takes. What samples
+        and scores beside the learner answers when it comes to it: what it says is of a step before.
         """
         by_role = {"learner": self.workers.gather(peak_memory())}
         if self.workers.rank == 0:
-            by_role |= services.peak_memory()
+            asked = services.ask_peak_memory()
+            if self.pushes:
+                asked, self._memory_asked = self._memory_asked, asked
+            # What a replica cannot do any more is reported by what needs it.
+            by_role |= {k: survivors(v, passing_over=DeploymentError) for k, v in asked.items()}
             by_role["driver"] = self.tell.driver_memory()
         return {
             f"perf/{kind}_{role}_gb": max(each[kind] for each in peaks if kind in each)

@@ -62,7 +62,9 @@ class PPORun(OnlineRun[PPOConfig]):
             critic_start=critic_start(
                 config.model,
                 config.reward.weights,
-                has_other_judges=self.reward_function is not None or config.reward.url is not None,
+                has_other_judges=self.reward_function is not None
+                or config.reward.url is not None
+                or config.rollout.environment is not None,
                 normalizes=config.ppo.shaping.normalize,
             ),
             workers=self.workers,

@@ -17,6 +17,7 @@ import ray.util
 import torch
 from ray.train import Checkpoint
 
+from raypo.cluster.devices import check_capability
 from raypo.cluster.messenger import MonitorClient
 from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.collectives import Workers
@@ -422,6 +423,7 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     files = RunFiles(runtime.storage_path, runtime.name)
     log_to_file(log_path(files, workers), on_print=tell.message)
     torch.set_num_threads(config.learner.cpus_per_worker)
+    check_capability(config.model.dtype)
     if runtime.janitor is not None and workers.rank == 0:
         runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
         runtime.janitor.end_turn.remote(runtime.name)

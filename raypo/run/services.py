@@ -9,7 +9,8 @@ import ray
 import ray.util
 import torch
 
-from raypo.cluster.actors import DeploymentError, survivors
+from raypo.calls import AnswerOfOne
+from raypo.cluster.actors import survivors
 from raypo.cluster.devices import together
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig, PolicyExamplesConfig
@@ -69,12 +70,10 @@ class Services:
         """What the policy is compared with, if a deployment holds it."""
         return self.references.get("reference")
 
-    def peak_memory(self) -> dict[str, list[dict[str, float]]]:
-        """By role, what `raypo.metrics.process_memory` says in each replica that answers."""
+    def ask_peak_memory(self) -> dict[str, Sequence[AnswerOfOne[dict[str, float]]]]:
+        """By role, what `raypo.metrics.process_memory` says in each replica: on its way."""
         asked = {"engine": self.engine.pinned().peak_memory.on_all()}
-        asked |= {role: each.pinned().peak_memory.on_all() for role, each in self.frozen}
-        # What a replica cannot do any more is reported by what needs it.
-        return {role: survivors(each, passing_over=DeploymentError) for role, each in asked.items()}
+        return asked | {role: each.pinned().peak_memory.on_all() for role, each in self.frozen}
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started.

@@ -470,6 +470,7 @@ class Engine:
                 continue
             if kept.adapter is None:
                 self.load_weights(push)
+                self._serving.paused = None  # whoever paused it has pushed this without it
                 continue
             if (before := self._held.pop(kept.adapter, None)) is not None:
                 self._replaced.add(before)

@@ -35,7 +35,7 @@ class InsideVllm:
         params: Sequence[Any],
         adapters: Sequence[Any | None],
         priorities: Sequence[int],
-        salt: str | None,
+        salts: Sequence[str],
     ) -> list[str]:
         """Take requests in; what vLLM calls each.
 
@@ -44,11 +44,13 @@ class InsideVllm:
             params: `vllm.SamplingParams` of each.
             adapters: `LoRARequest` of each, if any.
             priorities: Of each; lower is sampled sooner.
-            salt: What is cached under another one is not used.
+            salts: Of each; what is cached under another one is not used.
         """
-        more = {} if salt is None else {"cache_salt": salt}
         return self.llm.enqueue(
-            [{"prompt_token_ids": ids.tolist(), **more} for ids in prompts],
+            [
+                {"prompt_token_ids": ids.tolist(), **({"cache_salt": salt} if salt else {})}
+                for ids, salt in zip(prompts, salts, strict=True)
+            ],
             params,
             lora_request=adapters,
             priority=priorities,

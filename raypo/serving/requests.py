@@ -37,6 +37,9 @@ class SamplingRequest:
     """By which it can be cancelled; several may share one, like the samples of a prompt."""
     priority: int = 0
     """Lower is sampled sooner, as in vLLM; among equals, first come, first served."""
+    cache_salt: str = ""
+    """Keys and values of a prompt's beginning are shared by requests with the same one, as in vLLM.
+    """
     timeout_s: float | None = None
     """Seconds from the call until it is given back as far as it was sampled; None: never."""
 

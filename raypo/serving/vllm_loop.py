@@ -135,7 +135,7 @@ class VllmLoop:
         self._running: dict[str, Asked] = {}
         """By the name that vLLM's outputs have."""
         self._runs_alone = False
-        self._salt: str | None = None
+        self._salt = ""
         """Keeps what is cached under these weights apart from what was under older ones."""
         self._steps, self._busy_s, self._tokens, self._preemptions = 0, 0.0, 0, 0
         self._meter = Meter()
@@ -299,7 +299,7 @@ class VllmLoop:
         if self._running and self.serving.paused == "keep":
             self._salt = str(next(self._numbers))
             return True
-        self._salt = None
+        self._salt = ""
         for each in self._running.values():
             self._count_preemptions(each)
         is_done = self._inside.forget_keys(of_running=bool(self._running))
@@ -436,7 +436,7 @@ class VllmLoop:
             [sampling_params(request) for request in requests],
             adapters,
             [request.priority for request in requests],
-            self._salt,
+            [self._salt + request.cache_salt for request in requests],
         )
         for each, name in zip(lot.asked, names, strict=True):
             each.name, each.versions = name, [(0, self._version(each.request))]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
@@ -32,6 +34,7 @@ from raypo.weights.transport import (
 Backend = Literal["nccl", "gloo"]
 
 POLL_S = 0.001
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 POLLS_BETWEEN_QUESTIONS = 50
 """Polls of the broadcast before the receivers' answers are looked at."""
 
@@ -128,6 +131,8 @@ class Group:
                     raise WeightError(f"time-out: not done in {limit:g} s.")
                 time.sleep(POLL_S)
             work.wait()
+            if self.rendezvous.backend == "nccl" and self._backend.get_error().name != "SUCCESS":
+                raise WeightError(f"NCCL: {self._backend.get_error().name}.")  # its work is "done"
         except RuntimeError as error:  # WeightError is one
             self.leave()
             raise WeightError(
@@ -245,9 +250,27 @@ def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device
         return dist.ProcessGroupGloo(prefixed, rank, rendezvous.size, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 4 * limit  # NCCL's watchdog ends the process; ours comes first
-    backend = dist.ProcessGroupNCCL(prefixed, rank, rendezvous.size, options)
+    with _lost_peers_told():
+        backend = dist.ProcessGroupNCCL(prefixed, rank, rendezvous.size, options)
     connect(backend, device, rendezvous.timeout_s)
     return backend
+
+
+@contextmanager
+def _lost_peers_told() -> Iterator[None]:
+    """A group that is made here says that a peer on another node is lost.
+
+    As Ray Train sets it, the process ends instead, which is a learner's, with its training.
+    """
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ERROR_HANDLING]
+        else:
+            os.environ[ERROR_HANDLING] = before
 
 
 def connect(backend: Any, device: torch.device, timeout_s: float) -> None:

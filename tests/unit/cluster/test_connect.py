@@ -117,7 +117,8 @@ def test_addresses_of_this_node_and_secrets_stay_here(monkeypatch: pytest.Monkey
 
 
 ALL_BUT_NCCL_DEBUG = [
-    *("GOMP_SPINCOUNT", "NCCL_CUMEM_ENABLE", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM")
+    *("GOMP_SPINCOUNT", "NCCL_CUMEM_ENABLE", "OMP_WAIT_POLICY"),
+    *("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "TOKENIZERS_PARALLELISM"),
 ]
 
 

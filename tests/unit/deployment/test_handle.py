@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from raypo.deployment import handle as module
 from raypo.deployment.handle import DeploymentHandle
@@ -37,12 +39,31 @@ def test_a_push_reaches_the_handles_of_single_replicas():
     assert elsewhere.required == ("hold", 2), "in another process it is that one's own"
 
 
+def test_an_event_loop_goes_on_while_no_replica_can_be_asked(monkeypatch: pytest.MonkeyPatch):
+    handle, threads = handle_of_two().each_preferred()[0], set[int]()
+    handle._replicas.note_lost(0, ActorUnavailableError("restarting", None))
+
+    def ask(*_: Any) -> Any:
+        threads.add(threading.get_ident())
+        return {}, []
+
+    monkeypatch.setattr(handle._replicas, "ask", ask)
+
+    async def asked() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(handle.submit.asked([]), 0.3)
+
+    asyncio.run(asked())
+    assert threads
+    assert threading.get_ident() not in threads
+
+
 def test_who_asks_during_a_push_requires_what_was_pushed(monkeypatch: pytest.MonkeyPatch):
     """Its handles of single engines were made before the push has come to its end."""
     handle, pushes = handle_of_two(), Pushes()
     asked: list[Required | None] = []
 
-    def response(replicas: Replicas, request: Request, prefer: Any, *, stays: bool) -> Any:
+    def response(replicas: Replicas, request: Request, prefer: Any, **_: bool) -> Any:
         asked.append(request.required)
         return SimpleNamespace(result=lambda: [SimpleNamespace(finish_reason="stop")])
 

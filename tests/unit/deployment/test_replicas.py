@@ -36,6 +36,8 @@ def test_who_stays_asks_its_replica_however_full_it_is_and_asks_nobody_before():
     assert replicas.choose((1,), avoid=(), stays=True) == 1
     assert replicas.num_asked == 0
 
+    assert replicas.choose((1,), avoid={1}, stays=True, waits=False) is None
+    assert replicas.num_asked == 0
     assert replicas.choose((1,), avoid={1}, stays=True) == 0
     replicas.note_lost(1, ActorDiedError())
     assert replicas.choose((1,), avoid=(), stays=True) == 0

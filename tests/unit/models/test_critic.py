@@ -1,15 +1,16 @@
 """Which weights a critic starts from, and on what scale its first values are."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from raypo.config import ModelSection, RewardWeights
+from raypo.config import ConfigError, ModelSection, RewardWeights
 from raypo.models.critic import Critic, critic_start
 from raypo.models.loading import load_reward_model
 from raypo.models.scores import sequence_scores
-from tests.unit.models.test_heads import IDS, LLAMA, NOTHING, batch, saved
+from tests.unit.models.test_heads import CONFIGS, IDS, LLAMA, NOTHING, batch, saved
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,22 @@ def test_first_values_are_on_the_scale_of_what_ppo_trains_on(folder: str):
     assert scores.abs().min() > 1e-3
     torch.testing.assert_close(values, 0.2 * 0.5 * scores)
     assert words == f"starts from the reward model {folder}, score head included (times 0.1)"
+
+
+def test_an_encoder_judges_and_is_no_critic(tmp_path: Path):
+    encoder = saved(tmp_path / "encoder", CONFIGS["bert"])
+    decoder = saved(tmp_path / "decoder", LLAMA)
+    section = ModelSection(policy=decoder, reward=[encoder, decoder])  # type: ignore[arg-type]
+    start = critic_start(section, RewardWeights(), has_other_judges=False, normalizes=False)
+    assert start.path == decoder
+    assert start.reward_weight == 1.0
+    with pytest.raises(ConfigError, match=r"model\.critic \(.*encoder\): its attention sees later"):
+        critic_start(
+            ModelSection(policy=decoder, critic=encoder),
+            RewardWeights(),
+            has_other_judges=False,
+            normalizes=False,
+        )
 
 
 def test_where_one_reward_model_says_it_all_nothing_is_multiplied(folder: str):

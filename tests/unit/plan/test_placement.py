@@ -22,13 +22,19 @@ from raypo.plan.placement import (
 )
 
 
-def config(mode: Any = "dedicated", *, engines: int = 1, **placement: Any) -> PPOConfig:
+def config(
+    mode: Any = "dedicated",
+    *,
+    engines: int = 1,
+    gpu_memory_fraction: float = 0.5,
+    **placement: Any,
+) -> PPOConfig:
     return PPOConfig.parse(
         {
             "name": "run",
             "model": {"policy": "p", "reward": ["a", "b"]},
             "data": {"prompts": "d.jsonl"},
-            "rollout": {"engine": {"count": engines}},
+            "rollout": {"engine": {"count": engines, "gpu_memory_fraction": gpu_memory_fraction}},
             "placement": {"mode": mode, **placement},
         }
     )
@@ -52,9 +58,15 @@ def test_an_engine_shares_its_gpu_where_it_leaves_room():
     assert layout(config(gpus=shares)) == [
         "1 CPU, 1 GPU for engine:0, reference:0, reward_0:0, reward_1:0"
     ]
-    assert (
-        layout(config(gpus={"engine": 0.5}, engines=2))[0] == "1 CPU, 1 GPU for engine:0, engine:1"
-    )
+    halves = config(gpus={"engine": 0.5}, engines=2, gpu_memory_fraction=0.45)
+    assert layout(halves)[0] == "1 CPU, 1 GPU for engine:0, engine:1"
+
+
+def test_engines_of_one_gpu_leave_room_for_what_cuda_takes():
+    refused = r"gpu_memory_fraction \(0\.5\): engines share a GPU .* below 0\.5, like 0\.45\."
+    with pytest.raises(ConfigError, match=refused):
+        config(gpus={"engine": 0.5}, engines=2)
+    config(gpus={"engine": 0.5}, engines=1)
 
 
 def test_on_cpu_each_engine_has_its_cores_and_frozen_models_take_turns_with_the_first():

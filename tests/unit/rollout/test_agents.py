@@ -124,14 +124,14 @@ class Measures:
             reply = await policy.generate(prompt)
             self.metrics["tokens"] += len(reply.token_ids)
             if policy.num_calls == 1:
-                await asyncio.gather(answer_calls('{"name": "calculator"}', [calculator]))
+                await asyncio.gather(answer_calls('{"name": "calculator", "arguments": {}}', [calculator]))
         return 1.0
 
 
 class MeasuresInThread(Measures):
     def run(self, prompt: Any, label: Any, policy: Policy) -> float:  # pyright: ignore
         self.metrics = {"tokens": 0}
-        asyncio.run(answer_calls('{"name": "calculator"}', [calculator]))
+        asyncio.run(answer_calls('{"name": "calculator", "arguments": {}}', [calculator]))
         return 1.0
 
 

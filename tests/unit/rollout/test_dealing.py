@@ -45,6 +45,20 @@ def test_the_minibatches_do_not_depend_on_the_workers(count):
         assert all(number in {one.minibatch for one in each} for each in deals)
 
 
+def test_conversations_of_one_group_with_other_prompts_are_dealt_one_by_one():
+    """Each of them is read whole: none shares what another one reads."""
+    batch = [
+        ScoredRollout(replace(rollout(0, n, 2), prompt_ids=np.full(100, 4 + n, np.int32)), 0.0, {})
+        for n in range(4)
+    ]
+    batch += [ScoredRollout(rollout(1, n, 2), 0.0, {}) for n in range(4)]
+    deals = on_workers(
+        2, lambda w: deal(batch[w.rank :: 2], minibatch_size=8, seed=(0, 1), workers=w)
+    )
+    read = [sum(len(one.rollout.prompt_ids) > 50 for one in each) for each in deals]
+    assert read == [2, 2]
+
+
 def test_each_team_is_dealt_the_whole_batch():
     batch, teams = scored(12), (range(2), range(2, 3))
     deals = on_workers(
