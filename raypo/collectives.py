@@ -30,7 +30,7 @@ class Workers:
         """The workers of the default process group; a group of one where there is none.
 
         What these operations carry are counts and rollouts, which lie in RAM. Over NCCL they would
-        wait for whoever computes on the GPUs just then, and any group's usual limit is half an hour,
+        wait for whoever computes on the GPUs just then, and a group's usual limit is half an hour,
         which one worker's longest answer may exceed: so they get a gloo group of their own.
         """
         if not dist.is_initialized():

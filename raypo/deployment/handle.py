@@ -167,9 +167,7 @@ class Method:
         if handle._known_as is not None:
             id, part = handle._known_as
             request = replace(request, id=id, part=part)
-        return Response(
-            handle._replicas, request, handle._prefer, stays=handle._stays, waits=waits
-        )
+        return Response(handle._replicas, request, handle._prefer, stays=handle._stays, waits=waits)
 
     def on_all(self, *args: Any, **kwargs: Any) -> list[OneResponse]:
         """Call the method on every replica that is up, however full its queue is."""

@@ -141,10 +141,10 @@ class Learner:
         is_one_update = len(self._minibatches(experience)) <= 1
         if self._ppo.old_log_probs == "engine":
             known = ~experience.rollout_log_probs.isnan()  # what is not known, no ratio is made of
-            experience = experience.with_(
-                old_log_probs=experience.rollout_log_probs.where(known, 0.0),
-                loss_mask=experience.loss_mask if known.all() else experience.counted & known,
-            )
+            if not known.all():
+                experience = experience.with_(loss_mask=experience.counted & known)
+            old = experience.rollout_log_probs.where(known, 0.0)
+            experience = experience.with_(old_log_probs=old)
         elif self._ppo.computes_old_log_probs(is_one_update=is_one_update):
             found |= self._if_policy("old_log_probs", experience)
         if self._is_reference:

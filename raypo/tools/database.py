@@ -138,7 +138,7 @@ class Database:
 
 
 def _may_write(action: int, name: str | None, *_: str | None) -> int:
-    """Whether a statement on a copy may do this: no setting of the connection, no file of its own."""
+    """Whether a statement on a copy may do this: set nothing of the connection, make no file."""
     is_told = action != sqlite3.SQLITE_PRAGMA or name in _TOLD_PRAGMAS
     return sqlite3.SQLITE_OK if is_told and action not in _TEMPORARY else sqlite3.SQLITE_DENY
 

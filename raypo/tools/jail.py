@@ -252,6 +252,7 @@ def _build_room(paths: Iterable[str], jail: Jail) -> None:
         if os.path.lexists(ROOM + path):
             continue
         if os.path.islink(path):  # /bin is usr/bin
+            os.makedirs(os.path.dirname(ROOM + path), exist_ok=True)
             os.symlink(os.readlink(path), ROOM + path)
         elif os.path.exists(path):
             _show(path)

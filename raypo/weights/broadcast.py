@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import time
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from raypo.models.packing import pack
 @pytest.fixture(autouse=True)
 def nothing_compiled_yet() -> Iterator[None]:
     limit = torch._dynamo.config.recompile_limit
-    packed_attention._flex_attention.cache_clear()
+    packed_attention._compiled.cache_clear()
     torch._dynamo.reset()
     counters.clear()
     yield

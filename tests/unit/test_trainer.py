@@ -4,7 +4,6 @@ import json
 import re
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pyarrow.fs

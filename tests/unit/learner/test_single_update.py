@@ -1,5 +1,6 @@
 """Where a step is one update, its old log-probs are the new ones: no pass is made for them."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from raypo.config import PPOSection
 from raypo.models.networks import Policy
+from raypo.rollout.dealing import to_experience
 from tests.unit.learner.plain import Outcome, one_step, plain_models
 from tests.unit.learner.test_knobs import section
 
@@ -79,3 +81,18 @@ def test_the_engines_log_probs_take_no_pass_and_are_what_the_ratio_compares_with
     experience = outcome.experience
     assert experience.old_log_probs is not None
     assert torch.equal(experience.old_log_probs, experience.rollout_log_probs)
+
+
+def test_a_token_whose_log_prob_the_engine_does_not_know_is_not_learned_from():
+    def forgetful(dealt: Any) -> Any:
+        experience = to_experience(dealt)
+        log_probs = experience.rollout_log_probs.clone()
+        log_probs[0, 0] = float("nan")
+        return experience.with_(rollout_log_probs=log_probs)
+
+    with patch("tests.unit.learner.plain.to_experience", forgetful), plain_models():
+        outcome = one_step(section({"old_log_probs": "engine", "minibatch_size": 12}))
+    assert outcome.figures["mismatch/unknown_tokens"] == 1
+    assert outcome.figures["ppo/skipped_updates"] == 0
+    assert outcome.experience.loss_mask is not None
+    assert outcome.experience.loss_mask.sum() == outcome.experience.response_mask.sum() - 1

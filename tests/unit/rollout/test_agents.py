@@ -30,6 +30,8 @@ from tests.chat_templates import CHAT_TEMPLATES
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout.test_episodes import END, SIZE, Talking
 
+WRONG_USE = '{"name": "calculator", "arguments": {}}'
+
 
 class Chats:
     """Two turns of one conversation, as messages."""
@@ -124,14 +126,14 @@ class Measures:
             reply = await policy.generate(prompt)
             self.metrics["tokens"] += len(reply.token_ids)
             if policy.num_calls == 1:
-                await asyncio.gather(answer_calls('{"name": "calculator", "arguments": {}}', [calculator]))
+                await asyncio.gather(answer_calls(WRONG_USE, [calculator]))
         return 1.0
 
 
 class MeasuresInThread(Measures):
     def run(self, prompt: Any, label: Any, policy: Policy) -> float:  # pyright: ignore
         self.metrics = {"tokens": 0}
-        asyncio.run(answer_calls('{"name": "calculator", "arguments": {}}', [calculator]))
+        asyncio.run(answer_calls(WRONG_USE, [calculator]))
         return 1.0
 
 

@@ -84,12 +84,12 @@ def test_folders_that_it_may_read_are_imported_from_and_not_written_to(tmp_path)
 
 
 def test_a_folder_is_read_also_where_one_in_it_is_named_before(tmp_path):
-    inner = tmp_path / "a" / "b"
+    inner, file = tmp_path / "a" / "b", tmp_path / "mine.txt"
     inner.mkdir(parents=True)
-    (tmp_path / "mine.txt").write_text("7")
+    file.write_text("7")
     for folder in (tmp_path, inner.parent, inner):
         folder.chmod(0o755)
-    code = f"import os; print(open({str(tmp_path / 'mine.txt')!r}).read(), os.listdir({str(inner)!r}))"
+    code = f"import os; print(open({str(file)!r}).read(), os.listdir({str(inner)!r}))"
     assert run(code, readable=[inner, tmp_path]) == Ran("7 []\n", 0)
 
 
