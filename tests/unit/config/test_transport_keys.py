@@ -49,6 +49,7 @@ def test_engines_that_share_a_gpu_are_no_members_of_a_group_over_nccl():
     apart = {"colocated": False, "use_gpu": True}
     assert auto.resolved_transport(**apart, share_gpus=True) == "object"
     keys = {"placement__mode": "dedicated", "rollout__engine__count": 2, "learner__use_gpu": True}
+    keys["rollout__engine__gpu_memory_fraction"] = 0.4
     half = {"placement__gpus": {"engine": 0.5}, "rollout__engine__transport": "nccl"}
     with pytest.raises(
         ConfigError, match=r"several engines share one.*placement\.gpus\.engine to 1"

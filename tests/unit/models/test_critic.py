@@ -10,6 +10,7 @@ from raypo.config import ConfigError, ModelSection, RewardWeights
 from raypo.models.critic import Critic, critic_start
 from raypo.models.loading import load_reward_model
 from raypo.models.scores import sequence_scores
+from tests.tiny import tiny_tokenizer
 from tests.unit.models.test_heads import CONFIGS, IDS, LLAMA, NOTHING, batch, saved
 
 
@@ -52,6 +53,8 @@ def test_first_values_are_on_the_scale_of_what_ppo_trains_on(folder: str):
 def test_an_encoder_judges_and_is_no_critic(tmp_path: Path):
     encoder = saved(tmp_path / "encoder", CONFIGS["bert"])
     decoder = saved(tmp_path / "decoder", LLAMA)
+    for folder in (encoder, decoder):
+        tiny_tokenizer(folder)
     section = ModelSection(policy=decoder, reward=[encoder, decoder])  # type: ignore[arg-type]
     start = critic_start(section, RewardWeights(), has_other_judges=False, normalizes=False)
     assert start.path == decoder

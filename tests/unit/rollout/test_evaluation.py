@@ -7,6 +7,8 @@ import numpy as np
 
 from raypo.collectives import Workers
 from raypo.config import EvalSection
+from raypo.data.stream import Draw
+from raypo.rollout.collect import request_of
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.types import Prompt, Rollout
 from tests.stand_ins import Engine, Lossy
@@ -64,3 +66,19 @@ def test_an_evaluation_samples_once():
     )  # fmt: skip
 
     assert asked == [6]
+
+
+def test_an_evaluation_shares_no_keys_with_training():
+    """A run that goes on trains next, where an undisturbed one has evaluated before."""
+    salts: set[str] = set()
+    engine = Engine(
+        lambda requests: salts.update(r.cache_salt for r in requests) or ALIKE.answers(requests)
+    )
+    evaluate_policy(
+        PROMPTS, engine, Lossy(), known_scores, section=EvalSection(samples_per_prompt=2),
+        sampling=SAMPLING, workers=Workers(),
+    )  # fmt: skip
+    draw = Draw(0, PROMPTS[0])
+    assert len(salts) == 1
+    assert request_of(draw, 0, SAMPLING).cache_salt == ""
+    assert "" not in salts
