@@ -140,11 +140,8 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
         head.append(f"# It was stopped after step {best.step}; its score is {which}.")
     if sweep.scheduler.kind == "pbt":
         head.append("# These are its last values; before each copy it trained under others.")
-    return (
-        "\n".join(head)
-        + "\n"
-        + yaml.safe_dump(escaped(values), sort_keys=False, allow_unicode=True)
-    )
+    text = yaml.safe_dump(escaped(values), sort_keys=False, allow_unicode=True)
+    return "\n".join([*head, text])
 
 
 def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:

@@ -271,14 +271,14 @@ def try_probe(
         "mismatch/probe_gap_mean": float(gap.mean(dtype=torch.float64)),
     }
     measured = metrics[f"mismatch/probe_gap_{'max' if probe.dtype == 'float32' else 'mean'}"]
-    on_gpu = probe.dtype == "float32" and torch.cuda.is_available()
     if not measured <= MAX_GAP[probe.dtype]:
+        in_tf32 = probe.dtype == "float32" and torch.cuda.is_available()
         raise WeightError(
             f"Push of version {version}: engine and learner give other log-probs to the same "
             f"tokens ({measured:.2g} nats apart, at most {MAX_GAP[probe.dtype]:g} is allowed in "
             f"{probe.dtype}). The engine does not hold the learner's weights, or computes another "
             f"model; look at rollout.engine.extra"
-            f"{', or set model.dtype to bfloat16: GPUs may compute float32 in TF32' * on_gpu}."
+            + (", or set model.dtype to bfloat16: GPUs may use TF32." if in_tf32 else ".")
         )
     return metrics
 

@@ -131,8 +131,11 @@ class Group:
                     raise WeightError(f"time-out: not done in {limit:g} s.")
                 time.sleep(POLL_S)
             work.wait()
-            if self.rendezvous.backend == "nccl" and self._backend.get_error().name != "SUCCESS":
-                raise WeightError(f"NCCL: {self._backend.get_error().name}.")  # its work is "done"
+            told = (
+                self._backend.get_error().name if self.rendezvous.backend == "nccl" else "SUCCESS"
+            )
+            if told != "SUCCESS":  # of a lost peer, whose work counts as completed
+                raise WeightError(f"NCCL: {told}.")
         except RuntimeError as error:  # WeightError is one
             self.leave()
             raise WeightError(
