@@ -121,7 +121,8 @@ def _check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
         check_function(spec, key=key)
     for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):
         if (spec := getattr(config.rollout, key)) is not None:
-            check_class(spec, methods, optional=OPTIONAL, key=f"rollout.{key}")
+            arguments = getattr(config.rollout, f"{key}_args")
+            check_class(spec, methods, arguments, optional=OPTIONAL, key=f"rollout.{key}")
 
 
 def _seldom_meant(config: PPOConfig) -> list[str]:

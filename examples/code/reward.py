@@ -10,8 +10,10 @@ def f(a, b): return {body}
 for a, b in {inputs}:
     print(f(a, b))
 """
-_printed: dict[str, list[str]] = {}
-"""Of each program that has been run, what it printed: most are written again and again."""
+LIMIT_S = 2.0
+"""Of a program, on the clock."""
+_known: dict[str, list[str]] = {}
+"""Of each program that has come to its end, what it printed: most are written again and again."""
 
 
 async def hidden_tests(rollouts: list[Rollout]) -> list[dict[str, float]]:
@@ -21,23 +23,25 @@ async def hidden_tests(rollouts: list[Rollout]) -> list[dict[str, float]]:
     A program prints what f gives, and that is compared here, outside: it knows no right output, and
     one that prints that it has passed, has not.
     """
-    sandbox = PythonSandbox(time_limit_s=2)
+    sandbox, late = PythonSandbox(time_limit_s=LIMIT_S), {}
 
     async def run(program: str) -> None:
         ran = await sandbox.run(program)
-        _printed[program] = ran.output.splitlines() if ran.exit_code == 0 else []
+        printed = ran.output.splitlines() if ran.exit_code == 0 else []
+        by_itself = ran.exit_code is not None and ran.exit_code >= 0
+        (_known if by_itself else late)[program] = printed  # a busy machine may be why it is late
 
     programs = {_program(rollout) for rollout in rollouts}
-    await asyncio.gather(*(run(program) for program in programs - _printed.keys()))
-    return [_judged(rollout) for rollout in rollouts]
+    await asyncio.gather(*(run(program) for program in programs - _known.keys()))
+    return [_judged(rollout, {**_known, **late}) for rollout in rollouts]
 
 
 def _program(rollout: Rollout) -> str:
     return PROGRAM.format(body=rollout.response, inputs=[[a, b] for a, b, _ in rollout.label])
 
 
-def _judged(rollout: Rollout) -> dict[str, float]:
-    printed = _printed[_program(rollout)]
+def _judged(rollout: Rollout, by_program: dict[str, list[str]]) -> dict[str, float]:
+    printed = by_program[_program(rollout)]
     runs = len(printed) == len(rollout.label)
     right = [told == str(test[2]) for told, test in zip(printed, rollout.label, strict=False)]
     share = sum(right) / len(right) if runs else 0.0

@@ -81,18 +81,29 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
         ) from None
 
 
-def check_class(spec: str, methods: Methods, *, key: str, optional: Methods = NONE) -> None:
-    """Check from its source that a class and its methods are there; nothing is imported.
+def check_class(
+    spec: str,
+    methods: Methods,
+    arguments: Mapping[str, Any],
+    *,
+    key: str,
+    optional: Methods = NONE,
+) -> None:
+    """Check from its source that a class is what `load_class` wants; nothing is imported.
 
     Args:
+        methods: That it must have, and their parameters.
+        arguments: That objects are made with: `{key}_args`.
+        key: Of the config.
         optional: Methods that it may have.
 
     Raises:
-        ConfigError: as `check_function`, or a method is missing or takes other parameters. Methods
-            that a base class may have are left to `load_class`.
+        ConfigError: as `check_function`, or a method is missing or takes other parameters, or the
+            class other arguments. What a base class may have is left to `load_class`.
     """
     if (outline := _outline(spec, key)) is not None:
         _check_methods(outline, methods, optional, spec, key)
+        _check_arguments(outline, arguments, spec, key)
 
 
 def load_class(
@@ -110,13 +121,7 @@ def load_class(
     """
     cls = _imported(spec, key)
     _check_methods(cls, methods, optional, spec, key)
-    try:
-        inspect.signature(cls).bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"{key}_args ({dict(arguments)}): {spec} cannot be made with them: {error}. Its "
-            f"parameters are {inspect.signature(cls)}; set {key}_args to fit."
-        ) from None
+    _check_arguments(cls, arguments, spec, key)
     return partial(cls, **arguments)
 
 
@@ -156,6 +161,17 @@ def _check_methods(cls: Any, methods: Methods, optional: Methods, spec: str, key
         except TypeError:
             given = inspect.signature(method)
             raise refused(f"its {name} has the parameters {given}") from None
+
+
+def _check_arguments(cls: Any, arguments: Mapping[str, Any], spec: str, key: str) -> None:
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}_args ({dict(arguments)}): {spec} cannot be made with them: {error}. Its "
+            f"parameters are {signature}; set {key}_args to fit."
+        ) from None
 
 
 def _imported(spec: str, key: str) -> Any:
@@ -209,6 +225,10 @@ def _outline(spec: str, key: str) -> Any:
                 for each in cls.body
                 if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
             }
+            if cls.decorator_list or cls.keywords:  # a dataclass has another than it shows
+                methods["__init__"] = _takes_anything
+            elif cls.bases:
+                methods.setdefault("__init__", _takes_anything)
             return kind(name, (), methods)
     return None
 
@@ -217,13 +237,17 @@ class _WithAnyMethod(type):
     """Makes the outline of a class with base classes, which may have any further method."""
 
     def __getattr__(cls, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+        return _takes_anything
+
+
+def _takes_anything(*args: Any, **kwargs: Any) -> None:
+    """The outline of what only an import shows."""
 
 
 def _outline_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
     """A function with the same parameters; nothing of the user's is evaluated for it."""
     if node.decorator_list:  # what a decorator makes of it takes what it likes
-        return lambda *args, **kwargs: None
+        return _takes_anything
     given = node.args
     for each in ast.walk(given):
         if isinstance(each, ast.arg):

@@ -118,7 +118,7 @@ class TurnTokens:
             ends = follows[: differs[0] if len(differs) else both].tolist()
             if end in ends:
                 return follows[ends.index(end) + 1 :]
-            if follows[:1] == end:  # the mark of the next message ends this one
+            if follows[:1].tolist() == [end]:  # the mark of the next message ends this one
                 return follows[1:]
         if "tool_calls" in reply:  # the rest of the stand-in's call comes first
             special = np.isin(follows, self._tokenizer.all_special_ids)

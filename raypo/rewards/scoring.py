@@ -11,6 +11,7 @@ from contextlib import suppress
 from numbers import Real
 from typing import Any
 
+from raypo.custom.errors import text_of
 from raypo.custom.loader import function_name
 from raypo.types import Rollout
 
@@ -107,8 +108,8 @@ def answers_of(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
     except Exception as error:
         raise RewardError(
             f"the reward function {function_name(function)} raised {type(error).__name__}: "
-            f"{_text(error)} (for {len(rollouts)} rollouts). Correct the function; to leave single "
-            "samples out, return None for them."
+            f"{text_of(error)} (for {len(rollouts)} rollouts). Correct the function; to leave "
+            "single samples out, return None for them."
         ) from error
 
 
@@ -150,13 +151,6 @@ def too_many_failures(
     )
 
 
-def _text(error: Exception) -> str:
-    """The text of an exception, whose `__str__` may fail itself."""
-    with suppress(Exception):
-        return str(error)
-    return "its text cannot be had"
-
-
 def _awaited(answer: Awaitable[Any]) -> Any:
     async def run() -> Any:
         return await answer
@@ -189,7 +183,7 @@ def _number(answer: Any, place: int, name: str) -> float:
     if answer is None:
         return math.nan
     if isinstance(answer, Exception):
-        return FailedScore(_text(answer) or type(answer).__name__)
+        return FailedScore(text_of(answer) or type(answer).__name__)
     if isinstance(answer, Mapping):
         return _with_parts(answer, place, name)
     if hasattr(answer, "item"):  # numpy, torch; it raises where there is more than one number

@@ -10,17 +10,30 @@ import asyncio
 import inspect
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
 from raypo.concurrency import fork_context
+from raypo.custom.errors import text_of
 from raypo.rollout.work_time import too_slow
 from raypo.tools.calls import heard
 from raypo.types import ToolUse
 
 _make: Callable[[], Any] | None = None
+
+
+@dataclass
+class Pickled:
+    """An environment between two calls, as the last of them has left it, also one that raised."""
+
+    state: bytes | None = None
+    """None: it is not made yet."""
+    metrics: Any = None
+    """Its attribute, if it has one."""
 
 
 class EnvironmentPool:
@@ -44,18 +57,8 @@ class EnvironmentPool:
             context=fork_context(__name__),
         )
 
-    async def call(
-        self, state: bytes | None, method: str, *arguments: Any
-    ) -> tuple[bytes, Any, Any]:
-        """Call a method of an environment.
-
-        Args:
-            state: The environment; None: a new one.
-
-        Returns:
-            state: The environment afterwards.
-            answer: What the method returned.
-            metrics: The environment's, if it has any.
+    async def call(self, it: Pickled, method: str, *arguments: Any) -> Any:
+        """What a method of an environment returns; `it` is the environment afterwards.
 
         Raises:
             TimeoutError: it took too long, and its process was ended.
@@ -63,10 +66,10 @@ class EnvironmentPool:
             Exception: of the name and text of whatever the method raises.
         """
         scheduled = self._pool.schedule(
-            _call, args=(state, method, *arguments), timeout=self._timeout_s
+            _call, args=(it.state, method, *arguments), timeout=self._timeout_s
         )
         try:
-            state, answer, raised, uses = await asyncio.wrap_future(scheduled)
+            it.state, answer, raised, uses = await asyncio.wrap_future(scheduled)
         except TimeoutError:
             raise too_slow(method, self._timeout_s) from None
         except ProcessExpired as expired:
@@ -78,7 +81,8 @@ class EnvironmentPool:
         if raised is not None:
             name, text = raised
             raise type(name, (Exception,), {})(text)
-        return state, *pickle.loads(answer)
+        returned, it.metrics = pickle.loads(answer)
+        return returned
 
     def close(self) -> None:
         """End the processes at once."""
@@ -94,11 +98,12 @@ def _open(load: Callable[[], Callable[[], Any]]) -> None:
 
 def _call(
     state: bytes | None, method: str, *arguments: Any
-) -> tuple[bytes, bytes, tuple[str, str] | None, list[ToolUse]]:
+) -> tuple[bytes | None, bytes, tuple[str, str] | None, list[ToolUse]]:
     """The environment afterwards, the answer with its metrics, and what was raised."""
     assert _make is not None
     uses: list[ToolUse] = []
     heard.set(uses.append)
+    environment = None
     try:
         environment = _make() if state is None else pickle.loads(state)
         answer = getattr(environment, method)(*arguments)
@@ -108,7 +113,10 @@ def _call(
         afterwards = _pickled(environment, "an environment")
         return afterwards, _pickled(told, "what it returns"), None, uses
     except BaseException as error:
-        return b"", b"", (type(error).__name__, str(error)), uses
+        if environment is not None:  # to be closed; as it was before where it cannot be pickled
+            with suppress(Exception):
+                state = _pickled(environment, "an environment")
+        return state, b"", (type(error).__name__, text_of(error)), uses
 
 
 def _pickled(it: Any, what: str) -> bytes:

@@ -16,6 +16,7 @@ import numpy as np
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import as_tensor
 from raypo.config import OnlineConfig, RolloutSection
+from raypo.custom.errors import text_of
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.models.loading import vocabulary_size
@@ -337,7 +338,7 @@ class _Seat:
     def _rollout(self, policy: Policy, episode: Episode, number: int, row: Recorded) -> Rollout:
         prompt, is_agents = self.draw.prompt, self.episodes.section.agent is not None
         text = self.episodes.tokenizer.decode(row.prompt_ids) if number else policy.prompt
-        is_cut_off = policy.is_cut_off or (is_agents and row.finish_reason == "length")
+        is_cut_off = policy.is_cut_off or (is_agents and row.is_cut_off)
         return Rollout(
             prompt=text or prompt.text,
             response=self._decode(row.response_ids),
@@ -370,4 +371,4 @@ async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, str | None]:
     except GeneratorExit:
         raise
     except BaseException as failure:  # of native code too: a panic of Rust is no Exception
-        return None, f"{type(failure).__name__}: {failure}"
+        return None, f"{type(failure).__name__}: {text_of(failure)}"

@@ -15,7 +15,7 @@ import numpy as np
 from raypo.config import ConfigError, RolloutSection
 from raypo.custom.loader import load_class
 from raypo.data.turns import TurnTokens, is_ids
-from raypo.rollout.environment_pool import EnvironmentPool
+from raypo.rollout.environment_pool import EnvironmentPool, Pickled
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.rollout.policy import EpisodeLimit, Policy, is_limit
 from raypo.rollout.sessions import Sessions
@@ -59,8 +59,7 @@ class UsersObject:
     ) -> None:
         self._make, self._quota, self._limit_s, self._pool = make, quota, limit_s, pool
         self._here: Any = None
-        self._state: bytes | None = None
-        self._metrics: Any = None
+        self._in_pool = Pickled()
 
     def metrics(self) -> dict[str, float]:
         """What it measured: its attribute `metrics`.
@@ -68,7 +67,7 @@ class UsersObject:
         Raises:
             WrongAnswer: these are no finite numbers by their names.
         """
-        metrics = self._metrics if self._pool else getattr(self._here, "metrics", None)
+        metrics = self._in_pool.metrics if self._pool else getattr(self._here, "metrics", None)
         if metrics is None:
             return {}
         if not isinstance(metrics, Mapping) or not all(
@@ -93,15 +92,13 @@ class UsersObject:
 
     async def close(self) -> None:
         """Call its own `close`, where it was made and has one."""
-        is_made = self._here is not None or self._state is not None
+        is_made = self._here is not None or self._in_pool.state is not None
         if is_made and hasattr(self._make.func, "close"):
             await self.call("close")
 
     async def _called(self, method: str, *arguments: Any) -> Any:
         if self._pool:
-            called = await self._pool.call(self._state, method, *arguments)
-            self._state, answer, self._metrics = called
-            return answer
+            return await self._pool.call(self._in_pool, method, *arguments)
 
         def call() -> Any:
             if self._here is None:
@@ -166,6 +163,11 @@ class Environments:
         if first is not None:
             chat = chat or not (isinstance(first, str) or is_ids(first))
             policy.prompt, ids = self._tokens.first(first, chat=chat, tools=self._tools)
+        if self._tools and not chat and not is_ids(first):
+            raise WrongAnswer(
+                "the environment has tools, of which a chat template tells the policy, and the "
+                "prompt is a text: give prompts as messages, or return messages from reset"
+            )
         total = 0.0
         while True:
             try:

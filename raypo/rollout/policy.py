@@ -87,6 +87,8 @@ class Recorded:
     turn_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [T], or -1
     finish_reason: str = "stop"
     """Of its last turn."""
+    is_cut_off: bool = False
+    """Whether a limit of the run, and none that the agent had set, ended that."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """The first token of each turn, and of each change meanwhile, and the version of the weights
     that sampled it."""
@@ -292,6 +294,8 @@ class Policy:
             row.is_busy = False
         row.append(ids[len(row.ids) :], None)
         row.append(completion.token_ids, completion)
+        by_length = completion.finish_reason == "length"
+        row.is_cut_off = by_length and most == min(room, self.max_new_tokens)
         return row, completion
 
     def ids_of(self, said: Said, tools: Tools = None) -> np.ndarray:

@@ -100,15 +100,23 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
     label = row.get("label")
     if label is not None and not isinstance(label, str):
         cells["label"] = json.dumps(label, ensure_ascii=False, default=_plain)
-    for name in ("prompt", "response", "label"):
-        if cells.get(name) is not None:  # a lone surrogate has no UTF-8
-            cells[name] = cells[name].encode("utf-8", "replace").decode("utf-8")
+    for name in ("prompt", "response", "label", "episode"):
+        cells[name] = _with_utf_8(cells.get(name))
     for name in ("score", "advantage_mean", "kl"):
         cells[name] = _number(row.get(name))
     by_source = row.get("scores_by_source")
     if by_source is not None:
         cells["scores_by_source"] = {name: _number(value) for name, value in by_source.items()}
     return cells
+
+
+def _with_utf_8(value: Any) -> Any:
+    """A lone surrogate, which has none, becomes a question mark, in all texts of a value."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {_with_utf_8(key): _with_utf_8(inner) for key, inner in value.items()}
+    return [_with_utf_8(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import pydantic
 
+from raypo.custom.errors import text_of
 from raypo.types import ToolUse
 
 Tool = Callable[..., Awaitable[str]]
@@ -101,7 +102,7 @@ async def call(tools: Sequence[Tool], asked: ToolCall) -> str:
     try:
         return await _answer(tools, asked)
     except BaseException as failure:
-        error = str(failure) or type(failure).__name__
+        error = text_of(failure) or type(failure).__name__
         raise
     finally:
         heard.get()(ToolUse(asked.name, time.perf_counter() - begin, error))
@@ -152,8 +153,9 @@ def _marked(body: str, tools: Tools) -> list[ToolCall]:
     """The calls between two marks."""
     if body.startswith("<function="):
         return [
-            ToolCall(name, _typed(dict(_PARAMETER.findall(text)), _parameters(name, tools)))
+            _call({"name": name, "arguments": _typed(dict(found), _parameters(name, tools))})
             for name, text in _FUNCTION.findall(body)
+            for found in [_PARAMETER.findall(text)]
         ]
     if named := _NAMED.fullmatch(body):
         return [_call({"name": named[1], "arguments": named[2]})]
@@ -226,4 +228,8 @@ def _call(found: Any) -> ToolCall:
                 raise ToolError(f"the arguments of {found['name']} are not JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise ToolError('a tool call is {"name": "...", "arguments": {...}}')
-    return ToolCall(found["name"], arguments)
+    try:  # as whoever reads JSON gets it
+        told = json.dumps([found["name"], arguments], ensure_ascii=False, allow_nan=False)
+        return ToolCall(*json.loads(told.encode()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ToolError(f"a tool call has what JSON does not: {error}") from None

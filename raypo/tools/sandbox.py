@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,11 +42,14 @@ class Ran:
     """Whether there was more output."""
 
 
-_turns: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = (
+LOOK_EVERY_S = 0.02
+_turns: dict[int, threading.BoundedSemaphore] = {}
+"""Of this process, by what is allowed at once: all sandboxes share it, for each episode may make
+one, and plain methods have event loops of their own."""
+_lines: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = (
     WeakValueDictionary()
 )
-"""Of an event loop, and of what is allowed at once: all sandboxes share it, for each episode may
-make one. It is there while a program runs or waits."""
+"""Of an event loop: who may look for a turn; there while a program runs or waits."""
 
 
 class PythonSandbox:
@@ -80,8 +84,8 @@ class PythonSandbox:
             max_output_chars: What is kept of its output.
             readable: Folders that it may read and import from, beside Python's own; where root
                 asks, those that all users may read.
-            at_once: Programs that run at a time in an event loop, of all sandboxes with this
-                number; others wait. None: one for each core.
+            at_once: Programs that run at a time in this process, of all sandboxes with this number;
+                others wait. None: one for each core.
         """
         self._limits = {
             "time_limit_s": time_limit_s,
@@ -117,8 +121,14 @@ class PythonSandbox:
             SandboxError: the host cannot keep it in.
         """
         key = asyncio.get_running_loop(), self._at_once
-        async with _turns.setdefault(key, asyncio.Semaphore(self._at_once)):
-            return await self._run(code)
+        turns = _turns.setdefault(self._at_once, threading.BoundedSemaphore(self._at_once))
+        async with _lines.setdefault(key, asyncio.Semaphore(self._at_once)):
+            while not turns.acquire(blocking=False):
+                await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                return await self._run(code)
+            finally:
+                turns.release()
 
     async def _run(self, code: str) -> Ran:
         if sys.platform != "linux":

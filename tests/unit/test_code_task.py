@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.code import reward
 from examples.code.make_data import (
     FIRST,
     INPUTS,
@@ -52,6 +53,13 @@ def test_what_gives_something_else_runs_and_does_not_solve():
 @pytest.mark.parametrize("body", ["a*", "c", "a//0", "exit()"])
 def test_what_does_not_run_gets_nothing(body):
     assert judged(body) == [{"score": 0.0, "solved": 0.0, "runs": 0.0}]
+
+
+def test_a_program_that_the_clock_has_ended_is_run_again(monkeypatch):
+    monkeypatch.setattr(reward, "LIMIT_S", 0.0)
+    assert judged("a*b+2+0") == [{"score": 0.0, "solved": 0.0, "runs": 0.0}]
+    monkeypatch.undo()
+    assert judged("a*b+2+0") == [{"score": 1.0, "solved": 1.0, "runs": 1.0}]
 
 
 def test_a_program_that_prints_on_its_own_has_not_passed():

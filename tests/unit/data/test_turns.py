@@ -136,6 +136,11 @@ def test_only_an_end_that_the_template_writes_here_too_is_left_out(marked, name,
     assert text_between(marked, reply, "a", ends=("<|return|>", "<|user|>")) == follows
 
 
+def test_a_turn_goes_on_where_a_template_without_marks_has_nothing_to_write(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert text_between(tokenizer, "yo<eos>", "") == ""
+
+
 def test_a_template_that_leaves_out_what_was_said_is_told(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"

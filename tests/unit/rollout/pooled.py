@@ -58,3 +58,21 @@ class Closes(Counting):
     async def close(self) -> None:
         with open(self.label, "a") as file:
             file.write(f"{self.turn} ")
+
+
+class ClosesUnmade(Closes):
+    """Fails before it begins, and has something to close."""
+
+    def reset(self, prompt: Any, label: Any) -> None:
+        super().reset(prompt, label)
+        raise OSError("it does not answer")
+
+
+class ClosesHalfway(Closes):
+    """Fails in its second step."""
+
+    def step(self, action: str) -> Any:
+        told = super().step(action)
+        if self.turn == 2:
+            raise OSError("it does not answer")
+        return told

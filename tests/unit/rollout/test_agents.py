@@ -74,6 +74,15 @@ class Asks:
         return 1.0
 
 
+class Routes:
+    """A word to choose by, and then the answer; neither is ended by the policy itself."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        await policy.generate(prompt, max_new_tokens=1)
+        await policy.generate([7, 8, 9])
+        return 1.0
+
+
 class Fresh:
     """Two conversations that have nothing to do with each other."""
 
@@ -394,6 +403,11 @@ def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):
     assert len(set(pairs)) == 4
     trained = int(experience.response_mask.sum())
     assert trained == sum(each.num_sampled for each in rollouts)
+
+
+def test_only_a_turn_that_the_runs_own_limit_ends_is_cut_off(tokenizer):
+    asked, answered = played(tokenizer, "Routes", Says([7], [9] * 8, reason="length"), samples=1)
+    assert (asked.finish_reason, answered.finish_reason) == ("stop", "length")
 
 
 @pytest.mark.parametrize("label", ["plain", "wrapped", "in a group"])

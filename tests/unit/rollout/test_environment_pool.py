@@ -55,3 +55,15 @@ def test_an_environment_is_closed_as_its_last_turn_left_it(tokenizer, tmp_path):
         environment_processes=2,
     )
     assert log.read_text() == "3 3 3 "
+
+
+@pytest.mark.parametrize(("name", "turns"), [("ClosesUnmade", "0 "), ("ClosesHalfway", "2 ")])
+def test_an_environment_that_fails_is_closed_as_it_has_left_itself(
+    tokenizer, tmp_path, name, turns
+):
+    log = tmp_path / "closed"
+    keys = {"environment": f"{CLASSES}:{name}", "environment_processes": 1}
+    (each,) = played(tokenizer, labels=(str(log),), samples=1, **keys)
+    assert each.episode is not None
+    assert each.episode.error == "OSError: it does not answer"
+    assert log.read_text() == turns

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, ClassVar
 
@@ -31,7 +32,7 @@ from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
 from raypo.tools.calls import answer_calls
 from raypo.types import Prompt, Rollout, ScoredRollout
-from tests.chat_templates import CHAT_TEMPLATES
+from tests.chat_templates import CHAT_TEMPLATES, MARKS, TOOL_TEMPLATES
 from tests.stand_ins import Engine
 from tests.tiny import tiny_tokenizer
 
@@ -73,6 +74,20 @@ WRONG: dict[str, Any] = {
     "nothing": (None, 0.0, False),
     "object": (object(), 0.0, False),
 }
+RESULT = {"role": "tool", "content": "4", "name": "add", "tool_call_id": "abcdefghi"}
+
+
+class Answering(Counting):
+    """As a tool does."""
+
+    async def step(self, action: str) -> Any:
+        _, reward, done = await super().step(action)
+        return RESULT, reward, done
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise KeyError("message")
 
 
 class Panic(BaseException):
@@ -88,6 +103,8 @@ class Naughty(Counting):
                 raise KeyError("no such door")
             if self.label == "exit":
                 raise SystemExit(3)
+            if self.label == "unprintable":
+                raise Unprintable
             if self.label == "panic":
                 raise Panic("of native code")
             if self.label == "hang":
@@ -244,8 +261,9 @@ def tokenizer(tmp_path_factory):
 class Talking(Engine):
     """Answers by its seed: a few random letters, most often with their end."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Sequence[int] = (END,)) -> None:
         super().__init__(self._answer)
+        self.ends = ends
         self.rounds: list[list[SamplingRequest]] = []
         self.said: dict[int, np.ndarray] = {}
 
@@ -257,16 +275,18 @@ class Talking(Engine):
         random = np.random.default_rng(request.seed)
         ids = random.integers(4, 40, random.integers(1, 7)).astype(np.int32)
         if random.random() < 0.7:
-            ids[-1] = END
+            ids[-1] = self.ends[request.seed % len(self.ends)]
         ids = self.said[request.seed] = ids[: request.max_new_tokens]
         return Completion(ids, -random.random(len(ids)).astype(np.float32), "stop", 3)
 
 
-def episodes(tokenizer, name: str = "Counting", **keys: Any) -> Episodes:
+def episodes(
+    tokenizer, name: str = "Counting", ends: Sequence[int] = (END,), **keys: Any
+) -> Episodes:
     section = RolloutSection.model_validate(
         {"environment": f"{HERE}:{name}", "max_episode_tokens": 400, "max_new_tokens": 8} | keys
     )
-    tokens = TurnTokens(tokenizer, [END])
+    tokens = TurnTokens(tokenizer, ends)
     player = Environments(section, tokens)
     return Episodes(player, tokenizer, tokens, section, max_tokens=500, vocabulary_size=SIZE)
 
@@ -307,11 +327,26 @@ def played_by(
     return sample(draws, engine, tokenizer, sampling, push_again)
 
 
-@pytest.mark.parametrize("name", [None, *CHAT_TEMPLATES])
-def test_the_tokens_that_are_trained_are_those_that_were_sampled(tokenizer, name):
-    tokenizer.chat_template = CHAT_TEMPLATES.get(name)
-    engine = Talking()
-    rollouts = played(tokenizer, engine, labels=(1, 2, 3), chat=name is not None)
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """A tokenizer to which the marks of published templates are special tokens."""
+    made = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("marked")))
+    made.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    return made
+
+
+@pytest.mark.parametrize("name", [None, *CHAT_TEMPLATES, *TOOL_TEMPLATES])
+def test_the_tokens_that_are_trained_are_those_that_were_sampled(tokenizer, marked, name):
+    """Whatever stands between them, and whichever mark a model ends its turn with."""
+    with_tools = name in TOOL_TEMPLATES
+    tokenizer = marked if with_tools else tokenizer
+    tokenizer.chat_template = (CHAT_TEMPLATES | TOOL_TEMPLATES).get(name)
+    marks = ("<|return|>", "<|call|>", "<|user|>", "<|observation|>") if with_tools else ()
+    ends = (END, *tokenizer.convert_tokens_to_ids(list(marks)))
+    engine = Talking(ends)
+    keys = {"name": "Answering" if with_tools else "Counting", "ends": ends}
+    rollouts = played(tokenizer, engine, labels=(1, 2, 3), chat=name is not None, **keys)
+    assert [each.episode.error for each in rollouts if each.episode] == [None] * 6
 
     for number, each in enumerate(rollouts):
         asked = [round_[number] for round_ in engine.rounds]
@@ -394,6 +429,7 @@ def test_plain_methods_run_in_threads_beside_each_other(tokenizer):
         ("raise", "KeyError: 'no such door'"),
         ("exit", "SystemExit: 3"),
         ("panic", "Panic: of native code"),
+        ("unprintable", "Unprintable: its text cannot be had"),
         ("unknown", "ValueError: token ids of the policy lie in 0 to 299, and those of the"),
         ("hang", "TimeoutError: step gave no answer in 0.2 s (rollout.step_timeout_s)"),
         ("pair", "WrongAnswer: step returned ('two', 1.0), not (observation, reward, done)"),
@@ -595,6 +631,14 @@ def test_marks_that_are_special_tokens_are_seen_where_tools_may_be_called(tokeni
     ids = np.array(tokenizer.encode("<unk>hi<eos>"), np.int32)
     says_so = Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
     engine = Engine(lambda requests: [says_so] * len(requests))
-    (each,) = played(tokenizer, engine, labels=(action,), samples=1, name=name)
+    keys = {"samples": 1, "chat": True, "name": name}
+    (each,) = played(tokenizer, engine, labels=(action,), **keys)
     assert each.episode is not None
     assert each.episode.error is None
+
+
+def test_tools_that_the_policy_is_never_told_of_fail_the_episode(tokenizer):
+    (each,) = played(tokenizer, samples=1, name="ExpectingCalls")
+    assert each.episode is not None
+    assert each.episode.error is not None
+    assert each.episode.error.startswith("WrongAnswer: the environment has tools, of which")

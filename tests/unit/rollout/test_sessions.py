@@ -18,6 +18,7 @@ from raypo.endpoint.protocol import CompletionRequest
 from raypo.rollout.policy import Policy
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
+from tests.chat_templates import CHAT_TEMPLATES
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout import test_agents
 from tests.unit.rollout.test_episodes import END, SIZE, Talking
@@ -255,6 +256,17 @@ def test_a_chat_is_one_row_of_what_was_sampled(tokenizer, name):
     for ours, theirs in zip(rollouts, same, strict=True):  # by policy.generate
         assert ours.response_ids.tolist() == theirs.response_ids.tolist()
         assert ours.log_probs.tolist() == theirs.log_probs.tolist()
+
+
+@pytest.mark.parametrize("template", CHAT_TEMPLATES)
+def test_a_chat_is_one_row_with_every_template(tokenizer, monkeypatch, template):
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES[template])
+    engine = Talking()
+    rollouts = played(tokenizer, "OfTheLoop", engine, labels=(1, 2), chat=True)
+    assert errors(rollouts) == [None] * 2
+    for number, each in enumerate(rollouts):
+        said = [engine.said[round_[number].seed] for round_ in engine.rounds]
+        assert sampled(each) == np.concatenate(said).tolist()
 
 
 def test_a_chat_with_tools_is_one_row_and_one_without_is_another(tokenizer, monkeypatch):

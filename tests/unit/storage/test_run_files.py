@@ -224,10 +224,14 @@ def test_what_a_rollout_does_not_have_is_null_and_labels_that_are_no_text_are_js
 
 def test_text_that_has_no_utf_8_is_written_with_a_replacement(tmp_path):
     files = RunFiles(str(tmp_path), "r")
-    files.write_rollouts(1, [row(response="a\ud800b")])
+    use = {"name": "\ud83d", "seconds": 0.1, "error": "there is no tool \ud83d", "turn": 0}
+    episode = {"num_turns": 1, "error": "\ud800", "metrics": {"\ud800": 1.0}, "tool_uses": [use]}
+    files.write_rollouts(1, [row(response="a\ud800b", episode=episode)])
 
     (read,) = rollouts_of(tmp_path / "r" / "rollouts" / "step_00001.parquet")
     assert read["response"] == "a?b"
+    assert read["episode"]["error"] == "?"
+    assert read["episode"]["tool_uses"][0] == use | {"name": "?", "error": "there is no tool ?"}
 
 
 def test_a_row_with_other_columns_is_refused(tmp_path):

@@ -16,7 +16,7 @@ ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
 CALL = ToolCall("add", {"a": 1, "b": [2, "x"]})
 NOW = ToolCall("now", {})
 ARGUMENTS = '{"a": 1, "b": [2, "x"]}'
-PYTHONIC = {"a": True, "b": None, "c": -1.5, "d": {"e": ()}}
+PYTHONIC = {"a": True, "b": None, "c": -1.5, "d": {"e": [], "1": 2}}
 XML = {"x": "<function=g>"}
 CODER = """<tool_call>
 <function=add>
@@ -71,12 +71,14 @@ async def add(a: int, b: int = 0) -> str:
         ('<|tool_call_start|>[add(a=1, b=[2, "x"]), now()]<|tool_call_end|>Done', [CALL, NOW]),
         ('<|python_start|>[add(a=1, b=[2, "x"])]<|python_end|>', [CALL]),
         ('[add(a=1, b=[2, "x"]), now()]', [CALL, NOW]),
-        ("[f(a=true, b=null, c=-1.5, d={'e': ()})]", [ToolCall("f", PYTHONIC)]),
+        ("[f(a=true, b=null, c=-1.5, d={'e': (), 1: 2})]", [ToolCall("f", PYTHONIC)]),
         ("[my.tool(a='')]", [ToolCall("my.tool", {"a": ""})]),
         ("[add(a=os)]", []),
         ("[add(1)]", []),
         ("[add(**{})]", []),
         ("[1, add()]", []),
+        ("[f(x={1, 2})]", []),  # what JSON does not have
+        ("[f(x=b'a')]", []),
         (CODER, [ToolCall("add", {"a": "1", "b": '[2, "x"]'}), NOW]),
         ('<tool_call>{"name": "f", "arguments": {"x": "<function=g>"}}', [ToolCall("f", XML)]),
     ],
@@ -100,6 +102,10 @@ def test_calls_are_found_in_the_forms_of_the_field(text, calls):
         ("<|tool_call_start|>[add(1)]<|tool_call_end|>", r"arguments of a tool call have names"),
         ("<|tool_call_start|>[add(a=b)]<|tool_call_end|>", "is not JSON"),
         ("<|tool_call_start|>[f(x={{}})]<|tool_call_end|>", "is not JSON"),
+        ("<|tool_call_start|>[f(x={1, 2})]<|tool_call_end|>", "has what JSON does not"),
+        ("<|tool_call_start|>[f(x=1j)]<|tool_call_end|>", "has what JSON does not"),
+        ('<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>', "has what JSON does not"),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "has what JSON does not"),
     ],
 )
 def test_a_call_that_is_none_is_the_models_mistake(text, problem):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -349,7 +350,18 @@ def test_no_more_run_at_a_time_than_may():
         return time.monotonic() - begin
 
     assert asyncio.run(timed()) > 1.2
-    assert not sandbox._turns  # nor is the event loop kept
+    assert not sandbox._lines  # nor is the event loop kept
+
+
+def test_no_more_run_at_a_time_than_may_where_plain_methods_have_event_loops_of_their_own():
+    def timed(_: int) -> tuple[float, float]:
+        sleeps = "import time; begin = time.time(); time.sleep(0.4); print(begin, time.time())"
+        begin, end = asyncio.run(PythonSandbox(at_once=2).run(sleeps)).output.split()
+        return float(begin), float(end)
+
+    with ThreadPoolExecutor(6) as threads:
+        ran = list(threads.map(timed, range(6)))
+    assert max(sum(begin <= at < end for begin, end in ran) for at, _ in ran) == 2
 
 
 def test_the_tool_tells_a_model_how_its_program_ended():
