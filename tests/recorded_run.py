@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raypo.storage.rollout_table import rollout_table
 from raypo.storage.run_files import RunFiles
 
 RECORDED = Path(__file__).with_name("recorded_runs.json")
@@ -155,10 +156,10 @@ def write_run(
         files.append_metrics(step, metrics(step, **changes))
         if with_rollouts:
             rows = [rollout(step, group, sample) for group in range(3) for sample in range(3)]
-            files.write_rollouts(step, rows)
+            files.write_rollouts(step, rollout_table(rows))
     for step in (0, *range(4, steps + 1, 4)) if with_rollouts else ():
         rows = [held_out(step, group) for group in range(4)]
-        files.write_rollouts(step, rows, held_out=True)
+        files.write_rollouts(step, rollout_table(rows), held_out=True)
     if status:
         files.write_summary(
             {"status": status, "recipe": "ppo", "wall_s": 167.0, "versions": {"raypo": "0.1.0"}}
@@ -215,7 +216,7 @@ def write_recorded(
             for group, scores in enumerate(run["held_out"][str(recorded)])
             for sample, score in enumerate(scores)
         ]
-        files.write_rollouts(step, rows, held_out=True)
+        files.write_rollouts(step, rollout_table(rows), held_out=True)
     if status:
         versions = {"raypo": "0.1.0"}
         wall_s = sum(row["time/step_s"] for row in files.metrics()) + 30.0

@@ -51,6 +51,7 @@ from raypo.run.run import Run, Saveable, log_path
 from raypo.run.services import Services, start_deployments
 from raypo.run.setup import Runtime
 from raypo.run.utilization import models_of
+from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.trace import note_call
 from raypo.types import Prompt, ScoredRollout
@@ -348,11 +349,9 @@ class OnlineRun(Run[AnyOnline]):
     def _write_rollouts(
         self, step: int, mine: list[dict[str, Any]], *, held_out: bool = False
     ) -> None:
-        shares = self.workers.gather_first(mine)
+        shares = self.workers.gather_first(rollout_table(mine))
         if self.workers.rank == 0:
-            rows = [row for share in shares for row in share]
-            rows.sort(key=lambda row: (row["group_index"], row["sample_index"], row["row_index"]))
-            self.files.write_rollouts(step, rows, held_out=held_out)
+            self.files.write_rollouts(step, merged(shares), held_out=held_out)
 
     def evaluate_before_first_update(self, services: Services) -> None:
         """The held-out score that the run starts from; it stands in the first step's metrics."""

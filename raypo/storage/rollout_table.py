@@ -94,6 +94,17 @@ def rollout_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist([_cells(row) for row in rows], schema=schema)
 
 
+def merged(tables: Sequence[pa.Table]) -> pa.Table:
+    """The rows of several such tables, in the order of groups, samples and conversations."""
+    import pyarrow as pa
+
+    table = pa.concat_tables(tables, promote_options="default")
+    columns = rollout_schema().names
+    parts = sorted(name for name in table.column_names if name.startswith(PART))
+    order = [(name, "ascending") for name in ("group_index", "sample_index", "row_index")]
+    return table.select([*columns, *parts]).sort_by(order)
+
+
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row as the table takes it: labels as text, what is not a number as null."""
     cells = dict(row)

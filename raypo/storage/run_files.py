@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -26,7 +26,9 @@ from raypo.storage.folder import (
     replace_file,
 )
 from raypo.storage.parquet import from_parquet, to_parquet
-from raypo.storage.rollout_table import rollout_table
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 _ROLLOUTS, _LOGS, _TIMELINE = "rollouts", "logs", "timeline"
@@ -151,17 +153,15 @@ class RunFiles:
 
     # Rollouts, config and summary: whole files.
 
-    def write_rollouts(
-        self, step: int, rows: Sequence[Mapping[str, Any]], *, held_out: bool = False
-    ) -> None:
-        """Write `rollouts/step_00001.parquet`; its columns are in `rollout_table`.
+    def write_rollouts(self, step: int, table: pa.Table, *, held_out: bool = False) -> None:
+        """Write `rollouts/step_00001.parquet`.
 
         Args:
             step: 0 is before the first update.
+            table: A `rollout_table`.
             held_out: Whether they are an evaluation's: `rollouts/held_out_00000.parquet`.
         """
-        content = to_parquet(rollout_table(rows))
-        replace_file(self.folder / _rollouts_name(step, held_out), content)
+        replace_file(self.folder / _rollouts_name(step, held_out), to_parquet(table))
 
     def rollout_steps(self, *, held_out: bool = False) -> list[int]:
         """Steps that are done whose rollouts, or held-out samples, are saved, ascending."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raypo.report.run_page import load_run, run_page
+from raypo.storage.rollout_table import rollout_table
 from raypo.storage.run_files import RunFiles
 from tests.integration.browser import CHROMIUM, DRIVER, chromium
 from tests.recorded_run import WORDS, conversations, episode, write_run
@@ -102,7 +103,7 @@ def test_an_episode_is_shown_turn_by_turn(browser: Any, tmp_path: Path):
 
     run = write_run(tmp_path, "episodes", steps=1, with_rollouts=False)
     several = [row | {"group_index": 1} for row in conversations()]
-    RunFiles.at(str(run)).write_rollouts(1, [episode(), *several])
+    RunFiles.at(str(run)).write_rollouts(1, rollout_table([episode(), *several]))
     page = run_page([load_run(str(run))]).write(tmp_path / "report.html").as_uri()
     look(browser, page, 1280, "light")
 

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from raypo.cli import app
 from raypo.report.samples import by_sample, run_samples, typical
 from raypo.report.terminal import chosen, print_samples
+from raypo.storage.rollout_table import rollout_table
 from raypo.storage.run_files import RunFiles
 from tests.recorded_run import WORDS, conversations, episode, rollout, write_run
 
@@ -22,7 +23,8 @@ def test_samples_of_the_last_step_in_the_order_that_is_asked_for(tmp_path: Path)
 
 def test_a_step_that_was_never_finished_is_not_shown(tmp_path: Path):
     run = write_run(tmp_path, steps=3)
-    RunFiles.at(str(run)).write_rollouts(4, [rollout(4, 0, 0)])  # its update was stopped
+    unfinished = rollout_table([rollout(4, 0, 0)])  # its update was stopped
+    RunFiles.at(str(run)).write_rollouts(4, unfinished)
     done = CliRunner().invoke(app, ["show", str(run)])
     assert "recorded, step 3: 9 samples" in done.output
 
@@ -41,7 +43,7 @@ def test_orders():
 
 def test_text_that_looks_like_markup_is_shown_as_it_is(tmp_path: Path):
     files = RunFiles(str(tmp_path), "r")
-    files.write_rollouts(1, [rollout(1, 0, 0) | {"response": "[bold]x[/nothing]"}])
+    files.write_rollouts(1, rollout_table([rollout(1, 0, 0) | {"response": "[bold]x[/nothing]"}]))
     stream = io.StringIO()
     print_samples(files, 1, None, 1, stream)
     assert "[bold]x[/nothing]" in stream.getvalue()
@@ -62,7 +64,7 @@ def test_wrong_input_is_told(tmp_path: Path):
 def test_episodes_are_shown_turn_by_turn_with_rewards_and_errors(tmp_path: Path):
     run = write_run(tmp_path, steps=1)
     files = RunFiles.at(str(run))
-    files.write_rollouts(1, [episode()])
+    files.write_rollouts(1, rollout_table([episode()]))
     stream = io.StringIO()
     print_samples(files, 1, None, 1, stream)
     lines = [line.strip("│ \n") for line in stream.getvalue().splitlines()]
@@ -85,7 +87,7 @@ def test_episodes_are_shown_turn_by_turn_with_rewards_and_errors(tmp_path: Path)
 def test_the_report_tells_what_the_environment_wrote(tmp_path: Path):
     run = write_run(tmp_path, steps=1)
     files = RunFiles.at(str(run))
-    files.write_rollouts(1, [episode()])
+    files.write_rollouts(1, rollout_table([episode()]))
     (sample,) = (
         each for each in run_samples(files, files.config() or {}) if "held_out" not in each
     )
@@ -100,7 +102,7 @@ def test_the_conversations_of_an_agents_episode_are_one_sample(tmp_path: Path):
     run = write_run(tmp_path, steps=1)
     files = RunFiles.at(str(run))
     rows = conversations()
-    files.write_rollouts(1, [*rows[::-1], rollout(1, 1, 0) | {"score": -5.0}])
+    files.write_rollouts(1, rollout_table([*rows[::-1], rollout(1, 1, 0) | {"score": -5.0}]))
     stream = io.StringIO()
     print_samples(files, 1, "best", 1, stream)
     told = stream.getvalue()

@@ -5,6 +5,7 @@ from typing import Any
 
 from raypo.report.page import Words
 from raypo.report.run_page import load_run, run_page
+from raypo.storage.rollout_table import rollout_table
 from raypo.storage.run_files import RunFiles
 from tests.recorded_run import write_recorded
 
@@ -134,7 +135,9 @@ def test_held_out_answers_of_few_prompts_leave_it_to_training(tmp_path: Path):
     files = RunFiles.at(str(folder))
     for step in files.rollout_steps(held_out=True):
         rows = [row for row in files.rollouts(step, held_out=True) if row["group_index"] < 5]
-        files.write_rollouts(step, [{**row, "scores_by_source": {}} for row in rows], held_out=True)
+        files.write_rollouts(
+            step, rollout_table([{**row, "scores_by_source": {}} for row in rows]), held_out=True
+        )
     words = said(folder)
     assert "It learned. The training score rose from" in words
     assert "of 5: too few for an interval)" in words

@@ -11,6 +11,7 @@ import yaml
 from raypo.config import ConfigError
 from raypo.config.base import read_yaml
 from raypo.storage.folder import below, parent_and_name
+from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.run_files import RunFiles
 
 
@@ -104,7 +105,7 @@ def test_truncate_drops_what_a_resumed_run_does_again(storage):
     first = RunFiles(uri, "r")
     for step in (1, 2, 3):
         first.append_metrics(step, {"x": step / 2})
-        first.write_rollouts(step, [row()])
+        first.write_rollouts(step, rollout_table([row()]))
     first.sync()
 
     second = RunFiles(uri, "r")
@@ -119,14 +120,14 @@ def test_truncate_drops_what_a_resumed_run_does_again(storage):
 def test_a_step_is_done_once_its_metrics_are_there(storage):
     uri, _ = storage
     files = RunFiles(uri, "r")
-    files.write_rollouts(0, [row()], held_out=True)
+    files.write_rollouts(0, rollout_table([row()]), held_out=True)
     assert (files.last_step(), files.rollout_steps()) == (0, [])
     assert files.rollout_steps(held_out=True) == [0]  # before the first update
     for step in (1, 2):
-        files.write_rollouts(step, [row()])
+        files.write_rollouts(step, rollout_table([row()]))
         files.append_metrics(step, {})
-    files.write_rollouts(3, [row()])  # and then the run was stopped
-    files.write_rollouts(3, [row()], held_out=True)
+    files.write_rollouts(3, rollout_table([row()]))  # and then the run was stopped
+    files.write_rollouts(3, rollout_table([row()]), held_out=True)
     files.sync()
     reader = RunFiles(uri, "r")
     assert (reader.last_step(), reader.rollout_steps()) == (2, [1, 2])
@@ -146,7 +147,7 @@ def test_what_an_earlier_attempt_said_at_its_end_goes_when_a_run_is_resumed(stor
 
 def test_only_the_columns_that_are_wanted_are_read(storage):
     files = RunFiles(storage[0], "r")
-    files.write_rollouts(1, [row()])
+    files.write_rollouts(1, rollout_table([row()]))
     assert files.rollouts(1, columns=("score", "group_index")) == [{"score": 1.0, "group_index": 2}]
 
 
@@ -161,7 +162,7 @@ def test_rollouts_have_the_columns_and_types_of_the_design(storage):
     uri, folder = storage
     files = RunFiles(uri, "r")
 
-    files.write_rollouts(12, [row()])
+    files.write_rollouts(12, rollout_table([row()]))
     files.sync()
 
     path = folder / "rollouts" / "step_00012.parquet"
@@ -208,7 +209,7 @@ def test_what_a_rollout_does_not_have_is_null_and_labels_that_are_no_text_are_js
     labels = [{"answer": 2, "of": np.array([1, 2])}, ["a", "ü"], 2.5, "text", None]
 
     rows = [bare, row(score=math.nan), *(row(label=label) for label in labels)]
-    files.write_rollouts(1, rows)
+    files.write_rollouts(1, rollout_table(rows))
 
     read = rollouts_of(tmp_path / "r" / "rollouts" / "step_00001.parquet")
     assert (read[0]["ref_log_probs"], read[0]["kl"], read[0]["label"]) == (None, None, None)
@@ -226,12 +227,25 @@ def test_text_that_has_no_utf_8_is_written_with_a_replacement(tmp_path):
     files = RunFiles(str(tmp_path), "r")
     use = {"name": "\ud83d", "seconds": 0.1, "error": "there is no tool \ud83d", "turn": 0}
     episode = {"num_turns": 1, "error": "\ud800", "metrics": {"\ud800": 1.0}, "tool_uses": [use]}
-    files.write_rollouts(1, [row(response="a\ud800b", episode=episode)])
+    files.write_rollouts(1, rollout_table([row(response="a\ud800b", episode=episode)]))
 
     (read,) = rollouts_of(tmp_path / "r" / "rollouts" / "step_00001.parquet")
     assert read["response"] == "a?b"
     assert read["episode"]["error"] == "?"
     assert read["episode"]["tool_uses"][0] == use | {"name": "?", "error": "there is no tool ?"}
+
+
+def test_what_workers_have_made_is_one_table_in_order_whatever_parts_their_rewards_had():
+    first = [row(group_index=1, **{"reward/b": 1.0}), row(group_index=0, sample_index=1)]
+    second = [row(group_index=0, **{"reward/a": 0.5}), row(group_index=1, sample_index=1)]
+    shares = [rollout_table(rows) for rows in (first, second, [])]
+    table = merged(shares)
+    places = list(
+        zip(*(table[name].to_pylist() for name in ("group_index", "sample_index")), strict=True)
+    )
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert table.equals(rollout_table([second[0], first[1], first[0], second[1]]))
+    assert table["reward/a"].to_pylist() == [0.5, None, None, None]
 
 
 def test_a_row_with_other_columns_is_refused(tmp_path):
@@ -243,7 +257,7 @@ def test_a_row_with_other_columns_is_refused(tmp_path):
         ValueError,
         match=r"rollout row 1 has unknown columns \['reward'\], missing columns \['response'\]",
     ):
-        files.write_rollouts(1, [row(), bad])
+        files.write_rollouts(1, rollout_table([row(), bad]))
 
 
 def test_config_and_summary_round_trip(storage):

@@ -5,6 +5,7 @@ import pytest
 
 from raypo.config.sweep_config import SweepConfig
 from raypo.report.page import Chart, Table, Words
+from raypo.storage.rollout_table import rollout_table
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, write_trials
@@ -64,7 +65,7 @@ def answer(
             place = row["group_index"] * (1, 3, 7, 9, 11, 13, 17)[(3 * step + trial.number) % 7]
             tremble = 0.1 if place % 20 < 10 else -0.1
             row |= {"score": score + tremble, "scores_by_source": {"model": judge[step] + tremble}}
-        run.write_rollouts(step, rows, held_out=True)
+        run.write_rollouts(step, rollout_table(rows), held_out=True)
 
 
 def page_of(files: RunFiles, trials: list[TrialRecord]) -> tuple[Any, dict[str, list[Any]]]:
