@@ -486,12 +486,13 @@ def draw_growth(found: dict[str, Any], file: Path) -> Path:
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     for axes, (what, sizes) in zip(figure.subplots(1, len(GROWTH)), GROWTH.items(), strict=True):
         steps = {str(size): found.get(f"growth_{what}_{size}") for size in sizes}
-        measured = {size: step for size, step in steps.items() if step}
+        measured = {float(size.rstrip("M")): step for size, step in steps.items() if step}
         for phase in ("step_s", "generate_s", "score_s", "update_s", "push_weights_s"):
             seconds = [step[phase] for step in measured.values()]
             label = phase.removesuffix("_s").replace("_", " ")
             axes.plot(list(measured), seconds, marker="o", label=label)
-        axes.set(xlabel=what.replace("-", " "), ylabel="s", ylim=0)
+        axes.set_xticks([float(str(size).rstrip("M")) for size in sizes], sizes)
+        axes.set(xlabel=what.replace("-", " "), ylabel="s", xlim=0, ylim=0)
     figure.axes[0].legend(fontsize=8)
     figure.savefig(file, dpi=110)
     return file
