@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from raypo.models.packing import Layout, Packed, pack
+from raypo.models.shared_prompts import SharedPrompts
 
 NAME = "raypo_packed"
 """As transformers knows it."""
@@ -157,8 +158,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls for each layer: [1, N, H, D]; without a layout its own SDPA.
 
-    On a GPU flex attention reads the blocks that the layout allows. Elsewhere attention alone works
-    on whole rows, padded on the right, where no token looks; everything else has each token once.
+    On a GPU flex attention reads the blocks that the layout allows. Elsewhere attention shares
+    prompts that are long enough (`SharedPrompts`); with short ones it alone works on whole rows,
+    padded on the right, where no token looks, and everything else has each token once.
     """
     if layout is None:
         if attention_mask is not None and attention_mask.shape[-1] == 1 < query.shape[2]:
@@ -175,6 +177,9 @@ def packed_attention(
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [N, H, D]
     if heads > 1:
         k, v = (each.repeat_interleave(heads, dim=1) for each in (k, v))
+    sees_all = sliding_window is None or layout.rows[0].shape[1] <= sliding_window
+    if sees_all and softcap is None and layout.shares_scores:
+        return SharedPrompts.apply(q, k, v, layout, scale)[None], None
     there, back = layout.rows
     kind: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}
     rows = _attend(*(_at(each, there) for each in (q, k, v)), **kind)  # [rows, longest, H, D]

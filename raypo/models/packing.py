@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from raypo.plan.sizes import SHARED_SCORES, repeated_scores
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,16 @@ class Group:
     def tokens(self) -> int:
         """Of the prompt and all responses."""
         return self.prompt + sum(self.responses)
+
+    @property
+    def prompt_slice(self) -> slice:
+        """Where the prompt is."""
+        return slice(self.first, self.first + self.prompt)
+
+    @property
+    def responses_slice(self) -> slice:
+        """Where all of its responses are."""
+        return slice(self.first + self.prompt, self.first + self.tokens)
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,34 @@ class Layout:
                 there.append(torch.cat([prompt, own, padding]))
                 first += length
         return torch.stack(there).to(self.device), torch.cat(back).to(self.device)
+
+    @cached_property
+    def responses(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The way to a batch of responses alone, and back.
+
+        Which token stands at each place, [responses, longest] int64 (padding on the right repeats
+        the first one), and where it is padding; the responses' tokens, and where each of them
+        stands in the flattened batch.
+        """
+        firsts: list[int] = []
+        for group in self.groups:
+            firsts += accumulate(group.responses, initial=group.responses_slice.start)
+            firsts.pop()
+        lengths = torch.tensor([n for group in self.groups for n in group.responses]).long()
+        place = torch.arange(int(lengths.max()) if len(lengths) else 0)
+        is_padding = place >= lengths[:, None]
+        starts = torch.tensor(firsts).long()
+        there = starts[:, None] + place.expand(len(lengths), -1).masked_fill(is_padding, 0)
+        back = torch.nonzero(~is_padding.flatten()).flatten()
+        return tuple(
+            each.to(self.device) for each in (there, is_padding, there.flatten()[back], back)
+        )  # type: ignore[return-value]
+
+    @property
+    def shares_scores(self) -> bool:
+        """Whether attention on CPUs shares prompts too: whole rows repeat enough of its scores."""
+        repeated = sum(repeated_scores(g.prompt, len(g.responses)) for g in self.groups)
+        return repeated > SHARED_SCORES * len(self.groups)
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor, Tensor]:

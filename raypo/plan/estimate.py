@@ -185,7 +185,9 @@ def _learner(
     learning, reading = _batches(config, workers=sharding.workers)
     checkpointing = config.learner.activation_checkpointing
     saved = max(
-        memory.activations(each.shape, learning, itemsize=itemsize, checkpointing=checkpointing)
+        memory.activations(
+            each.shape, learning, itemsize=itemsize, device=device, checkpointing=checkpointing
+        )
         for each in learned
     )
     made = _logits(config, first, learning, device, learns=True) if has_words else 0

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.sharding import Sharding
-from raypo.plan.sizes import BUCKET_BYTES, CHUNK_ELEMENTS, SCRATCH_ELEMENTS
+from raypo.plan.sizes import (
+    BUCKET_BYTES,
+    CHUNK_ELEMENTS,
+    SCRATCH_ELEMENTS,
+    SHARED_SCORES,
+    repeated_scores,
+)
 
 MASTER = 4
 """Bytes of a master weight, of each of AdamW's two moments and of an accumulated gradient: fp32."""
@@ -80,7 +86,7 @@ def worst_batch(
 
 
 def activations(
-    shape: ModelShape, batch: Batch, *, itemsize: int, checkpointing: bool = False
+    shape: ModelShape, batch: Batch, *, itemsize: int, device: str, checkpointing: bool = False
 ) -> int:
     """Bytes that a forward pass saves for the backward pass.
 
@@ -88,15 +94,19 @@ def activations(
     all of one layer, which the backward pass computes anew.
 
     Of transformers' Llama with packed attention. A norm saves its input in float32, the normalised
-    input and its output (4h + 2bh); attention saves queries, keys, values and its output of whole
-    rows, the prompt in each of them (4ba), and the outputs of each token (ba); an MLP with a gate
-    saves gate, silu(gate), up and their product (4bi), one without two (2bi).
+    input and its output (4h + 2bh); attention saves queries, keys, values and its output (4ba), on
+    CPUs where prompts are short those of whole rows, the prompt in each of them, and the outputs of
+    each token (ba); an MLP with a gate saves gate, silu(gate), up and their product (4bi), one
+    without two (2bi).
     Compare Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """
     norm = (4 + 2 * itemsize) * shape.hidden
     mlp = (4 if shape.gated else 2) * itemsize * shape.intermediate
     of_responses = max(0, batch.tokens - batch.prompts * batch.prompt_tokens)
-    attended = 4 * (batch.prompts * batch.responses * batch.prompt_tokens + of_responses)
+    of_rows = batch.prompts * batch.responses * batch.prompt_tokens + of_responses
+    repeated = repeated_scores(batch.prompt_tokens, batch.responses)
+    is_shared = device == "cuda" or repeated > SHARED_SCORES
+    attended = 4 * (batch.tokens if is_shared else of_rows)
     attention = (attended + batch.tokens) * itemsize * shape.attention
     layer, last = (2 * norm + mlp) * batch.tokens + attention, norm * batch.tokens
     if checkpointing:

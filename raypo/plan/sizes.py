@@ -7,6 +7,9 @@ CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 float32 sum of its gradient."""
 SCRATCH_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Of those, how many are worked on in float32 at a time: on CPUs what their caches hold."""
+SHARED_SCORES = 4096
+"""On CPUs attention reads a prompt once where whole rows would repeat more scores than this, on the
+average of the prompts: each costs some calls of its own."""
 BUCKET_BYTES = 256 * 1024**2
 """Weights that are pushed together."""
 LARGE_GPU_BYTES = 70 * 1024**3
@@ -16,6 +19,11 @@ CPU_BLOCK_TOKENS = 128
 CPU_SEQUENCES = 32
 """Sequences of full length that the default KV cache on CPU holds, within the limits below."""
 CPU_KV_BYTES = (1 << 29, 1 << 31)
+
+
+def repeated_scores(prompt_tokens: int, responses: int) -> int:
+    """Scores of a prompt's tokens among themselves that rows of prompt and response repeat."""
+    return max(0, responses - 1) * prompt_tokens**2 // 2
 
 
 def engine_sequences(gpu_bytes: int | None) -> int:

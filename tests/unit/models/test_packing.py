@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from raypo.models import packed_attention
+from raypo.models import packed_attention, packing, shared_prompts
 from raypo.models.packed_attention import (
     NAME,
     can_read_packed,
@@ -90,6 +91,13 @@ def gradients(model: Any, states: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad((weights * states).sum(), parameters, allow_unused=True))
 
 
+@pytest.fixture(params=[packing.SHARED_SCORES, -1], ids=["whole rows", "shared prompts"])
+def of_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of attention on CPUs."""
+    monkeypatch.setattr(packing, "SHARED_SCORES", request.param)
+
+
+@pytest.mark.usefixtures("of_cpu")
 @pytest.mark.parametrize("with_last", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
 def test_states_and_gradients_are_those_of_separate_rows(config, with_last: bool) -> None:
@@ -105,6 +113,32 @@ def test_states_and_gradients_are_those_of_separate_rows(config, with_last: bool
     scale = max(float(gradient.abs().max()) for gradient in expected_gradients)
     for mine, theirs in zip(gradients(model, states), expected_gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6 * scale)
+
+
+def test_long_prompts_are_shared_in_attention_on_cpus_too(monkeypatch) -> None:
+    """In checkpoints as well; groups have other lengths, and one has no response that is read."""
+    flash = Mock(wraps=shared_prompts._flash)
+    monkeypatch.setattr(shared_prompts, "_flash", flash)
+    monkeypatch.setattr(packing, "SHARED_SCORES", 10_000)
+    model = model_of(CONFIGS["llama"])
+    ids = np.arange(10, 34)
+    prompts = [*[np.resize(ids, 96)] * 3, *[np.resize(ids, 70)] * 4, ids, ids[:2]]
+    responses = [ids[:n] for n in (5, 9, 2, 4, 4, 1, 7, 3, 1)]
+    use_packed_attention(model)
+    packed = pack(prompts, responses)
+    expected = hidden_states(model.base_model, packed)
+    expected_gradients = gradients(model, expected)
+    assert not flash.called
+    monkeypatch.setattr(packing, "SHARED_SCORES", 1_000)
+    states = hidden_states(model.base_model, packed)
+    assert flash.called
+    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(gradients(model, states), expected_gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again = gradients(model.train(), hidden_states(model.base_model, packed))
+    for mine, theirs in zip(again, expected_gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("with_last", [False, True])

@@ -135,13 +135,14 @@ def test_saved_activations_are_what_autograd_saves(
     one_layer = 0
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        whole, layers = activations(shape, batch, itemsize=4), shape.layers
+        whole, layers = activations(shape, batch, itemsize=4, device="cpu"), shape.layers
         last = 12 * shape.hidden * batch.tokens  # of the norm after the layers
         one_layer = (whole - last) // layers
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden_states(model.model, packed)
 
-    predicted = activations(shape, batch, itemsize=4, checkpointing=checkpointing) - one_layer
+    keys = {"itemsize": 4, "device": "cpu", "checkpointing": checkpointing}
+    predicted = activations(shape, batch, **keys) - one_layer
     # The output of the last norm is kept by the head, which is not here; it counts among few.
     assert predicted == pytest.approx(sum(saved.values()), rel=0.2 if checkpointing else 0.05)
 

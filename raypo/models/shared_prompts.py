@@ -1,0 +1,110 @@
+"""Attention over packed rows on CPUs that makes no score twice: prompts are read once there too.
+
+A prompt attends to itself; a response to its prompt and to itself, apart, and the two are put
+together by their normalisers (as in arXiv:2402.05099). N packed tokens, H heads, D their size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypo.models.packing import Layout
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class SharedPrompts(torch.autograd.Function):
+    """Causal attention [N, H, D], where every response sees its prompt and itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,  # [N, H, D]
+        k: Tensor,  # [N, H, D]
+        v: Tensor,  # [N, H, D]
+        layout: Layout,
+        scale: float,
+    ) -> Tensor:
+        """One softmax over both parts, out of the two."""
+        mixed = torch.empty_like(q)
+        norms = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        there, _, tokens, back = layout.responses
+        if len(tokens):
+            own = _attend(q[there], k[there], v[there], scale, causal=True)
+            mixed[tokens], norms[tokens] = (each.flatten(0, 1)[back] for each in own)
+        for group in layout.groups:
+            prompt, said = group.prompt_slice, group.responses_slice
+            seen = _attend(*(x[None, prompt] for x in (q, k, v)), scale, causal=True)
+            mixed[prompt], norms[prompt] = (each[0] for each in seen)
+            if not any(group.responses):
+                continue
+            seen = _attend(q[None, said], k[None, prompt], v[None, prompt], scale, causal=False)
+            of_prompt, its_norms = (each[0] for each in seen)
+            both = torch.logaddexp(its_norms, norms[said])
+            shares = ((each - both).exp()[..., None] for each in (its_norms, norms[said]))
+            mixed[said] = next(shares) * of_prompt + next(shares) * mixed[said]
+            norms[said] = both
+        ctx.save_for_backward(q, k, v, mixed, norms)
+        ctx.layout, ctx.scale = layout, scale
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Part by part: by both's normaliser a part's probabilities are those of the whole."""
+        q, k, v, mixed, norms = ctx.saved_tensors
+        (grad,), scale = grads, ctx.scale
+        made = tuple(torch.empty_like(each) for each in (q, k, v))
+        there, is_padding, tokens, back = ctx.layout.responses
+        if len(tokens):
+            known = [each[there] for each in (grad, q, k, v, mixed, norms)]
+            known[0][is_padding] = 0.0
+            for whole, part in zip(made, _gradients(*known, scale, causal=True), strict=True):
+                whole[tokens] = part.flatten(0, 1)[back]
+        for group in ctx.layout.groups:
+            prompt, said = group.prompt_slice, group.responses_slice
+            known = [each[None, prompt] for each in (grad, q, k, v, mixed, norms)]
+            for whole, part in zip(made, _gradients(*known, scale, causal=True), strict=True):
+                whole[prompt] = part[0]
+            if not any(group.responses):
+                continue
+            known = [each[None, said] for each in (grad, q, mixed, norms)]
+            known[2:2] = [k[None, prompt], v[None, prompt]]
+            parts = _gradients(*known, scale, causal=False)
+            for whole, where, part in zip(made, (said, prompt, prompt), parts, strict=True):
+                whole[where] += part[0]
+        return *made, None, None
+
+
+def _attend(
+    q: Tensor,  # [n, L, H, D]
+    k: Tensor,  # [n, K, H, D]
+    v: Tensor,  # [n, K, H, D]
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """What is mixed [n, L, H, D], and the logs of the sums of exponentials [n, L, H]."""
+    heads_first = (each.transpose(1, 2) for each in (q, k, v))
+    mixed, norms = _flash(*heads_first, 0.0, causal, scale=scale)
+    return mixed.transpose(1, 2), norms.transpose(1, 2)
+
+
+def _gradients(
+    grad: Tensor,  # [n, L, H, D]
+    q: Tensor,  # [n, L, H, D]
+    k: Tensor,  # [n, K, H, D]
+    v: Tensor,  # [n, K, H, D]
+    mixed: Tensor,  # [n, L, H, D], of all that a token sees
+    norms: Tensor,  # [n, L, H]
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, ...]:
+    """Of q, k and v, as far as a token's attention to these keys goes."""
+    heads_first = (each.transpose(1, 2) for each in (grad, q, k, v, mixed, norms))
+    made = _flash_backward(*heads_first, 0.0, causal, scale=scale)
+    return tuple(each.transpose(1, 2) for each in made)
