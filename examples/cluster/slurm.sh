@@ -11,6 +11,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=32
 #SBATCH --exclusive
+#SBATCH --mem=0
 set -euo pipefail
 
 PORT=${RAY_PORT:-6379}

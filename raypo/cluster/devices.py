@@ -49,18 +49,20 @@ def check_accelerators(resources: Mapping[str, float]) -> None:
         )
 
 
-def check_driver(*, gpus: int) -> None:
+def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this machine") -> None:
     """Refuse GPUs that torch cannot use, which else would go by without a word: all runs on CPUs.
 
     Args:
-        gpus: Those that nvidia-smi or Ray finds on this machine.
+        gpus: Those that nvidia-smi or Ray finds there.
+        use_gpu: `learner.use_gpu`; where it is auto, a torch that is built for CPUs is a choice.
 
     Raises:
-        ConfigError: torch is built for CUDA, and there it finds none of them.
+        ConfigError: torch finds none of them.
     """
     import torch
 
-    if not gpus or torch.version.cuda is None or torch.cuda.is_available():
+    is_choice = use_gpu == "auto" and torch.version.cuda is None
+    if not gpus or is_choice or torch.cuda.is_available():
         return
     try:
         torch.cuda.init()
@@ -68,11 +70,25 @@ def check_driver(*, gpus: int) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
     raise ConfigError(
-        f"learner.use_gpu (auto): this machine has {gpus} NVIDIA GPUs, and torch "
+        f"learner.use_gpu ({use_gpu}): {where} has {gpus} GPU{'s' * (gpus > 1)}, and torch "
         f"{torch.__version__} (CUDA {torch.version.cuda}) cannot use them: {reason}. Update the "
         f"driver, install a torch for the driver's CUDA, or set learner.use_gpu to false to run on "
         f"CPUs."
     )
+
+
+def check_granted() -> None:
+    """The same on a learner worker, of the GPUs that Ray has given it.
+
+    Raises:
+        ConfigError: torch finds none of them.
+    """
+    import ray
+
+    context = ray.get_runtime_context()
+    given = context.get_accelerator_ids().get("GPU", [])
+    node = ray.util.get_node_ip_address()
+    check_driver(gpus=len(given), use_gpu=True, where=f"a worker on {node}")
 
 
 def check_capability(dtype: str) -> None:

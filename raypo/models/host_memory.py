@@ -60,6 +60,8 @@ class HostMemory:
             for device, host in self._pairs(address, storage):
                 device.copy_(host, non_blocking=True)
         self._away = {}
+        if torch.cuda.is_available():  # DeepSpeed gathers on a stream that waits for no other
+            torch.cuda.current_stream().synchronize()
 
     def _present(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
         """Storages that are on the device, by their addresses."""

@@ -195,7 +195,9 @@ def _learner(
     scratch += _logits(config, first, reading, device) if has_words else 0
     log_probs = _named(gathered, {"activations": scratch})
     step = sum(update.values())
-    result.phases = {
+    if device == "cuda" and (more := _loaded_whole(config, learned, sharding, result.held)) > 0:
+        result.phases["load"] = {"whole weights": more}
+    result.phases |= {
         "log_probs": log_probs,
         "update": _update(device, gathered, saved, made, step),
     }
@@ -210,6 +212,22 @@ def _learner(
             pushed = {"push bucket": 0}  # it goes to the store from where it lies
         result.phases |= {"push": pushed, "probe": log_probs}
     return result
+
+
+def _loaded_whole(
+    config: AnyConfig, learned: Sequence[Learned], sharding: Sharding, held: Bytes
+) -> int:
+    """Bytes that the largest model takes before stage 3 cuts it, beyond what is held afterwards.
+
+    DeepSpeed moves a whole model to its device; those of `learner.trained_model.in_shares` it does
+    not get whole.
+    """
+    apart = config.learner.total_workers > config.learner.num_workers
+    in_shares = sharding.workers > 1 and not apart and not isinstance(config, RewardModelConfig)
+    if sharding.stage < 3 or in_shares:
+        return 0
+    whole = max(each.weights for each in learned) * ITEMSIZE[config.model.dtype]
+    return whole - sum(size for what, size in held.items() if what != "runtime")
 
 
 def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:

@@ -47,6 +47,7 @@ OFF_LOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 """Of `learner.deepspeed`: the optimizer in RAM."""
 MAX_REMEDIES = 3
 MOMENTS = {phase.value: phase for phase in Phase if phase != Phase.LEARN} | {
+    "load": Phase.LEARN,
     "log_probs": Phase.LEARN,
     "update": Phase.LEARN,
 }
@@ -400,9 +401,8 @@ def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
     )
     halves = [half for half in halves if half >= longest]
     apart = learner.total_workers - learner.num_workers
-    most_stages = 3 if apart else 4  # a critic with workers of its own refuses stage 3
     shards = max(learner.num_workers, apart) > 1
-    stages = range(learner.zero_stage + 1, most_stages) if shards else ()
+    stages = range(learner.zero_stage + 1, 4) if shards else ()
     fractions = [each for each in (0.4, 0.3, 0.2) if each < fraction]
     off_load = {
         "learner.deepspeed": OmegaConf.to_object(OmegaConf.merge(learner.deepspeed, OFF_LOAD))
@@ -415,7 +415,7 @@ def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
         [{"model.dtype": "bfloat16"}] if config.model.dtype == "float32" else [],
         [{"rollout.engine.kv_cache_gb": 0.5}] if sampled else [],
     ]
-    most = {"learner.zero_stage": most_stages - 1, **off_load}
+    most = {"learner.zero_stage": 3, **off_load}
     several_keys = [most, *({**most, "rollout.engine.gpu_memory_fraction": f} for f in fractions)]
     return one_key, [several_keys] if shards else []
 

@@ -402,7 +402,10 @@ class _Work:
         return PhaseTime("push", after=after, moved=gathered + (whole if way == "nccl" else 0.0))
 
     def take_turns(self) -> PhaseTime:
-        """Who has no turn leaves the GPU; frozen models do not change, so they only come back."""
+        """Who has no turn leaves the GPU; frozen models do not change, so they only come back.
+
+        The weights of an engine are dropped where the next thing that happens to it is a push.
+        """
         config = self.config
         sleeps = config.placement.group_of("engine") == "colocated" and config.rollout.engine.sleep
         if self._plan.device == "cpu" or not sleeps:
@@ -414,7 +417,8 @@ class _Work:
         )
         held = {name: memory.held.get("weights", 0) for name, memory in self._memory.items()}
         frozen = sum(size for name, size in held.items() if name not in (LEARNER, "engine"))
-        moved = 2.0 * learner + 2.0 * held["engine"] + frozen
+        is_kept = config.pushes_adapter or config.is_refilled
+        moved = 2.0 * learner + 2.0 * is_kept * held["engine"] + frozen
         return PhaseTime("take turns", after={"PCIe": moved / self._rates.host}, moved=moved)
 
     @property

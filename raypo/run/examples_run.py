@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -19,6 +20,7 @@ from raypo.data.prompts import load_prompts
 from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
+from raypo.learner.trained_model import in_shares
 from raypo.metrics.clock import Clock
 from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.rewards.functions import evaluation_function
@@ -259,13 +261,19 @@ def stream_of(
 
 def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> SupervisedLearner[Item]:
     """The learner of a run's config, once torch's random state is seeded."""
-    torch.manual_seed(run.config.seed)
+    config, workers = run.config, run.workers
+    torch.manual_seed(config.seed)
+    shares: Any = nullcontext()
+    if not isinstance(config, RewardModelConfig):  # in shares its head would not be float32
+        shares = in_shares(config.learner, dtype=config.model.dtype, workers=workers)
+    with shares:
+        task = make_task()
     return SupervisedLearner(
-        make_task(),
-        run.config.learner,
-        dtype=run.config.model.dtype,
-        num_steps=run.config.num_steps,
-        workers=run.workers,
+        task,
+        config.learner,
+        dtype=config.model.dtype,
+        num_steps=config.num_steps,
+        workers=workers,
     )
 
 

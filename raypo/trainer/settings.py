@@ -166,7 +166,9 @@ def _function_name(function: RewardFunction) -> str:
 def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
     """Ray's scaling config of the resolved config; what else the given one says stays."""
     learner = config.learner
-    use_gpu = _cluster_has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
+    use_gpu = _has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
+    if learner.use_gpu is True and not _has_cluster(config):
+        check_driver(gpus=this_machine()[0].gpus, use_gpu=True)
     scaling = given or ScalingConfig(num_workers=learner.total_workers, use_gpu=use_gpu)
     return dataclasses.replace(
         scaling,
@@ -176,9 +178,14 @@ def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
     )
 
 
-def _cluster_has_gpus(config: RecipeConfig) -> bool:
+def _has_cluster(config: RecipeConfig) -> bool:
+    """Whether there is a Ray already, whose nodes may be other machines."""
+    return ray.is_initialized() or cluster_address(config.cluster)[0] is not None
+
+
+def _has_gpus(config: RecipeConfig) -> bool:
     """Asks the cluster where there is one, else this machine, without starting anything."""
-    if ray.is_initialized() or cluster_address(config.cluster)[0]:
+    if _has_cluster(config):
         connect(config.cluster)
         resources = ray.cluster_resources()
         check_accelerators(resources)

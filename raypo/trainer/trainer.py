@@ -31,6 +31,7 @@ from raypo.cluster.connect import (
 )
 from raypo.cluster.messenger import start_monitor
 from raypo.cluster.resources import alive_nodes
+from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.config import OnlineConfig, RecipeConfig
 from raypo.config.paths import storage_path
 from raypo.deployment.reserve import Dedicated, reserve
@@ -122,6 +123,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._datasets, self._fresh = dict(datasets or {}), fresh
         scaling = scaling_of(self.config, scaling_config)
         self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
+        if scaling.use_gpu:
+            given = torch_trainer_arguments.get("torch_config")
+            torch_trainer_arguments["torch_config"] = CheckedTorchConfig.of(given)
         super().__init__(
             type(self).loop,
             train_loop_config=self.config.model_dump(),

@@ -29,6 +29,12 @@ RUNS: dict[str, dict[str, Any]] = {
         "learner.critic_workers": 1,
         "learner.zero_stage": 3,
     },
+    "an adapter beside its base, of two workers at stage 3": {
+        "learner.num_workers": 2,
+        "learner.zero_stage": 3,
+        "model.lora": {"rank": 4, "push": "adapter"},
+        "rollout.engine.transport": "object",  # which the base goes by
+    },
     "an engine on a GPU of its own, by NCCL": {
         "placement.mode": {"engine": "dedicated"},
         "rollout.engine.transport": "nccl",

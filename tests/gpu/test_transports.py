@@ -52,6 +52,36 @@ def test_a_colocated_run_agrees_at_each_stage(tmp_path: Path, stage: int):
     run(tmp_path, **{"learner.zero_stage": stage})
 
 
+LOSS = """
+import os, signal
+from pathlib import Path
+
+import ray
+
+LOST = Path({lost!r})
+
+def loss(tokens):
+    if not LOST.exists():  # where it is first computed the learner has the GPU
+        engine = ray.get_actor("raypo:tiny:engine:0", "raypo")
+        os.kill(ray.get(engine.where.remote()).pid, signal.SIGKILL)
+        LOST.touch()
+    return -tokens.log_ratio.exp() * tokens.advantages
+"""
+
+
+@needs_gpus(1)
+def test_an_engine_that_is_lost_while_the_learner_updates_comes_back_in_its_turn(tmp_path: Path):
+    lost = tmp_path / "lost"
+    (tmp_path / "loss.py").write_text(LOSS.format(lost=str(lost)))
+    run(tmp_path, **{"ppo.policy_loss": f"{tmp_path}/loss.py:loss"})
+    assert lost.exists()
+
+
+@needs_gpus(1)
+def test_an_adapter_is_pushed_beside_its_base(tmp_path: Path):
+    run(tmp_path, **{"model.lora": {"rank": 4, "push": "adapter"}})
+
+
 @needs_gpus(1)
 def test_sleeping_and_off_loading_change_no_number(tmp_path: Path):
     figures = []

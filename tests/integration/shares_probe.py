@@ -13,8 +13,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -98,9 +100,39 @@ def main() -> None:
     with peak(found, "export"):
         learner.save_policy(Path(task["out"]) / "policy", _NoTokenizer())
     results = workers.gather((found, sums, head))
+    del learner
+    _learns_from_examples(task["small_model"], workers)
     if workers.rank == 0:
         (Path(task["out"]) / "result.json").write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def _learns_from_examples(model: str, workers: Workers) -> None:
+    """One update of an sft run, whose policy lies in shares before DeepSpeed sees it."""
+    from raypo.config import SFTConfig
+    from raypo.recipes.sft import SFTRun
+    from raypo.run.examples_run import new_learner
+    from raypo.types import Example
+
+    values = {
+        "name": "sft",
+        "num_steps": 1,
+        "model": {"policy": model, "dtype": "bfloat16"},
+        "data": {"prompts": "rows.jsonl", "response_key": "response"},
+        "learner": {"zero_stage": 3},
+    }
+    run: Any = SimpleNamespace(config=SFTConfig.parse(values), workers=workers)
+
+    def make_task() -> Any:
+        task = SFTRun.make_task(run)
+        assert all(hasattr(each, "ds_id") for each in task.network.parameters())
+        return task
+
+    learner = new_learner(run, make_task)
+    example = Example(np.arange(4, 8, dtype=np.int32), np.arange(8, 12, dtype=np.int32))
+    metrics = learner.update([example], step=1)
+    assert metrics["train/examples"] == workers.count
+    assert metrics["train/skipped_updates"] == 0.0
 
 
 class _NoTokenizer:

@@ -40,6 +40,7 @@ def test_shellcheck_finds_nothing():
 def test_the_slurm_script_starts_one_head_and_workers_that_join_it():
     text = (FOLDER / "slurm.sh").read_text()
     assert "#SBATCH --nodes" in text
+    assert "#SBATCH --mem=0\n" in text, "all of a node's: --exclusive gives no memory"
     assert "ray start --head" in text
     assert "--address=" in text
 

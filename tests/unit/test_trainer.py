@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pyarrow.fs
 import pytest
+import torch
 import yaml
 from ray.train import (
     Checkpoint,
@@ -21,6 +22,7 @@ from ray.train import (
 
 from raypo.checks import with_steps_of_epochs
 from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
+from raypo.plan.hardware import Node
 from raypo.run import examples_run, rounds_run
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import (
@@ -31,6 +33,7 @@ from raypo.trainer import (
     RejectionSamplingTrainer,
     RewardModelTrainer,
     SFTTrainer,
+    settings,
 )
 from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of, scaling_of
 
@@ -82,6 +85,19 @@ def test_workers_of_a_critic_are_counted_by_ray_with_the_others():
     assert scaling_of(resolve(apart, given, None), given).num_workers == 6
     with pytest.raises(ConfigError, match=r"ScalingConfig.num_workers \(2\): .* 3 or more"):
         resolve(apart, ScalingConfig(num_workers=2), None)
+
+
+def test_gpus_that_are_asked_for_and_that_torch_cannot_use_are_refused_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(settings, "this_machine", lambda: [Node("this machine", gpus=2)])
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    asked = resolve(config(), ScalingConfig(num_workers=1, use_gpu=True), None)
+    with pytest.raises(ConfigError, match=r"^learner\.use_gpu \(True\): this machine has 2 GPUs"):
+        scaling_of(asked, None)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert scaling_of(asked, None).use_gpu, "the GPUs are the cluster's, and its workers look"
 
 
 def test_a_start_that_can_never_succeed_is_not_tried_for_ever(tmp_path: Path):

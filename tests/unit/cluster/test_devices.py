@@ -68,7 +68,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpus(monkeypatch: 
     with pytest.raises(ConfigError) as caught:
         check_driver(gpus=8)
     text = str(caught.value)
-    assert text.startswith("learner.use_gpu (auto): this machine has 8 NVIDIA GPUs, and torch ")
+    assert text.startswith("learner.use_gpu (auto): this machine has 8 GPUs, and torch ")
     assert "is too old (found version 12020). Update the driver" in text
     assert "set learner.use_gpu to false" in text
     check_driver(gpus=0)
@@ -83,7 +83,10 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpus(monkeypatch: 
 
 def test_a_cpu_build_of_torch_is_the_users_own_choice(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     check_driver(gpus=8)
+    with pytest.raises(ConfigError, match=r"^learner\.use_gpu \(True\): this machine has 8 GPUs"):
+        check_driver(gpus=8, use_gpu=True)
 
 
 def test_accelerators_that_raypo_cannot_use_are_told_and_not_passed_by():

@@ -62,6 +62,19 @@ def test_a_bucket_is_no_larger_than_the_model_or_its_key():
     assert held["buckets"] == 20
 
 
+def test_gradients_are_summed_meanwhile_on_gpus_which_takes_a_second_bucket_at_stage_2():
+    section = LearnerSection(zero_stage=2)
+    held = {}
+    for on_gpu in (False, True):
+        told: dict[str, Any] = {"dtype": "bfloat16", "num_workers": 4, "on_gpu": on_gpu}
+        assert deepspeed_config(section, **told)["zero_optimization"]["overlap_comm"] is on_gpu
+        sharding = Sharding.of(section, **told)
+        assert sharding.overlaps is on_gpu
+        held[on_gpu], _, _ = trained(N, 100, sharding, itemsize=2)
+    assert held[True].pop("buckets") == 2 * held[False].pop("buckets") == 4 * N
+    assert held[True] == held[False]
+
+
 def test_the_deepspeed_key_wins_over_the_stage():
     section = LearnerSection.model_validate(
         {"zero_stage": 1, "deepspeed": {"zero_optimization": {"stage": 3}}}

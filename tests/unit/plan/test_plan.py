@@ -33,6 +33,8 @@ LLAMA_1B = LLAMA_8B | {
     "tie_word_embeddings": True,
 }
 
+SMALL_UPDATE = {"max_tokens_per_microbatch": 2048, "activation_checkpointing": True}
+
 
 @pytest.fixture
 def values(tmp_path: Path) -> dict:
@@ -78,6 +80,54 @@ def test_a_critic_with_workers_of_its_own_leaves_the_policys_devices(values: dic
     # Two workers share what eight shared.
     assert held["critic worker"]["critic optimizer"] == 4 * both["critic optimizer"]
     assert {choice.sharding.stage for choice in apart.choices} == {1, 2, 3}
+
+
+def test_a_model_that_its_workers_load_whole_is_planned_for_at_stage_3(
+    values: dict, tmp_path: Path
+):
+    """DeepSpeed moves it to the GPU and cuts it there: that of a team, and a reward model."""
+    values["model"]["policy"] = str(tmp_path / "8b")
+    values["learner"] |= {"num_workers": 16, "zero_stage": 3}
+    together = plan(values, "8xGPU80G,2").roles[0].memory
+    assert "load" not in together.phases, "each loads its share"
+    values["learner"] |= {"critic_workers": 16}
+    apart = plan(values, "8xGPU80G,4")
+    policy, critic, *_ = (role.memory for role in apart.roles)
+    assert apart.models.critic is not None
+    for memory, weights in (
+        (policy, apart.models.policy.parameters),
+        (critic, apart.models.critic.backbone_parameters),
+    ):
+        at_load = memory.steady + memory.added("load")
+        assert at_load == memory.held["runtime"] + 2 * weights
+    values["learner"] |= {"zero_stage": 2}
+    assert "load" not in plan(values, "8xGPU80G,4").roles[0].memory.phases, "it stays whole"
+    values["learner"] = {"num_workers": 16, "zero_stage": 3}
+    reward = parse_run_config(examples_run(values, "reward_model"), origin="run")
+    made = make_plan(reward, parse_cluster("8xGPU80G,2"))  # type: ignore[arg-type]
+    assert made.roles[0].memory.added("load") > 0
+
+
+def test_a_device_that_cannot_load_what_it_could_train_is_told(values: dict, tmp_path: Path):
+    values["model"]["policy"] = str(tmp_path / "8b")
+    values["learner"] |= SMALL_UPDATE | {"num_workers": 32, "critic_workers": 32, "zero_stage": 3}
+    values["rollout"]["engine"] = {"tensor_parallel": 8}
+    values["placement"] = {"frozen": {"reference": {"backend": "vllm", "tensor_parallel": 8}}}
+    (problem,) = plan(values, "8xGPU18G,1000G,8").problems
+    assert problem.startswith("memory (node 0 GPU 0): needs 17.9 GB in the phase load")
+
+
+def test_stage_3_is_a_remedy_where_policy_and_critic_are_apart(values: dict, tmp_path: Path):
+    values["model"]["policy"] = str(tmp_path / "8b")
+    values["learner"] |= SMALL_UPDATE | {"critic_workers": 8}
+    (problem,) = plan(values, "8xGPU40G,1000G,2").problems
+    assert problem.endswith("are usable. Set learner.zero_stage to 3.")
+    values["learner"] |= {"zero_stage": 3}
+    assert plan(values, "8xGPU40G,1000G,2").fits
+    values["rollout"]["engine"] = {"gpu_memory_fraction": 0.6}
+    (problem,) = plan(values, "8xGPU36G,1000G,2").problems
+    assert "Set learner.deepspeed to" in problem
+    assert "learner.zero_stage" not in problem, "a smaller one is no remedy"
 
 
 def test_higher_stages_and_off_loading_need_less_of_the_device(values: dict):

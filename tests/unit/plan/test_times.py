@@ -129,6 +129,21 @@ def test_who_stays_awake_moves_nothing_to_the_host(folder: Path):
     assert "take turns" not in phases(awake)
 
 
+def test_an_engines_weights_pass_to_the_host_only_where_no_push_replaces_them(folder: Path):
+    """As `PPORun.enter` tells the engines: dropped before a push, kept where more is sampled."""
+    dropped = plan(folder, "8xH100")
+    refilled = plan(folder, "8xH100", ppo={"filter": {"enabled": True}})
+    moved = [phases(each)["take turns"].moved for each in (dropped, refilled)]
+    held = {role.name: role.memory.held for role in dropped.roles}
+    learner = sum(
+        size
+        for what, size in held["learner worker"].items()
+        if what.endswith(("weights", "optimizer"))
+    )
+    assert moved[0] == 2 * learner + held["reference"]["weights"]
+    assert moved[1] - moved[0] == 2 * held["engine"]["weights"]
+
+
 def test_nodes_share_what_the_slowest_link_carries(folder: Path):
     one, two = Rates.of(plan(folder, "8xH100")), Rates.of(plan(folder, "4xH100,2"))
     slow = Rates.of(plan(folder, "4xH100,100Gbit,2"))
