@@ -271,13 +271,24 @@ def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> Supervise
 
 def own_share(batch: Sequence[Item], workers: Workers) -> list[Item]:
     """This worker's share of a batch, about as many tokens as the others'."""
-    shares = balanced_shares(
-        [[position] for position in range(len(batch))],
-        [len(item.prompt_ids) for item in batch],
-        [item.num_tokens - len(item.prompt_ids) for item in batch],
-        workers.count,
-    )
+    shares = even_shares([lengths(item) for item in batch], workers.count)
     return [batch[position] for position in shares[workers.rank]]
+
+
+def lengths(item: Any) -> tuple[int, int]:
+    """Tokens of an item's prompt, and all others that a pass reads of it."""
+    return len(item.prompt_ids), item.num_tokens - len(item.prompt_ids)
+
+
+def even_shares(sizes: Sequence[tuple[int, int]], num_shares: int) -> list[list[int]]:
+    """Which items of a batch each worker trains, all about as many tokens.
+
+    Args:
+        sizes: The `lengths` of each item.
+        num_shares: How many workers there are.
+    """
+    prompts, others = ([size[which] for size in sizes] for which in (0, 1))
+    return balanced_shares([[each] for each in range(len(sizes))], prompts, others, num_shares)
 
 
 def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any) -> None:
