@@ -393,7 +393,7 @@ class Learner:
         """Rows cut by token budget; every worker gets as many pieces, some of them empty."""
         prompts, tokens = experience.prompt_ids[rows], experience.prompt_mask[rows]
         pieces = batches_by_tokens(
-            [tuple(ids[own].tolist()) for ids, own in zip(prompts, tokens, strict=True)],
+            [ids[own].numpy().tobytes() for ids, own in zip(prompts, tokens, strict=True)],
             tokens.sum(1).tolist(),
             experience.attention_mask[rows].sum(1).tolist(),
             self._section.max_tokens_per_microbatch,
