@@ -163,14 +163,19 @@ def pack_padded(
     attention_mask: Tensor,  # [B, T] bool
     *,
     with_last: bool = False,
+    device: torch.device | None = None,
 ) -> Packed:
-    """`pack` of padded rows; masks are False on padding, which may stand on either side."""
+    """`pack` of padded rows; masks are False on padding, which may stand on either side.
+
+    Args:
+        device: Of what is packed; None: that of the ids, which are read on the CPU.
+    """
     return pack(
         _unpadded(prompt_ids, prompt_mask),
         _unpadded(response_ids, attention_mask),
         with_last=with_last,
         width=attention_mask.shape[1] + int(with_last),
-        device=prompt_ids.device,
+        device=device or prompt_ids.device,
     )
 
 

@@ -26,6 +26,7 @@ def response_log_probs(
     temperature: float,
     with_entropy: bool = False,
     entropy_grad: bool = False,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of the responses' tokens under softmax(logits / temperature), and the entropy.
 
@@ -35,13 +36,14 @@ def response_log_probs(
         temperature: Positive; the one that the responses were sampled at.
         with_entropy: Compute the entropy of the tempered distribution too.
         entropy_grad: Let gradients flow through the entropy.
+        device: The model's; None: that of the ids.
 
     Returns:
         log_probs: [B, T], nats; position t belongs to response token t, 0 on padding.
         entropy: [B, T], nats, of the distribution that token t was drawn from, 0 on padding; or
             None.
     """
-    packed = pack_padded(prompt_ids, prompt_mask, response_ids, attention_mask)
+    packed = pack_padded(prompt_ids, prompt_mask, response_ids, attention_mask, device=device)
     log_probs, entropy = packed_log_probs(
         model, packed, temperature=temperature, with_entropy=with_entropy
     )
