@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -34,7 +33,6 @@ from raypo.types import Prompt
 from raypo.weight_sync.push import Probe, open_transport, push_weights
 from raypo.weights.transport import Transport
 
-NUM_PROBES = 2
 AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
 PolicyConfig = TypeVar("PolicyConfig", SFTConfig, DPOConfig)
 Reader = Callable[..., LoadedExamples[Item]]
@@ -60,7 +58,7 @@ def examples_loop(setup: dict[str, Any], kind: type[ExamplesRun[Any, Any]]) -> d
             clock = Clock()
             metrics = learner.update(run.draw_batch(), step=step)
             clock.lap("time/update_s")
-            is_evaluated = run.is_evaluation_due(step)
+            is_evaluated = run.config.eval.is_due(step, last_step=run.config.num_steps)
             if is_evaluated:
                 metrics |= run.evaluate(learner, engine, version=step)
             clock.lap("time/held_out_s")
@@ -158,10 +156,6 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         """
         return self.evaluate_held_out(learner)
 
-    def is_evaluation_due(self, step: int) -> bool:
-        """Whether an evaluation is due after a step."""
-        return step % self.config.eval.every == 0 or step == self.config.num_steps
-
     def state_dict(self) -> dict[str, Any]:
         """The data cursor."""
         return {"stream": self.stream.state_dict()}
@@ -219,13 +213,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         if engine is None:
             return metrics
         config = self.config
-        probe = Probe(
-            prompts=[prompt.token_ids for prompt in islice(self.held_out_prompts, NUM_PROBES)],
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=1.0,
-            dtype=config.model.dtype,
-            seed=config.seed,
-        )
+        probe = Probe.of(self.held_out_prompts, config, temperature=1.0)
         metrics |= push_weights(
             learner,
             engine,
