@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from glob import glob
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ def storage_path(config: RunFile) -> str:
     """Where runs are kept: a URI as it is, a local path made absolute."""
     path = config.storage_path
     return path if is_uri(path) else str(Path(path).expanduser().absolute())
+
+
+def short_name(path: str) -> str:
+    """The last two words of a folder, a hub id or a function's path, for people."""
+    return "/".join(PurePath(path).parts[-2:])
 
 
 def is_uri(path: str) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from raypo.collectives import Workers, as_tensor
 from raypo.config import LearnerSection, ModelSection, PPOSection, is_import_path
 from raypo.custom.loader import load_function
-from raypo.data.batching import batches_by_tokens
+from raypo.data.batching import batches_by_tokens, equally_many
 from raypo.learner.export import kept, save_adapter, save_critic, save_folder
 from raypo.learner.learning_rate import learning_rate
 from raypo.learner.objective import (
@@ -399,9 +399,8 @@ class Learner:
             self._section.max_tokens_per_microbatch,
             is_packed=all(model.is_packed for model in self._models),
         )
-        count = int(self._workers.max(torch.tensor(len(pieces))))
-        cut = [rows[torch.tensor(piece)] for piece in pieces]
-        return cut + [rows[:0]] * (count - len(cut))
+        cut = equally_many(pieces, self._workers)
+        return [rows[torch.tensor(piece, dtype=torch.int64)] for piece in cut]
 
     def _on_device(self, experience: Experience, rows: Tensor) -> Experience:
         """Some rows on the device; for no rows a blank one that weighs nothing."""

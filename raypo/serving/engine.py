@@ -13,7 +13,7 @@ import torch
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, LoraSection
-from raypo.models.loading import short_name
+from raypo.config.paths import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.gauges import tell_load
 from raypo.serving.model_tensors import ModelTensors
