@@ -202,16 +202,6 @@ class ObjectTransport:
         return self.keeper.keep(push, id=push.id)
 
 
-class LocalTransport:
-    """Within one process: a push holds the buckets themselves."""
-
-    def send(self, buckets: Iterable[Bucket], *, version: int) -> WeightPush:
-        """A push of these buckets, which an engine in this process can load."""
-        kept = tuple(buckets)
-        specs = [spec for bucket in kept for spec in bucket.specs]
-        return WeightPush(version, Manifest.of(version, specs), kept)
-
-
 @dataclass
 class Conversation:
     """Rank 0's side of a push: it asks all engines and hears all answers."""
