@@ -11,7 +11,7 @@ from raypo.config import OnlineConfig
 from raypo.deployment.deployment import Place, start_deployment
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.plan.placement import Bundle, dedicated_bundles, served_roles
-from raypo.run.roles import deployment_of
+from raypo.run.served_roles import deployment_of
 
 
 def start_dedicated(

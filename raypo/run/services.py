@@ -37,7 +37,7 @@ from raypo.run.handles import (
     ReferenceHandle,
     RewardModelHandle,
 )
-from raypo.run.roles import deployment_of
+from raypo.run.served_roles import deployment_of
 from raypo.run.setup import Shared
 from raypo.run.shared_services import of_shared
 
