@@ -106,7 +106,8 @@ def group() -> Figures:
     """A broadcast group over NCCL, of this process alone, connects within its time-out."""
     import torch
 
-    from raypo.weights.broadcast import Group, Rendezvous, _store
+    from raypo.weights.broadcast import Group, _store
+    from raypo.weights.messages import Rendezvous
 
     store = _store("127.0.0.1", 0, 60.0, is_host=True)
     rendezvous = Rendezvous(1, "127.0.0.1", store.port, 1, "nccl", 60.0)
