@@ -179,9 +179,10 @@ def worker_environment() -> dict[str, str]:
 
 
 def untold_environment() -> dict[str, str]:
-    """Of `worker_environment`, what processes that this one starts do not get from the job.
+    """The part of `worker_environment` that started processes do not get from Ray's job.
 
-    Where somebody else has called `ray.init`, all that he has not said himself.
+    It is empty where `connect` has begun the job; where somebody else has called `ray.init`, it is
+    all that they have not set themselves.
     """
     if not ray.is_initialized() or _job() == _our_job:
         return {}

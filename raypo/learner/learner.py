@@ -355,7 +355,10 @@ class Learner:
         return all_applied
 
     def _set_learning_rates(self, step: int) -> dict[str, float]:
-        """Those of a step, as metrics; the policy's count the steps that update it."""
+        """Set both models' learning rates for a step, and return them as metrics.
+
+        The policy's schedule counts only the steps that update the policy.
+        """
         section, waits = self._section, self._ppo.critic_warmup_steps
         metrics = {}
         if step > waits:

@@ -31,7 +31,7 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt and all responses."""
+        """Tokens of the prompt and of all responses together."""
         return self.prompt + sum(self.responses)
 
 
@@ -67,7 +67,7 @@ class Layout:
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each of the N tokens: its group, its response within it (0: the prompt), its position.
+        """Each token's group, its part of the group (0 is the prompt), and its position.
 
         Three tensors [N] int32.
         """

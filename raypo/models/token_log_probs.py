@@ -59,7 +59,7 @@ def packed_log_probs(
     temperature: float,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `response_log_probs`, of packed rows: [M] each, both differentiable."""
+    """`response_log_probs` for packed rows: [M] each, both differentiable."""
     if temperature <= 0.0:
         raise ValueError(f"temperature ({temperature}): log-probs need a positive one.")
     ids = packed.response_ids
@@ -132,7 +132,7 @@ def _in_place_of_head(
 
 
 def chunk_rows(weight: Tensor) -> int:
-    """Of how many tokens the logits are made at a time by a head of weight [V, H]."""
+    """How many tokens' logits a head with a weight of [V, H] makes at a time."""
     return max(1, CHUNK_ELEMENTS[weight.device.type] // len(weight))
 
 

@@ -165,7 +165,7 @@ def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
 
 
 def _name(rollout: Rollout) -> tuple[int, int, int]:
-    """By which all workers know a rollout."""
+    """The name of a rollout, the same on all workers."""
     return rollout.group_index, rollout.sample_index, rollout.row_index
 
 

@@ -68,7 +68,7 @@ def start_dedicated(
 
 
 def places_in(group: PlacementGroup, bundles: Sequence[Bundle]) -> dict[str, list[Place]]:
-    """By role, the place of each replica, in the order of their numbers."""
+    """The places of each role's replicas, in the order of their numbers."""
     places: dict[str, list[Place]] = {}
     for index, bundle in enumerate(bundles):
         for guest in bundle.guests:

@@ -370,7 +370,7 @@ class OnlineRun(Run[AnyOnline]):
             self.rollouts.ledger = Ledger(carried=lost, lost=lost)
 
     def finish(self) -> dict[str, Any]:
-        """As of all runs; says what was sampled for steps that do not come."""
+        """End the run as all runs do, and say what was sampled for steps that do not come."""
         if self.stopped and (left := self.workers.sum(as_tensor(self.rollouts.ledger.carried))):
             self.tell.message(f"{int(left)} samples were asked for ahead and are not trained")
         return super().finish()
@@ -385,7 +385,7 @@ class OnlineRun(Run[AnyOnline]):
         return self.rollouts.spans() if isinstance(self.rollouts, RolloutsAhead) else []
 
     def restore_share(self, directory: Path) -> None:
-        """See `save_share`."""
+        """Go on with the rollouts that `save_share` has saved."""
         if isinstance(self.rollouts, RolloutsAhead):
             self.rollouts.restore(directory, self.workers)
 

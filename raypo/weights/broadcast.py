@@ -83,7 +83,7 @@ class Group:
         self._backend.abort()
 
     def broadcast(self, flat: Tensor, *, is_in_vain: Callable[[], bool]) -> None:
-        """From rank 0 to all others.
+        """Broadcast a bucket from rank 0 to all others.
 
         Args:
             flat: uint8 [bytes] on this group's device.
