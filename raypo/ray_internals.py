@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
     from ray.actor import ActorHandle
     from ray.train import Result
     from ray.train.torch import TorchTrainer
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoint_manager_snapshot.json"
 """Ray Train's list of a run's checkpoints, in its folder; what it does not list is not whole."""
+JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""In which `ray job submit` hands its runtime environment to the driver."""
+CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+"""What the head of a Ray answers, by gRPC, to whoever may connect."""
 
 
 def address_file() -> Path:
@@ -48,11 +53,27 @@ def cause_of(failure: BaseException) -> BaseException:
     return getattr(failure, "_base_exc", failure)
 
 
-def check_shared(storage: Any) -> None:
-    """Refuse a run's folder that this node does not share with the others, as Ray's own copy does.
+def failed_to_start(failure: BaseException) -> bool:
+    """Whether an actor is lost because its constructor raised."""
+    return bool(getattr(failure, "actor_init_failed", False))
+
+
+def kept_runs(storage: Any) -> tuple[FileSystem, str]:
+    """Where Ray Train keeps its runs: a file system, and the path of their folder on it.
 
     Args:
         storage: `ray.train.get_context().get_storage()`.
+    """
+    return storage.storage_filesystem, storage.storage_fs_path
+
+
+def checkpoint_folder(storage: Any, name: str) -> str:
+    """The path on the run's file system at which Ray Train keeps a checkpoint of this name."""
+    return storage.build_checkpoint_path_from_name(name)
+
+
+def check_shared(storage: Any) -> None:
+    """Refuse a run's folder that this node does not share with the others, as Ray's own copy does.
 
     Raises:
         RuntimeError: it does not.

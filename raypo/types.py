@@ -202,6 +202,7 @@ class Taught:
 
 
 _BY_PROMPT_TOKEN = ("prompt_ids", "prompt_mask")
+_READ_BY_PACKING = (*_BY_PROMPT_TOKEN, "response_ids", "attention_mask")
 _BY_RESPONSE = (
     *("scores", "group_index", "sample_index", "row_index", "minibatch", "truncated"),
     *("weight_version", "last_values", "sample_tokens"),
@@ -281,8 +282,8 @@ class Experience:
         return replace(self, **changes)
 
     def to(self, device: Any) -> Experience:
-        """The same batch on a device."""
-        return self._changed(lambda _, value: value.to(device))
+        """The same batch on a device; ids stay, for they are packed on the CPU and sent packed."""
+        return self._changed(lambda name, v: v if name in _READ_BY_PACKING else v.to(device))
 
     def blank(self) -> Experience:
         """One row of one prompt and one response token that no loss counts, fields as here."""

@@ -15,12 +15,15 @@ import ray
 
 from raypo.cluster.devices import check_choice, users_choice
 from raypo.config import ClusterSection, ConfigError
-from raypo.ray_internals import address_file, read_environment_again
+from raypo.ray_internals import (
+    CLUSTER_ID,
+    JOB_CONFIG_VARIABLE,
+    address_file,
+    read_environment_again,
+)
 from raypo.tracking.console import Console
 
 PROBE_TIMEOUT_S = 5.0
-JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""In which `ray job submit` hands its runtime environment to the driver."""
 
 _WORKER_DEFAULTS = {
     "NCCL_DEBUG": "WARN",
@@ -176,9 +179,10 @@ def worker_environment() -> dict[str, str]:
 
 
 def untold_environment() -> dict[str, str]:
-    """Of `worker_environment`, what processes that this one starts do not get from the job.
+    """The part of `worker_environment` that started processes do not get from Ray's job.
 
-    Where somebody else has called `ray.init`, all that he has not said himself.
+    It is empty where `connect` has begun the job; where somebody else has called `ray.init`, it is
+    all that they have not set themselves.
     """
     if not ray.is_initialized() or _job() == _our_job:
         return {}
@@ -298,7 +302,7 @@ def _answer(address: str, source: str, *, token: str | None) -> bool:
 
     told = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
-        cluster_id: Any = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        cluster_id: Any = channel.unary_unary(CLUSTER_ID)
         try:
             cluster_id(b"", timeout=PROBE_TIMEOUT_S, metadata=told)
         except grpc.RpcError as error:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from yaml import YAMLError
 
-from raypo.config.paths import absolute_paths
+from raypo.config.paths import make_absolute
 
 RECORDED_BASE = "base_config"
 """Key of the resolved base in the config.yaml of a sweep's folder."""
@@ -123,7 +123,10 @@ class RunFile(Config):
         Args:
             base: The folder that relative paths start from; None: the current one.
         """
-        return absolute_paths(self, Path(base or Path.cwd()))
+        values, folder = self.model_dump(), Path(base or Path.cwd())
+        paths, functions = ("from_checkpoint", *self.paths), ("callbacks", *self.functions)
+        make_absolute(values, folder, paths=paths, functions=functions)
+        return type(self).parse(values)
 
     def differences(self, other: RunFile, *, ignore: Sequence[str] = ()) -> list[str]:
         """`key: mine -> theirs` for each key that differs; `ignore` names keys and sections."""

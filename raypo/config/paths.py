@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from glob import glob
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from raypo.config.base import RunFile
-
-AnyRunFile = TypeVar("AnyRunFile", bound="RunFile")
+from pathlib import Path, PurePath
+from typing import Any, Protocol
 
 
-def absolute_paths(config: AnyRunFile, base: Path) -> AnyRunFile:
-    """The config with every path that exists below `base` made absolute; hub ids stay."""
-    values = config.model_dump()
-    for key in ("from_checkpoint", *config.paths):
+def make_absolute(
+    values: dict[str, Any], base: Path, *, paths: Sequence[str], functions: Sequence[str]
+) -> None:
+    """Make every path of a config's values that exists below `base` absolute; hub ids stay.
+
+    Args:
+        paths: Dotted keys of paths.
+        functions: Dotted keys of functions: `file.py:name`.
+    """
+    for key in paths:
         _change(values, key.split("."), lambda path: _absolute(path, base))
-    for key in ("callbacks", *config.functions):
+    for key in functions:
         _change(values, key.split("."), lambda spec: _absolute_function(spec, base))
-    return type(config).parse(values)
 
 
-def storage_path(config: RunFile) -> str:
+class Stored(Protocol):
+    """What says where its runs are kept."""
+
+    storage_path: str
+
+
+def storage_path(config: Stored) -> str:
     """Where runs are kept: a URI as it is, a local path made absolute."""
     path = config.storage_path
     return path if is_uri(path) else str(Path(path).expanduser().absolute())
+
+
+def short_name(path: str) -> str:
+    """The last two words of a folder, a hub id or a function's path, for people."""
+    return "/".join(PurePath(path).parts[-2:])
 
 
 def is_uri(path: str) -> bool:

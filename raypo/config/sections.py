@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -292,7 +292,18 @@ class LearnerSection(WorkersSection):
         return self.num_workers + self.critic_workers
 
 
-class EvalSection(Config):
+class Periodic(Config):
+    """A section of what is done every so many steps, and after the last one."""
+
+    if TYPE_CHECKING:  # a field of each such section, with a default of its own
+        every: int
+
+    def is_due(self, step: int, *, last_step: int) -> bool:
+        """Whether it is due after `step` (counted from 1)."""
+        return step % self.every == 0 or step == last_step
+
+
+class EvalSection(Periodic):
     """Held-out prompts, judged as the run goes."""
 
     prompts: HeldOutSources | None = None
@@ -319,7 +330,7 @@ class EvalSection(Config):
             )
 
 
-class CheckpointSection(Config):
+class CheckpointSection(Periodic):
     """When the whole state is saved."""
 
     section = "checkpoint."
@@ -338,10 +349,6 @@ class CheckpointSection(Config):
         if self.best_by is None:
             why, remedy = "checkpoint.best_by is null", "set checkpoint.best_by to a metric"
             yield from self._idle("best_mode", why, remedy)
-
-    def is_due(self, step: int, *, last_step: int) -> bool:
-        """Whether a checkpoint is due after `step` (counted from 1)."""
-        return step % self.every == 0 or step == last_step
 
 
 class StopSection(Config):

@@ -16,6 +16,7 @@ from raypo.config.sections import (
     Dtype,
     EvalSection,
     LoraSection,
+    Periodic,
     WorkersSection,
 )
 from raypo.config.sources import HeldOutSources, functions_of
@@ -75,7 +76,7 @@ class PairsSection(DataSection):
     """Longest response in tokens, its end included; longer ones follow `too_long`."""
 
 
-class PairsEvalSection(Config):
+class PairsEvalSection(Periodic):
     """Held-out pairs."""
 
     prompts: HeldOutSources | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from raypo.collectives import Workers, as_tensor
+
 
 def batches_by_tokens(
     prompts: Sequence[Hashable],
@@ -57,6 +59,12 @@ def batches_by_tokens(
             batches[-1].append(row)
             room -= response_lengths[row]
     return batches
+
+
+def equally_many(batches: list[list[int]], workers: Workers) -> list[list[int]]:
+    """The batches, and empty ones after them: every worker has as many; all call it together."""
+    count = int(workers.max(as_tensor(len(batches))))
+    return batches + [[] for _ in range(count - len(batches))]
 
 
 def _padded_batches(

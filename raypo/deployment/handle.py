@@ -12,6 +12,7 @@ from raypo.cluster.actors import DeploymentError
 from raypo.deployment.replicas import PROBE_TIMEOUT_S, Deadline, Replicas
 from raypo.deployment.response import MethodOfAll, OneResponse, PinnedReplicas, Response
 from raypo.deployment.spec import Life, Request, Required
+from raypo.ray_internals import failed_to_start
 
 
 @dataclass(eq=False)
@@ -102,7 +103,7 @@ class DeploymentHandle:
         while waiting and deadline.left():
             up, _ = replicas.ask("where", list(waiting), deadline.left(PROBE_TIMEOUT_S))
             for index, error in replicas.lost.items():
-                if not replicas.left() or getattr(error, "actor_init_failed", False):
+                if not replicas.left() or failed_to_start(error):
                     raise DeploymentError(f"{replicas.name(index)}: {error}")
             waiting &= set(replicas.left()) - up.keys()
         if waiting:

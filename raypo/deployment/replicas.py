@@ -87,7 +87,7 @@ class Replicas:
         return self._actors[index]
 
     def left(self) -> list[int]:
-        """Those that are not known to be gone for good."""
+        """The numbers of the replicas that are not known to be gone for good."""
         return [index for index in range(self.count) if index not in self.lost]
 
     def ask(
@@ -154,7 +154,7 @@ class Replicas:
         return min(loads, key=lambda index: (loads[index], random.random()), default=None)
 
     def lives(self) -> dict[int, Life]:
-        """Those that are up; waits for one where none is.
+        """The replicas that are up, by number; waits until there is one.
 
         Raises:
             DeploymentError: none is left, or none is up within `start_timeout_s`.

@@ -90,7 +90,7 @@ def _why_it_waits(
 
 
 def _holders(group: PlacementGroup) -> str:
-    """Other groups that hold something, by name or id."""
+    """A sentence that names the other placement groups and what they hold; empty without any."""
     names = []
     for info in placement_group_table().values():
         if info["state"] == "CREATED" and info["placement_group_id"] != group.id.hex():

@@ -75,7 +75,7 @@ class Response:
         return news
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """As `result`, while no thread waits."""
+        """Awaits what `result` returns, without a thread that waits for it."""
         return self._awaited().__await__()
 
     async def _awaited(self) -> Any:

@@ -144,7 +144,7 @@ def _decode_flops(shape: ModelShape, sequences: int, dtype: torch.dtype) -> floa
 
 
 def _seconds(work: Callable[[], None]) -> float:
-    """Of a call, on average."""
+    """The mean duration of a call, after one that is not counted."""
     work()
     begin = time.perf_counter()
     for _ in range(REPEATS):

@@ -18,7 +18,7 @@ from torch import Tensor
 from raypo.collectives import Workers, as_tensor
 from raypo.config import LearnerSection, ModelSection, PPOSection, is_import_path
 from raypo.custom.loader import load_function
-from raypo.data.batching import batches_by_tokens
+from raypo.data.batching import batches_by_tokens, equally_many
 from raypo.learner.export import kept, save_adapter, save_critic, save_folder
 from raypo.learner.learning_rate import learning_rate
 from raypo.learner.objective import (
@@ -355,7 +355,10 @@ class Learner:
         return all_applied
 
     def _set_learning_rates(self, step: int) -> dict[str, float]:
-        """Those of a step, as metrics; the policy's count the steps that update it."""
+        """Set both models' learning rates for a step, and return them as metrics.
+
+        The policy's schedule counts only the steps that update the policy.
+        """
         section, waits = self._section, self._ppo.critic_warmup_steps
         metrics = {}
         if step > waits:
@@ -393,15 +396,14 @@ class Learner:
         """Rows cut by token budget; every worker gets as many pieces, some of them empty."""
         prompts, tokens = experience.prompt_ids[rows], experience.prompt_mask[rows]
         pieces = batches_by_tokens(
-            [tuple(ids[own].tolist()) for ids, own in zip(prompts, tokens, strict=True)],
+            [ids[own].numpy().tobytes() for ids, own in zip(prompts, tokens, strict=True)],
             tokens.sum(1).tolist(),
             experience.attention_mask[rows].sum(1).tolist(),
             self._section.max_tokens_per_microbatch,
             is_packed=all(model.is_packed for model in self._models),
         )
-        count = int(self._workers.max(torch.tensor(len(pieces))))
-        cut = [rows[torch.tensor(piece)] for piece in pieces]
-        return cut + [rows[:0]] * (count - len(cut))
+        cut = equally_many(pieces, self._workers)
+        return [rows[torch.tensor(piece, dtype=torch.int64)] for piece in cut]
 
     def _on_device(self, experience: Experience, rows: Tensor) -> Experience:
         """Some rows on the device; for no rows a blank one that weighs nothing."""

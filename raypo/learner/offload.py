@@ -53,7 +53,7 @@ class Offload:
         self._host.give_back()
 
     def _weights(self) -> Iterator[Tensor]:
-        """As the module has them, and this worker's shares of them (ZeRO-3)."""
+        """The module's parameters, and at ZeRO-3 this worker's shares of them."""
         for parameter in self._engine.module.parameters():
             yield parameter.data
             if hasattr(parameter, "ds_tensor"):
@@ -71,7 +71,7 @@ class Offload:
             yield gradients
 
     def _buckets(self) -> Iterator[Tensor]:
-        """In which gradients are summed over the workers: stage 3 keeps them between its steps."""
+        """The buffers in which gradients are summed over the workers; stage 3 keeps them."""
         for bucket in getattr(self._engine.optimizer, "ipg_buckets", {}).values():
             if isinstance(bucket.buffer, Tensor):
                 yield bucket.buffer

@@ -34,7 +34,7 @@ class PreferenceTask(PolicyTask[Pair]):
     def log_probs(
         self, model: Any, items: Sequence[Pair], device: Any
     ) -> list[tuple[float, float]]:
-        """Of each pair what a policy says of its two responses: sums over their tokens."""
+        """A policy's log-probs of both responses of each pair, summed over their tokens."""
         chosen, rejected = _of_pairs(model, items, device)
         return list(zip(chosen.log_probs.tolist(), rejected.log_probs.tolist(), strict=True))
 

@@ -30,7 +30,7 @@ class DataParallel:
 
     @classmethod
     def of(cls, teams: tuple[range, ...], rank: int) -> DataParallel:
-        """That of the worker's own team; all workers of the default group call it together."""
+        """The view of a worker on its own team; all workers of the default group call it."""
         groups = [dist.new_group(list(team)) for team in teams]
         alone = [dist.new_group([each]) for team in teams for each in team]
         own = next(number for number, team in enumerate(teams) if rank in team)
@@ -61,7 +61,7 @@ class DataParallel:
         return 1
 
     def get_model_parallel_rank(self) -> int:
-        """Of the only part."""
+        """The rank of the only part: 0."""
         return 0
 
 
@@ -156,7 +156,7 @@ class Roles:
 
 
 def _names(experience: Experience) -> Iterator[tuple[int, ...]]:
-    """By which all workers know a row: the number of its draw, its sample, its row."""
+    """The name of each row, the same on all workers: its draw, its sample and its row."""
     zeros = torch.zeros_like(experience.group_index)
     parts = (experience.group_index, experience.sample_index, experience.row_index)
     columns = [zeros if part is None else part for part in parts]

@@ -16,7 +16,8 @@ class UpdateStatistics:
     """Sums over the pieces of a step; what they become does not depend on the cut."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, float | Tensor] = {}
+        """float64 scalars where the losses are: asking a GPU for one would wait for it."""
         self._norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self._num_steps = {"policy": 0, "critic": 0}
         self._num_skipped = 0
@@ -82,10 +83,10 @@ class UpdateStatistics:
         means.total("ppo/ratio_clamped_tokens", self._sum("policy/clamped"))
 
     def _sum(self, name: str) -> float:
-        return self._sums.get(name, 0.0)
+        return float(self._sums.get(name, 0.0))
 
     def _add(self, name: str, value: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(value.to(torch.float64))
+        self._sums[name] = self._sums.get(name, 0.0) + value.to(torch.float64)
 
     def _end(self, model: str, applied: bool, grad_norm: float | None) -> None:
         self._num_steps[model] += 1

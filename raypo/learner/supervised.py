@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raypo.collectives import Workers, as_tensor
 from raypo.config import ExamplesLearnerSection, LoraSection
-from raypo.data.batching import batches_by_tokens
+from raypo.data.batching import batches_by_tokens, equally_many
 from raypo.learner.export import save_adapter, save_folder
 from raypo.learner.learning_rate import learning_rate
 from raypo.learner.state import SkippedUpdates, load_worker_state, save_worker_state
@@ -178,8 +178,7 @@ class SupervisedLearner(Generic[Item]):
         pieces = batches_by_tokens(
             prompts, prompt_lengths, lengths, budget, is_packed=self._model.is_packed
         )
-        count = int(self._workers.max(torch.tensor(len(pieces))))
-        return pieces + [[] for _ in range(count - len(pieces))]
+        return equally_many(pieces, self._workers)
 
     def _before_losses(self, pieces: list[list[Item]]) -> None:
         self.task.before_losses(self._model, pieces, self._workers, self._model.device)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def compare_within(group: Any) -> None:
-    """From now on DeepSpeed compares within the group of those that train what this worker does."""
+    """Have DeepSpeed compare the order of modules only within a worker's own team."""
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
     def assert_same(order: list[int]) -> None:

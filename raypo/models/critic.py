@@ -148,6 +148,7 @@ class Critic(nn.Module):
             batch.response_ids,
             batch.attention_mask,
             with_last=with_last,
+            device=batch.response_mask.device,
         )
         values = self.value_head(hidden_states(self.backbone, packed)).squeeze(-1)
         return packed.unpacked(values.to(torch.float32))

@@ -28,7 +28,7 @@ class Float32Linear(nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = True, like: Tensor
     ) -> None:
-        """With new weights.
+        """A layer with newly initialised weights.
 
         Args:
             like: A weight of the body: its device, and its dtype where that is more than float32.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -95,11 +94,6 @@ def vocabulary_size(path: str) -> int:
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a folder or hub id."""
     return AutoTokenizer.from_pretrained(path)
-
-
-def short_name(path: str) -> str:
-    """The last two words of a folder or hub id, for people."""
-    return "/".join(PurePath(path).parts[-2:])
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ def merged_weights(model: nn.Module) -> Iterator[Weight]:
 
 
 def base_weights(model: nn.Module) -> Iterator[Weight]:
-    """As `merged_weights`, but without what the adapter adds."""
+    """The weights of `merged_weights` without what the adapter adds."""
     for weight in merged_weights(model):
         yield Weight(weight.name, weight.parts[:1])
 

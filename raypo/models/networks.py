@@ -37,6 +37,7 @@ class Policy(nn.Module):
             temperature=self.temperature,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
+            device=batch.response_mask.device,
         )
 
 

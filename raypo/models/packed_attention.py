@@ -315,6 +315,6 @@ def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of [blocks, blocks] bool how many are set, and which: these come first."""
+    """How many blocks of each row are set, and the indices of all blocks, those set first."""
     which = torch.argsort(blocks, dim=-1, descending=True, stable=True)
     return blocks.sum(-1)[None, None].int(), which[None, None].int()

@@ -34,7 +34,7 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt and all responses."""
+        """Tokens of the prompt and of all responses together."""
         return self.prompt + sum(self.responses)
 
     @property
@@ -108,7 +108,7 @@ class Layout:
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each of the N tokens: its group, its response within it (0: the prompt), its position.
+        """Each token's group, its part of the group (0 is the prompt), and its position.
 
         Three tensors [N] int32.
         """
@@ -204,14 +204,19 @@ def pack_padded(
     attention_mask: Tensor,  # [B, T] bool
     *,
     with_last: bool = False,
+    device: torch.device | None = None,
 ) -> Packed:
-    """`pack` of padded rows; masks are False on padding, which may stand on either side."""
+    """`pack` of padded rows; masks are False on padding, which may stand on either side.
+
+    Args:
+        device: Of what is packed; None: that of the ids, which are read on the CPU.
+    """
     return pack(
         _unpadded(prompt_ids, prompt_mask),
         _unpadded(response_ids, attention_mask),
         with_last=with_last,
         width=attention_mask.shape[1] + int(with_last),
-        device=prompt_ids.device,
+        device=device or prompt_ids.device,
     )
 
 

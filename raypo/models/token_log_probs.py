@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from raypo.models.linear import product_for
 from raypo.models.packed_attention import hidden_states, own_logits
@@ -27,6 +26,7 @@ def response_log_probs(
     temperature: float,
     with_entropy: bool = False,
     entropy_grad: bool = False,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of the responses' tokens under softmax(logits / temperature), and the entropy.
 
@@ -36,13 +36,14 @@ def response_log_probs(
         temperature: Positive; the one that the responses were sampled at.
         with_entropy: Compute the entropy of the tempered distribution too.
         entropy_grad: Let gradients flow through the entropy.
+        device: The model's; None: that of the ids.
 
     Returns:
         log_probs: [B, T], nats; position t belongs to response token t, 0 on padding.
         entropy: [B, T], nats, of the distribution that token t was drawn from, 0 on padding; or
             None.
     """
-    packed = pack_padded(prompt_ids, prompt_mask, response_ids, attention_mask)
+    packed = pack_padded(prompt_ids, prompt_mask, response_ids, attention_mask, device=device)
     log_probs, entropy = packed_log_probs(
         model, packed, temperature=temperature, with_entropy=with_entropy
     )
@@ -58,7 +59,7 @@ def packed_log_probs(
     temperature: float,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `response_log_probs`, of packed rows: [M] each, both differentiable."""
+    """`response_log_probs` for packed rows: [M] each, both differentiable."""
     if temperature <= 0.0:
         raise ValueError(f"temperature ({temperature}): log-probs need a positive one.")
     ids = packed.response_ids
@@ -93,7 +94,7 @@ def over_logits(
     of_chunk: Callable[..., tuple[Tensor, ...]],
     *known: Tensor,  # [M, ...] each
 ) -> tuple[Tensor, ...]:
-    """What a function makes of the logits of packed rows, differentiable where it is.
+    """What a function makes of the logits of packed rows, differentiable.
 
     The head is applied to a chunk of tokens at a time, in the backward pass once more, so that
     logits of [tokens, vocabulary] never exist. A model that does more to its logits than its head
@@ -107,19 +108,10 @@ def over_logits(
         return of_chunk(own_logits(model, packed), *known)
     head = model.get_output_embeddings()
 
-    def of_states(states: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
-        return of_chunk(type(head).forward(head, states), *known)
+    def of_states(states: Tensor) -> tuple[Tensor, ...]:
+        return _OverLogits.apply(states, head.weight, head.bias, head, of_chunk, *known)  # type: ignore[no-any-return]
 
-    def of_all(states: Tensor) -> tuple[Tensor, ...]:
-        rows = chunk_rows(head.weight)  # which ZeRO-3 has gathered by now
-        chunks = list(zip(*(each.split(rows) for each in (states, *known)), strict=True))
-        if len(chunks) > 1 and torch.is_grad_enabled():
-            made = [checkpoint(of_states, *chunk, use_reentrant=False) for chunk in chunks]
-        else:
-            made = [of_states(*chunk) for chunk in chunks]
-        return tuple(map(torch.cat, zip(*made, strict=True)))
-
-    return _in_place_of_head(model, packed, of_all)
+    return _in_place_of_head(model, packed, of_states)
 
 
 def _in_place_of_head(
@@ -140,7 +132,7 @@ def _in_place_of_head(
 
 
 def chunk_rows(weight: Tensor) -> int:
-    """Of how many tokens the logits are made at a time by a head of weight [V, H]."""
+    """How many tokens' logits a head with a weight of [V, H] makes at a time."""
     return max(1, CHUNK_ELEMENTS[weight.device.type] // len(weight))
 
 
@@ -240,25 +232,79 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         states, weight, bias, *saved = ctx.saved_tensors
-        of_states, of_weight, of_bias = ctx.needs_input_grad[:3]
-        grad_states = torch.empty_like(states) if of_states else None
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight = weight.new_zeros(weight.shape, dtype=exact) if of_weight else None
-        grad_bias = weight.new_zeros(len(weight), dtype=exact) if of_bias else None
-        size = chunk_rows(weight)
-        for first in range(0, len(states), size):
-            rows = slice(first, first + size)
-            logits = _logits(ctx.head, states[rows], weight, bias)
+
+        def gradient(logits: Tensor, rows: slice) -> Tensor:
             known = [None if each is None else each[rows] for each in (*saved, *grads)]
             _gradient_of_logits(logits, *known, temperature=ctx.temperature, out=logits)  # type: ignore[arg-type]
-            if grad_states is not None:
-                grad_states[rows] = product_for(ctx.head)(logits, weight.t())
-            if grad_weight is not None:
-                grad_weight += product_for(ctx.head)(logits.t(), states[rows].t())
-            if grad_bias is not None:
-                grad_bias += logits.sum(0, dtype=exact)
-        cast = (None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))
-        return grad_states, *cast, None, None, None, None
+            return logits
+
+        return *_head_gradients(ctx, states, weight, bias, gradient), None, None, None, None
+
+
+class _OverLogits(torch.autograd.Function):
+    """A function of a head's logits, which are made as in `_HeadLogProbs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,  # [M, H]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,  # [V]
+        head: Any,
+        of_chunk: Callable[..., tuple[Tensor, ...]],
+        *known: Tensor,  # [M, ...] each
+    ) -> tuple[Tensor, ...]:
+        rows = chunk_rows(weight)  # which ZeRO-3 has gathered by now
+        made = [
+            of_chunk(_logits(head, chunk, weight, bias), *some)
+            for chunk, *some in zip(*(each.split(rows) for each in (states, *known)), strict=True)
+        ]
+        ctx.save_for_backward(states, weight, bias, *known)
+        ctx.head, ctx.of_chunk = head, of_chunk
+        return tuple(map(torch.cat, zip(*made, strict=True)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, bias, *known = ctx.saved_tensors
+
+        def gradient(logits: Tensor, rows: slice) -> Tensor:
+            with torch.enable_grad():
+                told = ctx.of_chunk(logits.requires_grad_(), *(each[rows] for each in known))
+                return torch.autograd.grad(told, logits, [grad[rows] for grad in grads])[0]
+
+        gradients = _head_gradients(ctx, states, weight, bias, gradient)
+        return *gradients, None, None, *(None for _ in known)
+
+
+def _head_gradients(
+    ctx: Any,  # whose first inputs are states, weight and bias
+    states: Tensor,  # [M, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    gradient: Callable[[Tensor, slice], Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of states, weight and bias, from a chunk's logits and their gradient at a time.
+
+    Args:
+        gradient: Makes that of some rows from their logits [n, V], which it may overwrite.
+    """
+    of_states, of_weight, of_bias = ctx.needs_input_grad[:3]
+    grad_states = torch.empty_like(states) if of_states else None
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    grad_weight = weight.new_zeros(weight.shape, dtype=exact) if of_weight else None
+    grad_bias = weight.new_zeros(len(weight), dtype=exact) if of_bias else None
+    size = chunk_rows(weight)
+    for first in range(0, len(states), size):
+        rows = slice(first, first + size)
+        grad = gradient(_logits(ctx.head, states[rows], weight, bias), rows)
+        if grad_states is not None:
+            grad_states[rows] = product_for(ctx.head)(grad, weight.t())
+        if grad_weight is not None:
+            grad_weight += product_for(ctx.head)(grad.t(), states[rows].t())
+        if grad_bias is not None:
+            grad_bias += grad.sum(0, dtype=exact)
+    cast = (None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))
+    return grad_states, *cast
 
 
 def _logits(head: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -46,7 +46,7 @@ class Reached:
     memory: float
 
     def times(self, factor: float) -> Reached:
-        """Of so many times the cores."""
+        """What `factor` times as many cores reach."""
         return Reached(*(factor * rate for rate in astuple(self)))
 
 
@@ -98,7 +98,7 @@ class Rates:
 
     @classmethod
     def of_cores(cls, plan: Plan, core: Reached) -> Rates:
-        """Of a ppo run on the cores of one machine.
+        """The rates of a ppo run on the cores of one machine.
 
         Args:
             plan: Of the run.
@@ -140,7 +140,7 @@ class PhaseTime:
 
     @property
     def seconds(self) -> float:
-        """In all."""
+        """The duration of the phase."""
         return max(self.beside.values(), default=0.0) + sum(self.after.values())
 
     @property
@@ -162,7 +162,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """The duration of the step."""
         by_name = {each.phase: each.seconds for each in self.phases}
         rollout = by_name["generate"] + by_name["score"]
         rest = sum(by_name.values()) - rollout
@@ -431,7 +431,7 @@ class _Work:
         return max(1, self.config.responses_per_step // self.config.ppo.minibatch_size)
 
     def _microbatches(self, workers: int) -> int:
-        """Of each of some workers, in one pass over the step's experience."""
+        """The microbatches of one worker in a pass over the step's experience."""
         config = self.config
         tokens = self._groups.tokens / self._minibatches / workers
         of_one = max(1, -(-int(tokens) // config.learner.max_tokens_per_microbatch))

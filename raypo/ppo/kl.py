@@ -173,10 +173,9 @@ def kl_statistics(
     """What to log of the divergence (k1), as sums that add over micro-batches and workers.
 
     Returns:
-        stats: detached float64 scalars: `kl` (nats), `tokens`, `responses` (with a sampled token),
-            `clamped` (tokens with a log-ratio below -`MAX_LOG_RATIO`, where k3 is held).
-            `kl / tokens` is in nats per token, `kl / responses` in nats per response: the one that
-            `KLController` takes.
+        stats: detached float64 scalars: `kl` (nats), `tokens`, `clamped` (tokens with a log-ratio
+            below -`MAX_LOG_RATIO`, where k3 is held). `kl / tokens` is in nats per token; what
+            `KLController` takes is nats per response.
 
     Raises:
         ValueError: the shapes differ.
@@ -186,7 +185,6 @@ def kl_statistics(
         return {
             "kl": exact_sum(ratio),
             "tokens": mask.sum().double(),
-            "responses": mask.any(1).sum().double(),
             "clamped": (ratio < -MAX_LOG_RATIO).sum().double(),
         }
 

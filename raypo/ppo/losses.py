@@ -133,9 +133,9 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
 
     Returns:
         loss: scalar.
-        stats: sums over sampled tokens: `tokens`, `responses` (with a sampled token), `ratio`,
-            `clipped` (the clip is active), `dual_clipped`, `clamped` (log-ratio outside
-            +-`MAX_LOG_RATIO`), `approx_kl` (ratio - 1 - log ratio, k3 of old against new).
+        stats: sums over sampled tokens: `tokens`, `ratio`, `clipped` (the clip is active),
+            `dual_clipped`, `clamped` (log-ratio outside +-`MAX_LOG_RATIO`), `approx_kl`
+            (ratio - 1 - log ratio, k3 of old against new).
 
     Raises:
         ValueError: `kind` or `aggregation` is unknown, the shapes differ, or a bound is out of
@@ -180,7 +180,6 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
 def _policy_stats(chosen: TokenLoss, change: Tensor, mask: Tensor) -> Stats:
     return {
         "tokens": mask.sum().double(),
-        "responses": mask.any(1).sum().double(),
         "ratio": masked_sum(chosen.ratio, mask),
         "clipped": (chosen.clipped & mask).sum().double(),
         "dual_clipped": (chosen.dual_clipped & mask).sum().double(),
@@ -208,8 +207,8 @@ def value_loss(
 
     Returns:
         loss: scalar.
-        stats: sums over sampled tokens: `tokens`, `clipped` (the clip is active), `values`,
-            `squared_error`, and for `explained_variance` `error`, `returns`, `returns_squared`.
+        stats: sums over sampled tokens: `tokens`, `clipped` (the clip is active), and for
+            `explained_variance` `error`, `squared_error`, `returns`, `returns_squared`.
 
     Raises:
         ValueError: `aggregation` is unknown, the shapes differ, or `value_clip` is not positive.
@@ -247,7 +246,6 @@ def _value_stats(error: Tensor, target: Tensor, clipped: Tensor, mask: Tensor) -
     return {
         "tokens": tokens,
         "clipped": clipped.sum().double(),
-        "values": error_sum + returns_sum,
         "error": error_sum,
         "squared_error": squared_error,
         "returns": returns_sum,

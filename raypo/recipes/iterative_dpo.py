@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from raypo.collectives import as_tensor
@@ -13,8 +14,7 @@ from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.lora import load_policy
 from raypo.rollout.collect import is_trainable
-from raypo.run.reference import shared_out
-from raypo.run.rounds_run import Place, RoundsRun, place, prompt_cell
+from raypo.run.rounds_run import Place, RoundsRun, handed_out, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Pair, ScoredRollout
 
@@ -48,17 +48,26 @@ class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
         return {place(best): pair_of(best, worst) for best, worst in compared}, metrics
 
     def prepare_items(
-        self, items: list[Pair], learner: SupervisedLearner[Pair], services: Services
-    ) -> list[Pair]:
+        self,
+        mine: Mapping[Place, Pair],
+        places: Sequence[Place],
+        learner: SupervisedLearner[Pair],
+        services: Services,
+    ) -> Mapping[Place, Pair]:
         """The pairs with the reference's log-probs, where no deployment has given them."""
         if services.reference is not None or not self.config.dpo.needs_reference:
-            return items
+            return mine
         task, workers = learner.task, self.workers
         assert isinstance(task, PreferenceTask)
         is_round = self.config.iterative_dpo.reference == "round"
         ask = learner.asked if is_round else learner.without_adapter
-        known = shared_out(items, lambda some: ask(some, task.log_probs), workers)
-        return [replace(item, ref_log_probs=each) for item, each in zip(items, known, strict=True)]
+        hands = [places[rank :: workers.count] for rank in range(workers.count)]
+        pairs = handed_out(mine, hands, workers)
+        own = hands[workers.rank]
+        known = ask([pairs[where] for where in own], task.log_probs)
+        return {
+            w: replace(pairs[w], ref_log_probs=each) for w, each in zip(own, known, strict=True)
+        }
 
 
 def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[Compared]:
@@ -67,18 +76,14 @@ def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[C
     Of equal scores the one that was sampled first counts.
     """
     compared: list[Compared] = []
+    score = attrgetter("score")
     usable = sorted(filter(is_trainable, scored), key=place)
     for _, group in groupby(usable, lambda each: each.rollout.group_index):
         samples = list(group)
-        best, worst = max(samples, key=score_of), min(samples, key=score_of)
+        best, worst = max(samples, key=score), min(samples, key=score)
         if best.score > worst.score and best.score - worst.score >= min_gap:
             compared.append((best, worst))
     return compared
-
-
-def score_of(scored: ScoredRollout) -> float:
-    """The score that samples are ranked by."""
-    return scored.score
 
 
 def pair_of(best: ScoredRollout, worst: ScoredRollout) -> Pair:

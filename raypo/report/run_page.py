@@ -12,6 +12,7 @@ import yaml
 
 from raypo.config import ConfigError
 from raypo.config.base import flatten
+from raypo.config.paths import short_name
 from raypo.metrics.catalogue import (
     METRICS,
     PLOTS,
@@ -42,7 +43,6 @@ from raypo.report.verdict import (
     judge_of_held_out,
     outside_steps,
     own_functions,
-    short,
 )
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.warnings import findings, seconds_by_phase
@@ -253,7 +253,7 @@ def _scores(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None
     (judge,) = judges if len(judges) == 1 else ("several judges",)
     models = {"eval/reward_model_mean": "held out, reward model"}
     return [
-        chart("Held-out score", held_out, note=f"by {short(str(judge))}"),
+        chart("Held-out score", held_out, note=f"by {short_name(str(judge))}"),
         chart("Score that it trains on", trained | models),
     ]
 

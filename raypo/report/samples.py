@@ -123,7 +123,7 @@ def by_sample(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def num_tokens(sample: Sequence[Row]) -> int:
-    """Of all responses of a sample."""
+    """The tokens of all responses of a sample together."""
     return sum(len(row["response_ids"]) for row in sample)
 
 

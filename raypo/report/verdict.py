@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raypo.config.paths import short_name
 from raypo.metrics.catalogue import (
     HEADLINES,
     TRAINED,
@@ -76,19 +77,14 @@ def _judges(config: Mapping[str, Any]) -> str:
     """Who judges, where held-out responses are judged otherwise than those that are trained on."""
     held_out = judge_of_held_out(config)
     reward = config.get("reward") or {}
-    models = [short(each["path"]) for each in (config.get("model") or {}).get("reward") or ()]
+    models = [short_name(each["path"]) for each in (config.get("model") or {}).get("reward") or ()]
     functions = [reward.get("function"), *own_functions(config.get("data") or {})]
-    trained = [short(each) for each in (*functions, *models) if each]
+    trained = [short_name(each) for each in (*functions, *models) if each]
     trained += [str(each) for each in reward.get("url") or ()]
     if held_out is None or not trained:
         return ""
-    judges = " and ".join(trained)
-    return f"It trained on the score of {judges}; {short(held_out)} judges the held-out responses."
-
-
-def short(path: str) -> str:
-    """The last two words of a path, for people."""
-    return "/".join(path.split("/")[-2:])
+    judges, judge = " and ".join(trained), short_name(held_out)
+    return f"It trained on the score of {judges}; {judge} judges the held-out responses."
 
 
 def _samples(rows: Sequence[Row]) -> str:

@@ -93,7 +93,7 @@ def ask_together(
     workers: Workers,
     heard: Heard | None = None,
 ) -> list[Completion]:
-    """As `ask`; what all workers ask an engine is one lot, in the order of their ranks.
+    """Ask as `ask` does, but join all workers' requests to an engine, in the order of ranks.
 
     So an engine of several workers does not sample their lots one after the other, and whichever
     comes first, the lot is the same. All workers call it together. Each of them asks for the whole
@@ -122,7 +122,7 @@ def ask_or_push(
     push_again: PushAgain | None,
     heard: Heard | None = None,
 ) -> list[Completion]:
-    """As `asks`; where a worker is left without an engine, all leave for one more push."""
+    """Ask by `asks`; where one worker has no engine left, all push the weights again first."""
     try:
         completions, lost = asks(requests, heard=heard), None
     except NoReplicaLeft as error:

@@ -153,7 +153,9 @@ def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
         minibatch=torch.tensor([scored.minibatch for scored in dealt], dtype=torch.int64),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),
         weight_version=torch.tensor([r.weight_version for r in rollouts], dtype=torch.int64),
-        weight_versions=pad_right([r.weight_versions for r in rollouts], torch.int64),
+        weight_versions=pad_right([r.weight_versions for r in rollouts], torch.int64)
+        if any(r.later_versions for r in rollouts)
+        else None,
         turn_rewards=pad_right(turn_rewards, torch.float32) if turn_rewards else None,
         turn_index=pad_right(turn_index, torch.int64) if turn_index else None,
         ref_log_probs=pad_right([_reference(s) for s in dealt], torch.float32)
@@ -163,7 +165,7 @@ def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
 
 
 def _name(rollout: Rollout) -> tuple[int, int, int]:
-    """By which all workers know a rollout."""
+    """The name of a rollout, the same on all workers."""
     return rollout.group_index, rollout.sample_index, rollout.row_index
 
 

@@ -97,7 +97,7 @@ def evaluate_policy(
 
 
 def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:
-    """How training samples, with what `eval` says otherwise."""
+    """The sampling of training, changed by what `eval` sets."""
     temperature = section.temperature
     whole: dict[str, Any] = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
     return replace(

@@ -123,7 +123,7 @@ async def leave(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 class _Threads(ThreadPoolExecutor):
-    """As many as calls are under way; a thread that has answered one takes another."""
+    """A pool that starts a thread for each call that finds none at rest."""
 
     def __init__(self) -> None:
         self._at_rest: list[SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]] = []
@@ -164,7 +164,7 @@ def _task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> asyncio.
 
 
 def _users_line(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
-    """Where the user's code is, of what rollouts or asyncio have called; None: they are at it."""
+    """The line of the user's code that a stack is in; None where it is in raypo or asyncio."""
     callers = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
     libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     last = max(n for n, each in enumerate(stack) if each.filename.startswith(callers))

@@ -214,7 +214,7 @@ class _Line:
                 threading.Thread(target=self._work, daemon=True).start()
 
     def scores(self) -> dict[int, float]:
-        """Of all, when all are judged.
+        """The scores of all rollouts; waits until the last one is judged.
 
         Raises:
             Exception: what the function raised.
@@ -254,7 +254,7 @@ def reward_parts(scored: ScoredRollout) -> dict[str, float]:
 
 
 def named_numbers(scored: ScoredRollout) -> dict[str, float]:
-    """Those of reward functions, `reward/<name>`, and of an episode, `episode/<name>`."""
+    """Named parts of a score as `reward/<name>`, an episode's metrics as `episode/<name>`."""
     named = {f"reward/{name}": part for name, part in reward_parts(scored).items()}
     if episode := scored.rollout.episode:
         named |= {f"episode/{name}": value for name, value in episode.metrics.items()}

@@ -161,7 +161,7 @@ class _Session:
             )
 
     async def _answer(self, wanted: Wanted) -> tuple[list[list[int]], list[Answered]]:
-        """In the episode's event loop: all responses to a request are sampled at the same time."""
+        """Sample all responses to a request at once; runs in the episode's event loop."""
         tools = None
         if isinstance(wanted, ChatRequest):
             prompts: list[Any] = [template_messages(wanted.messages)]

@@ -11,7 +11,7 @@ from raypo.config import OnlineConfig
 from raypo.deployment.deployment import Place, start_deployment
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.plan.placement import Bundle, dedicated_bundles, served_roles
-from raypo.run.roles import deployment_of
+from raypo.run.served_roles import deployment_of
 
 
 def start_dedicated(
@@ -68,7 +68,7 @@ def start_dedicated(
 
 
 def places_in(group: PlacementGroup, bundles: Sequence[Bundle]) -> dict[str, list[Place]]:
-    """By role, the place of each replica, in the order of their numbers."""
+    """The places of each role's replicas, in the order of their numbers."""
     places: dict[str, list[Place]] = {}
     for index, bundle in enumerate(bundles):
         for guest in bundle.guests:

@@ -47,7 +47,7 @@ class EnginesLoad:
 
 
 def idle_spans(stretches: Mapping[str, tuple[Load, Stretch]]) -> list[Span]:
-    """By engine's name, the times in which it had nothing to do."""
+    """The times in which engines had nothing to do, each with the engine's name."""
     return [
         (name, begin, end)
         for name, (_, stretch) in stretches.items()

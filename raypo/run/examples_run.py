@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -36,7 +35,6 @@ from raypo.types import Prompt
 from raypo.weight_sync.push import Probe, open_transport, push_weights
 from raypo.weights.transport import Transport
 
-NUM_PROBES = 2
 AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
 PolicyConfig = TypeVar("PolicyConfig", SFTConfig, DPOConfig)
 Reader = Callable[..., LoadedExamples[Item]]
@@ -62,7 +60,7 @@ def examples_loop(setup: dict[str, Any], kind: type[ExamplesRun[Any, Any]]) -> d
             clock = Clock()
             metrics = learner.update(run.draw_batch(), step=step)
             clock.lap("time/update_s")
-            is_evaluated = run.is_evaluation_due(step)
+            is_evaluated = run.config.eval.is_due(step, last_step=run.config.num_steps)
             if is_evaluated:
                 metrics |= run.evaluate(learner, engine, version=step)
             clock.lap("time/held_out_s")
@@ -160,10 +158,6 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         """
         return self.evaluate_held_out(learner)
 
-    def is_evaluation_due(self, step: int) -> bool:
-        """Whether an evaluation is due after a step."""
-        return step % self.config.eval.every == 0 or step == self.config.num_steps
-
     def state_dict(self) -> dict[str, Any]:
         """The data cursor."""
         return {"stream": self.stream.state_dict()}
@@ -221,13 +215,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         if engine is None:
             return metrics
         config = self.config
-        probe = Probe(
-            prompts=[prompt.token_ids for prompt in islice(self.held_out_prompts, NUM_PROBES)],
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=1.0,
-            dtype=config.model.dtype,
-            seed=config.seed,
-        )
+        probe = Probe.of(self.held_out_prompts, config, temperature=1.0)
         metrics |= push_weights(
             learner,
             engine,
@@ -279,13 +267,24 @@ def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> Supervise
 
 def own_share(batch: Sequence[Item], workers: Workers) -> list[Item]:
     """This worker's share of a batch, about as many tokens as the others'."""
-    shares = balanced_shares(
-        [[position] for position in range(len(batch))],
-        [len(item.prompt_ids) for item in batch],
-        [item.num_tokens - len(item.prompt_ids) for item in batch],
-        workers.count,
-    )
+    shares = even_shares([lengths(item) for item in batch], workers.count)
     return [batch[position] for position in shares[workers.rank]]
+
+
+def lengths(item: Any) -> tuple[int, int]:
+    """Tokens of an item's prompt, and all others that a pass reads of it."""
+    return len(item.prompt_ids), item.num_tokens - len(item.prompt_ids)
+
+
+def even_shares(sizes: Sequence[tuple[int, int]], num_shares: int) -> list[list[int]]:
+    """Which items of a batch each worker trains, all about as many tokens.
+
+    Args:
+        sizes: The `lengths` of each item.
+        num_shares: How many workers there are.
+    """
+    prompts, others = ([size[which] for size in sizes] for which in (0, 1))
+    return balanced_shares([[each] for each in range(len(sizes))], prompts, others, num_shares)
 
 
 def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any) -> None:

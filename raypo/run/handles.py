@@ -107,7 +107,7 @@ class PinnedEngines:
 
     @property
     def names(self) -> list[str]:
-        """Of each, in the order in which they answer."""
+        """The name of each engine, in the order in which they answer."""
         return self.replicas.names
 
     @property

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -59,8 +58,6 @@ from raypo.weight_sync.push import Probe, PushedLearner, open_transport, push_ad
 from raypo.weights.transport import Transport
 
 AnyOnline = TypeVar("AnyOnline", bound=OnlineConfig)
-
-NUM_PROBES = 2
 
 
 class OnlineLearner(PushedLearner, OffloadingLearner, Saveable, Protocol):
@@ -304,14 +301,8 @@ class OnlineRun(Run[AnyOnline]):
     def _way_to(self, services: Services) -> Callable[..., dict[str, float]]:
         """How a version goes to the engines: all weights, or the adapter beside its base."""
         config = self.config
-        probe = Probe(
-            prompts=[prompt.token_ids for prompt in islice(self.prompts, NUM_PROBES)],
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.trained_temperature,
-            dtype=config.model.dtype,
-            seed=config.seed,
-            joins=self.pushes is not None or services.joins,
-        )
+        joins = self.pushes is not None or services.joins
+        probe = Probe.of(self.prompts, config, temperature=config.trained_temperature, joins=joins)
         common: dict[str, Any] = {
             "transport": self.transport,
             "probe": probe,
@@ -363,7 +354,7 @@ class OnlineRun(Run[AnyOnline]):
 
     def evaluate_when_due(self, step: int, services: Services) -> dict[str, float]:
         """The held-out score after a step that has an evaluation, else nothing."""
-        is_due = step % self.config.eval.every == 0 or step == self.config.num_steps
+        is_due = self.config.eval.is_due(step, last_step=self.config.num_steps)
         return self._evaluate(services, step=step) if is_due and self.held_out else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -378,7 +369,7 @@ class OnlineRun(Run[AnyOnline]):
             self.rollouts.ledger = Ledger(carried=lost, lost=lost)
 
     def finish(self) -> dict[str, Any]:
-        """As of all runs; says what was sampled for steps that do not come."""
+        """End the run as all runs do, and say what was sampled for steps that do not come."""
         if self.stopped and (left := self.workers.sum(as_tensor(self.rollouts.ledger.carried))):
             self.tell.message(f"{int(left)} samples were asked for ahead and are not trained")
         return super().finish()
@@ -393,7 +384,7 @@ class OnlineRun(Run[AnyOnline]):
         return self.rollouts.spans() if isinstance(self.rollouts, RolloutsAhead) else []
 
     def restore_share(self, directory: Path) -> None:
-        """See `save_share`."""
+        """Go on with the rollouts that `save_share` has saved."""
         if isinstance(self.rollouts, RolloutsAhead):
             self.rollouts.restore(directory, self.workers)
 

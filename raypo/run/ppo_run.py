@@ -41,7 +41,7 @@ class PPORun(OnlineRun[PPOConfig]):
         self.roles = Roles.of(self.workers, self.config.learner.critic_workers)
 
     def start_services(self) -> Services:
-        """As of all online runs; before others use them, what the devices can do is measured."""
+        """Start them as all online runs do; the devices are measured before others use them."""
         mine = peak_flops(self.config.model.dtype, self.config.learner.peak_tflops)
         self._peak_flops = float(self.workers.sum(as_tensor(mine)))
         return super().start_services()
@@ -78,7 +78,7 @@ class PPORun(OnlineRun[PPOConfig]):
         return learner
 
     def speed(self, metrics: dict[str, float], step_s: float) -> dict[str, float]:
-        """Also rates by phase, and the share of the devices' arithmetic that was put to use."""
+        """The speed of a step, with rates by phase and the share of peak FLOP/s that was used."""
         speed = super().speed(metrics, step_s)
         work = work_metrics(self._work, metrics | speed, peak_flops=self._peak_flops)
         return speed | work
@@ -135,7 +135,7 @@ class PPORun(OnlineRun[PPOConfig]):
 
     @contextmanager
     def keeping(self, step: int, dealt: Sequence[ScoredRollout]) -> Iterator[None]:
-        """Also write what an update goes wrong with: the samples with their scores."""
+        """Write the samples with their scores where an update within it is not finite."""
         try:
             yield
         except NonFiniteUpdateError:

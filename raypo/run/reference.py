@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,8 +21,6 @@ from raypo.types import Pair, Verdict
 REFERENCE = "reference.parquet"
 """In the run's folder: the two log-probs of each preference, and a digest of all of them."""
 Preference = TypeVar("Preference", Pair, Verdict)
-Item = TypeVar("Item")
-T = TypeVar("T")
 
 
 def with_references(
@@ -66,14 +64,8 @@ def _asked(
         asked = model if reference is None else reference.to(device)
         return task.log_probs(asked, some, device)  # type: ignore[arg-type]
 
-    return shared_out(items, lambda some: learner.without_adapter(some, ask), workers)
-
-
-def shared_out(
-    items: Sequence[Item], ask: Callable[[Sequence[Item]], Sequence[T]], workers: Workers
-) -> list[T]:
-    """The answers for all items, for which each worker asks about its share."""
-    shares = workers.gather(ask(items[workers.rank :: workers.count]))
+    own = items[workers.rank :: workers.count]
+    shares = workers.gather(learner.without_adapter(own, ask))
     return [shares[place % workers.count][place // workers.count] for place in range(len(items))]
 
 

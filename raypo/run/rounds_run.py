@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from raypo.collectives import Workers
 from raypo.config import RoundsConfig
 from raypo.learner.learner import minibatch_order
 from raypo.learner.supervised import SupervisedLearner
@@ -18,7 +19,7 @@ from raypo.learner.tasks import Item, Task
 from raypo.metrics.clock import Clock
 from raypo.rollout.collect import judge, refuse_too_many_failures, sample
 from raypo.rollout.judges import Reference
-from raypo.run.examples_run import new_learner, own_share, save_trained
+from raypo.run.examples_run import even_shares, lengths, new_learner, save_trained
 from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase
 from raypo.run.rollout_metrics import rollout_metrics, sample_row
@@ -87,10 +88,19 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         """What this worker's samples teach, and metrics over all workers."""
 
     def prepare_items(
-        self, items: list[Item], learner: SupervisedLearner[Item], services: Services
-    ) -> list[Item]:
-        """The items with what the learner answers before it learns; by default unchanged."""
-        return items
+        self,
+        mine: Mapping[Place, Item],
+        places: Sequence[Place],
+        learner: SupervisedLearner[Item],
+        services: Services,
+    ) -> Mapping[Place, Item]:
+        """The items with what the learner answers before it learns; by default unchanged.
+
+        Args:
+            mine: The items that this worker holds; it may hold others afterwards.
+            places: Those of all workers' items, in order.
+        """
+        return mine
 
     @property
     def prompts_per_round(self) -> int:
@@ -140,21 +150,28 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
     ) -> dict[str, float]:
         """Trains epochs over all workers' items, cut into batches whichever worker selected them.
 
-        The metrics are means over the round's updates.
+        All workers know the lengths of all; an item itself goes to the workers that train it. The
+        metrics are means over the round's updates.
         """
         self.enter(Phase.LEARN)
-        all_of_them: dict[Place, Item] = {}
-        for share in self.workers.gather(dict(selected)):
-            all_of_them |= share
-        items = [all_of_them[place] for place in sorted(all_of_them)]
-        items = self.prepare_items(items, learner, services)
+        shares = self.workers.gather({where: lengths(item) for where, item in selected.items()})
+        sizes = dict(sorted(pair for share in shares for pair in share.items()))
+        places = list(sizes)
+        prepared = self.prepare_items(selected, places, learner, services)
         size, seed = self.config.learner.batch_size, self.config.seed
-        updates: list[dict[str, float]] = []
+        rank, count = self.workers.rank, self.workers.count
+        dealt: list[list[list[Place]]] = []  # of each update, of each worker
         for epoch in range(self.config.learner.num_epochs):
-            order = minibatch_order(seed, step, epoch, len(items))
-            for first in range(0, len(items), size):
-                batch = [items[place] for place in order[first : first + size]]
-                updates.append(learner.update(own_share(batch, self.workers), step=step))
+            order = [places[each] for each in minibatch_order(seed, step, epoch, len(places))]
+            for first in range(0, len(order), size):
+                batch = order[first : first + size]
+                cut = even_shares([sizes[where] for where in batch], count)
+                dealt.append([[batch[position] for position in share] for share in cut])
+        hands = [[where for batch in dealt for where in batch[each]] for each in range(count)]
+        mine = handed_out(prepared, hands, self.workers)
+        updates = [
+            learner.update([mine[where] for where in batch[rank]], step=step) for batch in dealt
+        ]
         names = dict.fromkeys(name for metrics in updates for name in metrics)
         known = {name: [each[name] for each in updates if name in each] for name in names}
         return {"train/updates": float(len(updates))} | {
@@ -175,7 +192,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
 
     def write_table(self, folder: str, step: int, mine: Mapping[Place, dict[str, Any]]) -> None:
         """Writes all workers' rows to `<folder>/round_00001.parquet`, ordered by their places."""
-        shares = self.workers.gather(dict(mine))
+        shares = self.workers.gather_first(dict(mine))
         if self.workers.rank > 0:
             return
         import pyarrow as pa
@@ -187,6 +204,19 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
     def save_models(self, learner: SupervisedLearner[Item]) -> None:
         """Writes the policy into the run's `policy/`, its adapter into `adapter/`."""
         save_trained(self, learner, self.tokenizer)
+
+
+def handed_out(
+    mine: Mapping[Place, Item], hands: Sequence[Sequence[Place]], workers: Workers
+) -> dict[Place, Item]:
+    """The items of this worker's hand, whichever workers hold them; all call it together.
+
+    Args:
+        mine: What this worker holds.
+        hands: What each worker is to get, the same on all workers.
+    """
+    parcels = [{where: mine[where] for where in hand if where in mine} for hand in hands]
+    return {k: item for parcel in workers.exchange(parcels) for k, item in parcel.items()}
 
 
 def place(scored: ScoredRollout) -> Place:

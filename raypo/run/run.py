@@ -24,7 +24,7 @@ from raypo.collectives import Workers
 from raypo.config import RecipeConfig
 from raypo.custom.loader import load_function
 from raypo.metrics.clock import Clock, Span
-from raypo.ray_internals import check_shared
+from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
 from raypo.run.callbacks import StepView, ask_callbacks
 from raypo.run.rollout_metrics import speed_metrics
 from raypo.run.setup import Runtime, open_setup
@@ -400,12 +400,12 @@ def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """Instead of Ray Train's copy: what was staged on the storage itself is only renamed."""
     storage: Any = ray.train.get_context().get_storage()
     check_shared(storage)
-    target = Path(storage.build_checkpoint_path_from_name(name))
+    target = Path(checkpoint_folder(storage, name))
     for path in [path for path in Path(checkpoint.path).rglob("*") if path.is_file()]:
         final = target / path.relative_to(checkpoint.path)
         final.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(path, final)
-    return Checkpoint(path=str(target), filesystem=storage.storage_filesystem)
+    return Checkpoint(path=str(target), filesystem=kept_runs(storage)[0])
 
 
 def log_path(files: RunFiles, workers: Workers) -> Path:

@@ -37,7 +37,7 @@ from raypo.run.handles import (
     ReferenceHandle,
     RewardModelHandle,
 )
-from raypo.run.roles import deployment_of
+from raypo.run.served_roles import deployment_of
 from raypo.run.setup import Shared
 from raypo.run.shared_services import of_shared
 
@@ -71,7 +71,7 @@ class Services:
         return self.references.get("reference")
 
     def ask_peak_memory(self) -> dict[str, Sequence[AnswerOfOne[dict[str, float]]]]:
-        """By role, what `raypo.metrics.process_memory` says in each replica: on its way."""
+        """Ask each replica for its `peak_memory`; the answers, by role, are not yet waited for."""
         asked = {"engine": self.engine.pinned().peak_memory.on_all()}
         return asked | {role: each.pinned().peak_memory.on_all() for role, each in self.frozen}
 
@@ -191,7 +191,7 @@ def places_beside(
     workers: Workers,
     nodes: Sequence[str],
 ) -> dict[str, list[Place]]:
-    """By role, the place of each replica: the bundle of a worker, the devices of one or several.
+    """The place of each role's replicas: a worker's bundle, the devices of one or several.
 
     All workers call it.
 

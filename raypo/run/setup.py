@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 
 from raypo.config import ConfigError, OnlineConfig, parse_run_config
 from raypo.deployment.handle import DeploymentHandle
+from raypo.ray_internals import kept_runs
 
 RUNTIME_KEY = "raypo_runtime"
 """Key of the driver's additions in the setup of `train_loop_per_worker`."""
@@ -70,15 +71,15 @@ def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:
 
 def _bare_runtime() -> Runtime:
     context = ray.train.get_context()
-    storage: Any = context.get_storage()
-    if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+    system, folder = kept_runs(context.get_storage())
+    if not isinstance(system, pyarrow.fs.LocalFileSystem):
         raise ConfigError(
             f"RunConfig.storage_path: the bare train_loop_per_worker writes to a local or shared "
-            f"folder, this is {storage.storage_filesystem.type_name}. "
+            f"folder, this is {system.type_name}. "
             f"Use raypo.PPOTrainer for a URI."
         )
     return Runtime(
         name=context.get_experiment_name(),
-        storage_path=storage.storage_fs_path,
+        storage_path=folder,
         working_dir=str(Path.cwd()),
     )

@@ -15,7 +15,7 @@ from raypo.deployment.lender import Loan
 from raypo.deployment.reserve import Dedicated
 from raypo.plan.placement import served_roles, with_dedicated
 from raypo.run.dedicated_services import start_dedicated
-from raypo.run.roles import class_and_arguments, deployment_of
+from raypo.run.served_roles import class_and_arguments, deployment_of
 from raypo.run.setup import Shared
 
 

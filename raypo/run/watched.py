@@ -28,7 +28,7 @@ class Watched:
     """Measurements since the best one."""
 
     def seen(self, step: int, metrics: Mapping[str, float]) -> Watched:
-        """With the metrics of one more step; the same where it was not measured, or is NaN."""
+        """The state after one more step; unchanged where the metric is no finite number."""
         value = metrics.get(self.metric, math.nan)
         if not math.isfinite(value):
             return self
@@ -43,7 +43,7 @@ class Watched:
         return asdict(self)
 
     def restored(self, state: Mapping[str, Any] | None) -> Watched:
-        """As `state_dict` had it; as it is where that was of another metric or direction."""
+        """The state that `state_dict` saved; unchanged where that was of another metric or mode."""
         earlier = Watched(**state) if state else self
         is_same = (earlier.metric, earlier.mode) == (self.metric, self.mode)
         return replace(earlier, min_change=self.min_change) if is_same else self
@@ -66,7 +66,7 @@ def reason_to_stop(watched: Watched, rules: StopSection) -> str | None:
 
 
 def of_its_kind(metric: str, metrics: Mapping[str, float]) -> list[str]:
-    """Those of some metrics that are held-out ones, or of the steps, as a metric is."""
+    """The names among `metrics` that are measured when `metric` is: in evaluations or in steps."""
     return sorted(name for name in metrics if name.startswith(EVAL) == metric.startswith(EVAL))
 
 

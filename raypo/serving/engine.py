@@ -13,7 +13,7 @@ import torch
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, LoraSection
-from raypo.models.loading import short_name
+from raypo.config.paths import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.gauges import tell_load
 from raypo.serving.model_tensors import ModelTensors
@@ -29,14 +29,13 @@ from raypo.serving.vllm_loop import Asked, Serving, VllmLoop
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.adapter import AdapterPush
-from raypo.weights.broadcast import BroadcastBucket, Rendezvous
 from raypo.weights.buckets import Bucket
-from raypo.weights.ipc import IpcBucket
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
+from raypo.weights.messages import OfferedBucket, Rendezvous, StoredBucket
 from raypo.weights.store import Kept
-from raypo.weights.transport import PushStart, Ready, StoredBucket, WeightPush
+from raypo.weights.transport import PushStart, Ready, WeightPush
 
-AnyBucket = Bucket | StoredBucket | IpcBucket | BroadcastBucket
+AnyBucket = Bucket | OfferedBucket
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from raypo.cluster.out_of_memory import FROZEN_REMEDY, memory_advice
+from raypo.config.paths import short_name
 from raypo.data.batching import batches_by_tokens
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.host_memory import HostMemory
@@ -20,7 +21,6 @@ from raypo.models.loading import (
     load_tokenizer,
     release_memory,
     same_vocabulary,
-    short_name,
 )
 from raypo.models.packed_attention import reads_packed
 from raypo.models.packing import pack

@@ -66,7 +66,7 @@ class InsideVllm:
         self.llm.llm_engine.abort_request([name], internal=True)
 
     def state(self, name: str) -> Any:
-        """Of a request that runs: its tokens (`detokenizer`), their log-probs
+        """What vLLM holds of a running request: its tokens (`detokenizer`), their log-probs
         (`logprobs_processor`), and the name that outputs have (`external_req_id`)."""
         return self.llm.llm_engine.output_processor.request_states[name]
 

@@ -51,7 +51,7 @@ class Meter:
     _idle: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=1000))
 
     def note(self, *, queued: float, running: float, kv_cache: float) -> None:
-        """From now on the load is this."""
+        """Record the load that begins now."""
         self._add_up()
         self._now = loads = {"queued": queued, "running": running, "kv_cache": kv_cache}
         for name, load in loads.items():
@@ -64,7 +64,7 @@ class Meter:
             self._idle.append((now - seconds, now))
 
     def take(self) -> Stretch:
-        """Of the time since this was last called."""
+        """Means and peaks of the load since the last call of this method."""
         self._add_up()
         seconds = self._at - self._since
         told = {

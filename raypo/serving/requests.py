@@ -60,17 +60,6 @@ class Completion:
     later_versions: tuple[tuple[int, int], ...] = ()
     """Where new weights came meanwhile: the first token that they sampled, and their version."""
 
-    @property
-    def weight_versions(self) -> np.ndarray:
-        """Version of the weights that sampled each token; int64 [T].
-
-        Example: 5 tokens with `weight_version` 3 and `later_versions` ((2, 4),) give 3 3 4 4 4.
-        """
-        versions = np.full(len(self.token_ids), self.weight_version, dtype=np.int64)
-        for first, version in self.later_versions:
-            versions[first:] = version
-        return versions
-
 
 @dataclass(frozen=True)
 class Load:

@@ -140,7 +140,7 @@ class VllmReference(VllmModel):
         max_model_len: int,
         num_threads: int | None = None,
     ) -> None:
-        """As `VllmModel`; the log-probs are those at temperature 1."""
+        """Start it as `VllmModel` does, for log-probs at temperature 1."""
         super().__init__(
             model,
             section=section,
@@ -163,7 +163,7 @@ class VllmReference(VllmModel):
         ]
 
     def top_log_probs(self, sequences: Sequence[Ids], count: int, vocabulary: int) -> list[Told]:
-        """As `ReferenceModel.top_log_probs`; no token is likely that is none."""
+        """Answer as `ReferenceModel.top_log_probs` does; ids beyond the vocabulary never occur."""
         answers: list[Told] = []
         for told in self._told(sequences, count):
             rows = [sorted(at.items(), key=lambda each: each[1].rank)[:count] for at in told]
@@ -254,6 +254,6 @@ class VllmRewardModel(VllmModel):
 
 
 def longest_text(model: str, most: int) -> int:
-    """As many tokens, or as many as the model has positions for."""
+    """The smaller of `most` and the number of tokens that the model has positions for."""
     config: Any = AutoConfig.from_pretrained(model).get_text_config()
     return min(most, getattr(config, "max_position_embeddings", most))

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
+from raypo.concurrency import settle
 from raypo.serving.adapters import Adapters
 from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.progress import Meter, Progress
@@ -161,7 +162,7 @@ class VllmLoop:
         if threading.current_thread() is self._thread:
             return function()
         answer: Future[T] = Future()
-        self._hand_in(self._calls, partial(_run_into, answer, function))
+        self._hand_in(self._calls, partial(settle, answer, function))
         return answer.result()
 
     def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
@@ -216,7 +217,7 @@ class VllmLoop:
         if threading.current_thread() is self._thread:
             return function()
         answer: Future[T] = Future()
-        self._hand_in(self._news, partial(_run_into, answer, function))
+        self._hand_in(self._news, partial(settle, answer, function))
         return answer.result()
 
     def _is_orphan(self, each: Asked) -> bool:
@@ -324,7 +325,7 @@ class VllmLoop:
         return any(each.request.adapter == adapter for each in self._running.values())
 
     def _run(self, start: Callable[[], Any], started: Future[InsideVllm]) -> None:
-        _run_into(started, lambda: InsideVllm(start()))
+        settle(started, lambda: InsideVllm(start()))
         if started.exception() is None:
             self._inside = started.result()
             while self._turn():
@@ -568,11 +569,3 @@ class VllmLoop:
             tokens=tokens,
             tokens_per_s=rate,
         )
-
-
-def _run_into(answer: Future[T], function: Callable[[], T]) -> None:
-    """Call a function for somebody who waits in another thread."""
-    try:
-        answer.set_result(function())
-    except BaseException as error:
-        answer.set_exception(error)

@@ -15,7 +15,7 @@ from raypo.metrics.process_memory import peak_memory
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one worker to one call."""
+    """What one worker answers to one call: a value or its failure."""
 
     value: Any = None
     failure: Exception | None = None
@@ -30,7 +30,7 @@ class VllmProcesses:
     """
 
     def __init__(self, llm: Any) -> None:
-        """Of a `vllm.LLM` that has started."""
+        """Take the workers of a `vllm.LLM` that has started."""
         self._llm = llm
         self._are_several = llm.llm_engine.vllm_config.parallel_config.world_size > 1
         self._out_of_step: str | None = None

@@ -153,6 +153,6 @@ def engine_arguments(
 
 
 def parallel_arguments(tensor_parallel: int) -> dict[str, Any]:
-    """In this process on one device, in a process for each of several."""
+    """vLLM's arguments for its processes: this one for one device, one each for several."""
     executor = "uni" if tensor_parallel == 1 else "mp"
     return {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": executor}

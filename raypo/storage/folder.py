@@ -39,7 +39,7 @@ def below(location: str, *names: str) -> str:
 
 
 def parent_and_name(location: str) -> tuple[str, str]:
-    """Of a path or URI: the folder that it lies in, and its own name there."""
+    """The folder that a path or URI lies in, and its own name there."""
     path, mark, options = _without_options(location)
     parent, _, name = path.rstrip("/").rpartition("/")
     return parent + mark + options, name

@@ -195,7 +195,7 @@ def _become(jail: Jail) -> NoReturn:
 
 
 class _Instruction(ctypes.Structure):
-    """Of the kernel's packet filters, which also judge system calls."""
+    """One instruction of a seccomp filter (a packet filter's `struct sock_filter`)."""
 
     _fields_ = [
         ("code", ctypes.c_uint16),

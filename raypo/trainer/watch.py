@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError
 
 from raypo.cluster.actors import is_lost_actor
 from raypo.metrics.process_memory import peak_memory
+from raypo.ray_internals import failed_to_start
 from raypo.tracking.console import Console
 
 
@@ -54,8 +55,7 @@ def is_lost_controller(error: BaseException) -> bool:
     neither would go better under another controller.
     """
     may_live = isinstance(error, ActorUnavailableError)
-    failed_to_start = getattr(error, "actor_init_failed", False)
-    return is_lost_actor(error) and not may_live and not failed_to_start
+    return is_lost_actor(error) and not may_live and not failed_to_start(error)
 
 
 def failures_left(max_failures: int, failures: int) -> int | None:

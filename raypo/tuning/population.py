@@ -204,7 +204,7 @@ class Segment:
 
 
 def copy_checkpoint(source: str, target: str) -> None:
-    """Of another trial, which will delete its own some time; on one disk by hard links.
+    """Copy another trial's checkpoint, which that trial may delete; hard links on one disk.
 
     Args:
         source: A local path or a URI, as the target is.

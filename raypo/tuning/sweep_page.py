@@ -283,7 +283,7 @@ def _saved(trial: TrialRecord, sweep: SweepData) -> float:
 
 
 def _labels(sweep: SweepData) -> dict[str, str]:
-    """By trial, its values where they are short and its own, else its name."""
+    """A label for each trial: its values where all are short and distinct, else its name."""
     texts = {trial.name: point_text(trial.point) for trial in sweep.trials}
     is_short = all(len(text) <= MAX_LABEL for text in texts.values())
     if is_short and len(set(texts.values())) == len(texts):

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -19,10 +20,10 @@ from torch import Tensor
 from raypo.calls import MethodOfEach
 from raypo.cluster.actors import ReplicaLost, survivors
 from raypo.collectives import Workers
-from raypo.config import ConfigError, EngineSection
+from raypo.config import ConfigError, EngineSection, OnlineConfig, PolicyExamplesConfig
 from raypo.rollout.dealing import to_experience
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.types import Experience, Rollout, ScoredRollout
+from raypo.types import Experience, Prompt, Rollout, ScoredRollout
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.broadcast import BroadcastTransport
 from raypo.weights.ipc import IpcTransport
@@ -30,6 +31,8 @@ from raypo.weights.manifest import WeightError
 from raypo.weights.store import Kept
 from raypo.weights.transport import ObjectTransport, PushedEngines, Transport
 
+NUM_PROMPTS = 2
+"""Of a run's first ones, which a probe has."""
 PROBE_PROMPT_TOKENS, PROBE_TOKENS = 16, 4
 """Last tokens of each prompt that a probe reads, and tokens that it samples."""
 PRIORITY = -1
@@ -99,6 +102,25 @@ class Probe:
     """Name of the adapter that the engine is to answer with; None: only its own weights."""
     joins: bool = False
     """Beside what the engines sample for others, rather than as a batch of its own."""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        config: OnlineConfig | PolicyExamplesConfig,
+        *,
+        temperature: float,
+        joins: bool = False,
+    ) -> Probe:
+        """The probe of a run: its first prompts, at the temperature that the learner reads."""
+        return cls(
+            prompts=[prompt.token_ids for prompt in islice(prompts, NUM_PROMPTS)],
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=temperature,
+            dtype=config.model.dtype,
+            seed=config.seed,
+            joins=joins,
+        )
 
     def requests(self, version: int) -> list[SamplingRequest]:
         """Short samples, other ones for every version."""

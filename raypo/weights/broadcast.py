@@ -7,10 +7,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from raypo.collectives import Workers
 from raypo.concurrency import daemon_future
 from raypo.plan.sizes import BUCKET_BYTES
-from raypo.weights.buckets import Entries, Staged, stage
+from raypo.weights.buckets import Staged, stage
 from raypo.weights.manifest import WeightError
+from raypo.weights.messages import Backend, BroadcastBucket, Rendezvous
 from raypo.weights.store import Kept
 from raypo.weights.transport import (
     Conversation,
@@ -31,36 +31,10 @@ from raypo.weights.transport import (
     drained,
 )
 
-Backend = Literal["nccl", "gloo"]
-
 POLL_S = 0.001
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 POLLS_BETWEEN_QUESTIONS = 50
 """Polls of the broadcast before the receivers' answers are looked at."""
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """How to join a group; a group that lost or gained a member is succeeded by another one."""
-
-    epoch: int
-    """Counts the groups of a run, from 1."""
-    host: str
-    port: int
-    """Port of the store in which the members find one another, at learner rank 0."""
-    size: int
-    backend: Backend
-    timeout_s: float
-    """Seconds that joining, and the broadcast of one bucket, may take."""
-
-
-@dataclass(frozen=True)
-class BroadcastBucket:
-    """A bucket that is about to be broadcast."""
-
-    epoch: int
-    num_bytes: int
-    entries: Entries
 
 
 class Group:
@@ -109,7 +83,7 @@ class Group:
         self._backend.abort()
 
     def broadcast(self, flat: Tensor, *, is_in_vain: Callable[[], bool]) -> None:
-        """From rank 0 to all others.
+        """Broadcast a bucket from rank 0 to all others.
 
         Args:
             flat: uint8 [bytes] on this group's device.

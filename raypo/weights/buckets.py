@@ -103,14 +103,6 @@ def grouped(
         yield group
 
 
-def pack(named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
-    """Copies of the tensors, on the CPU; lazy and sized as in `stage`."""
-    copies = ((name, tensor.detach().clone()) for name, tensor in named_tensors)
-    for group in grouped(copies, bucket_bytes=bucket_bytes):
-        parts = [as_bytes(tensor) for _, tensor in group]
-        yield Bucket(tuple(part.numpy() for part in parts), specs_of(group, checksums(parts)))
-
-
 def specs_of(group: list[tuple[str, Tensor]], sums: list[int]) -> Specs:
     """What is to be told about some tensors whose checksums are known."""
     return tuple(

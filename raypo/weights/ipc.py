@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from torch import Tensor
-from torch.multiprocessing import reductions
 
 from raypo.collectives import Workers
 from raypo.plan.sizes import BUCKET_BYTES
-from raypo.weights.buckets import Entries, Staged, stage
+from raypo.weights.buckets import stage
 from raypo.weights.manifest import WeightError
+from raypo.weights.messages import CudaHandle, IpcBucket
 from raypo.weights.store import Kept
 from raypo.weights.transport import (
     Conversation,
@@ -21,73 +17,6 @@ from raypo.weights.transport import (
     Ready,
     all_or_none,
 )
-
-
-@dataclass(frozen=True)
-class CudaHandle:
-    """Where the bytes of another process lie on a GPU; only numbers and bytes."""
-
-    num_bytes: int
-    """Size of the bucket."""
-    memory: bytes
-    """cudaIpcMemHandle of the allocation that the bucket lies in."""
-    storage_bytes: int
-    first_byte: int
-    """Where the storage begins within the allocation."""
-    counter: bytes
-    """The sender's count of readers."""
-    counter_place: int
-    event: bytes
-    """After which the bytes are written."""
-    event_is_needed: bool
-
-    @classmethod
-    def of(cls, flat: Tensor) -> CudaHandle:
-        """A handle to a bucket of this process; keep the bucket until every reader is done."""
-        assert flat.storage_offset() == 0, "a bucket begins where its storage begins"
-        arguments: Any = reductions.reduce_tensor(flat)[1]
-        memory, storage_bytes, first_byte, _, *signals = arguments[7:]
-        return cls(flat.numel(), memory, storage_bytes, first_byte, *signals)
-
-    def open(self, device: torch.device) -> Tensor:
-        """The bytes themselves, uint8 [bytes], on the reader's name of the same device."""
-        return reductions.rebuild_cuda_tensor(
-            tensor_cls=torch.Tensor,
-            tensor_size=torch.Size([self.num_bytes]),
-            tensor_stride=(1,),
-            tensor_offset=0,
-            storage_cls=torch.storage.TypedStorage,
-            dtype=torch.uint8,
-            storage_device=device.index or 0,
-            storage_handle=self.memory,
-            storage_size_bytes=self.storage_bytes,
-            storage_offset_bytes=self.first_byte,
-            requires_grad=False,
-            ref_counter_handle=self.counter,
-            ref_counter_offset=self.counter_place,
-            event_handle=self.event,
-            event_sync_required=self.event_is_needed,
-        )
-
-
-@dataclass(frozen=True)
-class IpcBucket:
-    """A bucket that lies on several GPUs, one copy on each."""
-
-    handles: dict[str, CudaHandle]
-    """Handles by the UUID of the GPU."""
-    entries: Entries
-
-    def read(self, uuid: str, device: torch.device) -> Staged:
-        """A copy of the bucket on a device: the sender's memory is free again afterwards.
-
-        vLLM holds on to tensors until a layer is complete, so it cannot have the sender's own.
-        """
-        shared = self.handles[uuid].open(device)
-        own = shared.clone()
-        torch.cuda.synchronize(device)
-        del shared
-        return Staged(own, self.entries)
 
 
 class IpcTransport:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Protocol
 
 from torch import Tensor
 
@@ -23,18 +23,13 @@ from raypo.collectives import Workers
 from raypo.plan.sizes import BUCKET_BYTES
 from raypo.weights.buckets import Bucket, Specs, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
+from raypo.weights.messages import OfferedBucket, Rendezvous, StoredBucket
 from raypo.weights.store import Keeper, Kept
-
-if TYPE_CHECKING:
-    from raypo.weights.broadcast import BroadcastBucket, Rendezvous
-    from raypo.weights.ipc import IpcBucket
 
 REASON_S, POLL_S = 3.0, 0.05
 """How long an engine's end may take to be known, after others have noticed it."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-OfferedBucket: TypeAlias = "StoredBucket | IpcBucket | BroadcastBucket"
-"""What the transports hand to engines."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +61,6 @@ class Ready:
             epochs.pop() if len(epochs) == 1 else None,
             tuple(gpu for worker in workers for gpu in worker.gpus),
         )
-
-
-@dataclass(frozen=True)
-class StoredBucket:
-    """A bucket whose bytes lie in the Ray object store."""
-
-    ref: Any
-    """Reference to the bytes of each tensor, uint8 [bytes]."""
-    specs: Specs
-
-    def fetch(self) -> Bucket:
-        """On shared read-only memory; copied from another node when it lies there."""
-        import ray
-
-        return Bucket(ray.get(self.ref), self.specs)
 
 
 @dataclass(frozen=True)
@@ -200,16 +180,6 @@ class ObjectTransport:
         conversation.settle()
         push = WeightPush(version, conversation.finish(), tuple(buckets), conversation.id)
         return self.keeper.keep(push, id=push.id)
-
-
-class LocalTransport:
-    """Within one process: a push holds the buckets themselves."""
-
-    def send(self, buckets: Iterable[Bucket], *, version: int) -> WeightPush:
-        """A push of these buckets, which an engine in this process can load."""
-        kept = tuple(buckets)
-        specs = [spec for bucket in kept for spec in bucket.specs]
-        return WeightPush(version, Manifest.of(version, specs), kept)
 
 
 @dataclass

@@ -24,9 +24,10 @@ from torch import Tensor
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.types import Experience, Rollout
-from raypo.weights.buckets import as_bytes, grouped, pack
+from raypo.weights.buckets import as_bytes, grouped
 from raypo.weights.manifest import checksums
 from raypo.weights.transport import BUCKET_BYTES
+from tests.stand_ins import pack
 
 SMALL_BUCKET = 16 * 1024**2
 """Of a push to one process: what lies in the object store is not the engine's."""

@@ -21,8 +21,7 @@ from raypo.config import EngineSection
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
 from raypo.serving.vllm_requests import sampling_params
-from raypo.weights.buckets import pack
-from raypo.weights.transport import LocalTransport
+from tests.stand_ins import local_push, pack
 from tests.tiny import tiny_policy
 
 CLIENTS, EACH = 8, 8
@@ -39,7 +38,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     named = ((name, p.detach()) for name, p in model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
-        started.load_weights(LocalTransport().send(pack(named, bucket_bytes=10**8), version=1))
+        started.load_weights(local_push(pack(named, bucket_bytes=10**8), version=1))
     yield started
     started.shutdown()
 

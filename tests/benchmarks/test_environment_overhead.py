@@ -37,9 +37,8 @@ from raypo.rollout.standalone_evaluation import LocalEngine
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
 from raypo.types import Prompt, Rollout
-from raypo.weights.buckets import pack
-from raypo.weights.transport import LocalTransport
 from tests import stand_ins
+from tests.stand_ins import local_push, pack
 from tests.tiny import tiny_policy
 
 EPISODES, TURNS, NEW_TOKENS = 256, 3, 24
@@ -135,7 +134,7 @@ def engine(folder: str) -> Iterator[Engine]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     named = ((name, p.detach()) for name, p in model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
-        started.load_weights(LocalTransport().send(pack(named, bucket_bytes=10**8), version=1))
+        started.load_weights(local_push(pack(named, bucket_bytes=10**8), version=1))
     yield started
     started.shutdown()
 

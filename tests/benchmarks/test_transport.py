@@ -23,7 +23,8 @@ from raypo.config import EngineSection
 from raypo.serving.engine import Engine
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest
-from raypo.weights.transport import ObjectTransport, PushStart, Ready, StoredBucket
+from raypo.weights.messages import StoredBucket
+from raypo.weights.transport import ObjectTransport, PushStart, Ready
 from tests.integration.plain_handle import PlainHandle
 from tests.tiny import tiny_policy
 

@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing as mp
 
 from raypo.weights.buckets import stage, unpack
-from raypo.weights.ipc import IpcBucket
+from raypo.weights.messages import IpcBucket
 
 BUCKETS, BUCKET_BYTES = 20, 64 * 2**20
 
@@ -25,7 +25,7 @@ def receive(offered: Any, answers: Any) -> None:
 
 
 def main() -> None:
-    from raypo.weights.ipc import CudaHandle
+    from raypo.weights.messages import CudaHandle
 
     context: Any = mp.get_context("spawn")
     offered, answers = context.Queue(), context.Queue()

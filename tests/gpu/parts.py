@@ -106,7 +106,8 @@ def group() -> Figures:
     """A broadcast group over NCCL, of this process alone, connects within its time-out."""
     import torch
 
-    from raypo.weights.broadcast import Group, Rendezvous, _store
+    from raypo.weights.broadcast import Group, _store
+    from raypo.weights.messages import Rendezvous
 
     store = _store("127.0.0.1", 0, 60.0, is_host=True)
     rendezvous = Rendezvous(1, "127.0.0.1", store.port, 1, "nccl", 60.0)
@@ -441,6 +442,7 @@ def _pushed_in_between(pair: Any, how: Any, found: Figures) -> dict[str, float]:
 
     from tests.integration.test_engine import PROMPTS, disturb, learner_log_probs, probes
     from tests.integration.test_engine_joins import results, runs, until
+    from tests.stand_ins import versions_of
 
     old, before = pair.version, copy.deepcopy(pair.learner)
     asked = probes(PROMPTS, 120)
@@ -452,7 +454,7 @@ def _pushed_in_between(pair: Any, how: Any, found: Figures) -> dict[str, float]:
     pair.engine.resume()
     gaps: dict[str, list[np.ndarray]] = {}
     for request, done in zip(asked, results(answers), strict=True):
-        versions = done.weight_versions
+        versions = versions_of(done)
         count = int((versions == old).sum())
         assert versions.tolist() == [old] * count + [pair.version] * (len(versions) - count)
         assert 20 <= count < len(versions), "the push did not come in between"

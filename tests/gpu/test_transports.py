@@ -12,6 +12,7 @@ import torch
 
 from tests.gpu.needs import needs_gpus
 from tests.integration.task import read_metrics, write_task
+from tests.stand_ins import local_push, pack
 from tests.tiny import tiny_policy
 
 MAX_GAP = 0.15
@@ -99,8 +100,6 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_its_weights(tmp_
 
     from raypo.config import EngineSection
     from raypo.serving.engine import Engine
-    from raypo.weights.buckets import pack
-    from raypo.weights.transport import LocalTransport
     from tests.integration.test_engine import PROMPTS, gaps, probes
 
     folder = str(tiny_policy(tmp_path))
@@ -112,7 +111,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_its_weights(tmp_
         max_model_len=400,
     )
     named = learner.named_parameters(remove_duplicate=False)
-    engine.load_weights(LocalTransport().send(pack(named, bucket_bytes=2**20), version=1))
+    engine.load_weights(local_push(pack(named, bucket_bytes=2**20), version=1))
     free, total = torch.cuda.mem_get_info()
     engine.sleep()
     assert torch.cuda.mem_get_info()[0] - free > 0.2 * total

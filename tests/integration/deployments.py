@@ -12,11 +12,12 @@ import ray
 import torch
 
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.weights.broadcast import Group, Rendezvous
+from raypo.weights.broadcast import Group
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
+from raypo.weights.messages import Rendezvous, StoredBucket
 from raypo.weights.store import Kept
-from raypo.weights.transport import PushStart, Ready, StoredBucket, WeightPush
+from raypo.weights.transport import PushStart, Ready, WeightPush
 
 
 class Doubler:

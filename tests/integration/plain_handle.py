@@ -9,9 +9,9 @@ import ray
 from ray.actor import ActorHandle
 
 from raypo.calls import MethodOfAll
-from raypo.weights.broadcast import Rendezvous
 from raypo.weights.manifest import Manifest
-from raypo.weights.transport import OfferedBucket, PushStart, Ready
+from raypo.weights.messages import OfferedBucket, Rendezvous
+from raypo.weights.transport import PushStart, Ready
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -30,9 +30,8 @@ from raypo.serving.requests import SamplingRequest
 from raypo.types import Experience
 from raypo.weight_sync.push import Probe, push_adapter
 from raypo.weights.adapter import AdapterPush
-from raypo.weights.buckets import pack
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import LocalTransport, ObjectTransport
+from raypo.weights.transport import ObjectTransport
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -41,6 +40,7 @@ from tests.integration.test_engine import (
     learner_log_probs,
 )
 from tests.integration.test_engine_joins import runs, until
+from tests.stand_ins import local_push, pack, versions_of
 from tests.tiny import tiny_policy
 
 SECTION = LoraSection(rank=4, alpha=16.0)
@@ -69,7 +69,7 @@ def engine(folder: str) -> Iterator[Engine]:
     if is_pushed:
         named = base.named_parameters(remove_duplicate=False)
         with torch.no_grad():
-            started.load_weights(LocalTransport().send(pack(named, bucket_bytes=10**6), version=7))
+            started.load_weights(local_push(pack(named, bucket_bytes=10**6), version=7))
     assert started.weight_version() == (7 if is_pushed else 0)
     yield started
     started.shutdown()
@@ -181,9 +181,9 @@ def test_a_new_version_reaches_what_runs_under_the_adapter_and_nothing_else(
 
     of_a, of_b = (answer.result() for answer in answers)
 
-    assert set(of_b.weight_versions) == {50}
+    assert set(versions_of(of_b)) == {50}
     assert gap(models["b"], [of_b], PROMPTS[:1]) < AGREES
-    num_old = int((of_a.weight_versions == 50).sum())
+    num_old = int((versions_of(of_a) == 50).sum())
     assert of_a.later_versions == ((num_old, 51),)
     assert 20 <= num_old < 200
     old, new = (
@@ -278,7 +278,7 @@ def test_what_waits_for_an_adapter_outlives_a_push_of_the_weights_below_it(
     push_both(61)
     done = [answer.result() for answer in answers]
     assert [len(each.token_ids) for each in done] == [120] * 4
-    assert {version for each in done for version in each.weight_versions} == {61}
+    assert {version for each in done for version in versions_of(each)} == {61}
     assert gap(model, done, [PROMPTS[0]] * 4) < AGREES
     engine.drop_adapter("a")
 
@@ -291,7 +291,7 @@ def test_new_weights_of_the_engine_forget_the_adapters(engine: Engine, folder: s
             if name.endswith("base_layer.weight"):
                 parameter.mul_(1.2)
     named = ((weight.name, weight.parts[0].detach()) for weight in merged_weights(model))
-    engine.load_weights(LocalTransport().send(pack(named, bucket_bytes=10**6), version=8))
+    engine.load_weights(local_push(pack(named, bucket_bytes=10**6), version=8))
     with pytest.raises(ValueError, match=r"adapter \(b\)"):
         engine.generate(requests("b"))
     engine.load_adapter(push(model, "b", 41, folder))

@@ -16,9 +16,10 @@ from raypo.config import EngineSection
 from raypo.models.token_log_probs import response_log_probs
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.weights.buckets import Bucket, pack
+from raypo.weights.buckets import Bucket
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import LocalTransport, PushStart, WeightPush
+from raypo.weights.transport import PushStart, WeightPush
+from tests.stand_ins import local_push, pack
 from tests.tiny import tiny_policy
 
 AGREES = 1e-3
@@ -43,7 +44,7 @@ class Pair:
         """The learner's weights under the next version, not yet loaded."""
         self.version += 1
         tensors = weights(self.learner) if named_tensors is None else named_tensors
-        return LocalTransport().send(
+        return local_push(
             pack(tensors.items(), bucket_bytes=self.bucket_bytes), version=self.version
         )
 

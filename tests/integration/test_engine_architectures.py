@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, PretrainedConfig, Q
 from raypo.config import EngineSection
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
-from raypo.weights.buckets import pack
-from raypo.weights.transport import LocalTransport
+from tests.stand_ins import local_push, pack
 
 SIZES = {
     "vocab_size": 100,
@@ -47,7 +46,7 @@ def test_engine_and_learner_agree_after_a_large_change(tmp_path, config: Pretrai
         for version in (1, 2):
             named = learner.named_parameters(remove_duplicate=False)
             buckets = pack(named, bucket_bytes=1 << 20)
-            engine.load_weights(LocalTransport().send(buckets, version=version))
+            engine.load_weights(local_push(buckets, version=version))
             requests = [SamplingRequest(ids, 30, temperature=1.0) for ids in PROMPTS]
             completions = engine.generate(requests)
             for prompt, completion in zip(PROMPTS, completions, strict=True):

@@ -18,10 +18,9 @@ from raypo.deployment.deployment import Deployment, Place, start_deployment
 from raypo.run.handles import EngineHandle
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
-from raypo.weights.buckets import pack
 from raypo.weights.store import Keeper, Kept
-from raypo.weights.transport import LocalTransport
 from tests.integration.test_engine import weights
+from tests.stand_ins import local_push, pack
 from tests.tiny import tiny_policy
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -98,10 +97,9 @@ def test_what_requires_a_push_that_was_replaced_is_served_by_the_newer_one(
 ):
     """It was on its way meanwhile; of what it requires nothing is kept any more."""
     model, keeper = AutoModelForCausalLM.from_pretrained(policy), Keeper()
-    transport = LocalTransport()
 
     def keep(version: int) -> Kept:
-        push = transport.send(pack(weights(model).items(), bucket_bytes=20_000), version=version)
+        push = local_push(pack(weights(model).items(), bucket_bytes=20_000), version=version)
         return keeper.keep(replace(push, id=f"push {version}"), id=f"push {version}")
 
     older = keep(7)

@@ -29,6 +29,7 @@ from tests.integration.test_engine import (
     disturb,
     learner_log_probs,
 )
+from tests.stand_ins import versions_of
 from tests.tiny import tiny_policy
 
 RUNNING, WAITING = 4, 12
@@ -116,7 +117,7 @@ def test_what_joins_is_sampled_as_alone_and_does_not_wait_for_the_others(engine:
         assert joined.token_ids.tolist() == before.token_ids.tolist()
         np.testing.assert_allclose(joined.log_probs, before.log_probs, atol=1e-4)
         assert joined.finish_reason == "length"
-        assert set(joined.weight_versions) == {engine.weight_version()}
+        assert set(versions_of(joined)) == {engine.weight_version()}
     assert order[-1] == 0, "the first and longest is the last to end"
 
 
@@ -155,7 +156,7 @@ def test_requests_that_wait_are_cancelled_and_time_out_without_a_token(engine: E
     for answer, reason in ((waiting, "cancelled"), (late, "timeout")):
         empty = answer.result(timeout=SOON_S)
         assert (empty.finish_reason, empty.weight_version) == (reason, -1)
-        assert empty.token_ids.shape == empty.log_probs.shape == empty.weight_versions.shape == (0,)
+        assert empty.token_ids.shape == empty.log_probs.shape == versions_of(empty).shape == (0,)
     engine.resume()
 
 
@@ -226,7 +227,7 @@ def test_a_push_between_gives_each_token_the_version_that_sampled_it(
     engine.resume()
 
     for request, done in zip(asked, results(answers), strict=True):
-        versions = done.weight_versions
+        versions = versions_of(done)
         assert (done.finish_reason, len(versions)) == ("length", 80)
         if in_flight == "restart":
             assert set(versions) == {new}
@@ -247,7 +248,7 @@ def test_a_push_between_gives_each_token_the_version_that_sampled_it(
 
     assert engine.load().preemptions == preemptions, "a push is no want of room"
     (answer,) = results(fresh)
-    assert set(answer.weight_versions) == {new}
+    assert set(versions_of(answer)) == {new}
     afterwards = learner_log_probs(served.learner, LONG, answer.token_ids, 1.0)
     assert np.abs(answer.log_probs - afterwards).max() < AGREES, "keys of old weights were used"
 
@@ -359,13 +360,13 @@ def test_of_many_callers_at_once_each_request_is_answered_once(served: Pair):
         request = requests[name]
         if answer.finish_reason == "length":
             assert len(answer.token_ids) == request.max_new_tokens
-        for version in set(answer.weight_versions.tolist()):
-            its = answer.weight_versions == version
+        for version in set(versions_of(answer).tolist()):
+            its = versions_of(answer) == version
             exact = learner_log_probs(
                 learners[version], request.prompt_ids, answer.token_ids, request.temperature
             )
             assert np.abs(answer.log_probs - exact)[its].max() < AGREES
-    assert {v for each in done.values() for v in each.weight_versions.tolist()} == set(learners)
+    assert {v for each in done.values() for v in versions_of(each).tolist()} == set(learners)
 
 
 def test_a_failure_of_vllm_is_told_to_all_who_wait(served: Pair, monkeypatch):

@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from raypo.config import EngineSection
 from raypo.serving.engine import Engine
-from raypo.weights.buckets import Bucket, pack
+from raypo.weights.buckets import Bucket
 from raypo.weights.manifest import WeightError
 from raypo.weights.transport import PushStart
 from tests.integration.test_engine import AGREES, MAX_MODEL_LEN, PROMPTS, Pair, requests
+from tests.stand_ins import pack
 from tests.tiny import tiny_policy
 
 SIZE = 2

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray.core.generated import gcs_service_pb2
+from ray.exceptions import RayActorError
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
@@ -27,6 +30,9 @@ from raypo.ray_internals import (
     address_file,
     cause_of,
     check_shared,
+    checkpoint_folder,
+    failed_to_start,
+    kept_runs,
     leave_out_callbacks,
     read_environment_again,
     run_controllers_here,
@@ -94,13 +100,31 @@ def test_a_folder_that_the_nodes_do_not_share_is_refused_as_ray_refuses_it(tmp_p
     marker.unlink()
     with pytest.raises(RuntimeError, match="all nodes in the cluster have read/write access"):
         check_shared(storage)
-    assert callable(storage.build_checkpoint_path_from_name)
+    system, folder = kept_runs(storage)
+    assert (system.type_name, folder) == ("local", str(tmp_path))
+    assert checkpoint_folder(storage, "step 3") == str(tmp_path / "run" / "step 3")
 
 
 def test_what_a_worker_has_raised_is_found_in_what_ray_raises():
     error = ValueError("wrong label")
     assert cause_of(UserExceptionWithTraceback(error, "a traceback")) is error
     assert cause_of(error) is error
+
+
+def test_an_actor_whose_constructor_raised_has_failed_to_start():
+    assert failed_to_start(RayActorError(actor_init_failed=True))
+    assert not failed_to_start(RayActorError())
+    assert not failed_to_start(ValueError())
+
+
+def test_the_head_of_a_ray_is_asked_what_it_answers():
+    _, name, method = ray_internals.CLUSTER_ID.split("/")
+    services = {e.full_name: e for e in gcs_service_pb2.DESCRIPTOR.services_by_name.values()}
+    assert method in services[name].methods_by_name
+
+
+def test_a_submitted_job_finds_its_environment_in_the_variable_that_is_read():
+    assert ray_internals.JOB_CONFIG_VARIABLE == RAY_JOB_CONFIG_JSON_ENV_VAR
 
 
 def test_ray_leaves_its_address_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch):

@@ -50,6 +50,13 @@ def test_a_blank_row_has_a_token_to_compute_and_none_to_count():
     assert blank.advantages is None
 
 
+def test_only_what_packing_reads_stays_when_a_batch_goes_to_a_device():
+    moved = batch().to("meta")
+    devices = {field.name: getattr(moved, field.name) for field in dataclasses.fields(moved)}
+    stayed = {k for k, v in devices.items() if v is not None and v.device.type == "cpu"}
+    assert stayed == {"prompt_ids", "prompt_mask", "response_ids", "attention_mask"}
+
+
 def test_a_field_of_another_shape_is_refused_by_name():
     with pytest.raises(
         AssertionError, match=r"Experience.scores has shape \(3,\), expected \(2,\)"

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from raypo.config import ConfigError, DistillationConfig
-from raypo.config.paths import absolute_paths
 
 VALUES = {
     "name": "d",
@@ -110,7 +109,7 @@ def test_each_source_has_a_teacher(names, told):
 def test_the_path_of_each_teacher_is_made_absolute(tmp_path: Path):
     (tmp_path / "here").mkdir()
     relative = taught({"sums": "here", "words": "hub/id", "products": "here"})
-    config = absolute_paths(relative, tmp_path)
+    config = relative.with_absolute_paths(tmp_path)
     assert config.model.teacher == {
         "sums": f"{tmp_path}/here",
         "words": "hub/id",

@@ -10,6 +10,7 @@ from raypo.config import (
     NUMBERS_DO_NOT_DEPEND_ON,
     CheckpointSection,
     ConfigError,
+    EvalSection,
     PPOConfig,
     SourceEntry,
     flatten,
@@ -434,9 +435,9 @@ def test_flatten_keeps_empty_mappings_as_values():
     assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
-def test_checkpoints_are_due_every_so_often_and_at_the_last_step():
-    section = CheckpointSection(every=3)
-    assert [s for s in range(1, 8) if section.is_due(s, last_step=7)] == [3, 6, 7]
+def test_checkpoints_and_evaluations_are_due_every_so_often_and_at_the_last_step():
+    for section in (CheckpointSection(every=3), EvalSection(every=3)):
+        assert [s for s in range(1, 8) if section.is_due(s, last_step=7)] == [3, 6, 7]
 
 
 def test_importing_the_config_imports_nothing_heavy():

@@ -48,3 +48,12 @@ def test_the_figures_of_two_optimizer_steps_by_hand():
             "ppo/skipped_updates": 1.0,
         }
     )
+
+
+def test_no_number_is_asked_of_the_device_before_the_step_is_over():
+    """A tensor without data has none, and a GPU would be waited for."""
+    statistics, nothing = UpdateStatistics(), torch.zeros((), device="meta")
+    for _ in range(2):
+        terms = {name: nothing for name in POLICY}
+        statistics.add_policy(PolicyOutput(nothing, nothing, nothing, nothing, terms))
+        statistics.add_value(nothing, {"tokens": nothing, "clipped": nothing})

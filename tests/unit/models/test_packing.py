@@ -32,7 +32,7 @@ from raypo.models.packed_attention import (
     hidden_states,
     use_packed_attention,
 )
-from raypo.models.packing import Packed, pack
+from raypo.models.packing import Packed, pack, pack_padded
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -279,3 +279,11 @@ def test_a_row_without_a_response_has_no_answer() -> None:
     assert packed.input_ids.tolist() == [[3, 4]]
     assert packed.states.tolist() == [0, 1]
     assert packed.mask.tolist() == [[False, False], [True, True]]
+
+
+def test_ids_on_the_cpu_are_packed_for_the_device_of_the_model():
+    ids = torch.tensor([[5, 6]])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    packed = pack_padded(ids, mask, ids, mask, device=torch.device("meta"))
+    placed = (packed.input_ids, packed.position_ids, packed.states, packed.mask)
+    assert {each.device.type for each in (*placed, packed.response_ids)} == {"meta"}

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from raypo.models import token_log_probs as module
+from raypo.models.packed_attention import hidden_states
 from raypo.models.packing import pack
 from raypo.models.token_log_probs import over_logits, response_log_probs, token_log_probs
 
@@ -175,6 +176,11 @@ def test_temperature_is_positive(model) -> None:
         response_log_probs(model, *padded(), temperature=0.0)
 
 
+def chosen(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs of tokens by their logits."""
+    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+
 def test_gradient_of_a_rounded_head_is_added_up_in_float32(model, monkeypatch) -> None:
     """Many chunks in bfloat16: a sum that was rounded at each of them would drift."""
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 32})  # a token a chunk
@@ -188,11 +194,29 @@ def test_gradient_of_a_rounded_head_is_added_up_in_float32(model, monkeypatch) -
     (grad,) = torch.autograd.grad(log_probs.sum(), head.weight)
 
     exact = head.weight.detach().double().requires_grad_()
-    logits = states.double() @ exact.t()
-    chosen = logits.log_softmax(-1).gather(-1, ids[:, None]).sum()
-    (expected,) = torch.autograd.grad(chosen, exact)
+    (expected,) = torch.autograd.grad(chosen(states.double() @ exact.t(), ids).sum(), exact)
     error = (grad.double() - expected).norm() / expected.norm()
     assert error < 0.004  # one rounding to bfloat16; a sum in bfloat16 comes to 0.02
+
+
+def test_over_logits_adds_up_the_gradient_of_a_rounded_head_in_float32(model, monkeypatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 32})  # a token a chunk
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    ids = torch.randint(0, 32, (400,))
+    packed = pack([np.array([5])], [ids.numpy()])
+    head = rounded.get_output_embeddings()
+
+    def of_chunk(logits: Tensor, ids: Tensor) -> tuple[Tensor]:
+        return (chosen(logits.float(), ids),)
+
+    (log_probs,) = over_logits(rounded, packed, of_chunk, ids)
+    (grad,) = torch.autograd.grad(log_probs.sum(), head.weight)
+
+    states = hidden_states(rounded.base_model, packed).detach()
+    exact = head.weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(chosen(states.double() @ exact.t(), ids).sum(), exact)
+    error = (grad.double() - expected).norm() / expected.norm()
+    assert error < 0.004
 
 
 def test_a_head_is_looked_at_when_its_weight_has_been_gathered(model) -> None:

@@ -130,6 +130,13 @@ def test_where_nothing_was_sampled_there_is_no_score():
     assert one[0]["rollout/score_mean"] == 0.5
 
 
+def test_the_versions_of_tokens_are_those_of_the_rollouts():
+    one = replace(rollout(0, 0, 3), weight_version=5, later_versions=((2, 6),))
+    batch = to_experience([ScoredRollout(each, 0.0, {}) for each in (one, rollout(4, 1, 2))])
+    assert batch.weight_versions is not None
+    assert batch.weight_versions.tolist() == [[5, 5, 6], [0, 0, 0]]
+
+
 def test_what_an_environment_wrote_is_attended_to_and_neither_trained_nor_counted():
     mask = np.array([True, False, True])
     turns = replace(rollout(0, 0, 3), response_mask=mask, prompt_index=7, weight_version=5)
@@ -145,6 +152,7 @@ def test_what_an_environment_wrote_is_attended_to_and_neither_trained_nor_counte
     assert batch.group_index.tolist() == [0, 4]
     assert batch.minibatch.tolist() == [0, 1]
     assert batch.weight_version.tolist() == [5, 0]
+    assert batch.weight_versions is None, "no weights came while a response was sampled"
     figures = rollout_metrics(shares, Workers())
     assert figures["rollout/response_tokens"] == 3.0
     assert figures["rollout/response_tokens_mean"] == 1.5

@@ -4,9 +4,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from raypo.serving.model_tensors import ModelTensors
-from raypo.weights.buckets import pack
 from raypo.weights.manifest import Manifest, WeightError
-from raypo.weights.transport import LocalTransport
+from tests.stand_ins import local_push, pack
 from tests.tiny import tiny_policy
 
 
@@ -21,7 +20,7 @@ def tensors(folder: str) -> dict:
 
 
 def manifest(tensors: dict) -> Manifest:
-    return LocalTransport().send(pack(tensors.items(), bucket_bytes=1 << 20), version=4).manifest
+    return local_push(pack(tensors.items(), bucket_bytes=1 << 20), version=4).manifest
 
 
 def test_a_tied_head_may_come_or_not(folder: str, tensors: dict) -> None:

@@ -25,6 +25,7 @@ from raypo.serving import gauges, vllm_loop
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.serving.vllm_loop import Serving, VllmLoop
 from raypo.serving.vllm_requests import completion_of
+from tests.stand_ins import versions_of
 
 SOON_S = 10.0
 PROMPT = np.array([1], dtype=np.int32)
@@ -207,7 +208,7 @@ def test_every_request_of_many_callers_is_answered_once(loop: VllmLoop) -> None:
             assert length == request.max_new_tokens or done.finish_reason != "length"
             assert done.token_ids.tolist() == list(range(length))
             assert done.log_probs.tolist() == [-number for number in range(length)]
-            assert (np.diff(done.weight_versions) >= 0).all()
+            assert (np.diff(versions_of(done)) >= 0).all()
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(call, range(8)))
@@ -233,7 +234,7 @@ def test_what_a_pause_restarts_enters_again_at_its_place_while_others_still_run_
     loop.cancel(lambda each: each is asked[1])
     for each in asked:
         done = each.answer.result(SOON_S)
-        assert set(done.weight_versions) <= {2}, "sampled from its first token"
+        assert set(versions_of(done)) <= {2}, "sampled from its first token"
         assert done.token_ids.tolist() == list(range(len(done.token_ids)))
     loop.close()
 
@@ -377,7 +378,7 @@ def test_tokens_that_vllm_sampled_ahead_are_of_the_weights_before_the_push() -> 
     until(lambda: loop.call(num_tokens) > before[2] + 10**3)
     loop.cancel(lambda each: each is asked)
     done = asked.answer.result(timeout=SOON_S)
-    num_old = int((done.weight_versions == 1).sum())
+    num_old = int((versions_of(done) == 1).sum())
     assert before[2] <= num_old < len(done.token_ids)
     assert done.later_versions == ((num_old, 2),)
     loop.close()
@@ -460,7 +461,7 @@ def test_a_start_that_fails_is_told() -> None:
 def test_each_token_has_the_version_that_sampled_it(versions: list, by_token: list[int]) -> None:
     log_probs = [{7: SimpleNamespace(logprob=-0.5)}] * 3
     answer = completion_of([7, 7, 7], log_probs, "length", versions)
-    assert answer.weight_versions.tolist() == by_token
+    assert versions_of(answer).tolist() == by_token
     assert answer.weight_version == by_token[0]
     assert answer.token_ids.dtype == np.int32
     assert answer.log_probs.dtype == np.float32
@@ -469,4 +470,4 @@ def test_each_token_has_the_version_that_sampled_it(versions: list, by_token: li
 def test_what_was_never_sampled_is_of_no_version() -> None:
     answer = completion_of([], [], "timeout", [(0, 3)])
     assert (answer.weight_version, answer.later_versions) == (-1, ())
-    assert answer.weight_versions.tolist() == answer.log_probs.tolist() == []
+    assert versions_of(answer).tolist() == answer.log_probs.tolist() == []

@@ -13,16 +13,11 @@ import torch
 
 from raypo.calls import MethodOfAll
 from raypo.collectives import Workers
-from raypo.weights.broadcast import (
-    BroadcastBucket,
-    BroadcastTransport,
-    Group,
-    Rendezvous,
-    connect,
-)
+from raypo.weights.broadcast import BroadcastTransport, Group, connect
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
-from raypo.weights.transport import OfferedBucket, PushStart, Ready
+from raypo.weights.messages import BroadcastBucket, OfferedBucket, Rendezvous
+from raypo.weights.transport import PushStart, Ready
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypo.weights.buckets import ALIGNMENT, Bucket, as_bytes, grouped, pack, stage, unpack
+from raypo.weights.buckets import ALIGNMENT, Bucket, as_bytes, grouped, stage, unpack
 from raypo.weights.manifest import WeightError
+from tests.stand_ins import pack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 

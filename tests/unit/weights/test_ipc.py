@@ -17,11 +17,11 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.weights import ipc
-from raypo.weights.broadcast import Rendezvous
 from raypo.weights.buckets import stage, unpack
-from raypo.weights.ipc import IpcBucket, IpcTransport
+from raypo.weights.ipc import IpcTransport
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
-from raypo.weights.transport import OfferedBucket, PushStart, Ready
+from raypo.weights.messages import IpcBucket, OfferedBucket, Rendezvous
+from raypo.weights.transport import PushStart, Ready
 from tests.unit.weights.test_broadcast import Handle
 
 GPUS = ("GPU-0", "GPU-1")

@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.weights.buckets import Bucket, pack, unpack
+from raypo.weights.buckets import Bucket, unpack
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import LocalTransport, all_or_none, drained
+from raypo.weights.transport import all_or_none, drained
+from tests.stand_ins import local_push, pack
 
 TENSORS = {"a": torch.arange(20.0), "b": torch.ones(3, 3, dtype=torch.bfloat16)}
 
 
 def test_a_push_names_what_it_carries() -> None:
-    push = LocalTransport().send(pack(TENSORS.items(), bucket_bytes=64), version=7)
+    push = local_push(pack(TENSORS.items(), bucket_bytes=64), version=7)
 
     assert repr(push) == "WeightPush(v7, 2 tensors)"
     assert [(t.name, t.shape, t.dtype) for t in push.manifest.tensors] == [
@@ -30,7 +31,7 @@ def test_a_push_names_what_it_carries() -> None:
 def test_a_tensor_sent_twice_is_refused() -> None:
     twice = [("a", torch.ones(1)), ("a", torch.ones(1))]
     with pytest.raises(WeightError, match="named twice: a"):
-        LocalTransport().send(pack(twice, bucket_bytes=64), version=1)
+        local_push(pack(twice, bucket_bytes=64), version=1)
 
 
 def test_a_push_that_fails_goes_on_gathering_with_the_other_workers() -> None:

@@ -1,0 +1,123 @@
+"""What the transports hand to engines in a push: buckets, and how to join a broadcast group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from raypo.weights.buckets import Bucket, Entries, Specs, Staged
+
+Backend = Literal["nccl", "gloo"]
+
+
+@dataclass(frozen=True)
+class StoredBucket:
+    """A bucket whose bytes lie in the Ray object store."""
+
+    ref: Any
+    """Reference to the bytes of each tensor, uint8 [bytes]."""
+    specs: Specs
+
+    def fetch(self) -> Bucket:
+        """On shared read-only memory; copied from another node when it lies there."""
+        import ray
+
+        return Bucket(ray.get(self.ref), self.specs)
+
+
+@dataclass(frozen=True)
+class CudaHandle:
+    """Where the bytes of another process lie on a GPU; only numbers and bytes."""
+
+    num_bytes: int
+    """Size of the bucket."""
+    memory: bytes
+    """cudaIpcMemHandle of the allocation that the bucket lies in."""
+    storage_bytes: int
+    first_byte: int
+    """Where the storage begins within the allocation."""
+    counter: bytes
+    """The sender's count of readers."""
+    counter_place: int
+    event: bytes
+    """After which the bytes are written."""
+    event_is_needed: bool
+
+    @classmethod
+    def of(cls, flat: Tensor) -> CudaHandle:
+        """A handle to a bucket of this process; keep the bucket until every reader is done."""
+        assert flat.storage_offset() == 0, "a bucket begins where its storage begins"
+        arguments: Any = reductions.reduce_tensor(flat)[1]
+        memory, storage_bytes, first_byte, _, *signals = arguments[7:]
+        return cls(flat.numel(), memory, storage_bytes, first_byte, *signals)
+
+    def open(self, device: torch.device) -> Tensor:
+        """The bytes themselves, uint8 [bytes], on the reader's name of the same device."""
+        return reductions.rebuild_cuda_tensor(
+            tensor_cls=torch.Tensor,
+            tensor_size=torch.Size([self.num_bytes]),
+            tensor_stride=(1,),
+            tensor_offset=0,
+            storage_cls=torch.storage.TypedStorage,
+            dtype=torch.uint8,
+            storage_device=device.index or 0,
+            storage_handle=self.memory,
+            storage_size_bytes=self.storage_bytes,
+            storage_offset_bytes=self.first_byte,
+            requires_grad=False,
+            ref_counter_handle=self.counter,
+            ref_counter_offset=self.counter_place,
+            event_handle=self.event,
+            event_sync_required=self.event_is_needed,
+        )
+
+
+@dataclass(frozen=True)
+class IpcBucket:
+    """A bucket that lies on several GPUs, one copy on each."""
+
+    handles: dict[str, CudaHandle]
+    """Handles by the UUID of the GPU."""
+    entries: Entries
+
+    def read(self, uuid: str, device: torch.device) -> Staged:
+        """A copy of the bucket on a device: the sender's memory is free again afterwards.
+
+        vLLM holds on to tensors until a layer is complete, so it cannot have the sender's own.
+        """
+        shared = self.handles[uuid].open(device)
+        own = shared.clone()
+        torch.cuda.synchronize(device)
+        del shared
+        return Staged(own, self.entries)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How to join a group; a group that lost or gained a member is succeeded by another one."""
+
+    epoch: int
+    """Counts the groups of a run, from 1."""
+    host: str
+    port: int
+    """Port of the store in which the members find one another, at learner rank 0."""
+    size: int
+    backend: Backend
+    timeout_s: float
+    """Seconds that joining, and the broadcast of one bucket, may take."""
+
+
+@dataclass(frozen=True)
+class BroadcastBucket:
+    """A bucket that is about to be broadcast."""
+
+    epoch: int
+    num_bytes: int
+    entries: Entries
+
+
+OfferedBucket = StoredBucket | IpcBucket | BroadcastBucket

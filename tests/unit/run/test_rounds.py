@@ -1,0 +1,90 @@
+"""What a round trains: the same batches whichever workers selected the items."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypo.collectives import Workers
+from raypo.config import IterativeDPOConfig, RejectionSamplingConfig
+from raypo.learner.learner import minibatch_order
+from raypo.learner.preference_tasks import PreferenceTask
+from raypo.recipes.iterative_dpo import IterativeDPORun
+from raypo.run.examples_run import own_share
+from raypo.run.rounds_run import Place, RoundsRun
+from raypo.types import Example, Pair
+from tests.unit.learner.plain import on_workers
+from tests.unit.run.test_rejection_sampling import VALUES
+
+LEARNER = {"batch_size": 4, "num_epochs": 2}
+CONFIG = RejectionSamplingConfig.parse(VALUES | {"learner": LEARNER})
+ITEMS: dict[Place, Example] = {
+    (group, number): Example(
+        np.full(1 + group % 3, group, np.int32), np.full(1 + (5 * group) % 7, number, np.int32)
+    )
+    for group in range(7)
+    for number in range(2)
+}
+STEP = 3
+
+
+def written(items: list[Example]) -> list[tuple[list[int], list[int]]]:
+    return [(item.prompt_ids.tolist(), item.response_ids.tolist()) for item in items]
+
+
+def trained(workers: Workers) -> list[Any]:
+    """What each update of one worker is given."""
+    updates: list[Any] = []
+
+    def update(items: list[Example], *, step: int) -> dict[str, float]:
+        assert step == STEP
+        updates.append(written(items))
+        return {}
+
+    run: Any = SimpleNamespace(
+        config=CONFIG, workers=workers, enter=lambda _: None, prepare_items=lambda mine, *_: mine
+    )
+    selected = {k: v for k, v in ITEMS.items() if k[0] % workers.count == workers.rank}
+    learner: Any = SimpleNamespace(update=update)
+    services: Any = None
+    metrics = RoundsRun.train(run, learner, services, selected, STEP)
+    assert metrics == {"train/updates": 8.0}
+    return updates
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_update_has_the_same_items_whichever_workers_selected_them(count: int):
+    items = [ITEMS[place] for place in sorted(ITEMS)]
+    for rank, updates in enumerate(on_workers(count, trained)):
+        expected = []
+        for epoch in range(2):
+            order = minibatch_order(CONFIG.seed, STEP, epoch, len(items))
+            for first in range(0, len(items), 4):
+                batch = [items[each] for each in order[first : first + 4]]
+                expected.append(written(own_share(batch, Workers(rank, count))))
+        assert updates == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_each_worker_asks_the_round_s_reference_about_its_share_of_the_pairs(count: int):
+    pairs = {
+        place: Pair(item.prompt_ids, item.response_ids, item.response_ids[:1])
+        for place, item in ITEMS.items()
+    }
+    places = sorted(pairs)
+
+    def prepared(workers: Workers) -> dict[Place, Pair]:
+        def asked(some: list[Pair], _: Any) -> list[tuple[float, float]]:
+            return [(float(len(each.chosen_ids)), float(each.prompt_ids[0])) for each in some]
+
+        run: Any = SimpleNamespace(config=IterativeDPOConfig.parse(VALUES), workers=workers)
+        learner: Any = SimpleNamespace(task=PreferenceTask.__new__(PreferenceTask), asked=asked)
+        services: Any = SimpleNamespace(reference=None)
+        mine = {k: v for k, v in pairs.items() if k[0] % workers.count == workers.rank}
+        return dict(IterativeDPORun.prepare_items(run, mine, places, learner, services))
+
+    shares = on_workers(count, prepared)
+    assert [list(share) for share in shares] == [places[rank::count] for rank in range(count)]
+    for place, pair in (each for share in shares for each in share.items()):
+        assert pair.ref_log_probs == (float(len(pairs[place].chosen_ids)), float(place[0]))
