@@ -14,16 +14,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
+from raypo.config import InFlight
 from raypo.serving.adapters import Adapters
 from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.progress import Meter, Progress
-from raypo.serving.requests import (
-    Completion,
-    InFlight,
-    Load,
-    SamplingRequest,
-    Stretch,
-)
+from raypo.serving.requests import Completion, Load, SamplingRequest, Stretch
 from raypo.serving.vllm_requests import completion_of, sampling_params
 
 LOOK_EVERY_S = 0.25

@@ -83,7 +83,7 @@ def test_many_callers_share_the_steps_of_one_engine(engines: EngineHandle):
 def test_callers_are_not_in_the_way_of_a_pause_and_a_cancellation(engines: EngineHandle):
     under_way = [engines.submit.remote([ask(400, seed, id=f"{seed}")]) for seed in range(THREADS)]
     up = engines.pinned()
-    [each.result() for each in up.pause.on_all("keep")]
+    [each.result() for each in up.replicas.pause.on_all("keep")]
     whole = engines.generate.remote([ask(3, 0)])  # a batch waits for the pause to end too
     assert [each.result() for each in engines.cancel.on_all("1", "2", "nobody's")] == [2]
     [each.result() for each in up.resume.on_all()]
