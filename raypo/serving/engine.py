@@ -225,7 +225,8 @@ class Engine:
         try:
             return [each.answer.result() for each in asked]
         except BaseException:  # of a caller that is interrupted: nobody waits for the others
-            self._withdraw(asked)
+            for each in asked:
+                each.answer.cancel()
             raise
 
     def batch(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
@@ -236,7 +237,8 @@ class Engine:
         """As `generate` with `joins`, for callers that do not want to wait for the responses.
 
         Where `rollout.engine.max_waiting` requests wait already, it waits for places. What is given
-        back before its end has a finish reason that says so: cancelled, timeout or paused.
+        back before its end has a finish reason that says so: cancelled, timeout or paused. Who
+        cancels a future has its request given back.
         Callbacks of the futures hold up the sampling, and must not ask for more.
         """
         return [each.answer for each in self._ask(requests, alone=False)]
@@ -563,11 +565,6 @@ class Engine:
             if request.adapter is not None:
                 self._require_adapters().request(request.adapter)
         return self._loop.submit(requests, alone=alone) if requests else []
-
-    def _withdraw(self, asked: Sequence[Asked]) -> None:
-        mine = set(asked)
-        if not all(each.answer.done() for each in asked):
-            self._loop.cancel(lambda each: each in mine)
 
     def _require_unbroken(self) -> None:
         reason = self._serving.broken or self._processes.why_broken()

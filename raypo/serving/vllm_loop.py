@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -58,12 +59,26 @@ class Serving:
         return self.paused is None and self.refusal() is None
 
 
+class Promise(Future[Completion]):
+    """An answer on its way."""
+
+    def __init__(self, give_back: Callable[[Promise], None]) -> None:
+        super().__init__()
+        self._give_back = give_back
+        self.set_running_or_notify_cancel()  # it is answered all the same
+
+    def cancel(self) -> bool:
+        """Have the request given back before the next step."""
+        self._give_back(self)
+        return super().cancel()
+
+
 @dataclass(eq=False)
 class Asked:
     """A request from its arrival to its answer."""
 
     request: SamplingRequest
-    answer: Future[Completion]
+    answer: Promise
     deadline: float
     """On the clock of `time.monotonic`; inf: none."""
     number: int = 0
@@ -170,9 +185,10 @@ class VllmLoop:
         """
         assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
         now = time.monotonic()
-        asked = [Asked(each, Future(), now + (each.timeout_s or math.inf)) for each in requests]
-        for each in asked:
-            each.answer.set_running_or_notify_cancel()  # callers cannot take it away any more
+        asked = [
+            Asked(each, Promise(self._take_back), now + (each.timeout_s or math.inf))
+            for each in requests
+        ]
         if alone:
             self._hand_in(self._news, partial(self._arrive, Lot([*asked], alone=True)))
             return asked
@@ -192,6 +208,12 @@ class VllmLoop:
     def cancel(self, are_meant: Callable[[Asked], bool]) -> int:
         """Have requests given back before the next step; how many there were."""
         return self._before_a_step(partial(self.give_back, are_meant, "cancelled"))
+
+    def _take_back(self, answer: Promise) -> None:
+        """As `cancel`, of one request, and nobody waits for it."""
+        with suppress(RuntimeError):  # it was shut down, and all are told
+            give_back = partial(self.give_back, lambda each: each.answer is answer, "cancelled")
+            self._hand_in(self._news, give_back)
 
     def answer_only(self, run: str, attempt: str) -> int:
         """Give back what other attempts of a run have asked, now and when it comes; how many."""
