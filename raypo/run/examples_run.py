@@ -31,10 +31,9 @@ from raypo.run.services import start_deployments
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.types import Prompt
-from raypo.weight_sync.push import Probe, open_transport, push_weights
+from raypo.weight_sync.push import NUM_PROBES, Probe, open_transport, push_weights
 from raypo.weights.transport import Transport
 
-NUM_PROBES = 2
 AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
 PolicyConfig = TypeVar("PolicyConfig", SFTConfig, DPOConfig)
 Reader = Callable[..., LoadedExamples[Item]]

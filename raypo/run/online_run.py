@@ -54,12 +54,17 @@ from raypo.run.utilization import models_of
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.trace import note_call
 from raypo.types import Prompt, ScoredRollout
-from raypo.weight_sync.push import Probe, PushedLearner, open_transport, push_adapter, push_weights
+from raypo.weight_sync.push import (
+    NUM_PROBES,
+    Probe,
+    PushedLearner,
+    open_transport,
+    push_adapter,
+    push_weights,
+)
 from raypo.weights.transport import Transport
 
 AnyOnline = TypeVar("AnyOnline", bound=OnlineConfig)
-
-NUM_PROBES = 2
 
 
 class OnlineLearner(PushedLearner, OffloadingLearner, Saveable, Protocol):

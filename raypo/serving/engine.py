@@ -93,6 +93,7 @@ class Engine:
         max_adapters: int = 1,
         reads_weights: bool = False,
         reads_text: bool = False,
+        probes: int = 0,
     ) -> None:
         """Start vLLM, in seconds; the weights come with `load_weights`.
 
@@ -110,6 +111,8 @@ class Engine:
                 adapters are pushed.
             reads_text: Requests may have strings that end their response; the model's tokenizer is
                 loaded for them.
+            probes: Requests of priority below 0 that wait for no other one to end, where as many
+                are sampled as may be.
 
         Raises:
             RuntimeError: vLLM is missing or its version is not supported, or this process has an
@@ -137,6 +140,7 @@ class Engine:
             seed=seed,
             device=device,
             reads_text=reads_text,
+            probes=probes,
         )
         self._adapters: Adapters | None = None
         if lora is not None:
@@ -151,6 +155,7 @@ class Engine:
                 partial(_start, arguments, threads),
                 self._serving,
                 max_waiting=section.max_waiting,
+                probes=probes,
             )
         self._stop = weakref.finalize(self, self._loop.close)
         loop, ended = self._loop, threading.Event()

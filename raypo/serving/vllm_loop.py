@@ -113,13 +113,17 @@ class VllmLoop:
     in, and looks at it before every step. So nobody can wait in a circle, and none is overlooked.
     """
 
-    def __init__(self, start: Callable[[], Any], serving: Serving, *, max_waiting: int) -> None:
+    def __init__(
+        self, start: Callable[[], Any], serving: Serving, *, max_waiting: int, probes: int = 0
+    ) -> None:
         """Start vLLM in the thread.
 
         Args:
             start: Makes a `vllm.LLM`.
             serving: Of the engine; vLLM is stepped while it allows that.
             max_waiting: Most requests that wait to join; whoever has more waits with them.
+            probes: Of the requests that vLLM samples at a time, those that only a priority below 0
+                may have.
         """
         self.serving = serving
         self.adapters: Adapters | None = None
@@ -159,7 +163,7 @@ class VllmLoop:
         self._thread.start()
         self._inside = started.result()
         self.llm = self._inside.llm
-        self._most_running = self._inside.most_running
+        self._most_running, self._probes = self._inside.most_running - probes, probes
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in the thread, between two steps; a batch that runs alone ends first.
@@ -431,9 +435,10 @@ class VllmLoop:
                 if lot.alone:  # a push came first; what joins waits until it has come to its end
                     self._fail(lot.asked, RuntimeError(refusal))
         while self._queue and not self._runs_alone and self.serving.may_step():
-            lot = self._queue[0][2]
+            priority, _, lot = self._queue[0]
             lot.asked = [each for each in lot.asked if not each.answer.done()]
-            most = 1 if lot.alone else self._most_running
+            most = self._most_running + (self._probes if priority < 0 else 0)
+            most = 1 if lot.alone else most
             if lot.asked and len(self._running) >= most:
                 return
             if lot.asked:

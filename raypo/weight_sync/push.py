@@ -30,6 +30,8 @@ from raypo.weights.manifest import WeightError
 from raypo.weights.store import Kept
 from raypo.weights.transport import ObjectTransport, PushedEngines, Transport
 
+NUM_PROBES = 2
+"""Prompts of a probe."""
 PROBE_PROMPT_TOKENS, PROBE_TOKENS = 16, 4
 """Last tokens of each prompt that a probe reads, and tokens that it samples."""
 PRIORITY = -1
