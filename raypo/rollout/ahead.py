@@ -278,21 +278,27 @@ class RolloutsAhead:
         return [each for each in scored if first <= each.rollout.group_index < until]
 
     def _begin_chunks(self) -> None:
-        """As many prompts as a step has, again and again, on all workers the same."""
+        """Chunk after chunk, on all workers the same."""
         while True:
             with self._changed:
                 self._wait_for(self._may_begin)
-                chunk, draws = self._draw(self.prompts_per_step)
+                chunk, draws = self._draw(self._num_next)
                 self._chunks.append(chunk)
                 self._changed.notify_all()
             threading.Thread(target=self._score, args=(chunk, draws), daemon=True).start()
 
+    @property
+    def _num_next(self) -> int:
+        """Prompts of the next chunk: as many as a step has, and for the last step what it lacks."""
+        is_last = self._filling == self.num_steps
+        return self._front - self._drawn if is_last else self.prompts_per_step
+
     def _may_begin(self) -> bool:
         """It is needed, and the engines' weights are new enough for whatever step may take it."""
-        last = self._drawn + self.prompts_per_step - 1
+        last = self._drawn + self._num_next - 1
         step = self._filling + 1 + (last - self._front) // self.prompts_per_step
         is_due = step <= min(self._last_step + self._depth, self.num_steps)
-        is_needed = is_due or self._drawn < self._front
+        is_needed = (is_due or self._drawn < self._front) and self._num_next > 0
         return is_needed and self._version >= step - 1 - self.max_staleness
 
     def _draw(self, num_prompts: int) -> tuple[_Chunk, Sequence[Draw]]:

@@ -185,6 +185,7 @@ def test_a_filter_whose_batches_overlap_trains_the_groups_that_pass_in_their_ord
     assert drawn == [group for group in range(2 * max(drawn)) if group % 3][: 8 * NUM_STEPS]
     totals = assert_accounts_close(folder, metrics)
     assert totals["filtered"] == 4 * sum(group % 3 == 0 for group in range(max(drawn)))
+    assert totals["carried"] == 0
 
 
 def fails_at_times(rollouts: list[Rollout]) -> list[float | None]:
