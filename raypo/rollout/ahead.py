@@ -75,6 +75,8 @@ class _Chunk:
     """Number of its first draw."""
     until: int
     """Number of the first draw after it."""
+    version: int
+    """Of the weights that it was begun under."""
     scored: Future[tuple[list[ScoredRollout], Clock]] = field(default_factory=Future)
 
 
@@ -185,7 +187,7 @@ class RolloutsAhead:
             self._changed.notify_all()
 
     def spans(self) -> list[Span]:
-        """What the collecting did since it was last asked."""
+        """What the collecting did since it was last asked; their names say the first version."""
         with self._changed:
             spans, self._spans = self._spans, []
         return spans
@@ -302,7 +304,7 @@ class RolloutsAhead:
         return is_needed and self._version >= step - 1 - self.max_staleness
 
     def _draw(self, num_prompts: int) -> tuple[_Chunk, Sequence[Draw]]:
-        chunk = _Chunk(self._drawn, self._drawn + num_prompts)
+        chunk = _Chunk(self._drawn, self._drawn + num_prompts, self._version)
         draws = _share(self.stream.take(num_prompts), self.workers)
         self.ledger.ask(len(draws) * self.samples_per_prompt)
         return chunk, draws
@@ -322,7 +324,8 @@ class RolloutsAhead:
             laps[name] = laps.get(name, 0.0) + seconds
         clock.laps.clear()
         with self._changed:
-            self._spans += clock.spans
+            named = f"_v{chunk.version}_s"
+            self._spans += [(name.removesuffix("_s") + named, *t) for name, *t in clock.spans]
             clock.spans.clear()
         return scored
 
