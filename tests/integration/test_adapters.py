@@ -193,6 +193,13 @@ def test_a_new_version_reaches_what_runs_under_the_adapter_and_nothing_else(
     )
     assert max(old[:num_old].max(), new[num_old:].max()) < AGREES < old[num_old:].max()
 
+    restarted, other = engine.submit(asked)
+    until(runs(engine, 2, 20))
+    engine.load_adapter(push(moved(models["a"]), "a", 52, folder), "restart")
+    assert set(restarted.result().weight_versions) == {52}, "it is sampled from its first token"
+    assert other.result().token_ids.tolist() == of_b.token_ids.tolist()
+    assert gap(models["a"], [restarted.result()], PROMPTS[:1]) < AGREES
+
     (running,) = engine.submit(asked[:1])
     until(runs(engine, 1, 5))
     engine.drop_adapter("a")
