@@ -286,13 +286,13 @@ def test_what_requires_the_push_before_waits_for_the_one_that_has_begun(
 ):
     """The engine was started again, and has made up for the push that it missed."""
     engine = served.engine
-    before, new = (replace(served.push(), id=id) for id in ("before", "new"))
-    engine.hold(KeptHere("before", push=before))
+    before, new = (replace(served.push(), id=f"{in_flight} {n}") for n in range(2))
+    engine.hold(KeptHere(before.id, push=before))
     running = engine.submit([ask(60, seed) for seed in range(2)])
     until(runs(engine, 2, 10))
 
-    engine.begin_push(PushStart(new.version, "new", in_flight))
-    engine.hold(KeptHere("before"))  # it is kept no longer
+    engine.begin_push(PushStart(new.version, new.id, in_flight))
+    engine.hold(KeptHere(before.id))  # it is kept no longer
     running += engine.submit([ask(5, 7)])
     for bucket in new.buckets:
         engine.load_bucket(bucket)
