@@ -127,13 +127,15 @@ def _check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
 
 def _seldom_meant(config: PPOConfig) -> list[str]:
     """Models that are named and never asked, which a sweep may turn on; old samples as if new."""
-    model, ppo = config.model, config.ppo
+    model, ppo, rollout = config.model, config.ppo, config.rollout
     notes: list[str] = []
-    if config.rollout.staleness > 1 and not ppo.allows_for_staleness:
+    if rollout.staleness > 0 and not ppo.allows_for_staleness:
+        is_async = rollout.mode == "async"
+        said = f"max_staleness ({rollout.staleness})" if is_async else f"mode ({rollout.mode})"
         notes.append(
-            f"rollout.max_staleness ({config.rollout.staleness}): old samples are learned from as "
-            f"if they were new; ppo.correction.kind tis weighs them (docs/asynchronous.md says "
-            f"what either was measured to cost)"
+            f"rollout.{said}: old samples are learned from as if they were new; "
+            f"ppo.correction.kind tis weighs them (docs/asynchronous.md says what either was "
+            f"measured to cost)"
         )
     if model.critic is not None and not config.needs_critic:
         notes.append(

@@ -14,6 +14,11 @@ Texts = Annotated[
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
 ]
 
+InFlight = Literal["keep", "recompute", "restart"]
+"""What becomes of requests that are being sampled when new weights arrive. keep: they go on with
+the keys and values of the old weights; recompute: these are computed again, the tokens stay;
+restart: they wait for their turn again, and are sampled from their first token."""
+
 _OF_EPISODES = (
     *("max_turns", "max_episode_tokens", "step_timeout_s"),
     *("max_concurrent_steps", "turns"),
@@ -163,7 +168,7 @@ class RolloutSection(SamplingSection):
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """async: most weight versions between the first token of a response and the update that trains
     it; auto: 1. In the other modes it is what the mode says: 0 or 1."""
-    in_flight: Literal["keep", "recompute", "restart"] = "recompute"
+    in_flight: InFlight = "recompute"
     """async: what becomes of responses that are being sampled when new weights arrive. recompute:
     they go on, with the keys and values of their tokens computed again; keep: with those of the
     older weights, which costs nothing (arXiv:2509.19128); restart: they are sampled again from

@@ -91,7 +91,7 @@ class Replica:
             self._requests[request.id] = answer
             self._forget_old()
         if request.part is None:
-            return await answer  # a caller that gives up takes a waiting one away
+            return await answer  # a caller that gives up cancels it, and what it was promised
         whole = await asyncio.shield(answer)  # others wait for it too
         return [whole[place] for place in request.part] if isinstance(whole, list) else whole
 

@@ -93,10 +93,15 @@ class Response:
             index, ref = self._index, self._ref
             assert index is not None
             here = asyncio.wrap_future(ref.future())
-            while not here.done():
-                period = deadline.left(replicas.limits.health_check_period_s)
-                if not (await asyncio.wait([here], timeout=period))[0]:
-                    await asyncio.to_thread(replicas.look_after, index, ref, deadline)
+            try:
+                while not here.done():
+                    period = deadline.left(replicas.limits.health_check_period_s)
+                    if not (await asyncio.wait([here], timeout=period))[0]:
+                        await asyncio.to_thread(replicas.look_after, index, ref, deadline)
+            except asyncio.CancelledError:  # nobody waits any more, and the replica need not work
+                here.cancel()
+                ray.cancel(ref)
+                raise
             here.exception()  # `_take` asks for it once more
             await asyncio.to_thread(self._take, deadline)
         return self._answer[0]

@@ -28,6 +28,8 @@ class Metric(NamedTuple):
     """How a step's line on the console says it; empty: it does not."""
     tile: bool = False
     """Whether the report shows it at a glance."""
+    unless_zero: bool = False
+    """Whether the console leaves it out where it is 0."""
 
 
 METRICS = {
@@ -49,6 +51,7 @@ METRICS = {
         Metric("perf/samples_per_s", "samples per second", line="{:.1f} samples/s"),
         Metric("perf/response_tokens_per_s", "response tokens per second", tile=True),
         Metric("time/step_s", "seconds per step", line="{:.1f} s", tile=True),
+        Metric("rollout/staleness_mean", "staleness", line="staleness {:.1f}", unless_zero=True),
         Metric("time/wait_for_rollouts_s", "wait for rollouts", line="waited {:.1f} s"),
         Metric("perf/engine_idle_s", "engine idle", line="engines idle {:.1f} s"),
         Metric("time/log_probs_s", "old log-probs and values"),
@@ -77,7 +80,7 @@ class Plot(NamedTuple):
     """Names, or patterns like `eval/pass_at_*`."""
     unit: str = ""
     if_it_varies: bool = False
-    """Whether it is left out where the metrics never change."""
+    """Whether it is left out where none of the metrics changes."""
 
     def lines(self, known: Iterable[str]) -> dict[str, str]:
         """The metrics that it draws of those that are known, with words for its legend.
@@ -130,6 +133,12 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
         Plot("KL that KTO compares with", ["train/kl"], "nats per response"),
         Plot("Engine against learner", ["mismatch/kl"], "nats per token"),
         Plot("Age of the samples", ["rollout/staleness_m*"], "updates", if_it_varies=True),
+        Plot(
+            "Tokens by their age in updates",
+            ["rollout/staleness_share_*"],
+            "share",
+            if_it_varies=True,
+        ),
     ),
     "Time and memory": (
         Plot("Response tokens per second", ["perf/response_tokens_per_s"], "tokens"),
@@ -186,6 +195,9 @@ MEANINGS = {
     "whole episode being one; also of `eval/`",
     "rollout/turns_mean": "turns of the policy, with an [environment](environments.md)",
     "rollout/episodes_failed": "episodes without a score",
+    "rollout/staleness_mean": "weight versions between a response and the update that trains it: "
+    "[Sampling while the learner updates](asynchronous.md)",
+    "rollout/staleness_share_<k>": "share of the tokens that are k versions old, where any is",
     "rollout/samples_<fate>": "what became of each sample: [Accounts](asynchronous.md#accounts)",
     "episode/<name>": "what environments or agents [measured](environments.md#what-is-seen), the "
     "mean over episodes; also of `eval/`",

@@ -226,7 +226,8 @@ def _drawn(plot: Plot, curves: RowsByRun) -> Chart | None:
     """A plot of the catalogue, with a dashed line where a held-out metric started."""
     rows = [row for each in curves.values() for row in each]
     lines = plot.lines(name for row in rows for name in row)
-    if plot.if_it_varies and len({row[name] for row in rows for name in lines if name in row}) < 2:
+    values = [{row[name] for row in rows if name in row} for name in lines]
+    if plot.if_it_varies and all(len(each) < 2 for each in values):
         return None
     has_start = len(lines) == 1 and next(iter(lines)).startswith("eval/")
     return line_chart(

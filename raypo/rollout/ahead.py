@@ -75,6 +75,8 @@ class _Chunk:
     """Number of its first draw."""
     until: int
     """Number of the first draw after it."""
+    version: int
+    """Of the weights that it was begun under."""
     scored: Future[tuple[list[ScoredRollout], Clock]] = field(default_factory=Future)
 
 
@@ -185,7 +187,7 @@ class RolloutsAhead:
             self._changed.notify_all()
 
     def spans(self) -> list[Span]:
-        """What the collecting did since it was last asked."""
+        """What the collecting did since it was last asked; their names say the first version."""
         with self._changed:
             spans, self._spans = self._spans, []
         return spans
@@ -278,25 +280,31 @@ class RolloutsAhead:
         return [each for each in scored if first <= each.rollout.group_index < until]
 
     def _begin_chunks(self) -> None:
-        """As many prompts as a step has, again and again, on all workers the same."""
+        """Chunk after chunk, on all workers the same."""
         while True:
             with self._changed:
                 self._wait_for(self._may_begin)
-                chunk, draws = self._draw(self.prompts_per_step)
+                chunk, draws = self._draw(self._num_next)
                 self._chunks.append(chunk)
                 self._changed.notify_all()
             threading.Thread(target=self._score, args=(chunk, draws), daemon=True).start()
 
+    @property
+    def _num_next(self) -> int:
+        """Prompts of the next chunk: as many as a step has, and for the last step what it lacks."""
+        is_last = self._filling == self.num_steps
+        return self._front - self._drawn if is_last else self.prompts_per_step
+
     def _may_begin(self) -> bool:
         """It is needed, and the engines' weights are new enough for whatever step may take it."""
-        last = self._drawn + self.prompts_per_step - 1
+        last = self._drawn + self._num_next - 1
         step = self._filling + 1 + (last - self._front) // self.prompts_per_step
         is_due = step <= min(self._last_step + self._depth, self.num_steps)
-        is_needed = is_due or self._drawn < self._front
+        is_needed = (is_due or self._drawn < self._front) and self._num_next > 0
         return is_needed and self._version >= step - 1 - self.max_staleness
 
     def _draw(self, num_prompts: int) -> tuple[_Chunk, Sequence[Draw]]:
-        chunk = _Chunk(self._drawn, self._drawn + num_prompts)
+        chunk = _Chunk(self._drawn, self._drawn + num_prompts, self._version)
         draws = _share(self.stream.take(num_prompts), self.workers)
         self.ledger.ask(len(draws) * self.samples_per_prompt)
         return chunk, draws
@@ -316,7 +324,8 @@ class RolloutsAhead:
             laps[name] = laps.get(name, 0.0) + seconds
         clock.laps.clear()
         with self._changed:
-            self._spans += clock.spans
+            named = f"_v{chunk.version}_s"
+            self._spans += [(name.removesuffix("_s") + named, *t) for name, *t in clock.spans]
             clock.spans.clear()
         return scored
 

@@ -216,8 +216,13 @@ class _Table:
     def _ask_all(self) -> None:
         calls = sorted((c for c in self._calls if not c.answer.done()), key=lambda c: c.order)
         self._calls = []
-        for lot in [calls] if self._in_step and calls else [[call] for call in calls]:
-            self._begin(self._asking, self._ask(lot))
+        if self._in_step and calls:
+            self._begin(self._asking, self._ask(calls))
+            return
+        for call in calls:
+            task = self._begin(self._asking, self._ask([call]))
+            # Where nobody waits for its answer any more, it is not sampled to its end.
+            call.answer.add_done_callback(lambda _, task=task: task.cancel())
 
     async def _ask(self, lot: list[_Call]) -> None:
         try:
@@ -255,7 +260,9 @@ class _Table:
             if not seat.waiting and not seat.is_over:
                 self._num_thinking += 1
 
-    def _begin(self, where: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+    def _begin(
+        self, where: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
         def ended(task: asyncio.Task[None]) -> None:
             where.discard(task)
             if not task.cancelled():
@@ -265,6 +272,7 @@ class _Table:
         task = asyncio.create_task(work)
         where.add(task)
         task.add_done_callback(ended)
+        return task
 
     async def _next_change(self) -> None:
         self._changed.clear()

@@ -91,7 +91,7 @@ class EnginesInFlight:
                 if await self.pushes.end() == asked_after:
                     raise
             else:
-                if completion.finish_reason != "paused":
+                if _is_whole(completion):
                     return completion
 
     def remote(self, requests: list[SamplingRequest]) -> AnswerOfEntries[Completion]:
@@ -144,8 +144,18 @@ class _Asked:
 
     def whole(self, answers: Mapping[int, Completion]) -> dict[int, Completion]:
         """Responses by place among all requests, without what was given back before its end."""
-        return {
-            self.places[number]: each
-            for number, each in answers.items()
-            if each.finish_reason != "paused"
-        }
+        return {self.places[number]: each for number, each in answers.items() if _is_whole(each)}
+
+
+def _is_whole(completion: Completion) -> bool:
+    """Whether it came to its end; else it is asked for anew.
+
+    Raises:
+        RuntimeError: it was withdrawn, so no one may take it for one that ended.
+    """
+    if completion.finish_reason in ("cancelled", "timeout"):
+        raise RuntimeError(
+            f"an engine has given a request back ({completion.finish_reason}): it answers another "
+            "attempt of this run, or its time was up."
+        )
+    return completion.finish_reason != "paused"

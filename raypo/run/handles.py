@@ -146,11 +146,6 @@ class PinnedEngines:
         return _all(self.replicas.finish_push, Engine.finish_push)
 
     @property
-    def pause(self):
-        """`Engine.pause`."""
-        return _all(self.replicas.pause, Engine.pause)
-
-    @property
     def resume(self):
         """`Engine.resume`."""
         return _all(self.replicas.resume, Engine.resume)

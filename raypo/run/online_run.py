@@ -54,7 +54,13 @@ from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.trace import note_call
 from raypo.types import Prompt, ScoredRollout
-from raypo.weight_sync.push import Probe, PushedLearner, open_transport, push_adapter, push_weights
+from raypo.weight_sync.push import (
+    Probe,
+    PushedLearner,
+    open_transport,
+    push_adapter,
+    push_weights,
+)
 from raypo.weights.transport import Transport
 
 AnyOnline = TypeVar("AnyOnline", bound=OnlineConfig)
@@ -121,6 +127,7 @@ class OnlineRun(Run[AnyOnline]):
                 f"longer than data.max_prompt_tokens ({config.data.max_prompt_tokens}) and skipped"
             )
         per_step = config.rollout.prompts_per_step
+        in_flight = config.rollout.in_flight if config.rollout.has_requests_in_flight else None
         for note in few_rows_notes(config.data, loaded.sizes, per_step):
             tell.message(note)
         held_out: Sequence[Prompt] = []
@@ -149,7 +156,7 @@ class OnlineRun(Run[AnyOnline]):
             stream=stream,
             rollouts=_rollouts(config, stream, workers),
             attempt=attempt,
-            pushes=Pushes() if config.rollout.has_requests_in_flight else None,
+            pushes=Pushes() if in_flight else None,
             held_out=held_out,
             reward_function=reward_function,
             reward_servers=open_remote(config.reward),
@@ -161,7 +168,7 @@ class OnlineRun(Run[AnyOnline]):
                 samples_per_prompt=config.rollout.samples_per_prompt,
                 adapter=runtime.name if config.pushes_adapter else None,
                 owner=f"{runtime.name}/{attempt}",
-                priority=None if config.rollout.has_requests_in_flight else 0,
+                priority=None if in_flight else 0,
                 episodes=episodes,
             ),
             transport=open_transport(
@@ -169,6 +176,7 @@ class OnlineRun(Run[AnyOnline]):
                 colocated=config.placement.group_of("engine") == "colocated",
                 share_gpus=config.engines_share_gpus,
                 kept=config.pushes_adapter,
+                in_flight=in_flight,
             ),
             models=models_of(config),
         )
@@ -284,8 +292,6 @@ class OnlineRun(Run[AnyOnline]):
             metrics |= self._load(engine)
         push = self._way_to(services)
         with self.pushes.push() if self.pushes else nullcontext():
-            if self.pushes and self.workers.rank == 0:
-                survivors(engine.pinned().pause.on_all(self.config.rollout.in_flight))
             if self.roles.trains_policy:
                 metrics |= push(learner, engine, version=version)
             else:
@@ -329,10 +335,7 @@ class OnlineRun(Run[AnyOnline]):
         self.enter(Phase.LEARN)
 
     def _go_on(self, engine: EngineHandle) -> None:
-        """The weights have arrived: engines are awake for the probe, and what is in flight goes on.
-
-        One that was lost meanwhile and was started again was not told to pause.
-        """
+        """The weights have arrived: engines wake for the probe, and what is in flight goes on."""
         self.enter(Phase.PROBE)
         if self.pushes and self.workers.rank == 0:
             survivors(engine.pinned().resume.on_all())

@@ -13,6 +13,7 @@ from raypo.plan.placement import ServedRole
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
+from raypo.weight_sync.push import NUM_PROBES
 
 CALLERS = 64
 """Most calls that an engine has under way before another replica is asked; each may bring many
@@ -60,6 +61,8 @@ def deployment_of(
         more: Further arguments of its class.
     """
     cls, kwargs = class_and_arguments(role, config)
+    if cls is Engine and isinstance(config, OnlineConfig) and config.rollout.has_requests_in_flight:
+        kwargs["probes"] = NUM_PROBES  # not where a batch has its engines for itself
     # An actor that reserves no CPU gets one thread from Ray; it takes turns with its worker.
     cores = min(num_threads, os.cpu_count() or num_threads)
     threads = max(1, cores // role.num_devices)

@@ -12,14 +12,13 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
-from raypo.config import EngineSection, LoraSection
+from raypo.config import EngineSection, InFlight, LoraSection
 from raypo.config.paths import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.gauges import tell_load
 from raypo.serving.model_tensors import ModelTensors
 from raypo.serving.requests import (
     Completion,
-    InFlight,
     Load,
     SamplingRequest,
     Stretch,
@@ -93,6 +92,7 @@ class Engine:
         max_adapters: int = 1,
         reads_weights: bool = False,
         reads_text: bool = False,
+        probes: int = 0,
     ) -> None:
         """Start vLLM, in seconds; the weights come with `load_weights`.
 
@@ -110,6 +110,8 @@ class Engine:
                 adapters are pushed.
             reads_text: Requests may have strings that end their response; the model's tokenizer is
                 loaded for them.
+            probes: Requests of priority below 0 that wait for no other one to end, where as many
+                are sampled as may be.
 
         Raises:
             RuntimeError: vLLM is missing or its version is not supported, or this process has an
@@ -119,6 +121,8 @@ class Engine:
         self._serving = Serving()
         self._was_pushed_to = False
         self._arriving: PushStart | None = None
+        self._paused_by: str | None = None
+        """The push that it pauses for."""
         self._held: dict[str | None, str] = {}
         """Of the weights (None) and of each adapter, the push that brought them."""
         self._replaced: set[str] = set()
@@ -135,6 +139,7 @@ class Engine:
             seed=seed,
             device=device,
             reads_text=reads_text,
+            probes=probes,
         )
         self._adapters: Adapters | None = None
         if lora is not None:
@@ -149,6 +154,7 @@ class Engine:
                 partial(_start, arguments, threads),
                 self._serving,
                 max_waiting=section.max_waiting,
+                probes=probes,
             )
         self._stop = weakref.finalize(self, self._loop.close)
         loop, ended = self._loop, threading.Event()
@@ -223,7 +229,8 @@ class Engine:
         try:
             return [each.answer.result() for each in asked]
         except BaseException:  # of a caller that is interrupted: nobody waits for the others
-            self._withdraw(asked)
+            for each in asked:
+                each.answer.cancel()
             raise
 
     def batch(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
@@ -234,7 +241,8 @@ class Engine:
         """As `generate` with `joins`, for callers that do not want to wait for the responses.
 
         Where `rollout.engine.max_waiting` requests wait already, it waits for places. What is given
-        back before its end has a finish reason that says so: cancelled, timeout or paused.
+        back before its end has a finish reason that says so: cancelled, timeout or paused. Who
+        cancels a future has its request given back.
         Callbacks of the futures hold up the sampling, and must not ask for more.
         """
         return [each.answer for each in self._ask(requests, alone=False)]
@@ -265,12 +273,9 @@ class Engine:
     def pause(self, in_flight: InFlight = "recompute") -> None:
         """Sample nothing until `resume`; what is asked meanwhile waits.
 
-        During a push without a pause, what is asked is refused, and what has joined waits.
-
         Args:
             in_flight: What becomes of requests that are being sampled when weights are pushed. For
-                `restart` they wait for their turn again, from here on. Weights that are pushed
-                without a pause have them recomputed.
+                `restart` they wait for their turn again, from here on.
 
         Raises:
             RuntimeError: it is broken.
@@ -284,13 +289,15 @@ class Engine:
     @_between_steps
     def resume(self) -> None:
         """Go on after a pause."""
-        self._serving.paused = None
+        self._serving.paused = self._paused_by = None
 
     @_between_steps
     def begin_push(self, start: PushStart) -> Ready:
-        """Let go of the weights: from here until `finish_push` the engine refuses to sample.
+        """Let go of the weights: from here until `finish_push` the engine samples nothing.
 
-        A push that was begun before and has not come to its end is given up.
+        Where the push says what becomes of what is in flight, it pauses too, until `resume`. Else
+        what is asked meanwhile is refused, what has joined waits, and what runs is recomputed. A
+        push that was begun before and has not come to its end is given up, with its pause.
 
         Raises:
             RuntimeError: it is broken.
@@ -299,6 +306,11 @@ class Engine:
         if "weights" in self._serving.asleep:
             raise WeightError("the engine's weights sleep: wake them before a push begins.")
         self._loop.settle()
+        if self._paused_by is not None:
+            self.resume()
+        if start.in_flight is not None:
+            self.pause(start.in_flight)
+            self._paused_by = start.id
         self._was_pushed_to, self._arriving, self._arrived = True, start, []
         self._let_go(f"the push of version {start.version} failed half-way")
         return Ready.together(self._ask_workers("raypo_begin_push"))
@@ -417,11 +429,15 @@ class Engine:
             raise RuntimeError("vLLM did not let go of the prefix cache that it slept through.")
 
     @_between_steps
-    def load_adapter(self, push: AdapterPush) -> None:
+    def load_adapter(self, push: AdapterPush, in_flight: InFlight | None = None) -> None:
         """Put a version of an adapter in the place of its earlier one; others stay as they are.
 
         Whatever fails, the engine holds no version of this adapter afterwards, and refuses requests
         that name it.
+
+        Args:
+            push: The version.
+            in_flight: What becomes of requests that run under it; None: they are recomputed.
 
         Raises:
             WeightError: it did not arrive whole, is not of this model, or there is no room.
@@ -432,16 +448,18 @@ class Engine:
         if self._serving.version is None:
             raise RuntimeError(f"the engine takes no adapter: {self._serving.why_not}.")
         self._loop.settle()
+        if in_flight == "restart":
+            self._loop.restart_running(adapters={push.name})
         try:
             self._require_adapters().load(self._processes, push)
         except Exception:
             self._loop.give_back_running(adapters={push.name})
             raise
-        if self._loop.runs(push.name) and self._serving.paused != "keep":
+        if self._loop.runs(push.name) and in_flight != "keep":
             self._loop.forget_keys()
         self._loop.note_version(push.name, push.version)
 
-    def hold(self, *pushes: Kept) -> None:
+    def hold(self, *pushes: Kept, in_flight: InFlight | None = None) -> None:
         """Load what of these the engine does not hold: it is new, or was started again since.
 
         A request may be on its way while weights are pushed. What it asks for and has been
@@ -449,6 +467,7 @@ class Engine:
 
         Args:
             pushes: The weights, where they are pushed, and then an adapter.
+            in_flight: As for `load_adapter`.
 
         Raises:
             WeightError: one is kept no longer, did not arrive whole, or is not of this model.
@@ -459,21 +478,22 @@ class Engine:
         if any(push is None for _, push in found):
             raise WeightError("this engine has lost its weights, and nothing of them is kept.")
         if found:
-            self._load_all(found)
+            self._load_all(found, in_flight)
+        if self._paused_by in {kept.id for kept in pushes}:
+            self.resume()  # it missed that: what requires a push is asked after its end
 
     @_between_steps
-    def _load_all(self, found: Sequence[tuple[Kept, Any]]) -> None:
+    def _load_all(self, found: Sequence[tuple[Kept, Any]], in_flight: InFlight | None) -> None:
         """Nothing is sampled under the weights before their adapter is there too."""
         for kept, push in found:
             if self._holds(kept):
                 continue
             if kept.adapter is None:
                 self.load_weights(push)
-                self._serving.paused = None  # whoever paused it has pushed this without it
                 continue
             if (before := self._held.pop(kept.adapter, None)) is not None:
                 self._replaced.add(before)
-            self.load_adapter(push)
+            self.load_adapter(push, in_flight)
             self._held[kept.adapter] = kept.id
 
     def _holds(self, kept: Kept) -> bool:
@@ -549,11 +569,6 @@ class Engine:
             if request.adapter is not None:
                 self._require_adapters().request(request.adapter)
         return self._loop.submit(requests, alone=alone) if requests else []
-
-    def _withdraw(self, asked: Sequence[Asked]) -> None:
-        mine = set(asked)
-        if not all(each.answer.done() for each in asked):
-            self._loop.cancel(lambda each: each in mine)
 
     def _require_unbroken(self) -> None:
         reason = self._serving.broken or self._processes.why_broken()

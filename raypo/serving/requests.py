@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-
-InFlight = Literal["keep", "recompute", "restart"]
-"""What becomes of requests that are being sampled when new weights arrive. keep: they go on with
-the keys and values of the old weights; recompute: these are computed again, the tokens stay;
-restart: they wait for their turn again, and are sampled from their first token."""
 
 
 @dataclass(frozen=True)

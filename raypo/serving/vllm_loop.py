@@ -9,22 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.concurrency import settle
+from raypo.config import InFlight
 from raypo.serving.adapters import Adapters
 from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.progress import Meter, Progress
-from raypo.serving.requests import (
-    Completion,
-    InFlight,
-    Load,
-    SamplingRequest,
-    Stretch,
-)
+from raypo.serving.requests import Completion, Load, SamplingRequest, Stretch
 from raypo.serving.vllm_requests import completion_of, sampling_params
 
 LOOK_EVERY_S = 0.25
@@ -64,12 +60,26 @@ class Serving:
         return self.paused is None and self.refusal() is None
 
 
+class Promise(Future[Completion]):
+    """An answer on its way."""
+
+    def __init__(self, give_back: Callable[[Promise], None]) -> None:
+        super().__init__()
+        self._give_back = give_back
+        self.set_running_or_notify_cancel()  # it is answered all the same
+
+    def cancel(self) -> bool:
+        """Have the request given back before the next step."""
+        self._give_back(self)
+        return super().cancel()
+
+
 @dataclass(eq=False)
 class Asked:
     """A request from its arrival to its answer."""
 
     request: SamplingRequest
-    answer: Future[Completion]
+    answer: Promise
     deadline: float
     """On the clock of `time.monotonic`; inf: none."""
     number: int = 0
@@ -104,13 +114,17 @@ class VllmLoop:
     in, and looks at it before every step. So nobody can wait in a circle, and none is overlooked.
     """
 
-    def __init__(self, start: Callable[[], Any], serving: Serving, *, max_waiting: int) -> None:
+    def __init__(
+        self, start: Callable[[], Any], serving: Serving, *, max_waiting: int, probes: int = 0
+    ) -> None:
         """Start vLLM in the thread.
 
         Args:
             start: Makes a `vllm.LLM`.
             serving: Of the engine; vLLM is stepped while it allows that.
             max_waiting: Most requests that wait to join; whoever has more waits with them.
+            probes: Of the requests that vLLM samples at a time, those that only a priority below 0
+                may have.
         """
         self.serving = serving
         self.adapters: Adapters | None = None
@@ -150,7 +164,7 @@ class VllmLoop:
         self._thread.start()
         self._inside = started.result()
         self.llm = self._inside.llm
-        self._most_running = self._inside.most_running
+        self._most_running, self._probes = self._inside.most_running - probes, probes
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in the thread, between two steps; a batch that runs alone ends first.
@@ -176,9 +190,10 @@ class VllmLoop:
         """
         assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
         now = time.monotonic()
-        asked = [Asked(each, Future(), now + (each.timeout_s or math.inf)) for each in requests]
-        for each in asked:
-            each.answer.set_running_or_notify_cancel()  # callers cannot take it away any more
+        asked = [
+            Asked(each, Promise(self._take_back), now + (each.timeout_s or math.inf))
+            for each in requests
+        ]
         if alone:
             self._hand_in(self._news, partial(self._arrive, Lot([*asked], alone=True)))
             return asked
@@ -198,6 +213,12 @@ class VllmLoop:
     def cancel(self, are_meant: Callable[[Asked], bool]) -> int:
         """Have requests given back before the next step; how many there were."""
         return self._before_a_step(partial(self.give_back, are_meant, "cancelled"))
+
+    def _take_back(self, answer: Promise) -> None:
+        """As `cancel`, of one request, and nobody waits for it."""
+        with suppress(RuntimeError):  # it was shut down, and all are told
+            give_back = partial(self.give_back, lambda each: each.answer is answer, "cancelled")
+            self._hand_in(self._news, give_back)
 
     def answer_only(self, run: str, attempt: str) -> int:
         """Give back what other attempts of a run have asked, now and when it comes; how many."""
@@ -415,9 +436,10 @@ class VllmLoop:
                 if lot.alone:  # a push came first; what joins waits until it has come to its end
                     self._fail(lot.asked, RuntimeError(refusal))
         while self._queue and not self._runs_alone and self.serving.may_step():
-            lot = self._queue[0][2]
+            priority, _, lot = self._queue[0]
             lot.asked = [each for each in lot.asked if not each.answer.done()]
-            most = 1 if lot.alone else self._most_running
+            most = self._most_running + (self._probes if priority < 0 else 0)
+            most = 1 if lot.alone else most
             if lot.asked and len(self._running) >= most:
                 return
             if lot.asked:

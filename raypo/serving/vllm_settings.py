@@ -109,11 +109,13 @@ def engine_arguments(
     seed: int,
     device: str,
     reads_text: bool = False,
+    probes: int = 0,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; `section.extra` wins over all of them.
 
     Args:
         reads_text: Load the model's tokenizer, which strings that end a response need.
+        probes: Sequences that are sampled beside `max_num_seqs` others.
 
     Raises:
         ConfigError: `section.extra` holds what is no engine argument, or said by another key.
@@ -149,7 +151,8 @@ def engine_arguments(
         shape = ModelShape.read(model)
         a_token = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
         arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(a_token, max_model_len)
-    return arguments | section.extra
+    arguments |= section.extra
+    return arguments | {"max_num_seqs": arguments["max_num_seqs"] + probes}
 
 
 def parallel_arguments(tensor_parallel: int) -> dict[str, Any]:

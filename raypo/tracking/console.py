@@ -175,7 +175,11 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def _values(columns: Sequence[Metric], metrics: Mapping[str, float]) -> list[str]:
-    return [each.line.format(metrics[each.name]) for each in columns if each.name in metrics]
+    return [
+        each.line.format(metrics[each.name])
+        for each in columns
+        if each.name in metrics and (metrics[each.name] or not each.unless_zero)
+    ]
 
 
 def curve_line(values: Sequence[float]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from raypo.calls import MethodOfEach
 from raypo.cluster.actors import ReplicaLost, survivors
 from raypo.collectives import Workers
-from raypo.config import ConfigError, EngineSection, OnlineConfig, PolicyExamplesConfig
+from raypo.config import ConfigError, EngineSection, InFlight, OnlineConfig, PolicyExamplesConfig
 from raypo.rollout.dealing import to_experience
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience, Prompt, Rollout, ScoredRollout
@@ -31,8 +31,8 @@ from raypo.weights.manifest import WeightError
 from raypo.weights.store import Kept
 from raypo.weights.transport import ObjectTransport, PushedEngines, Transport
 
-NUM_PROMPTS = 2
-"""Of a run's first ones, which a probe has."""
+NUM_PROBES = 2
+"""Prompts of a probe: a run's first ones."""
 PROBE_PROMPT_TOKENS, PROBE_TOKENS = 16, 4
 """Last tokens of each prompt that a probe reads, and tokens that it samples."""
 PRIORITY = -1
@@ -114,7 +114,7 @@ class Probe:
     ) -> Probe:
         """The probe of a run: its first prompts, at the temperature that the learner reads."""
         return cls(
-            prompts=[prompt.token_ids for prompt in islice(prompts, NUM_PROMPTS)],
+            prompts=[prompt.token_ids for prompt in islice(prompts, NUM_PROBES)],
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=temperature,
             dtype=config.model.dtype,
@@ -140,7 +140,12 @@ class Probe:
 
 
 def open_transport(
-    section: EngineSection, *, colocated: bool, share_gpus: bool = False, kept: bool = False
+    section: EngineSection,
+    *,
+    colocated: bool,
+    share_gpus: bool = False,
+    kept: bool = False,
+    in_flight: InFlight | None = None,
 ) -> Transport:
     """The transport that `rollout.engine.transport` names, on this learner worker.
 
@@ -149,6 +154,7 @@ def open_transport(
         colocated: The engines live on the learner workers' devices.
         share_gpus: Several engines live on one GPU.
         kept: The weights are pushed once and must stay at hand for engines that start later.
+        in_flight: What becomes of requests that are being sampled; None: there are none.
 
     Raises:
         ConfigError: the one that is set cannot work here.
@@ -160,20 +166,21 @@ def open_transport(
             "rollout.engine.transport to auto or object, or model.lora.push to merged."
         )
     if kept:
-        return ObjectTransport()
+        return ObjectTransport(in_flight=in_flight)
     kind = section.resolved_transport(
         colocated=colocated, use_gpu=torch.cuda.is_available(), share_gpus=share_gpus
     )
     if kind == "object":
-        return ObjectTransport()
+        return ObjectTransport(in_flight=in_flight)
     device = torch.device("cuda", torch.cuda.current_device())
     if kind == "ipc":
-        return IpcTransport(device)
+        return IpcTransport(device, in_flight=in_flight)
     return BroadcastTransport(
         backend="nccl",
         device=device,
         host=ray.util.get_node_ip_address(),
         timeout_s=section.push_timeout_s,
+        in_flight=in_flight,
     )
 
 
@@ -260,7 +267,8 @@ def push_adapter(
         if transport.kept is not None:
             required.append(transport.kept)
         required.append(transport.keeper.keep(push, id=uuid.uuid4().hex, adapter=name))
-        survivors(engine.pinned().hold.on_all(*required))  # others do so when they are next asked
+        up = engine.pinned()  # others hold it when they are next asked
+        survivors(up.hold.on_all(*required, in_flight=transport.in_flight))
     engine.require("hold", *workers.broadcast(required))
     on_arrival()
     return try_probe(learner, engine, replace(probe, adapter=name), version, workers)

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from raypo.collectives import Workers
 from raypo.concurrency import daemon_future
+from raypo.config import InFlight
 from raypo.plan.sizes import BUCKET_BYTES
 from raypo.weights.buckets import Staged, stage
 from raypo.weights.manifest import WeightError
@@ -132,6 +133,7 @@ class BroadcastTransport:
         device: torch.device | str,
         host: str,
         timeout_s: float,
+        in_flight: InFlight | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """No group yet.
@@ -141,12 +143,14 @@ class BroadcastTransport:
             device: This process's, on which buckets are filled.
             host: This node's address, as the engines see it.
             timeout_s: Seconds that joining, and the broadcast of one bucket, may take.
+            in_flight: As `PushStart.in_flight`.
             bucket_bytes: Size of a bucket in bytes.
         """
         self.kept: Kept | None = None
         self._backend: Backend = backend
         self._device, self._host = torch.device(device), host
-        self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
+        self._timeout_s, self._in_flight = timeout_s, in_flight
+        self._bucket_bytes = bucket_bytes
         self._group: Group | None = None
         self._epoch = 0
 
@@ -163,7 +167,7 @@ class BroadcastTransport:
                     raise
 
     def _send(self, tensors: NamedTensors, engines: PushedEngines, version: int) -> None:
-        conversation = Conversation(engines, version)
+        conversation = Conversation(engines, version, self._in_flight)
         with conversation.engines_reasons_first():
             group = self._group_with(conversation)
             for staged in stage(tensors, bucket_bytes=self._bucket_bytes, device=self._device):

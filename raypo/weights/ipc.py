@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from raypo.collectives import Workers
+from raypo.config import InFlight
 from raypo.plan.sizes import BUCKET_BYTES
 from raypo.weights.buckets import stage
 from raypo.weights.manifest import WeightError
@@ -27,8 +28,15 @@ class IpcTransport:
     handed out until somebody has opened and closed it.
     """
 
-    def __init__(self, device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        in_flight: InFlight | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         self.kept: Kept | None = None
+        self._in_flight = in_flight
         self._device, self._bucket_bytes = device, bucket_bytes
 
     def push(
@@ -39,7 +47,8 @@ class IpcTransport:
         Raises:
             WeightError: also where an engine runs on a GPU that no learner worker has.
         """
-        conversation, uuid = Conversation(engines, version), device_uuid(self._device)
+        conversation = Conversation(engines, version, self._in_flight)
+        uuid = device_uuid(self._device)
         ready: list[Ready] = []
         with all_or_none(workers):
             if workers.rank == 0:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from raypo.calls import AnswerOfOne, MethodOfAll
 from raypo.collectives import Workers
+from raypo.config import InFlight
 from raypo.plan.sizes import BUCKET_BYTES
 from raypo.weights.buckets import Bucket, Specs, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
@@ -39,6 +40,9 @@ class PushStart:
     version: int
     id: str = ""
     """Identity of this push (`Kept.id`)."""
+    in_flight: InFlight | None = None
+    """What becomes of requests that are being sampled: engines pause, until they are told to
+    resume, and what is asked meanwhile waits; None: it is refused."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +150,12 @@ class ObjectTransport:
     that was lost can load them again.
     """
 
-    def __init__(self, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, *, in_flight: InFlight | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self.kept: Kept | None = None
         self.keeper = Keeper()
+        self.in_flight = in_flight
         self._bucket_bytes = bucket_bytes
 
     def push(
@@ -164,7 +171,7 @@ class ObjectTransport:
     def _send(self, tensors: NamedTensors, engines: PushedEngines, version: int) -> Kept:
         import ray
 
-        conversation = Conversation(engines, version)
+        conversation = Conversation(engines, version, self.in_flight)
         conversation.begin()
         buckets = []
         with ThreadPoolExecutor(1) as beside:
@@ -188,6 +195,7 @@ class Conversation:
 
     engines: PushedEngines
     version: int
+    in_flight: InFlight | None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Identity of the push."""
     answers: Sequence[AnswerOfOne[object]] = ()
@@ -199,7 +207,7 @@ class Conversation:
     def begin(self) -> list[Ready]:
         """Every engine lets go of its version and says what it is."""
         self._up = self.engines.pinned()
-        start = PushStart(self.version, self.id)
+        start = PushStart(self.version, self.id, self.in_flight)
         return [answer.result() for answer in self._members.begin_push.on_all(start)]
 
     def offer(self, bucket: OfferedBucket, specs: Specs) -> None:

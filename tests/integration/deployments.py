@@ -135,7 +135,7 @@ class Receiver:
         self._version, self._held = manifest.version, self._id
         return Manifest.of(manifest.version, self._specs)
 
-    def hold(self, *pushes: Kept) -> None:
+    def hold(self, *pushes: Kept, in_flight: Any = None) -> None:
         for kept in pushes:
             if kept.adapter is not None:
                 self._adapter = kept.fetch().version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from raypo.models.lora import (
 from raypo.models.token_log_probs import response_log_probs
 from raypo.serving.adapters import SHARED_MEMORY
 from raypo.serving.engine import Engine
-from raypo.serving.requests import SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience
 from raypo.weight_sync.push import Probe, push_adapter
 from raypo.weights.adapter import AdapterPush
@@ -192,6 +193,13 @@ def test_a_new_version_reaches_what_runs_under_the_adapter_and_nothing_else(
     )
     assert max(old[:num_old].max(), new[num_old:].max()) < AGREES < old[num_old:].max()
 
+    restarted, other = engine.submit(asked)
+    until(runs(engine, 2, 20))
+    engine.load_adapter(push(moved(models["a"]), "a", 52, folder), "restart")
+    assert set(restarted.result().weight_versions) == {52}, "it is sampled from its first token"
+    assert other.result().token_ids.tolist() == of_b.token_ids.tolist()
+    assert gap(models["a"], [restarted.result()], PROMPTS[:1]) < AGREES
+
     (running,) = engine.submit(asked[:1])
     until(runs(engine, 1, 5))
     engine.drop_adapter("a")
@@ -254,14 +262,22 @@ def test_what_waits_for_an_adapter_outlives_a_push_of_the_weights_below_it(
 ) -> None:
     """What kept them was lost, so both are pushed again, while requests run and wait."""
     model = learner(folder, 11)
+    asked = [replace(requests("a")[0], max_new_tokens=120, seed=seed) for seed in range(4)]
+    answers: list[Future[Completion]] = []
+
+    class AskedMeanwhile(Adapted):
+        def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from super().base_weights()
+            if answers:
+                answers.extend(engine.submit(asked[2:]))
 
     def push_both(version: int) -> None:
         push_adapter(
-            Adapted(model, folder),
+            AskedMeanwhile(model, folder),
             InThisProcess(engine),
             name="a",
             version=version,
-            transport=ObjectTransport(),
+            transport=ObjectTransport(in_flight="recompute"),
             engines_have_base=False,
             probe=Probe(PROMPTS[:2], 4, 1.0, "float32", seed=0, joins=True),
             workers=Workers(),
@@ -269,11 +285,8 @@ def test_what_waits_for_an_adapter_outlives_a_push_of_the_weights_below_it(
         )
 
     push_both(60)
-    asked = [replace(requests("a")[0], max_new_tokens=120, seed=seed) for seed in range(4)]
-    answers = engine.submit(asked[:2])
+    answers += engine.submit(asked[:2])
     until(runs(engine, 2, 20))
-    engine.pause()
-    answers += engine.submit(asked[2:])
     moved(model)
     push_both(61)
     done = [answer.result() for answer in answers]

@@ -125,7 +125,7 @@ def test_responses_meet_new_weights_and_every_token_keeps_the_bound(
         # All that the bound admits was asked for, and is trained by the next steps.
         assert row["rollout/samples_carried"] == 32 * min(2, 4 - step)
         assert row["rollout/samples_asked_again"] == 0
-        assert row["perf/engine_running"] <= 2
+        assert row["perf/engine_running"] <= 2.5  # a probe of two joins them for four tokens
         several += sum(len(set(v.tolist())) > 1 for v in versions)
         # Tokens of the newest weights have their log-probs, whoever sampled what stands before.
         if (gap := row.get("mismatch/log_prob_gap_mean_lag_0")) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,7 @@ from raypo.config import EngineSection
 from raypo.deployment.deployment import Deployment, Place, start_deployment
 from raypo.run.handles import EngineHandle
 from raypo.serving.engine import Engine
-from raypo.serving.requests import SamplingRequest
+from raypo.serving.requests import Load, SamplingRequest
 from raypo.weights.store import Keeper, Kept
 from tests.integration.test_engine import weights
 from tests.stand_ins import local_push, pack
@@ -82,7 +83,7 @@ def test_many_callers_share_the_steps_of_one_engine(engines: EngineHandle):
 def test_callers_are_not_in_the_way_of_a_pause_and_a_cancellation(engines: EngineHandle):
     under_way = [engines.submit.remote([ask(400, seed, id=f"{seed}")]) for seed in range(THREADS)]
     up = engines.pinned()
-    [each.result() for each in up.pause.on_all("keep")]
+    [each.result() for each in up.replicas.pause.on_all("keep")]
     whole = engines.generate.remote([ask(3, 0)])  # a batch waits for the pause to end too
     assert [each.result() for each in engines.cancel.on_all("1", "2", "nobody's")] == [2]
     [each.result() for each in up.resume.on_all()]
@@ -90,6 +91,29 @@ def test_callers_are_not_in_the_way_of_a_pause_and_a_cancellation(engines: Engin
     assert [each.finish_reason for each in answers[1:3]] == ["cancelled"] * 2
     assert all(len(each.token_ids) == 400 for each in [answers[0], *answers[3:]])
     assert len(whole.result()[0].token_ids) == 3
+
+
+def test_an_engine_gives_back_what_nobody_waits_for_any_more(engines: EngineHandle):
+    up = engines.pinned()
+
+    def load() -> Load:
+        return up.replicas.load.on_all()[0].result()
+
+    async def leave() -> None:
+        left = asyncio.create_task(engines.join(ask(400, 0)))
+        stays = asyncio.create_task(engines.join(ask(400, 1)))
+        before = load().tokens
+        while load().tokens < before + 20:
+            await asyncio.sleep(0.01)
+        left.cancel()
+        assert len((await stays).token_ids) == 400
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        while load().running:
+            await asyncio.sleep(0.01)
+        assert before + 400 < load().tokens < before + 790
+
+    asyncio.run(leave())
 
 
 def test_what_requires_a_push_that_was_replaced_is_served_by_the_newer_one(

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from raypo.config import EngineSection
+from raypo.config import EngineSection, InFlight
 from raypo.serving.engine import Engine
-from raypo.serving.requests import Completion, InFlight, SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import PushStart
+from raypo.weights.store import Kept
+from raypo.weights.transport import PushStart, WeightPush
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -270,6 +271,57 @@ def test_a_push_that_fails_half_way_loses_no_request(served: Pair):
     done = results(answers)
     assert [len(each.token_ids) for each in done] == [60] * 6
     assert [each.weight_version for each in done] == [old] * RUNNING + [served.version] * 2
+
+
+@dataclass(frozen=True)
+class KeptHere(Kept):
+    push: WeightPush | None = None
+
+    def fetch(self) -> WeightPush | None:
+        return self.push
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "restart"])
+def test_what_requires_the_push_before_waits_for_the_one_that_has_begun(
+    served: Pair, in_flight: InFlight
+):
+    """The engine was started again, and has made up for the push that it missed."""
+    engine = served.engine
+    before, new = (replace(served.push(), id=f"{in_flight} {n}") for n in range(2))
+    engine.hold(KeptHere(before.id, push=before))
+    running = engine.submit([ask(60, seed) for seed in range(2)])
+    until(runs(engine, 2, 10))
+
+    engine.begin_push(PushStart(new.version, new.id, in_flight))
+    engine.hold(KeptHere(before.id))  # it is kept no longer
+    running += engine.submit([ask(5, 7)])
+    for bucket in new.buckets:
+        engine.load_bucket(bucket)
+    engine.finish_push(new.manifest)
+    assert not any(answer.done() for answer in running)
+    engine.resume()
+
+    *old, asked_meanwhile = results(running)
+    assert set(asked_meanwhile.weight_versions) == {new.version}
+    first = new.version if in_flight == "restart" else before.version
+    assert [each.weight_version for each in old] == [first] * 2
+
+
+def test_an_engine_that_missed_the_rest_of_a_push_does_not_stay_paused(served: Pair):
+    engine = served.engine
+    pushes = [replace(served.push(), id=id) for id in ("half", "whole", "unheard")]
+    half, whole, unheard = pushes
+    engine.begin_push(PushStart(half.version, "half", "recompute"))
+    (answer,) = engine.submit([ask(5)])
+    engine.hold(KeptHere("whole", push=whole))  # the others got it once more
+    assert set(results([answer])[0].weight_versions) == {whole.version}
+
+    engine.begin_push(PushStart(unheard.version, "unheard", "recompute"))
+    for bucket in unheard.buckets:
+        engine.load_bucket(bucket)
+    engine.finish_push(unheard.manifest)  # and nobody tells it to resume
+    engine.hold(KeptHere("unheard"))
+    assert set(results(engine.submit([ask(5)]))[0].weight_versions) == {unheard.version}
 
 
 def test_whole_batches_share_their_steps_with_nobody(engine: Engine):

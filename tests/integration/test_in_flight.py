@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from raypo.calls import AnswerOfEntries
 from raypo.collectives import Workers
-from raypo.config import EngineSection, FilterSection, RewardSection
+from raypo.config import EngineSection, FilterSection, InFlight, RewardSection
 from raypo.data.stream import Draw, PromptStream
 from raypo.metrics.clock import Clock
 from raypo.rollout.ahead import RolloutsAhead
@@ -28,7 +28,7 @@ from raypo.rollout.collect import Sampling, sample
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.rollout.refill import Collected, fill_step
 from raypo.serving.engine import Engine
-from raypo.serving.requests import Completion, InFlight, SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
 from tests.integration.test_engine import Pair
 from tests.stand_ins import Lossy

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -22,11 +23,18 @@ from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer, Rollout
 from raypo.cluster.connect import connect
-from raypo.config import ClusterSection
+from raypo.config import ClusterSection, ConfigError
 from raypo.deployment.spec import Request
 from raypo.serving.requests import Load
+from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.summary import FATES
-from tests.integration.task import REPOSITORY, digit_share, kill_train_workers, read_metrics
+from tests.integration.task import (
+    REPOSITORY,
+    digit_share,
+    kill_train_workers,
+    numbers,
+    read_metrics,
+)
 from tests.integration.test_ppo_run import wait_for_steps
 
 pytestmark = pytest.mark.usefixtures("ray_of_six")
@@ -34,6 +42,10 @@ pytestmark = pytest.mark.usefixtures("ray_of_six")
 NUM_STEPS, STALENESS = 6, 2
 SAMPLES = 32
 """Of a step."""
+ADAPTER: dict[str, Any] = {
+    "model.lora": {"rank": 4, "alpha": 16, "push": "adapter"},
+    "learner.policy_lr": 1e-2,
+}
 TWO_OF_EACH: dict[str, Any] = {"learner.num_workers": 2, "rollout.engine.count": 2}
 
 
@@ -161,11 +173,7 @@ def test_two_workers_with_two_engines_that_are_both_lost_after_a_push(task: Path
 
 
 def test_an_adapter_that_is_pushed_beside_its_base(task: Path):
-    lora: dict[str, Any] = {
-        "model.lora": {"rank": 4, "alpha": 16, "push": "adapter"},
-        "learner.policy_lr": 1e-2,
-    }
-    folder, metrics = run(task, "adapter", **lora)
+    folder, metrics = run(task, "adapter", **ADAPTER)
     assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
     assert_accounts_close(folder, metrics)
     assert all(row["mismatch/probe_gap_max"] < 1e-3 for row in metrics)
@@ -185,6 +193,7 @@ def test_a_filter_whose_batches_overlap_trains_the_groups_that_pass_in_their_ord
     assert drawn == [group for group in range(2 * max(drawn)) if group % 3][: 8 * NUM_STEPS]
     totals = assert_accounts_close(folder, metrics)
     assert totals["filtered"] == 4 * sum(group % 3 == 0 for group in range(max(drawn)))
+    assert totals["carried"] == 0
 
 
 def fails_at_times(rollouts: list[Rollout]) -> list[float | None]:
@@ -222,6 +231,81 @@ def test_a_killed_worker_loses_no_sample_of_those_that_are_in_flight_and_stale(t
     assert totals["trained"] == SAMPLES * NUM_STEPS
     assert totals["asked_again"] > 0
     assert max(row["rollout/staleness_max"] for row in metrics[3:]) > 0, "none was stale"
+
+
+def after_a_checkpoint(folder: Path) -> None:
+    while True:
+        with suppress(ConfigError):
+            find_checkpoint(str(folder))
+            return
+        time.sleep(0.01)
+
+
+def in_an_update(folder: Path) -> None:
+    wait_for_steps(folder, 3)
+    last = read_metrics(folder)[-1]
+    assert last["time/update_s"] > 0.6 * last["time/step_s"], "the next one may not be half done"
+    time.sleep(0.5 * last["time/step_s"])
+
+
+@pytest.mark.parametrize("when", [after_a_checkpoint, in_an_update])
+def test_two_workers_that_are_killed_lose_no_sample(task: Path, when: Callable[[Path], None]):
+    def kill(folder: Path) -> None:
+        when(folder)
+        kill_train_workers()
+
+    changes = TWO_OF_EACH | {"ppo.num_epochs": 16}
+    folder, metrics = run(task, f"killed_{when.__name__}", kill, **changes)
+    assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
+    totals = assert_accounts_close(folder, metrics)
+    assert (totals["carried"], totals["trained"]) == (0, SAMPLES * NUM_STEPS)
+
+
+class Digits:
+    """Asks twice; a turn is worth its share of digits."""
+
+    def reset(self, prompt: str, label: str) -> None:
+        self.left = 2
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self.left -= 1
+        return " more? ", sum(map(str.isdigit, action)) / 8, self.left == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("workers", {"learner.num_workers": 2, "rollout.engine.count": 1}),
+        ("filter", {"ppo.filter.enabled": True}),
+        ("adapter", ADAPTER),
+        (
+            "environment",
+            {
+                "rollout.environment": f"{__name__}:Digits",
+                "rollout.max_new_tokens": 8,
+                "rollout.max_episode_tokens": 60,
+            },
+        ),
+    ],
+)
+def test_async_without_staleness_is_the_synchronous_run(
+    task: Path, what: str, changes: dict[str, Any]
+):
+    """Bit for bit, beside a synchronous run of the same keys."""
+    reward = None if what == "environment" else alike_in_every_third_group
+    changes |= {"reward.function": None} if reward is None else {}
+
+    def of(mode: str, max_staleness: Any) -> tuple[list[dict[str, Any]], list[pa.Table]]:
+        ahead: dict[str, Any] = {"rollout.mode": mode, "rollout.max_staleness": max_staleness}
+        folder, metrics = run(task, f"{what}_{mode}", reward=reward, **changes, **ahead)
+        files = sorted((folder / "rollouts").glob("step_*.parquet"))
+        return numbers(metrics), [pq.read_table(each).drop_columns("episode") for each in files]
+
+    metrics, rows = of("async", 0)
+    assert (metrics, rows) == of("sync", "auto")
+    assert len(rows) == NUM_STEPS
+    if what == "filter":
+        assert all(row["rollout/samples_filtered"] > 0 for row in metrics)
 
 
 def test_an_engine_that_is_slow_at_times_delays_and_changes_nothing(task: Path):

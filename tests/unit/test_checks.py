@@ -376,8 +376,14 @@ def test_old_samples_without_a_correction_are_told_of(values: dict):
     for ppo in ({"correction": {"kind": "tis"}}, {"old_log_probs": "engine"}):
         notes = check_inputs(PPOConfig.parse(values | {"ppo": ppo}))
         assert not any("old samples" in note for note in notes)
-    values["rollout"]["max_staleness"] = 1
-    assert not any("old samples" in note for note in check_inputs(PPOConfig.parse(values)))
+    for rollout, start in (
+        ({"mode": "async"}, "rollout.max_staleness (1): "),
+        ({"mode": "one_step_off"}, "rollout.mode (one_step_off): "),
+        ({"mode": "async", "max_staleness": 0}, None),
+    ):
+        notes = check_inputs(PPOConfig.parse(values | {"rollout": rollout}))
+        told = [note for note in notes if "old samples" in note]
+        assert [note.startswith(start or "") for note in told] == [True] * (start is not None)
 
 
 def test_models_that_nobody_asks_are_told_of(values: dict):

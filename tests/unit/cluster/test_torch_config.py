@@ -34,9 +34,7 @@ def start(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> list[Any]:
 
 def test_a_worker_whose_torch_sees_none_of_its_gpus_says_why(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    begin = (
-        r"^learner\.use_gpu \(True\): a worker on 10\.0\.0\.3 has 1 GPU, and torch "
-    )
+    begin = r"^learner\.use_gpu \(True\): a worker on 10\.0\.0\.3 has 1 GPU, and torch "
     with pytest.raises(ConfigError, match=begin):
         start(monkeypatch, ["0"])
 

@@ -167,6 +167,19 @@ def test_a_call_that_several_make_under_one_id_is_made_once_and_each_gets_its_pa
     assert run(together()) == [[0, 1], [2], 0]
 
 
+def test_what_a_caller_that_gives_up_was_promised_is_cancelled():
+    counter = replica()
+
+    async def give_up() -> list[bool]:
+        under_way = asyncio.create_task(ask(counter, "a", "promise_all", 2))
+        await asyncio.sleep(0.05)
+        under_way.cancel()
+        await asyncio.gather(under_way, return_exceptions=True)
+        return [each.cancelled() for each in counter._target.promised]
+
+    assert run(give_up()) == [True, True]
+
+
 def test_a_promise_that_breaks_the_object_is_no_error_of_the_request():
     counter = replica()
 

@@ -178,6 +178,18 @@ def test_a_run_of_another_recipe_shows_what_it_has(tmp_path: Path):
     assert 'id="distance-from-the-reference"' not in html
 
 
+@pytest.mark.parametrize(("is_async", "newest"), [(True, [1.0, 0.5, 0.25]), (False, [0.0] * 3)])
+def test_the_age_of_tokens_is_drawn_where_it_varies(
+    tmp_path: Path, is_async: bool, newest: list[float]
+):
+    files = RunFiles(str(tmp_path), "run")
+    files.write_config({"name": "run", "recipe": "ppo"})
+    for step, share in enumerate(newest, start=1):
+        shares = {"rollout/staleness_share_0": share, "rollout/staleness_share_1": 1.0 - share}
+        files.append_metrics(step, {"rollout/score_mean": 0.5} | shares)
+    assert ("Tokens by their age in updates" in titles(page_text(tmp_path / "run"))) == is_async
+
+
 def test_several_runs_share_their_axes(run: Path, tmp_path: Path):
     changes: dict[str, Any] = {"rollout/score_mean": 0.5}
     other = write_run(tmp_path, "other", **changes)

@@ -227,10 +227,11 @@ def played(
     samples: int = 2,
     temperature: float = 1.0,
     max_tokens: int = 400,
+    at: str = __name__,
     **keys: Any,
 ) -> list[Rollout]:
     section = RolloutSection.model_validate(
-        {"agent": f"{__name__}:{name}", "max_episode_tokens": 300, "max_new_tokens": 8} | keys
+        {"agent": f"{at}:{name}", "max_episode_tokens": 300, "max_new_tokens": 8} | keys
     )
     agents = Agents(section, Sessions(tokenizer, [END], section))
     tokens = TurnTokens(tokenizer, [END])

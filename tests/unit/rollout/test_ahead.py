@@ -190,10 +190,25 @@ def test_with_a_filter_every_step_trains_the_groups_that_a_synchronous_run_train
         [group for group, _ in rows] for _, rows in in_turn.trained
     ]
     assert_within_the_bound(run, max_staleness)
+    assert run.figures[-1]["rollout/samples_carried"] == 0
     outcomes = ("trained", "filtered", "failed")
     for mine, theirs in zip(run.figures, in_turn.figures, strict=True):
         for name in outcomes:
             assert mine[f"rollout/samples_{name}"] == theirs[f"rollout/samples_{name}"]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_last_step_of_a_filter_draws_no_more_than_it_lacks(num_workers: int):
+    def go(workers: Workers) -> tuple[list[int], float]:
+        run = Run(max_staleness=2, workers=workers, passes=lambda group: group % 3 < 2)
+        run.sampling_s = lambda group: 0.003 * workers.rank
+        run.go()
+        return run.groups(), run.figures[-1]["rollout/samples_carried"]
+
+    told = on_workers(num_workers, go)
+    trained = sorted(group for groups, _ in told for group in groups)
+    assert trained == [group for group in range(24) if group % 3 < 2][: 8 * PROMPTS_PER_STEP]
+    assert {carried for _, carried in told} == {0.0}
 
 
 def test_two_batches_of_a_filter_are_sampled_at_the_same_time():
@@ -294,7 +309,8 @@ def test_what_was_collected_has_spans_of_its_own():
     run = Run(max_staleness=1, settles=True)
     run.go()
     names = [name for name, _, _ in run.ahead.spans()]
-    assert names.count("time/generate_s") == run.num_steps
+    versions = [0, *range(run.num_steps - 1)]
+    assert names == [f"time/generate_v{version}_s" for version in versions]
     assert run.ahead.spans() == []
 
 

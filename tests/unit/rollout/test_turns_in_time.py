@@ -14,10 +14,11 @@ from transformers import AutoTokenizer
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers
 from raypo.rollout.collect import PushAgain
+from raypo.rollout.policy import Policy
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from tests.tiny import tiny_tokenizer
-from tests.unit.rollout import test_episodes
+from tests.unit.rollout import test_agents, test_episodes
 from tests.unit.rollout.test_episodes import Counting, Talking
 
 WAYS = ("in_step", "continuous")
@@ -197,6 +198,49 @@ def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, lost_a
 
     with pytest.raises(NoReplicaLeft, match="nobody"):
         played(tokenizer, "Ragged", Lost(), "continuous", labels=labels)
+
+
+class Leaves:
+    """Has two turns sampled at a time, and does not wait for the second."""
+
+    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+        asked = [asyncio.create_task(policy.generate(prompt)) for _ in range(2)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        if label == "fails":
+            raise OSError("no such tool")
+        if label == "cancels":
+            asked[1].cancel()
+            await policy.generate(prompt)
+        return 1.0
+
+
+@pytest.mark.parametrize("label", ["returns", "fails", "cancels"])
+def test_a_turn_that_nobody_waits_for_is_not_sampled_to_its_end(tokenizer, label):
+    class Endless(Joined):
+        """Of its second response."""
+
+        num_asked, num_withdrawn = 0, 0
+
+        async def join(self, request: SamplingRequest) -> Completion:
+            self.num_asked += 1
+            if self.num_asked == 2:
+                try:
+                    await asyncio.sleep(30)
+                except asyncio.CancelledError:
+                    self.num_withdrawn += 1
+                    raise
+            return await super().join(request)
+
+    engine = Endless()
+    rollouts = test_agents.played(
+        tokenizer, "Leaves", engine, labels=(label,), samples=1, turns="continuous", at=__name__
+    )
+    assert engine.num_withdrawn == 1
+    assert len(rollouts) == len(engine.rounds) == (2 if label == "cancels" else 1)
+    assert ids(rollouts) == [engine.said[lot[0].seed].tolist() for lot in engine.rounds]
+    episode = rollouts[0].episode
+    assert episode is not None
+    assert episode.error == ("OSError: no such tool" if label == "fails" else None)
 
 
 def test_an_engine_that_fails_otherwise_ends_the_run(tokenizer):

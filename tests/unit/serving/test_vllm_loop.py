@@ -239,6 +239,31 @@ def test_what_a_pause_restarts_enters_again_at_its_place_while_others_still_run_
     loop.close()
 
 
+def test_what_nobody_waits_for_any_more_is_given_back() -> None:
+    loop = VllmLoop(partial(StandIn, max_num_seqs=2), Serving(version=1), max_waiting=8)
+    asked = loop.submit([ask(10**9)] * 3, alone=False)
+    until(lambda: loop.call(lambda: len(loop._running)) == 2)
+    running, stays, waits = [each.answer for each in asked]
+    for left in (waits, running):
+        assert not left.cancel(), "it is answered all the same"
+        assert left.result(SOON_S).finish_reason == "cancelled"
+    assert (len(waits.result().token_ids), stays.done()) == (0, False)
+    loop.close()
+    assert not stays.cancel()
+
+
+def test_a_probe_does_not_wait_for_a_response_to_end_where_all_places_are_taken() -> None:
+    loop = VllmLoop(partial(StandIn, max_num_seqs=4), Serving(version=1), max_waiting=8, probes=2)
+    asked = loop.submit([ask(10**9)] * 3, alone=False)
+    until(lambda: loop.call(lambda: len(loop._running)) == 2)
+    for _ in range(2):
+        probes = loop.submit([ask(4, priority=-1)] * 3, alone=False)
+        for each in probes:
+            assert each.answer.result(SOON_S).finish_reason == "length"
+    assert [each.name is not None for each in asked] == [True, True, False]
+    loop.close()
+
+
 def test_what_is_restarted_was_not_answered_and_is_late_at_its_old_time() -> None:
     loop = VllmLoop(StandIn, Serving(version=1), max_waiting=8)
     (late,) = loop.submit([ask(10**9, timeout_s=3.0)], alone=False)

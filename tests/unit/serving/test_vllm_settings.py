@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -87,6 +88,9 @@ def test_extra_wins(tmp_path) -> None:
     section = EngineSection(extra={"enforce_eager": False, "max_num_seqs": 3})
     chosen = arguments(str(tiny_policy(tmp_path)), section)
     assert (chosen["enforce_eager"], chosen["max_num_seqs"]) == (False, 3)
+    shape: dict[str, Any] = {"dtype": "float32", "max_model_len": 300, "seed": 1, "device": "cpu"}
+    beside = engine_arguments(chosen["model"], section, **shape, probes=2)
+    assert beside == chosen | {"max_num_seqs": 5}
 
 
 def test_default_kv_cache_holds_one_sequence_at_least(tmp_path) -> None:

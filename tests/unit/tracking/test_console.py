@@ -52,6 +52,11 @@ def test_evaluation_is_told_when_there_is_one():
     assert step_line(10, 40, {"eval/score_mean": 0.75}) == "step 10/40  eval +0.750"
 
 
+def test_staleness_is_shown_where_there_is_some():
+    assert step_line(1, 1, {"rollout/staleness_mean": 0.0}) == "step 1/1"
+    assert step_line(1, 1, {"rollout/staleness_mean": 1.25}) == "step 1/1  staleness 1.2"
+
+
 def test_nan_is_shown_as_such():
     assert step_line(1, 1, {"rollout/score_mean": math.nan}) == "step 1/1  score +nan"
 

@@ -34,10 +34,11 @@ class Receiver:
         self.version: int | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.epochs: list[int] = []
+        self.start: PushStart | None = None
         self._arrived: list[TensorSpec] = []
 
     def begin_push(self, start: PushStart) -> Ready:
-        self.version, self._arrived = None, []
+        self.start, self.version, self._arrived = start, None, []
         return Ready(1, self.group.rendezvous.epoch if self.group else None)
 
     def join_group(self, rendezvous: Rendezvous) -> None:
@@ -125,9 +126,14 @@ class Handle:
         raise AssertionError("a transport requires nothing: its caller does")
 
 
-def transport(timeout_s: float = LIMIT_S) -> BroadcastTransport:
+def transport(timeout_s: float = LIMIT_S, **options: Any) -> BroadcastTransport:
     return BroadcastTransport(
-        backend="gloo", device="cpu", host="127.0.0.1", timeout_s=timeout_s, bucket_bytes=512
+        backend="gloo",
+        device="cpu",
+        host="127.0.0.1",
+        timeout_s=timeout_s,
+        bucket_bytes=512,
+        **options,
     )
 
 
@@ -143,6 +149,14 @@ def test_every_receiver_gets_every_tensor_and_the_group_stays():
         assert receiver.version == 2
         assert receiver.epochs == [1], "the second push needs no new group"
         assert all(torch.equal(receiver.tensors[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_what_begins_a_push_says_what_becomes_of_requests_in_flight():
+    receiver, sender = Receiver(), transport(in_flight="keep")
+    push(sender, Handle(receiver), 1)
+    assert receiver.start is not None
+    assert sender.kept is not None
+    assert receiver.start == PushStart(1, sender.kept.id, "keep")
 
 
 def test_a_group_that_lost_or_gained_a_member_is_succeeded_by_another():
