@@ -34,15 +34,17 @@ class SharedPrompts(torch.autograd.Function):
         norms = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         there, _, tokens, back = layout.responses
         if len(tokens):
-            own = _attend(q[there], k[there], v[there], scale, causal=True)
+            own = _attend(q[there], k[there], v[there], scale=scale, causal=True)
             mixed[tokens], norms[tokens] = (each.flatten(0, 1)[back] for each in own)
         for group in layout.groups:
             prompt, said = group.prompt_slice, group.responses_slice
-            seen = _attend(*(x[None, prompt] for x in (q, k, v)), scale, causal=True)
+            seen = _attend(*(x[None, prompt] for x in (q, k, v)), scale=scale, causal=True)
             mixed[prompt], norms[prompt] = (each[0] for each in seen)
             if not any(group.responses):
                 continue
-            seen = _attend(q[None, said], k[None, prompt], v[None, prompt], scale, causal=False)
+            seen = _attend(
+                q[None, said], k[None, prompt], v[None, prompt], scale=scale, causal=False
+            )
             of_prompt, its_norms = (each[0] for each in seen)
             both = torch.logaddexp(its_norms, norms[said])
             shares = ((each - both).exp()[..., None] for each in (its_norms, norms[said]))
@@ -62,18 +64,18 @@ class SharedPrompts(torch.autograd.Function):
         if len(tokens):
             known = [each[there] for each in (grad, q, k, v, mixed, norms)]
             known[0][is_padding] = 0.0
-            for whole, part in zip(made, _gradients(*known, scale, causal=True), strict=True):
+            for whole, part in zip(made, _gradients(*known, scale=scale, causal=True), strict=True):
                 whole[tokens] = part.flatten(0, 1)[back]
         for group in ctx.layout.groups:
             prompt, said = group.prompt_slice, group.responses_slice
             known = [each[None, prompt] for each in (grad, q, k, v, mixed, norms)]
-            for whole, part in zip(made, _gradients(*known, scale, causal=True), strict=True):
+            for whole, part in zip(made, _gradients(*known, scale=scale, causal=True), strict=True):
                 whole[prompt] = part[0]
             if not any(group.responses):
                 continue
             known = [each[None, said] for each in (grad, q, mixed, norms)]
             known[2:2] = [k[None, prompt], v[None, prompt]]
-            parts = _gradients(*known, scale, causal=False)
+            parts = _gradients(*known, scale=scale, causal=False)
             for whole, where, part in zip(made, (said, prompt, prompt), parts, strict=True):
                 whole[where] += part[0]
         return *made, None, None
@@ -83,8 +85,8 @@ def _attend(
     q: Tensor,  # [n, L, H, D]
     k: Tensor,  # [n, K, H, D]
     v: Tensor,  # [n, K, H, D]
-    scale: float,
     *,
+    scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """What is mixed [n, L, H, D], and the logs of the sums of exponentials [n, L, H]."""
@@ -100,8 +102,8 @@ def _gradients(
     v: Tensor,  # [n, K, H, D]
     mixed: Tensor,  # [n, L, H, D], of all that a token sees
     norms: Tensor,  # [n, L, H]
-    scale: float,
     *,
+    scale: float,
     causal: bool,
 ) -> tuple[Tensor, ...]:
     """Of q, k and v, as far as a token's attention to these keys goes."""

@@ -192,7 +192,7 @@ def microbatch(dtype: str = "bfloat16", *, layers: int = 24, device: str = "cuda
         held = _allocated(device)
         _backward(policy, batch, device)
         measured = _peak(device) - held
-    saved = memory.activations(shape, batch, itemsize=itemsize)
+    saved = memory.activations(shape, batch, itemsize=itemsize, device=device)
     planned = saved + memory.logits(shape, batch, itemsize=itemsize, device=device, learns=True)
     planned += shape.parameters * itemsize  # the gradients of this one pass
     found = {"tokens": batch.tokens, "planned_gb": planned / 1e9, "measured_gb": measured / 1e9}

@@ -302,7 +302,7 @@ def test_what_requires_the_push_before_waits_for_the_one_that_has_begun(
     engine.resume()
 
     *old, asked_meanwhile = results(running)
-    assert set(asked_meanwhile.weight_versions) == {new.version}
+    assert set(versions_of(asked_meanwhile)) == {new.version}
     first = new.version if in_flight == "restart" else before.version
     assert [each.weight_version for each in old] == [first] * 2
 
@@ -314,14 +314,14 @@ def test_an_engine_that_missed_the_rest_of_a_push_does_not_stay_paused(served: P
     engine.begin_push(PushStart(half.version, "half", "recompute"))
     (answer,) = engine.submit([ask(5)])
     engine.hold(KeptHere("whole", push=whole))  # the others got it once more
-    assert set(results([answer])[0].weight_versions) == {whole.version}
+    assert set(versions_of(results([answer])[0])) == {whole.version}
 
     engine.begin_push(PushStart(unheard.version, "unheard", "recompute"))
     for bucket in unheard.buckets:
         engine.load_bucket(bucket)
     engine.finish_push(unheard.manifest)  # and nobody tells it to resume
     engine.hold(KeptHere("unheard"))
-    assert set(results(engine.submit([ask(5)]))[0].weight_versions) == {unheard.version}
+    assert set(versions_of(results(engine.submit([ask(5)]))[0])) == {unheard.version}
 
 
 def test_whole_batches_share_their_steps_with_nobody(engine: Engine):
