@@ -3,7 +3,7 @@
 from typing import Any
 
 from raypo.tools.calculator import calculator
-from raypo.tools.tool_calls import answer_calls
+from raypo.tools.calls import answer_calls
 
 TOOLS = [calculator]  # any async functions; docs/tools.md
 Observation = list[dict[str, str]] | None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from raypo.tools.tool_calls import MARKS, ToolCall, ToolError, Tools, parse_tool_calls
+from raypo.tools.calls import MARKS, ToolCall, ToolError, Tools, parse_tool_calls
 
 
 def text_and_calls(

@@ -20,7 +20,7 @@ from pebble import ProcessExpired, ProcessPool
 from raypo.concurrency import fork_context
 from raypo.custom.errors import text_of
 from raypo.rollout.work_time import too_slow
-from raypo.tools.tool_calls import heard
+from raypo.tools.calls import heard
 from raypo.types import ToolUse
 
 _make: Callable[[], Any] | None = None

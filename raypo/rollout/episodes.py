@@ -27,7 +27,7 @@ from raypo.rollout.players import Agents, Environments, Player
 from raypo.rollout.policy import EpisodeLimit, Policy, Recorded
 from raypo.rollout.sessions import Sessions
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.tools.tool_calls import heard
+from raypo.tools.calls import heard
 from raypo.types import Episode, Rollout
 
 T = TypeVar("T")

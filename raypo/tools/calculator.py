@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from raypo.tools.tool_calls import ToolError
+from raypo.tools.calls import ToolError
 
 MAX_CHARS = 1000
 MAX_BITS = 4096

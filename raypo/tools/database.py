@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-from raypo.tools.tool_calls import ToolError
+from raypo.tools.calls import ToolError
 
 LOOK_EVERY = 50
 """Instructions of SQLite's machine between two looks at the clock; one may search a whole text."""

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from raypo.tools.tool_calls import MARKS, PYTHON_TAG, parse_tool_calls
+from raypo.tools.calls import MARKS, PYTHON_TAG, parse_tool_calls
 from tests.tiny import tiny_tokenizer
 
 SCHEMA = {

@@ -18,7 +18,7 @@ from raypo.endpoint.protocol import (
     Wanted,
     template_messages,
 )
-from raypo.tools.tool_calls import ToolCall
+from raypo.tools.calls import ToolCall
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -2,7 +2,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.endpoint.text import text_and_calls
-from raypo.tools.tool_calls import ToolCall
+from raypo.tools.calls import ToolCall
 from tests.tiny import tiny_tokenizer
 
 EOS = 2

@@ -24,7 +24,7 @@ from raypo.rollout.policy import EpisodeLimit, Policy
 from raypo.rollout.sessions import Sessions
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
-from raypo.tools.tool_calls import answer_calls
+from raypo.tools.calls import answer_calls
 from raypo.types import Prompt, Rollout
 from tests.chat_templates import CHAT_TEMPLATES
 from tests.tiny import tiny_tokenizer

@@ -30,7 +30,7 @@ from raypo.rollout.players import Environments
 from raypo.run.rollout_metrics import sample_row
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
-from raypo.tools.tool_calls import answer_calls
+from raypo.tools.calls import answer_calls
 from raypo.types import Prompt, Rollout, ScoredRollout
 from tests.chat_templates import CHAT_TEMPLATES, MARKS, TOOL_TEMPLATES
 from tests.stand_ins import Engine

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from raypo.tools.calculator import calculator
-from raypo.tools.tool_calls import ToolError
+from raypo.tools.calls import ToolError
 
 
 @pytest.mark.parametrize(

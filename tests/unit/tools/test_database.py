@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from raypo.tools.calls import ToolError
 from raypo.tools.database import Database
-from raypo.tools.tool_calls import ToolError
 
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT sum(x) FROM n"
 

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.tools.calculator import calculator
+from raypo.tools.calls import ToolCall, ToolError, answer_calls, call, heard, parse_tool_calls
 from raypo.tools.sandbox import PythonSandbox
-from raypo.tools.tool_calls import ToolCall, ToolError, answer_calls, call, heard, parse_tool_calls
 from raypo.types import ToolUse
 from tests.tiny import tiny_tokenizer
 
