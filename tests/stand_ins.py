@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from raypo.calls import Here
+from raypo.deployed import Here
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from raypo.weights.buckets import Bucket, as_bytes, grouped, specs_of

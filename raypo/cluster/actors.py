@@ -18,7 +18,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raypo.calls import Answer
+from raypo.deployed import Answer
 from raypo.ray_internals import readiness
 
 T = TypeVar("T")

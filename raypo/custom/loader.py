@@ -237,6 +237,8 @@ class _WithAnyMethod(type):
     """Makes the outline of a class with base classes, which may have any further method."""
 
     def __getattr__(cls, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return _takes_anything
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from raypo.calls import AnswerOfEntries, MethodOfEntries
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers, as_tensor
+from raypo.deployed import AnswerOfEntries, MethodOfEntries
 from raypo.serving.requests import Completion, SamplingRequest
 
 LISTEN_EVERY_S = 0.1

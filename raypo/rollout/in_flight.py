@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from raypo.calls import AnswerOfEntries, MethodOfEntries
 from raypo.cluster.actors import NoReplicaLeft
+from raypo.deployed import AnswerOfEntries, MethodOfEntries
 from raypo.serving.requests import Completion, SamplingRequest
 
 

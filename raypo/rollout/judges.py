@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from raypo.calls import Answer, Method
 from raypo.config import ModelSection, RewardSection
+from raypo.deployed import Answer, Method
 from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score
 from raypo.types import Rollout, ScoredRollout
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from raypo.calls import Here
 from raypo.collectives import Workers
 from raypo.config import (
     ConfigError,
@@ -19,6 +18,7 @@ from raypo.config import (
     source_name,
 )
 from raypo.data.prompts import load_prompts
+from raypo.deployed import Here
 from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.plan.estimate import max_model_len
 from raypo.rewards.functions import evaluation_function, open_function

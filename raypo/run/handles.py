@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from raypo.calls import Answer, AnswerOfEntries, AnswerOfOne
+from raypo.deployed import Answer, AnswerOfEntries, AnswerOfOne
 from raypo.deployment.handle import DeploymentHandle, PinnedReplicas
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import FrozenModel, ReferenceModel, RewardModel, TorchModel
@@ -23,7 +23,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-# Not those of raypo.calls: of one and the same Protocol a type checker wants equal parameters,
+# Not those of raypo.deployed: of one and the same Protocol a type checker wants equal parameters,
 # of two it only asks whether the one accepts what the other does.
 class _OfAll(Protocol[P, T_co]):
     def on_all(self, *args: P.args, **kwargs: P.kwargs) -> Sequence[AnswerOfOne[T_co]]: ...

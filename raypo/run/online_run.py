@@ -13,7 +13,6 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from raypo.calls import AnswerOfOne
 from raypo.cluster.actors import DeploymentError, survivors
 from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers, as_tensor
@@ -22,6 +21,7 @@ from raypo.custom.loader import load_function
 from raypo.data.mixing import few_rows_notes, mix_of
 from raypo.data.prompts import load_prompts
 from raypo.data.stream import PromptStream
+from raypo.deployed import AnswerOfOne
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Span
 from raypo.metrics.process_memory import peak_memory

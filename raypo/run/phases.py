@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from raypo.calls import Answer, MethodOfAll
 from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
+from raypo.deployed import Answer, MethodOfAll
 from raypo.plan.phase_table import (
     ALLOWED,
     ENGINE_WEIGHTS,

@@ -9,11 +9,11 @@ import ray
 import ray.util
 import torch
 
-from raypo.calls import AnswerOfOne
 from raypo.cluster.actors import survivors
 from raypo.cluster.devices import together
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig, PolicyExamplesConfig
+from raypo.deployed import AnswerOfOne
 from raypo.deployment.deployment import (
     Deployment,
     DeploymentHandle,

@@ -17,10 +17,10 @@ import ray.util
 import torch
 from torch import Tensor
 
-from raypo.calls import MethodOfEach
 from raypo.cluster.actors import ReplicaLost, survivors
 from raypo.collectives import Workers
 from raypo.config import ConfigError, EngineSection, InFlight, OnlineConfig, PolicyExamplesConfig
+from raypo.deployed import MethodOfEach
 from raypo.rollout.dealing import to_experience
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience, Prompt, Rollout, ScoredRollout

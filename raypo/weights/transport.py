@@ -18,9 +18,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from raypo.calls import AnswerOfOne, MethodOfAll
 from raypo.collectives import Workers
 from raypo.config import InFlight
+from raypo.deployed import AnswerOfOne, MethodOfAll
 from raypo.plan.sizes import BUCKET_BYTES
 from raypo.weights.buckets import Bucket, Specs, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary

@@ -8,7 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import ray
 from ray.actor import ActorHandle
 
-from raypo.calls import MethodOfAll
+from raypo.deployed import MethodOfAll
 from raypo.weights.manifest import Manifest
 from raypo.weights.messages import OfferedBucket, Rendezvous
 from raypo.weights.transport import PushStart, Ready

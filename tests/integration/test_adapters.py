@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from raypo.calls import Here
 from raypo.collectives import Workers
 from raypo.config import EngineSection, LoraSection
+from raypo.deployed import Here
 from raypo.models.lora import (
     adapter_config,
     adapter_off,

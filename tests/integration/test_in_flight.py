@@ -18,10 +18,10 @@ import pytest
 from scipy.stats import ks_2samp
 from transformers import AutoModelForCausalLM
 
-from raypo.calls import AnswerOfEntries
 from raypo.collectives import Workers
 from raypo.config import EngineSection, FilterSection, InFlight, RewardSection
 from raypo.data.stream import Draw, PromptStream
+from raypo.deployed import AnswerOfEntries
 from raypo.metrics.clock import Clock
 from raypo.rollout.ahead import RolloutsAhead
 from raypo.rollout.collect import Sampling, sample

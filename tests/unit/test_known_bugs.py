@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from raypo.calls import Here
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.data.batching import batches_by_tokens
 from raypo.data.stream import Draw
+from raypo.deployed import Here
 from raypo.ppo.estimators import estimate_advantages
 from raypo.rollout.collect import Sampling, judge, sample
 from raypo.rollout.dealing import to_experience

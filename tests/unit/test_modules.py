@@ -5,7 +5,7 @@ from pathlib import Path
 
 import raypo
 
-SHARED = {"__init__.py", "__main__.py", "calls.py"}
+SHARED = {"__init__.py", "__main__.py"}
 
 
 def test_no_two_modules_have_one_file_name():

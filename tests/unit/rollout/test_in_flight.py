@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.calls import Given
 from raypo.cluster.actors import NoReplicaLeft
+from raypo.deployed import Given
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving.requests import Completion, SamplingRequest
 

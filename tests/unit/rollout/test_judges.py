@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raypo.calls import Here
 from raypo.config import ModelSection, RewardSection
+from raypo.deployed import Here
 from raypo.rewards.scoring import FailedScore, RewardError
 from raypo.rollout.judges import Judges, Judging
 from raypo.types import Rollout

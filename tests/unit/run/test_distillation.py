@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from raypo.calls import Here
 from raypo.collectives import Workers
 from raypo.config import DistillationConfig
 from raypo.data.stream import ShuffledStream
+from raypo.deployed import Here
 from raypo.recipes.distillation import DistillationRun
 from raypo.types import Example, ScoredRollout
 from tests.unit.run.test_rejection_sampling import scored

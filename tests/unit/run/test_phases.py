@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from raypo.calls import Here
 from raypo.collectives import Workers
+from raypo.deployed import Here
 from raypo.run.phases import ALLOWED, PRESENT, Phase, PhaseError, Phases
 
 STEP = [Phase.PUSH, Phase.PROBE, Phase.GENERATE, Phase.SCORE, Phase.LEARN]

@@ -11,8 +11,8 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 import pytest
 import torch
 
-from raypo.calls import MethodOfAll
 from raypo.collectives import Workers
+from raypo.deployed import MethodOfAll
 from raypo.weights.broadcast import BroadcastTransport, Group, connect
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
