@@ -324,8 +324,9 @@ class RolloutsAhead:
             laps[name] = laps.get(name, 0.0) + seconds
         clock.laps.clear()
         with self._changed:
-            named = f"_v{chunk.version}_s"
-            self._spans += [(name.removesuffix("_s") + named, *t) for name, *t in clock.spans]
+            for name, begin, end in clock.spans:
+                named = f"{name.removesuffix('_s')}_v{chunk.version}_s"
+                self._spans.append((named, begin, end))
             clock.spans.clear()
         return scored
 

@@ -132,8 +132,8 @@ class VllmLoop:
         self.progress = Progress()
         # Handed in by other threads, under the lock.
         self._door = threading.Condition()
-        self._news: list[Callable[[], None]] = []
-        self._calls: list[Callable[[], None]] = []
+        self._news: list[Callable[[], object]] = []
+        self._calls: list[Callable[[], object]] = []
         """What waits while a batch runs alone."""
         self._is_closing = False
         # Taken by callers, given back by the thread.
@@ -259,7 +259,7 @@ class VllmLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join(LEAVE_S)
 
-    def _hand_in(self, where: list[Callable[[], None]], what: Callable[[], None]) -> None:
+    def _hand_in(self, where: list[Callable[[], object]], what: Callable[[], object]) -> None:
         with self._door:
             if self._is_closing:
                 raise RuntimeError(self.serving.refusal() or "this engine was shut down.")

@@ -149,8 +149,8 @@ class BroadcastTransport:
         self.kept: Kept | None = None
         self._backend: Backend = backend
         self._device, self._host = torch.device(device), host
-        self._timeout_s, self._in_flight = timeout_s, in_flight
-        self._bucket_bytes = bucket_bytes
+        self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
+        self._in_flight: InFlight | None = in_flight
         self._group: Group | None = None
         self._epoch = 0
 

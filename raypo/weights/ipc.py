@@ -36,7 +36,7 @@ class IpcTransport:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.kept: Kept | None = None
-        self._in_flight = in_flight
+        self._in_flight: InFlight | None = in_flight
         self._device, self._bucket_bytes = device, bucket_bytes
 
     def push(

@@ -155,7 +155,7 @@ class ObjectTransport:
     ) -> None:
         self.kept: Kept | None = None
         self.keeper = Keeper()
-        self.in_flight = in_flight
+        self.in_flight: InFlight | None = in_flight
         self._bucket_bytes = bucket_bytes
 
     def push(

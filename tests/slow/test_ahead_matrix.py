@@ -254,7 +254,7 @@ def test_two_workers_that_are_killed_lose_no_sample(task: Path, when: Callable[[
         when(folder)
         kill_train_workers()
 
-    changes = TWO_OF_EACH | {"ppo.num_epochs": 16}
+    changes: dict[str, Any] = TWO_OF_EACH | {"ppo.num_epochs": 16}
     folder, metrics = run(task, f"killed_{when.__name__}", kill, **changes)
     assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
     totals = assert_accounts_close(folder, metrics)
