@@ -49,6 +49,10 @@ def _tell_failure(error: Exception) -> int:
     from raypo.config import ConfigError
     from raypo.ray_internals import cause_of
 
+    at_start = getattr(error, "controller_failure", None)
+    if isinstance(at_start, ConfigError):  # a worker has raised it, and Ray added its traceback
+        tell(str(getattr(at_start, "cause", at_start)))
+        return WRONG_INPUT
     failures = getattr(error, "worker_failures", None)
     if not failures:
         typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import raypo.cli
-from raypo.config import RECIPES, PPOConfig, SFTConfig
+from raypo.cli.exit_status import _tell_failure
+from raypo.config import RECIPES, ConfigError, PPOConfig, SFTConfig
 from raypo.storage.run_files import RunFiles
 from tests.recorded_run import write_run
 
@@ -127,6 +128,21 @@ def test_a_finished_run_of_epochs_is_known_by_its_steps(
     files.write_summary({"status": "finished", "steps": 5})
     assert exit_status(monkeypatch, "train", file) == 0
     assert "mine is finished" in capsys.readouterr().out
+
+
+def test_what_a_worker_refuses_at_its_start_is_told_without_its_traceback(
+    capsys: pytest.CaptureFixture[str],
+):
+    """Ray hands it on as an error of a task, and Ray Train as one of its controller."""
+    from ray.exceptions import RayTaskError
+    from ray.train import ControllerError
+
+    cause = ConfigError("learner.use_gpu (True): a worker on 10.0.0.3 has 1 GPU")
+    told = RayTaskError("execute", "a traceback", cause).as_instanceof_cause()
+    assert _tell_failure(ControllerError(told)) == 2
+    assert capsys.readouterr().err == f"raypo: {cause}\n"
+    assert _tell_failure(ControllerError(RuntimeError("no room"))) == 1
+    assert "no room" in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_status_2(monkeypatch: pytest.MonkeyPatch):
