@@ -92,7 +92,7 @@ def test_arguments_of_what_only_an_import_shows_are_left_to_it(tmp_path):
     for name in ("Inherits", "Data"):
         check_class(f"{path}:{name}", ENVIRONMENT, {"least": 1}, key=KEY)
         load_class(f"{path}:{name}", ENVIRONMENT, {"least": 1}, key=KEY)
-        with pytest.raises(ConfigError, match="unexpected keyword argument 'most'"):
+        with pytest.raises(ConfigError, match="missing a required argument: 'least'"):
             load_class(f"{path}:{name}", ENVIRONMENT, {"most": 1}, key=KEY)
     for check in (check_class, load_class):
         with pytest.raises(ConfigError, match="unexpected keyword argument 'least'"):
