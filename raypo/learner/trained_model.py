@@ -228,13 +228,37 @@ def in_shares(section: WorkersSection, *, dtype: str, workers: Workers) -> Itera
     if workers.count == 1 or config["zero_optimization"]["stage"] < 3:
         yield
         return
-    _import_deepspeed()
+    zero = _import_deepspeed().zero
+    own_init = zero.Init
+    zero.Init = _exact_buffers(zero)
     kept = HfDeepSpeedConfig(config)  # transformers looks at it for as long as it lives
     try:
         yield
     finally:
         unset_hf_deepspeed_config()
         del kept
+        zero.Init = own_init
+
+
+def _exact_buffers(zero: Any) -> Any:
+    """DeepSpeed's `zero.Init`, which rounds weights to the dtype of training, and only these.
+
+    Its own rounds all that a model makes of numbers: in bfloat16 rotary frequencies are off by up
+    to 0.2 %, which after 1,000 tokens is another angle than an engine's.
+    """
+
+    class Init(zero.Init):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            overrides = [zero.DeepSpeedTensorOverride.device]
+            super().__init__(*args, tensor_overrides=overrides, **kwargs)
+
+        def _post_init_method(self, module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(self.dtype)
+            super()._post_init_method(module)
+
+    return Init
 
 
 def outermost_networks(module: nn.Module) -> list[PreTrainedModel]:

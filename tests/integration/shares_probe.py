@@ -110,6 +110,7 @@ def main() -> None:
 def _learns_from_examples(model: str, workers: Workers) -> None:
     """One update of an sft run, whose policy lies in shares before DeepSpeed sees it."""
     from raypo.config import SFTConfig
+    from raypo.models.loading import load_causal_lm
     from raypo.recipes.sft import SFTRun
     from raypo.run.examples_run import new_learner
     from raypo.types import Example
@@ -129,6 +130,12 @@ def _learns_from_examples(model: str, workers: Workers) -> None:
         return task
 
     learner = new_learner(run, make_task)
+    expected = dict(load_causal_lm(model, dtype="bfloat16").named_buffers())
+    found = dict(learner.task.network.named_buffers())
+    assert found.keys() == expected.keys()
+    for name, buffer in expected.items():  # as rotary frequencies, which stay float32
+        assert buffer.dtype == found[name].dtype, name
+        assert torch.equal(buffer, found[name]), name
     example = Example(np.arange(4, 8, dtype=np.int32), np.arange(8, 12, dtype=np.int32))
     metrics = learner.update([example], step=1)
     assert metrics["train/examples"] == workers.count
