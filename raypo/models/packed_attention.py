@@ -178,7 +178,8 @@ def packed_attention(
     if heads > 1:
         k, v = (each.repeat_interleave(heads, dim=1) for each in (k, v))
     sees_all = sliding_window is None or layout.rows[0].shape[1] <= sliding_window
-    if sees_all and softcap is None and layout.shares_scores:
+    is_usual = softcap is None and q.shape == v.shape and q.device.type == "cpu"
+    if sees_all and is_usual and layout.shares_scores:
         return SharedPrompts.apply(q, k, v, layout, scale)[None], None
     there, back = layout.rows
     kind: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}
