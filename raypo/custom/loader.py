@@ -227,7 +227,7 @@ def _outline(spec: str, key: str) -> Any:
             }
             if cls.decorator_list or cls.keywords:  # a dataclass has another than it shows
                 methods["__init__"] = _takes_anything
-            elif cls.bases:
+            elif cls.bases or {"__init__", "__new__"} & dict(_defined(cls)).keys():
                 methods.setdefault("__init__", _takes_anything)
             return kind(name, (), methods)
     return None

@@ -148,7 +148,12 @@ class Replica:
 
     async def _answer(self, request: Request) -> Any:
         pool = self._pool if request.life is None else self._line
-        answer = await asyncio.wrap_future(pool.submit(self._run, request))
+        made = pool.submit(self._run, request)
+        try:
+            answer = await asyncio.wrap_future(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(_cancel_promised)  # nobody waits for what it is about to promise
+            raise
         if not isinstance(answer, list) or not any(isinstance(each, Future) for each in answer):
             return answer
         come = self._come[request.id] = []
@@ -229,6 +234,13 @@ class Replica:
         for id in done[:-KEPT_ANSWERS]:
             del self._requests[id]
             self._come.pop(id, None)
+
+
+def _cancel_promised(made: Future[Any]) -> None:
+    if not made.cancelled() and made.exception() is None and isinstance(made.result(), list):
+        for each in made.result():
+            if isinstance(each, Future):
+                each.cancel()
 
 
 async def _noted(number: int, promised: Future[Any], come: list[tuple[int, Any]]) -> Any:

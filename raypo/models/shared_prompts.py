@@ -58,12 +58,12 @@ class SharedPrompts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Part by part: by both's normaliser a part's probabilities are those of the whole."""
         q, k, v, mixed, norms = ctx.saved_tensors
-        (grad,), scale = grads, ctx.scale
+        grad, scale = grads[0].contiguous(), ctx.scale
         made = tuple(torch.empty_like(each) for each in (q, k, v))
         there, is_padding, tokens, back = ctx.layout.responses
         if len(tokens):
             known = [each[there] for each in (grad, q, k, v, mixed, norms)]
-            known[0][is_padding] = 0.0
+            known[0][is_padding], known[-1][is_padding] = 0.0, torch.inf  # no probability at all
             for whole, part in zip(made, _gradients(*known, scale=scale, causal=True), strict=True):
                 whole[tokens] = part.flatten(0, 1)[back]
         for group in ctx.layout.groups:

@@ -30,6 +30,8 @@ def class_and_arguments(
         lora = config.model.lora
         holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
         kwargs |= {"seed": config.seed, "reads_text": config.rollout.reads_text}
+        if isinstance(config, OnlineConfig) and config.rollout.has_requests_in_flight:
+            kwargs["probes"] = NUM_PROBES  # not where a batch has its engines for itself
         return Engine, kwargs | lengths | {"lora": lora if holds_adapter else None}
     assert isinstance(config, OnlineConfig), "others have engines only"
     in_vllm, is_reference = role.section.backend == "vllm", role.kind == "reference"
@@ -61,8 +63,6 @@ def deployment_of(
         more: Further arguments of its class.
     """
     cls, kwargs = class_and_arguments(role, config)
-    if cls is Engine and isinstance(config, OnlineConfig) and config.rollout.has_requests_in_flight:
-        kwargs["probes"] = NUM_PROBES  # not where a batch has its engines for itself
     # An actor that reserves no CPU gets one thread from Ray; it takes turns with its worker.
     cores = min(num_threads, os.cpu_count() or num_threads)
     threads = max(1, cores // role.num_devices)

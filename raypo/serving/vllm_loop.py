@@ -182,6 +182,8 @@ class VllmLoop:
     def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
         """Ask for responses. Where as many wait to join as may, the caller waits for a place.
 
+        Nobody waits with a priority below 0.
+
         Args:
             alone: They enter together, when nothing else runs, and nothing joins them.
 
@@ -199,14 +201,16 @@ class VllmLoop:
             return asked
         for each in asked:
             left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
-            if not self._places.acquire(timeout=left):
+            needs_place = each.request.priority >= 0
+            if needs_place and not self._places.acquire(timeout=left):
                 each.answer.set_result(completion_of((), (), "timeout"))
                 continue
-            each.has_place = True
+            each.has_place = needs_place
             try:
                 self._hand_in(self._news, partial(self._arrive, Lot([each], alone=False)))
             except RuntimeError:
-                self._places.release()  # who waits next shall be told too
+                if needs_place:
+                    self._places.release()  # who waits next shall be told too
                 raise
         return asked
 

@@ -111,7 +111,7 @@ def engine_arguments(
     reads_text: bool = False,
     probes: int = 0,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; `section.extra` wins over all of them.
+    """Arguments of `vllm.LLM`; `section.extra` wins over all of them, but for places of probes.
 
     Args:
         reads_text: Load the model's tokenizer, which strings that end a response need.
@@ -152,7 +152,11 @@ def engine_arguments(
         a_token = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
         arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(a_token, max_model_len)
     arguments |= section.extra
-    return arguments | {"max_num_seqs": arguments["max_num_seqs"] + probes}
+    if probes:
+        arguments["max_num_seqs"] += probes
+        if (most := arguments.get("max_num_batched_tokens")) is not None:  # vLLM wants one each
+            arguments["max_num_batched_tokens"] = max(most, arguments["max_num_seqs"])
+    return arguments
 
 
 def parallel_arguments(tensor_parallel: int) -> dict[str, Any]:

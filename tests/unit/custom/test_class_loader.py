@@ -80,6 +80,10 @@ class Data:
     least: int
     async def reset(self, prompt, label): ...
     async def step(self, action): ...
+class Borrows:
+    __init__ = Base.__init__
+    async def reset(self, prompt, label): ...
+    async def step(self, action): ...
 class Bare:
     async def reset(self, prompt, label): ...
     async def step(self, action): ...
@@ -89,7 +93,7 @@ class Bare:
 def test_arguments_of_what_only_an_import_shows_are_left_to_it(tmp_path):
     path = tmp_path / "others.py"
     path.write_text(OTHERS)
-    for name in ("Inherits", "Data"):
+    for name in ("Inherits", "Data", "Borrows"):
         check_class(f"{path}:{name}", ENVIRONMENT, {"least": 1}, key=KEY)
         load_class(f"{path}:{name}", ENVIRONMENT, {"least": 1}, key=KEY)
         with pytest.raises(ConfigError, match="missing a required argument: 'least'"):

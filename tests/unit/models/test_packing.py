@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Linear
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from transformers import (
     AutoModelForCausalLM,
@@ -139,6 +140,25 @@ def test_long_prompts_are_shared_in_attention_on_cpus_too(monkeypatch) -> None:
     again = gradients(model.train(), hidden_states(model.base_model, packed))
     for mine, theirs in zip(again, expected_gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_has_no_share_in_gradients_however_large_scores_are(monkeypatch) -> None:
+    ids = np.arange(40)
+    packed = pack([ids, ids], [ids[:4], ids[:31]])
+    torch.manual_seed(0)
+    size = packed.input_ids.shape[1]
+    q, k, v = (torch.randn(1, 2, size, 8) for _ in range(3))
+    given = [q + 1.0, k + 15.0 * torch.arange(size)[:, None], v]  # the later a key, the larger
+    made = []
+    for most in (10_000, -1):
+        monkeypatch.setattr(packing, "SHARED_SCORES", most)
+        known = [each.clone().requires_grad_() for each in given]
+        mixed, _ = packed_attention.packed_attention(
+            Linear(1, 1), *known, None, layout=packed.layout
+        )
+        made.append(torch.autograd.grad(mixed.square().sum(), known))
+    for rows, shared in zip(*made, strict=True):
+        torch.testing.assert_close(shared, rows, rtol=1e-3, atol=1e-3 * float(rows.abs().max()))
 
 
 @pytest.mark.parametrize("with_last", [False, True])
