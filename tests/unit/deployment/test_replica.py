@@ -45,6 +45,10 @@ class Counter:
         self.promised = [Future() for _ in range(count)]
         return self.promised
 
+    def promise_later(self) -> list[Future[int]]:
+        self.gate.wait(10)
+        return self.promise()
+
     def check_health(self) -> None:
         if self.is_broken:
             raise RuntimeError("cannot go on")
@@ -178,6 +182,23 @@ def test_what_a_caller_that_gives_up_was_promised_is_cancelled():
         return [each.cancelled() for each in counter._target.promised]
 
     assert run(give_up()) == [True, True]
+
+
+def test_what_is_promised_when_its_caller_has_given_up_is_cancelled_too():
+    counter = replica()
+
+    async def give_up() -> bool:
+        under_way = asyncio.create_task(ask(counter, "a", "promise_later"))
+        await asyncio.sleep(0.05)
+        under_way.cancel()
+        await asyncio.gather(under_way, return_exceptions=True)
+        counter._target.gate.set()
+        while not counter._target.promised:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        return counter._target.promised[0].cancelled()
+
+    assert run(give_up())
 
 
 def test_a_promise_that_breaks_the_object_is_no_error_of_the_request():

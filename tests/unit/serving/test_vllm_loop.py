@@ -253,7 +253,7 @@ def test_what_nobody_waits_for_any_more_is_given_back() -> None:
 
 
 def test_a_probe_does_not_wait_for_a_response_to_end_where_all_places_are_taken() -> None:
-    loop = VllmLoop(partial(StandIn, max_num_seqs=4), Serving(version=1), max_waiting=8, probes=2)
+    loop = VllmLoop(partial(StandIn, max_num_seqs=4), Serving(version=1), max_waiting=1, probes=2)
     asked = loop.submit([ask(10**9)] * 3, alone=False)
     until(lambda: loop.call(lambda: len(loop._running)) == 2)
     for _ in range(2):
