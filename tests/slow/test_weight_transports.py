@@ -18,7 +18,7 @@ from raypo.collectives import Workers
 from raypo.serving.engine import Engine
 from raypo.weights.broadcast import BroadcastTransport
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import ObjectTransport, PushStart, Transport
+from raypo.weights.transport import ObjectTransport, Transport
 from tests.integration.plain_handle import PlainHandle
 from tests.integration.test_engine import (
     AGREES,
@@ -89,6 +89,12 @@ class Fleet:
         disturb(self.learner)
         tensors = weights(self.learner).items() if named_tensors is None else named_tensors
         transport.push(tensors, self.handle, version=self.version, workers=Workers())
+
+    def renew(self, name: str) -> Any:
+        """A new engine, without weights, in the place of one."""
+        ray.kill(self.replicas[name])
+        self.replicas[name] = start(self.folder)
+        return self.replicas[name]
 
     def agree(self) -> bool:
         answers = [ray.get(a.generate.remote(probes(PROMPTS, 40))) for a in self.replicas.values()]
@@ -167,10 +173,9 @@ def test_no_engine_serves_after_its_sender_was_killed(fleet: Fleet, make: Callab
 def test_kept_buckets_bring_a_new_engine_to_the_same_version(fleet: Fleet):
     transport = ObjectTransport(bucket_bytes=BUCKET_BYTES)
     fleet.push(transport)
-    second = fleet.replicas["engine:1"]
+    second = fleet.renew("engine:1")
     assert transport.kept is not None
     assert len(transport.kept.fetch().buckets) > 2
-    ray.get(second.begin_push.remote(PushStart(99)))  # it lets go of its weights
     for _ in range(2):  # the second time there is nothing to do
         ray.get(second.hold.remote(transport.kept))
     assert fleet.agree()
@@ -184,9 +189,8 @@ def test_a_store_that_was_lost_comes_back_empty_and_is_filled_by_the_next_push(f
     assert before.store is not None
     ray.kill(ray.get_actor(before.store), no_restart=False)
     until(lambda: before.fetch() is None)
-    second = fleet.replicas["engine:1"]
-    ray.get(second.hold.remote(before))  # it has these
-    ray.get(second.begin_push.remote(PushStart(99)))
+    ray.get(fleet.replicas["engine:1"].hold.remote(before))  # it has these
+    second = fleet.renew("engine:1")
     with pytest.raises(WeightError, match="nothing of them is kept"):
         ray.get(second.hold.remote(before))
     fleet.push(transport)
