@@ -153,8 +153,9 @@ def test_padding_has_no_share_in_gradients_however_large_scores_are(monkeypatch)
     for most in (10_000, -1):
         monkeypatch.setattr(packing, "SHARED_SCORES", most)
         known = [each.clone().requires_grad_() for each in given]
+        q, k, v = known
         mixed, _ = packed_attention.packed_attention(
-            Linear(1, 1), *known, None, layout=packed.layout
+            Linear(1, 1), q, k, v, None, layout=packed.layout
         )
         made.append(torch.autograd.grad(mixed.square().sum(), known))
     for rows, shared in zip(*made, strict=True):
