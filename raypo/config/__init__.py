@@ -16,12 +16,7 @@ from raypo.config.recipe_config import (
     load_run_config,
     parse_run_config,
 )
-from raypo.config.rollout_section import (
-    EngineSection,
-    InFlight,
-    RolloutSection,
-    SamplingSection,
-)
+from raypo.config.rollout_section import EngineSection, InFlight, RolloutSection, SamplingSection
 from raypo.config.rounds_config import (
     DistillationConfig,
     DistillationSection,

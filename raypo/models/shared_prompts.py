@@ -40,15 +40,17 @@ class SharedPrompts(torch.autograd.Function):
             prompt, said = group.prompt_slice, group.responses_slice
             seen = _attend(*(x[None, prompt] for x in (q, k, v)), scale=scale, causal=True)
             mixed[prompt], norms[prompt] = (each[0] for each in seen)
-            if not any(group.responses):
+            if not group.responses:
                 continue
             seen = _attend(
                 q[None, said], k[None, prompt], v[None, prompt], scale=scale, causal=False
             )
             of_prompt, its_norms = (each[0] for each in seen)
             both = torch.logaddexp(its_norms, norms[said])
-            shares = ((each - both).exp()[..., None] for each in (its_norms, norms[said]))
-            mixed[said] = next(shares) * of_prompt + next(shares) * mixed[said]
+            its_share, own_share = (
+                (each - both).exp()[..., None] for each in (its_norms, norms[said])
+            )
+            mixed[said] = its_share * of_prompt + own_share * mixed[said]
             norms[said] = both
         ctx.save_for_backward(q, k, v, mixed, norms)
         ctx.layout, ctx.scale = layout, scale
@@ -71,7 +73,7 @@ class SharedPrompts(torch.autograd.Function):
             known = [each[None, prompt] for each in (grad, q, k, v, mixed, norms)]
             for whole, part in zip(made, _gradients(*known, scale=scale, causal=True), strict=True):
                 whole[prompt] = part[0]
-            if not any(group.responses):
+            if not group.responses:
                 continue
             known = [each[None, said] for each in (grad, q, mixed, norms)]
             known[2:2] = [k[None, prompt], v[None, prompt]]

@@ -15,6 +15,7 @@ from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, InFlight, LoraSection
 from raypo.config.paths import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
+from raypo.serving.asked import Asked
 from raypo.serving.gauges import tell_load
 from raypo.serving.model_tensors import ModelTensors
 from raypo.serving.requests import (
@@ -24,7 +25,7 @@ from raypo.serving.requests import (
     Stretch,
     validate_request,
 )
-from raypo.serving.vllm_loop import Asked, Serving, VllmLoop
+from raypo.serving.vllm_loop import Serving, VllmLoop
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.adapter import AdapterPush
