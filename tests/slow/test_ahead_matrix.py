@@ -172,6 +172,25 @@ def test_two_workers_with_two_engines_that_are_both_lost_after_a_push(task: Path
     assert totals["carried"] == 0
 
 
+@pytest.mark.parametrize("in_flight", ["recompute", "keep", "restart"])
+def test_requests_under_way_meet_weights_that_are_broadcast(task: Path, in_flight: str):
+    """To two engines, of which one is lost and joins the next group."""
+    from tests.slow import by_broadcast
+
+    def kill_one(folder: Path) -> None:
+        wait_for_steps(folder, 2)
+        os.kill(pid_of(f"raypo:broadcast_{in_flight}:engine:1"), signal.SIGKILL)
+
+    two: dict[str, Any] = {"rollout.engine.count": 2, "rollout.in_flight": in_flight}
+    folder, metrics = run(
+        task, f"broadcast_{in_flight}", kill_one, reward=by_broadcast.score, **two
+    )
+    assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
+    assert assert_accounts_close(folder, metrics)["trained"] == NUM_STEPS * SAMPLES
+    assert max(row["rollout/staleness_max"] for row in metrics) > 0
+    assert all(row["mismatch/probe_gap_max"] < 1e-3 for row in metrics)
+
+
 def test_an_adapter_that_is_pushed_beside_its_base(task: Path):
     folder, metrics = run(task, "adapter", **ADAPTER)
     assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
