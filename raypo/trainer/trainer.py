@@ -33,7 +33,6 @@ from raypo.cluster.messenger import start_monitor
 from raypo.cluster.resources import alive_nodes
 from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.config import OnlineConfig, RecipeConfig
-from raypo.config.paths import storage_path
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.plan.placement import lay_out, worker_bundles
 from raypo.ray_internals import leave_out_callbacks
@@ -118,7 +117,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         resolved = with_rows(resolved, datasets or {})
         check_inputs(resolved, has_reward_fn=reward_fn is not None)
         self.config: AnyConfig = with_steps_of_epochs(resolved)
-        self._files = RunFiles(storage_path(self.config), self.config.name)
+        self._files = RunFiles(self.config.storage_path, self.config.name)
         self._reward_fn = reward_fn
         self._datasets, self._fresh = dict(datasets or {}), fresh
         scaling = scaling_of(self.config, scaling_config)
@@ -234,7 +233,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
         return Runtime(
             name=self.config.name,
-            storage_path=storage_path(self.config),
+            storage_path=self.config.absolute_storage_path,
             working_dir=os.getcwd(),
             monitor=monitor,
             reward_fn=self._reward_fn,
