@@ -8,11 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from raypo.config.base import Config, ConfigError
+from raypo.config.sources import one_or_many
 
-Texts = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
-]
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)]
 
 InFlight = Literal["keep", "recompute", "restart"]
 """What becomes of requests that are being sampled when new weights arrive. keep: they go on with
