@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -32,6 +31,7 @@ from raypo.cluster.connect import (
 from raypo.cluster.messenger import start_monitor
 from raypo.cluster.resources import alive_nodes
 from raypo.cluster.torch_config import CheckedTorchConfig
+from raypo.concurrency import daemon_future
 from raypo.config import OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.plan.placement import lay_out, worker_bundles
@@ -246,14 +246,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Args:
             begun: When `stop.after_s` begins, by the monotonic clock.
         """
-        outcome: Future[Result] = Future()
-
-        def fit() -> None:
-            try:
-                outcome.set_result(self._fit_under_controllers(monitor))
-            except BaseException as error:  # raised in the caller's thread
-                outcome.set_exception(error)
-
         after_s = self.config.stop.after_s
         deadline = math.inf if after_s is None else begun + after_s
 
@@ -264,7 +256,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
 
         with stop_on_signal(stop):
-            threading.Thread(target=fit, name="raypo-fit", daemon=True).start()
+            outcome = daemon_future(lambda: self._fit_under_controllers(monitor), name="raypo-fit")
             while not outcome.done():
                 wait([outcome], timeout=POLL_S)
                 show_events(console, monitor)
@@ -278,7 +270,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                         "a checkpoint; the same command goes on."
                     )
             show_events(console, monitor)
-        return outcome.result()
+            return outcome.result()
 
     def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
         """As TorchTrainer.fit; where its controller is lost, another one takes its place.
