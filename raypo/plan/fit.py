@@ -86,11 +86,6 @@ class Choice:
     device: DeviceLoad
     host: DeviceLoad
 
-    @property
-    def fits(self) -> bool:
-        """Whether both hold it."""
-        return self.device.fits and self.host.fits
-
 
 @dataclass(frozen=True)
 class Plan:
