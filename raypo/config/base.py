@@ -123,11 +123,15 @@ class RunFile(Config):
             lines = _mistakes(cls, error.errors())
             raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
 
-    def with_absolute_paths(self, base: str | Path) -> Self:
-        """The config for a reader in another folder: paths that exist below `base` in full."""
-        values = self.model_dump()
+    def with_absolute_paths(self, base: str | Path | None = None) -> Self:
+        """The config for a reader in another folder: paths that exist below `base` in full.
+
+        Args:
+            base: The folder that relative paths start from; None: the current one.
+        """
+        values, folder = self.model_dump(), Path(base or Path.cwd())
         paths, functions = ("from_checkpoint", *self.paths), ("callbacks", *self.functions)
-        make_absolute(values, Path(base), paths=paths, functions=functions)
+        make_absolute(values, folder, paths=paths, functions=functions)
         return type(self).parse(values)
 
     def differences(self, other: RunFile, *, ignore: Sequence[str] = ()) -> list[str]:

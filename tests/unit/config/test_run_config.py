@@ -146,7 +146,7 @@ def test_a_data_set_takes_a_configuration_and_a_split_and_survives_the_round_tri
     entry = SourceEntry(path="openai/gsm8k", config="main", split="test")
     assert config.data.prompts == (entry,)
     assert PPOConfig.parse(config.model_dump(mode="json")) == config
-    assert config.with_absolute_paths(Path.cwd()) == config
+    assert config.with_absolute_paths() == config
 
 
 def test_a_local_data_set_is_a_path_like_any_other(tmp_path):
