@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -115,19 +116,13 @@ class PastTrial:
         self.trial_id = name
 
 
-class _Controller:
-    @staticmethod
-    def get_live_trials() -> list[Any]:
-        return []
-
-
 def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str, float]]]) -> None:
     """What trials of an earlier attempt reported, so that new ones are compared with them too.
 
     Args:
         past: Name of each trial that has ended -> its reports in order.
     """
-    controller: Any = _Controller()
+    controller: Any = SimpleNamespace(get_live_trials=list)  # there are none
     for name, reports in past.items():
         trial: Any = PastTrial(name)
         scheduler.on_trial_add(controller, trial)

@@ -82,22 +82,15 @@ def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | Non
     """Trials, what each takes, how many run at a time, what all will cost."""
     from raypo.checks import check_inputs
     from raypo.config.sweep_config import SweepConfig
-    from raypo.plan.hardware import parse_cluster
+    from raypo.plan.placement import takes_gpus
     from raypo.tuning.capacity import describe, plan_sweep
 
     sweep = SweepConfig.load(file, overrides)
     base = sweep.base_config()
     notes = check_inputs(base, on_this_machine=False)
-    if cluster is None:
-        from raypo.cluster.resources import find_nodes
-
-        nodes, use_gpu = find_nodes(base)
-    else:
-        parsed = parse_cluster(cluster)
-        nodes = [node.resources for node in parsed]
-        auto = any(node.gpus for node in parsed)
-        use_gpu = auto if base.learner.use_gpu == "auto" else base.learner.use_gpu
-    for line in describe(sweep, base, plan_sweep(sweep, base, nodes, use_gpu=use_gpu)):
+    nodes = [node.resources for node in _nodes(base, cluster)]
+    plan = plan_sweep(sweep, base, nodes, use_gpu=takes_gpus(base, nodes))
+    for line in describe(sweep, base, plan):
         typer.echo(line)
     for note in notes:
         typer.echo(f"Note: {note}.")

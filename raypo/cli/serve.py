@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,7 +26,8 @@ def serve(
         str | None, typer.Option(help="That clients ask for; default: the end of the path.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; default: the run's, else float32.")
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Default: the run's, else float32."),
     ] = None,
     max_model_len: Annotated[
         int | None,
@@ -43,12 +44,10 @@ def serve(
 ) -> None:
     """Serve a policy to OpenAI clients by vLLM's server until Ctrl-C."""
     from raypo.checks import check_model
-    from raypo.config import ConfigError, EngineSection, load_run_config
+    from raypo.config import EngineSection, load_run_config
     from raypo.http_server import listen
 
     token_for(host, "RAYPO_API_KEY", ", which clients bring as their API key")
-    if dtype not in (None, "float32", "bfloat16"):
-        raise ConfigError(f"--dtype ({dtype}): must be float32 or bfloat16. Choose one.")
     policy, run_config = policy_of(model)
     check_model("MODEL", policy)
     section = EngineSection(

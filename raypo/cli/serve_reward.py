@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,20 +25,17 @@ def serve_reward(
     ],
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
-    dtype: Annotated[str, typer.Option(help="Of a model: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of a model.")] = "float32",
     max_batch_tokens: Annotated[
         int, typer.Option(min=1, help="Of a model: most tokens of one forward pass.")
     ] = 4096,
 ) -> None:
     """Serve rewards as JSON over HTTP until Ctrl-C; runs ask it by reward.url."""
     from raypo.checks import check_model
-    from raypo.config import ConfigError
     from raypo.custom.loader import check_function, load_function
     from raypo.rewards.wire import TOKEN_VARIABLE
 
     token = token_for(host, TOKEN_VARIABLE, " for server and runs")
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"--dtype ({dtype}): must be float32 or bfloat16. Choose one.")
     is_function = ":" in target and not Path(target).is_dir()
     function: RewardFunction
     if is_function:

@@ -29,7 +29,6 @@ def sweep(
         print_sweep_plan(file, overrides, None)
         return
     from raypo.checks import check_inputs
-    from raypo.config.paths import storage_path
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles
     from raypo.tuning.sweep_folder import check_sweep_folder, is_done
@@ -38,7 +37,7 @@ def sweep(
     base = config.base_config()
     for note in check_inputs(base):
         typer.echo(f"Note: {note}.")
-    files = RunFiles(storage_path(config), config.name)
+    files = RunFiles(config.storage_path, config.name)
     with files.lock():
         if fresh:
             files.remove(kind="sweep")

@@ -21,13 +21,12 @@ def train(
     """Start a run, resume one that was interrupted, or say that it is finished."""
     from raypo.checks import check_inputs, check_run_folder, is_finished, with_steps_of_epochs
     from raypo.config import load_run_config
-    from raypo.config.paths import storage_path
     from raypo.storage.run_files import RunFiles
 
     run = load_run_config(config, overrides)
     check_inputs(run)
     run = with_steps_of_epochs(run)
-    files = RunFiles(storage_path(run), run.name)
+    files = RunFiles(run.storage_path, run.name)
     if fresh:
         with files.lock():
             files.remove()

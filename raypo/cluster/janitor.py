@@ -60,13 +60,8 @@ class Janitor:
         for _, group in held:
             remove_placement_group(group)
 
-    def num_held(self) -> int:
-        """Groups whose lease is alive."""
-        with self._lock:
-            return len(self._held)
-
     def __repr__(self) -> str:
-        return f"Janitor({self.num_held()} placement groups)"
+        return f"Janitor({len(self._held)} placement groups)"
 
     def _watch(self) -> None:
         while True:

@@ -109,7 +109,7 @@ def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
     for actor in named:
         name = str(actor["name"])
         if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
-            with suppress(ValueError, AttributeError):  # ended meanwhile; an older version
+            with suppress(ValueError):  # ended meanwhile
                 answer = ray.get_actor(name, actor["namespace"]).standing.remote()
                 asked[answer] = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
     if asked:

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import ray
 
-from raypo.cluster.connect import cluster_address, connect
-from raypo.config import AnyConfig, ClusterSection
+from raypo.cluster.connect import connect
+from raypo.config import ClusterSection
 from raypo.plan.gpus import gpu_of
-from raypo.plan.hardware import GB, Node, this_machine
+from raypo.plan.hardware import GB, Node
 from raypo.plan.placement import Resources
 
 
 def alive_nodes() -> list[Resources]:
     """Resources of the nodes of the connected cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def find_nodes(config: AnyConfig) -> tuple[list[Resources], bool]:
-    """Resources of each node, and whether learner workers take GPUs.
-
-    A Ray that is connected or has an address is asked; else this machine is the only node.
-    """
-    if ray.is_initialized() or cluster_address(config.cluster)[0]:
-        connect(config.cluster)
-        nodes = alive_nodes()
-    else:
-        nodes = [node.resources for node in this_machine()]
-    has_gpus = any(node.get("GPU", 0.0) for node in nodes)
-    return nodes, has_gpus if config.learner.use_gpu == "auto" else config.learner.use_gpu
 
 
 def cluster_nodes(section: ClusterSection) -> list[Node]:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from yaml import YAMLError
 
-from raypo.config.paths import make_absolute
+from raypo.config.paths import is_uri, make_absolute
 
 RECORDED_BASE = "base_config"
 """Key of the resolved base in the config.yaml of a sweep's folder."""
@@ -91,6 +91,12 @@ class RunFile(Config):
 
     storage_path: str = "runs"
     """Folder or URI (s3://...); a relative path is the driver's."""
+
+    @property
+    def absolute_storage_path(self) -> str:
+        """Where runs are kept: a URI as it is, a local path made absolute."""
+        path = self.storage_path
+        return path if is_uri(path) else str(Path(path).expanduser().absolute())
 
     @classmethod
     def load(

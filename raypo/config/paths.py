@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from glob import glob
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any
 
 
 def make_absolute(
@@ -21,18 +21,6 @@ def make_absolute(
         _change(values, key.split("."), lambda path: _absolute(path, base))
     for key in functions:
         _change(values, key.split("."), lambda spec: _absolute_function(spec, base))
-
-
-class Stored(Protocol):
-    """What says where its runs are kept."""
-
-    storage_path: str
-
-
-def storage_path(config: Stored) -> str:
-    """Where runs are kept: a URI as it is, a local path made absolute."""
-    path = config.storage_path
-    return path if is_uri(path) else str(Path(path).expanduser().absolute())
 
 
 def short_name(path: str) -> str:

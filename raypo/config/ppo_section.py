@@ -25,8 +25,6 @@ Preset = Literal[
     "sapo",
     "vapo",
 ]
-DUAL_CLIPPED = ("ppo", "gspo", "clip_cov")
-"""Policy losses that `dual_clip` may bound."""
 MAX_KL_ERROR = 0.2
 """How far off its target the adaptive KL controller takes a KL to be, relatively, at most."""
 OVERLONG_SHARE = 5
@@ -106,11 +104,8 @@ class KLSection(Config):
                 "Set ppo.kl.estimator to k1, or ppo.kl.placement to loss."
             )
         if self.controller == "fixed":
-            for key, value in self.set_keys("target", "horizon"):
-                yield (
-                    f"{key} ({value:g}): is used by ppo.kl.controller: adaptive only. "
-                    f"Set {key} to null, or ppo.kl.controller to adaptive."
-                )
+            why, remedy = "ppo.kl.controller is fixed", "set ppo.kl.controller to adaptive"
+            yield from self._idle("target horizon", why, remedy)
             return
         for key in ("target", "horizon"):
             if getattr(self, key) is None:
@@ -397,14 +392,11 @@ class PPOSection(Config):
 
     def _problems_of_the_loss(self) -> Iterator[str]:
         loss = self.policy_loss
-        if self.dual_clip is not None and loss not in DUAL_CLIPPED:
-            yield (
-                f"ppo.dual_clip ({self.dual_clip:g}): ppo.policy_loss: {loss} bounds "
-                "the loss of negative advantages in its own way. Set ppo.dual_clip to null."
-            )
+        own_bound = f"ppo.policy_loss: {loss} bounds the loss of negative advantages in its own way"
         clips = {"cispo": "clip_low", "sapo": "clip_low clip_high", "kl_cov": "clip_low clip_high"}
         for keys, losses, why in (
             (clips.get(loss, ""), ("ppo", "gspo"), f"ppo.policy_loss: {loss} has no such clip"),
+            ("dual_clip", ("ppo", "gspo", "clip_cov"), own_bound),
             ("cispo_low", ("cispo",), f"ppo.policy_loss: {loss} has no such clip"),
             ("covariance.fraction", ("clip_cov", "kl_cov"), f"ppo.policy_loss is {loss}"),
             ("covariance.low covariance.high", ("clip_cov",), f"ppo.policy_loss is {loss}"),

@@ -8,23 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from raypo.config.base import Config, ConfigError
+from raypo.config.sources import one_or_many
 
-Texts = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
-]
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)]
 
 InFlight = Literal["keep", "recompute", "restart"]
 """What becomes of requests that are being sampled when new weights arrive. keep: they go on with
 the keys and values of the old weights; recompute: these are computed again, the tokens stay;
 restart: they wait for their turn again, and are sampled from their first token."""
 
-_OF_EPISODES = (
-    *("max_turns", "max_episode_tokens", "step_timeout_s"),
-    *("max_concurrent_steps", "turns"),
-)
-_OF_ENVIRONMENTS = ("environment_args", "environment_processes")
-_OF_AGENTS = ("agent_args", "limit_score", "endpoint_host")
+_OF_EPISODES = "max_turns max_episode_tokens step_timeout_s max_concurrent_steps turns"
+_OF_ENVIRONMENTS = "environment_args environment_processes"
+_OF_AGENTS = "agent_args limit_score endpoint_host"
 
 
 class EngineSection(Config):
@@ -273,15 +268,11 @@ class RolloutSection(SamplingSection):
                 f"({self.environment}). Remove one of the two."
             )
         for missing, keys in (
-            ("agent", _OF_AGENTS if self.agent is None else ()),
-            ("environment", _OF_ENVIRONMENTS if self.environment is None else ()),
-            ("environment", _OF_EPISODES if not self.is_episodic else ()),
+            ("agent", _OF_AGENTS if self.agent is None else ""),
+            ("environment", _OF_ENVIRONMENTS if self.environment is None else ""),
+            ("environment", _OF_EPISODES if not self.is_episodic else ""),
         ):
-            for key, value in self.set_keys(*keys):
-                yield (
-                    f"{key} ({value}): has no effect without rollout.{missing}. Set that, or "
-                    f"remove {key}."
-                )
+            yield from self._idle(keys, f"rollout.{missing} is null", f"set rollout.{missing}")
         if self.is_episodic and self.max_episode_tokens is None:
             yield (
                 "rollout.max_episode_tokens (None): an episode needs a limit, for engine and "

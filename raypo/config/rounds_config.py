@@ -182,11 +182,9 @@ class DistillationConfig(RoundsConfig):
                 f"distillation.on_policy_fraction ({fraction:g}): the other prompts of a round "
                 f"need a teacher's texts. Set data.response_key to their column, or it to 1."
             )
-        if fraction == 1.0 and column is not None:
-            yield (
-                f"data.response_key ({column}): has no effect, distillation.on_policy_fraction is "
-                f"1. Set that below 1, or remove it."
-            )
+        if fraction == 1.0:
+            why = "distillation.on_policy_fraction is 1"
+            yield from self._idle("data.response_key", why, "set that below 1")
         if column is not None:
             longest = self.data.max_prompt_tokens + self.data.max_response_tokens
             keys = "data.max_prompt_tokens + data.max_response_tokens"
@@ -279,11 +277,9 @@ class IterativeDPOConfig(RoundsConfig):
                 "dpo.loss (kto): learns from single verdicts, and iterative_dpo makes pairs. Set "
                 "dpo.loss to sigmoid or another loss of pairs."
             )
-        if self.iterative_dpo.reference == "start" and not self.dpo.needs_reference:
-            yield (
-                f"iterative_dpo.reference (start): has no effect, dpo.loss {loss} has no "
-                f"reference. Remove it."
-            )
+        if not self.dpo.needs_reference:
+            why = f"dpo.loss {loss} has no reference"
+            yield from self._idle("iterative_dpo.reference", why, "choose another dpo.loss")
         longest = self.data.max_prompt_tokens + 2 * self.rollout.max_new_tokens
         keys = "data.max_prompt_tokens + 2 x rollout.max_new_tokens"
         yield from self.learner.no_room_for(longest, keys)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator
 
 from raypo.config.base import (
     Config,
@@ -25,6 +25,7 @@ from raypo.config.base import (
 )
 from raypo.config.recipe_config import AnyConfig, parse_run_config
 from raypo.config.run_config import OnlineConfig, PPOConfig
+from raypo.config.sources import one_or_many
 from raypo.config.space import Domain, flat_space
 from raypo.config.supervised_config import PolicyExamplesConfig, RewardModelConfig
 
@@ -53,16 +54,14 @@ _NOT_COPIED = ("model.", "learner.zero_stage.", "ppo.advantage.", "ppo.preset.")
 _CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 def _as_section(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
 
 class SchedulerSection(Config):
     """Which trials go on; `scheduler: asha` is short for `scheduler: {kind: asha}`."""
+
+    section = "scheduler."
 
     kind: Literal["none", "asha", "median", "pbt"] = "none"
     """asha: the best share goes on at each rung (arXiv:1810.05934); median: stops what is worse
@@ -78,24 +77,18 @@ class SchedulerSection(Config):
     resample: float = Field(default=0.25, ge=0.0, le=1.0)
     """pbt: probability that a key is drawn anew instead of multiplied by 0.8 or 1.2."""
 
-    _SETTINGS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "none": (),
-        "asha": ("grace_steps", "reduction_factor"),
-        "median": ("grace_steps",),
-        "pbt": ("perturb_every", "quantile", "resample"),
-    }
-
-    @model_validator(mode="after")
-    def _settings_are_the_kinds_own(self) -> Self:
-        strange = self.model_fields_set - {"kind", *self._SETTINGS[self.kind]}
-        if strange:
-            key = min(strange)
-            raise ValueError(
-                f"scheduler.{key} ({getattr(self, key)}): the scheduler {self.kind} has no such "
-                f"setting. Remove it, or set scheduler.kind to "
-                f"{next(k for k, keys in self._SETTINGS.items() if key in keys)}."
-            )
-        return self
+    def _problems(self) -> Iterator[str]:
+        users = {
+            "grace_steps": ("asha", "median"),
+            "reduction_factor": ("asha",),
+            "perturb_every": ("pbt",),
+            "quantile": ("pbt",),
+            "resample": ("pbt",),
+        }
+        for key, kinds in users.items():
+            if self.kind not in kinds:
+                remedy = f"set scheduler.kind to {' or '.join(kinds)}"
+                yield from self._idle(key, f"scheduler.kind is {self.kind}", remedy)
 
 
 class SweepResources(Config):
@@ -158,9 +151,9 @@ class SweepConfig(RunFile):
     """Keys of the base that all trials change, like {num_steps: 8}."""
     space: dict[str, Annotated[Domain, PlainSerializer(Domain.as_written)]] = Field(min_length=1)
     """Dotted key of the base -> {choice | grid | uniform | loguniform | randint | quniform}."""
-    metric: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ("eval/score_mean",)
+    metric: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("eval/score_mean",)
     """What the trials are judged by: its last value; several: their Pareto front."""
-    mode: Annotated[tuple[Literal["max", "min"], ...], BeforeValidator(_as_tuple)] = ("max",)
+    mode: Annotated[tuple[Literal["max", "min"], ...], BeforeValidator(one_or_many)] = ("max",)
     """max or min, one for each metric."""
     num_samples: int | None = Field(default=None, ge=1)
     """Trials; null: 8, or the whole grid. Raise it to add trials to a finished sweep."""
@@ -170,9 +163,11 @@ class SweepConfig(RunFile):
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Trials at a time; auto: as many as fit; more than fit wait for their turn."""
     resources: SweepResources = SweepResources()
-    constraint: Annotated[tuple[AnyConstraint, ...], BeforeValidator(_as_tuple)] = ()
+    constraint: Annotated[tuple[AnyConstraint, ...], BeforeValidator(one_or_many)] = ()
     """Like `kl/ref_response_mean <= 10`; trials that break one rank below all that keep them."""
-    share: Annotated[tuple[SharedRole, ...], BeforeValidator(_as_tuple)] | Literal["auto"] = "auto"
+    share: Annotated[tuple[SharedRole, ...], BeforeValidator(one_or_many)] | Literal["auto"] = (
+        "auto"
+    )
     """What is started once for all trials, unless the space changes it or it is dedicated: reward,
     reference, engine (handed on from trial to trial, with GPUs each trial's own; engines that hold
     adapters serve all trials at a time). auto: all of them; with GPUs, what takes no place from a
@@ -192,53 +187,39 @@ class SweepConfig(RunFile):
         flat = flat_space({str(key): value for key, value in written.items()})
         return {key: Domain.parse(key, value) for key, value in flat.items()}
 
-    @model_validator(mode="after")
-    def _every_metric_has_its_mode(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if len(self.mode) != len(self.metric) or not self.metric:
-            raise ValueError(
+            yield (
                 f"mode ({list(self.mode)}): there must be one for each metric "
                 f"({list(self.metric)}). Write as many."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _grid_and_searcher_belong_together(self) -> Self:
-        if self.searcher == "grid":
-            ranges = [key for key, domain in self.space.items() if not domain.is_list]
-            if ranges:
-                raise ValueError(
-                    f"searcher (grid): space.{ranges[0]} is a range and has no last value. Write "
-                    f"grid: [...] there, or set searcher to random or optuna."
-                )
-            if self.num_samples is not None:
-                raise ValueError(
-                    f"num_samples ({self.num_samples}): a grid is tried whole, "
-                    f"{self.num_trials} trials. Remove num_samples, or set searcher to random."
-                )
-            return self
+        ranges = [key for key, domain in self.space.items() if not domain.is_list]
         grids = [key for key, domain in self.space.items() if domain.kind == "grid"]
-        if grids:
-            raise ValueError(
+        if self.searcher == "grid" and ranges:
+            yield (
+                f"searcher (grid): space.{ranges[0]} is a range and has no last value. Write "
+                f"grid: [...] there, or set searcher to random or optuna."
+            )
+        elif self.searcher == "grid" and self.num_samples is not None:
+            yield (
+                f"num_samples ({self.num_samples}): a grid is tried whole, "
+                f"{self.num_trials} trials. Remove num_samples, or set searcher to random."
+            )
+        elif self.searcher != "grid" and grids:
+            yield (
                 f"space.{grids[0]} (grid): only searcher: grid tries every value. Write choice: "
                 f"[...] there, or set searcher to grid."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _pbt_has_one_goal_and_numbers(self) -> Self:
-        if self.scheduler.kind != "pbt":
-            return self
-        if len(self.metric) > 1:
-            raise ValueError(
+        if self.scheduler.kind == "pbt" and len(self.metric) > 1:
+            yield (
                 f"scheduler.kind (pbt): copies the best trial, and {len(self.metric)} metrics "
                 f"have no best one. Give one metric, or another scheduler."
             )
-        if self.searcher == "optuna":
-            raise ValueError(
+        if self.scheduler.kind == "pbt" and self.searcher == "optuna":
+            yield (
                 "searcher (optuna): pbt changes the values while trials run, which optuna cannot "
                 "follow. Set searcher to random or grid."
             )
-        return self
 
     @property
     def num_trials(self) -> int:

@@ -149,22 +149,3 @@ class _Turns:
         )
         first = np.argsort(due, kind="stable")[:draws]
         return (first // draws).tolist() if draws else []
-
-
-class PromptStream:
-    """A shuffled stream of prompts; each draw is a group of its own."""
-
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, mix: Mix | None = None) -> None:
-        self._stream = ShuffledStream(prompts, seed=seed, mix=mix)
-
-    def take(self, count: int) -> list[Draw]:
-        """The next draws, over as many epochs as it needs."""
-        return [Draw(position, prompt) for position, prompt in self._stream.take(count)]
-
-    def state_dict(self) -> dict[str, int]:
-        """The position: draws taken since the start of the run."""
-        return self._stream.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on at a position."""
-        self._stream.load_state_dict(state)

@@ -272,9 +272,14 @@ def _trained(config: AnyConfig, model: Learned) -> tuple[int, int]:
 
 
 def adapter_weights(lora: LoraSection, shape: ModelShape) -> int:
-    """Elements of an adapter of a model."""
-    targets = None if lora.target_modules == "all-linear" else lora.target_modules
-    return shape.adapter_parameters(lora.rank, targets)
+    """Elements of an adapter of a model: rank * (in + out) for each linear layer that has one.
+
+    Where the config names layers that `linears` does not know, all of them are taken to have one.
+    """
+    linears, targets = shape.linears, lora.target_modules
+    if targets != "all-linear" and linears.keys() >= set(targets):
+        linears = {name: linears[name] for name in targets}
+    return shape.layers * lora.rank * sum(map(sum, linears.values()))
 
 
 def _frozen(

@@ -26,7 +26,14 @@ from raypo.plan.phase_table import (
     TRAINING_STATE,
     Phase,
 )
-from raypo.plan.placement import LEARNERS, PlacedBundle, lay_out, served_roles, torn_apart
+from raypo.plan.placement import (
+    LEARNERS,
+    PlacedBundle,
+    lay_out,
+    served_roles,
+    takes_gpus,
+    torn_apart,
+)
 from raypo.plan.sharding import Sharding
 from raypo.plan.sizes import cpu_sequence_bytes
 
@@ -78,11 +85,6 @@ class Choice:
     is_chosen: bool
     device: DeviceLoad
     host: DeviceLoad
-
-    @property
-    def fits(self) -> bool:
-        """Whether both hold it."""
-        return self.device.fits and self.host.fits
 
 
 @dataclass(frozen=True)
@@ -234,15 +236,15 @@ def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
         ConfigError: a model's sizes cannot be read, learner.use_gpu is true and no node has a GPU,
             or the bundles do not fit onto the nodes.
     """
-    has_gpus = any(node.gpus for node in nodes)
-    if config.learner.use_gpu is True and not has_gpus:
+    resources = [node.resources for node in nodes]
+    use_gpu = takes_gpus(config, resources)
+    if use_gpu and not any(node.gpus for node in nodes):
         raise ConfigError(
             "learner.use_gpu (True): no node has a GPU. Set learner.use_gpu to auto or false, or "
             "name nodes with GPUs, like --cluster 8xGPU80G."
         )
-    use_gpu = has_gpus and bool(config.learner.use_gpu)
     config = config.with_dtype(use_gpu=use_gpu)
-    bundles = lay_out(config, [node.resources for node in nodes], use_gpu=use_gpu)
+    bundles = lay_out(config, resources, use_gpu=use_gpu)
     return Plan(config, nodes, "cuda" if use_gpu else "cpu", Models.read(config), bundles)
 
 

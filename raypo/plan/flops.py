@@ -14,21 +14,20 @@ twice as many. Embeddings, norms and what is computed twice to save memory do no
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from raypo.plan.model_shape import ModelShape
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Sums over sequences that pass a model once."""
 
-    sequences: float = 0.0
-    tokens: float = 0.0
+    tokens: float
     """Prompt and response."""
-    responses: float = 0.0
+    responses: float
     """Response tokens: those whose logits are needed."""
-    squares: float = 0.0
+    squares: float
     """Tokens squared."""
 
     @classmethod
@@ -36,15 +35,10 @@ class Lengths:
         """The sums over sequences, each given by its number of prompt and response tokens."""
         seen = [(prompt + response, response) for prompt, response in lengths]
         return cls(
-            float(len(seen)),
             float(sum(tokens for tokens, _ in seen)),
             float(sum(response for _, response in seen)),
             float(sum(tokens**2 for tokens, _ in seen)),
         )
-
-    def values(self) -> tuple[float, ...]:
-        """The sums in the order of the fields."""
-        return astuple(self)
 
 
 @dataclass(frozen=True)
@@ -76,8 +70,8 @@ class Groups:
         """FLOPs of one forward pass, each prompt read once for its responses."""
         count, again = self.prompts * self.samples, self.prompts * (self.samples - 1)
         prompt, long = self.prompt_tokens, self.prompt_tokens + self.response_tokens
-        every = Lengths(count, count * long, count * self.response_tokens, count * long**2)
-        shared = Lengths(again, again * prompt, 0.0, again * prompt**2)
+        every = Lengths(count * long, count * self.response_tokens, count * long**2)
+        shared = Lengths(again * prompt, 0.0, again * prompt**2)
         both = [forward_flops(shape, each, with_logits=with_logits) for each in (every, shared)]
         return both[0] - both[1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,17 +98,6 @@ class ModelShape:
             ),
         }
         return next((f"{n} {what}" for what, n in cut.items() if n % size), None)
-
-    def adapter_parameters(self, rank: int, targets: Sequence[str] | None = None) -> int:
-        """Weights of a LoRA adapter: rank * (in + out) for each linear layer that has one.
-
-        Args:
-            targets: Names of the layers; None, or names that this does not know: all of them.
-        """
-        linears = self.linears
-        if targets is not None and linears.keys() >= set(targets):
-            linears = {name: linears[name] for name in targets}
-        return self.layers * rank * sum(map(sum, linears.values()))
 
     @classmethod
     def read(cls, path: str, *, key: str = "model.policy") -> ModelShape:

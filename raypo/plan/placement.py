@@ -204,6 +204,12 @@ def worker_bundles(
     ]
 
 
+def takes_gpus(config: AnyConfig, nodes: Sequence[Resources]) -> bool:
+    """Whether learner workers take GPUs: as the config says, auto where a node has some."""
+    has_gpus = any(node.get("GPU") for node in nodes)
+    return has_gpus if config.learner.use_gpu == "auto" else config.learner.use_gpu
+
+
 def worker_resources(config: AnyConfig, *, use_gpu: bool) -> Resources:
     """What each learner worker takes."""
     return _resources(config.learner.cpus_per_worker, 1 if use_gpu else 0)

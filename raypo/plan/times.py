@@ -18,7 +18,6 @@ from raypo.plan.fit import Plan, tried
 from raypo.plan.flops import Groups
 from raypo.plan.model_shape import ITEMSIZE, ModelShape
 from raypo.plan.placement import LEARNER, served_roles
-from raypo.plan.sharding import Sharding
 
 COMPUTED, READ, SENT = 0.45, 0.7, 0.7
 """Shares of a data sheet's arithmetic, memory bandwidth and link bandwidth that are reached: what
@@ -276,6 +275,7 @@ class _Work:
     def __init__(self, plan: Plan, rates: Rates) -> None:
         assert isinstance(plan.config, PPOConfig), "rates are told of ppo runs only"
         self._plan, self._rates, self.config = plan, rates, plan.config
+        self._sharding = plan.sharding
         self._itemsize = ITEMSIZE[plan.config.model.dtype]
         self._workers = plan.config.learner.num_workers
         self._ring = (self._workers - 1) / self._workers
@@ -420,10 +420,6 @@ class _Work:
         is_kept = config.pushes_adapter or config.is_refilled
         moved = 2.0 * learner + 2.0 * is_kept * held["engine"] + frozen
         return PhaseTime("take turns", after={"PCIe": moved / self._rates.host}, moved=moved)
-
-    @property
-    def _sharding(self) -> Sharding:
-        return self._plan.sharding
 
     @property
     def _minibatches(self) -> int:

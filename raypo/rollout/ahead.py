@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from raypo.collectives import Workers
-from raypo.data.stream import Draw, PromptStream
+from raypo.data.stream import Draw, ShuffledStream
 from raypo.metrics.clock import Clock, Span
 from raypo.rollout.accounts import Ledger
-from raypo.rollout.collect import samples_of
+from raypo.rollout.collect import next_draws, samples_of
 from raypo.rollout.refill import Collected
-from raypo.types import ScoredRollout
+from raypo.types import Prompt, ScoredRollout
 
 Scored = Callable[[Sequence[Draw], Clock, Workers], list[ScoredRollout]]
 """Samples and judges this worker's draws; where rollouts are collected in order, all workers call
@@ -35,7 +35,7 @@ class Closed(Exception):
 class RolloutsInTurn:
     """Collected when they are asked for: `rollout.mode: sync`."""
 
-    stream: PromptStream
+    stream: ShuffledStream[Prompt]
     samples_per_prompt: int
     workers: Workers
     ledger: Ledger = field(default_factory=Ledger)
@@ -50,7 +50,7 @@ class RolloutsInTurn:
         """This worker's share of a step's rollouts; all workers call it together."""
 
         def next_ones(num_prompts: int) -> list[ScoredRollout]:
-            draws = _share(self.stream.take(num_prompts), self.workers)
+            draws = next_draws(self.stream, num_prompts, self.workers)
             self.ledger.ask(len(draws) * self.samples_per_prompt)
             return self._scored(draws, clock, self.workers)
 
@@ -96,7 +96,7 @@ class RolloutsAhead:
     at the earliest, that is, while step 2 updates from version 1 to version 2.
     """
 
-    stream: PromptStream
+    stream: ShuffledStream[Prompt]
     """What is drawn from; nobody else does."""
     prompts_per_step: int
     samples_per_prompt: int
@@ -305,7 +305,7 @@ class RolloutsAhead:
 
     def _draw(self, num_prompts: int) -> tuple[_Chunk, Sequence[Draw]]:
         chunk = _Chunk(self._drawn, self._drawn + num_prompts, self._version)
-        draws = _share(self.stream.take(num_prompts), self.workers)
+        draws = next_draws(self.stream, num_prompts, self.workers)
         self.ledger.ask(len(draws) * self.samples_per_prompt)
         return chunk, draws
 
@@ -358,10 +358,6 @@ class RolloutsAhead:
     def _before(self, step: int) -> dict[str, Any]:
         """Where the stream stood before a step's batch: the next one's, or one that is there."""
         return self.stream.state_dict() | {"position": self._begins.get(step, self._front)}
-
-
-def _share(draws: Sequence[Draw], workers: Workers) -> Sequence[Draw]:
-    return draws[workers.rank :: workers.count]
 
 
 def _is_whole(batch: Future[Collected]) -> bool:

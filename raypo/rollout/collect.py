@@ -13,12 +13,12 @@ import numpy as np
 
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
-from raypo.data.stream import Draw
+from raypo.data.stream import Draw, ShuffledStream
 from raypo.rewards.scoring import first_reason, too_many_failures
 from raypo.rollout.asking import Ask, PushAgain, Sampler, ask, ask_or_push
 from raypo.rollout.judges import Judges, Judging, Reference
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.types import Rollout, ScoredRollout
+from raypo.types import Prompt, Rollout, ScoredRollout
 
 
 class Decoder(Protocol):
@@ -108,6 +108,11 @@ class Sampling:
             owner=owner,
             episodes=episodes,
         )
+
+
+def next_draws(stream: ShuffledStream[Prompt], count: int, workers: Workers) -> list[Draw]:
+    """This worker's share of the next prompts of all; each worker takes as many from its stream."""
+    return [Draw(*each) for each in stream.take(count)[workers.rank :: workers.count]]
 
 
 def sample(

@@ -20,7 +20,7 @@ from raypo.config import OnlineConfig, functions_of
 from raypo.custom.loader import load_function
 from raypo.data.mixing import few_rows_notes, mix_of
 from raypo.data.prompts import load_prompts
-from raypo.data.stream import PromptStream
+from raypo.data.stream import ShuffledStream
 from raypo.deployed import AnswerOfOne
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Span
@@ -70,7 +70,7 @@ class OnlineRun(Run[AnyOnline]):
 
     tokenizer: Any
     prompts: Sequence[Prompt]
-    stream: PromptStream
+    stream: ShuffledStream[Prompt]
     held_out: Sequence[Prompt]
     reward_function: RewardFunction | None
     reward_servers: RewardFunction | None
@@ -138,7 +138,7 @@ class OnlineRun(Run[AnyOnline]):
             tell.message(f"what the reward function prints in its processes: {log}")
         attempt = workers.broadcast(uuid.uuid4().hex)
         mix = mix_of(config.data, loaded.sizes, per_step)
-        stream = PromptStream(loaded.prompts, seed=config.seed, mix=mix)
+        stream = ShuffledStream(loaded.prompts, seed=config.seed, mix=mix)
         return cls(
             config,
             runtime,
@@ -430,7 +430,7 @@ class OnlineRun(Run[AnyOnline]):
 
 
 def _rollouts(
-    config: OnlineConfig, stream: PromptStream, workers: Workers
+    config: OnlineConfig, stream: ShuffledStream[Prompt], workers: Workers
 ) -> RolloutsInTurn | RolloutsAhead:
     section = config.rollout
     if section.mode == "sync":

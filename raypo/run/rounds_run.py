@@ -17,7 +17,7 @@ from raypo.learner.learner import minibatch_order
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.metrics.clock import Clock
-from raypo.rollout.collect import judge, refuse_too_many_failures, sample
+from raypo.rollout.collect import judge, next_draws, refuse_too_many_failures, sample
 from raypo.rollout.judges import Reference
 from raypo.run.examples_run import even_shares, lengths, new_learner, save_trained
 from raypo.run.online_run import OnlineRun
@@ -123,8 +123,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
 
     def collect(self, services: Services, clock: Clock) -> list[ScoredRollout]:
         """Samples and judges this worker's share of a round."""
-        drawn = self.stream.take(self.prompts_per_round)
-        draws = drawn[self.workers.rank :: self.workers.count]
+        draws = next_draws(self.stream, self.prompts_per_round, self.workers)
         self.enter(Phase.GENERATE)
         rollouts = sample(
             draws,

@@ -53,7 +53,7 @@ def step_work(
         elsewhere: Roles with devices of their own: the learner workers do not do their FLOPs.
     """
     sampled, trained, shared, shared_trained = (
-        Lengths(*workers.sum(as_tensor(*lengths.values())).tolist())
+        Lengths(*workers.sum(as_tensor(*lengths)).tolist())
         for lengths in (
             _lengths(collected.scored),
             _lengths(collected.trained),
@@ -138,5 +138,4 @@ def _shared_prompts(scored: list[ScoredRollout]) -> Lengths:
     groups = {(group, ids.tobytes()): len(ids) for group, ids in prompts}
     every = Lengths.of((len(ids), 0) for _, ids in prompts)
     once = Lengths.of((length, 0) for length in groups.values())
-    pairs = zip(every.values(), once.values(), strict=True)
-    return Lengths(*(all_of_them - first for all_of_them, first in pairs))
+    return Lengths(*(all_of_them - first for all_of_them, first in zip(every, once, strict=True)))

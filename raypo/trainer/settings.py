@@ -16,7 +16,6 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raypo.cluster.connect import cluster_address, connect
 from raypo.cluster.devices import check_accelerators, check_driver
 from raypo.config import ConfigError, OnlineConfig, RecipeConfig
-from raypo.config.paths import storage_path
 from raypo.custom.loader import check_callable
 from raypo.plan.hardware import this_machine
 from raypo.plan.placement import worker_resources
@@ -204,7 +203,7 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
     return dataclasses.replace(
         run,
         name=config.name,
-        storage_path=storage_path(config),
+        storage_path=config.absolute_storage_path,
         checkpoint_config=CheckpointConfig(
             num_to_keep=config.checkpoint.keep,
             checkpoint_score_attribute=config.checkpoint.best_by,
@@ -249,7 +248,7 @@ def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
     """
     if not given:
         return config
-    files = RunFiles(storage_path(config), config.name)
+    files = RunFiles(config.storage_path, config.name)
     values = config.model_dump()
     for key, rows in given.items():
         section, _, name = key.partition(".")

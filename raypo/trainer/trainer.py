@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -32,8 +31,8 @@ from raypo.cluster.connect import (
 from raypo.cluster.messenger import start_monitor
 from raypo.cluster.resources import alive_nodes
 from raypo.cluster.torch_config import CheckedTorchConfig
+from raypo.concurrency import daemon_future
 from raypo.config import OnlineConfig, RecipeConfig
-from raypo.config.paths import storage_path
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.plan.placement import lay_out, worker_bundles
 from raypo.ray_internals import leave_out_callbacks
@@ -118,7 +117,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         resolved = with_rows(resolved, datasets or {})
         check_inputs(resolved, has_reward_fn=reward_fn is not None)
         self.config: AnyConfig = with_steps_of_epochs(resolved)
-        self._files = RunFiles(storage_path(self.config), self.config.name)
+        self._files = RunFiles(self.config.storage_path, self.config.name)
         self._reward_fn = reward_fn
         self._datasets, self._fresh = dict(datasets or {}), fresh
         scaling = scaling_of(self.config, scaling_config)
@@ -234,7 +233,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
         return Runtime(
             name=self.config.name,
-            storage_path=storage_path(self.config),
+            storage_path=self.config.absolute_storage_path,
             working_dir=os.getcwd(),
             monitor=monitor,
             reward_fn=self._reward_fn,
@@ -247,14 +246,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Args:
             begun: When `stop.after_s` begins, by the monotonic clock.
         """
-        outcome: Future[Result] = Future()
-
-        def fit() -> None:
-            try:
-                outcome.set_result(self._fit_under_controllers(monitor))
-            except BaseException as error:  # raised in the caller's thread
-                outcome.set_exception(error)
-
         after_s = self.config.stop.after_s
         deadline = math.inf if after_s is None else begun + after_s
 
@@ -265,7 +256,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
 
         with stop_on_signal(stop):
-            threading.Thread(target=fit, name="raypo-fit", daemon=True).start()
+            outcome = daemon_future(lambda: self._fit_under_controllers(monitor), name="raypo-fit")
             while not outcome.done():
                 wait([outcome], timeout=POLL_S)
                 show_events(console, monitor)
@@ -279,7 +270,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                         "a checkpoint; the same command goes on."
                     )
             show_events(console, monitor)
-        return outcome.result()
+            return outcome.result()
 
     def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
         """As TorchTrainer.fit; where its controller is lost, another one takes its place.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypo.config import AnyConfig, ConfigError
-from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.clock import duration
 from raypo.plan.placement import (
@@ -24,6 +23,7 @@ from raypo.plan.placement import (
     without,
     worker_bundles,
 )
+from raypo.storage.folder import below
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.shared import Sharing
 from raypo.tuning.sweep_folder import TRIALS_FOLDER
@@ -139,9 +139,9 @@ def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> str:
 
     That is one of this sweep's trials, or the base's own run.
     """
-    trials = f"{storage_path(sweep).rstrip('/')}/{sweep.name}/{TRIALS_FOLDER}"
+    trials = below(sweep.storage_path, sweep.name, TRIALS_FOLDER)
     runs = [(trials, trial_name(sweep.name, number)) for number in range(plan.num_trials)]
-    for storage, name in [*runs, (storage_path(base), base.name)]:
+    for storage, name in [*runs, (base.storage_path, base.name)]:
         rows = RunFiles(storage, name).metrics()
         steps = [row["time/step_s"] for row in rows if "time/step_s" in row]
         if steps:

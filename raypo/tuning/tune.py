@@ -16,9 +16,10 @@ from ray.tune import Stopper
 
 from raypo.cluster.connect import connect, dashboard_url
 from raypo.cluster.janitor import start_janitor
-from raypo.cluster.resources import find_nodes
+from raypo.cluster.resources import alive_nodes
 from raypo.config import AnyConfig
 from raypo.config.sweep_config import SweepConfig
+from raypo.plan.placement import takes_gpus
 from raypo.ray_internals import tell_past
 from raypo.storage.folder import below, open_folder
 from raypo.storage.run_files import RunFiles
@@ -75,8 +76,8 @@ def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
     os.environ.update(_TUNE_ENVIRONMENT)
     connected_here = connect(base.cluster)
     try:
-        nodes, use_gpu = find_nodes(base)
-        plan = plan_sweep(sweep, base, nodes, use_gpu=use_gpu)
+        nodes = alive_nodes()
+        plan = plan_sweep(sweep, base, nodes, use_gpu=takes_gpus(base, nodes))
         files.write_config(recorded_config(sweep, base))
         files.sync()
         return _Sweep(sweep, base, files, plan).run()

@@ -475,7 +475,7 @@ def needed_flops(prompt: int) -> float:
     }
     responses = PROMPTS * SAMPLES * NEW_TOKENS
     squares = PROMPTS * (prompt**2 + SAMPLES * ((prompt + NEW_TOKENS) ** 2 - prompt**2))
-    read = Lengths(PROMPTS * SAMPLES, PROMPTS * prompt + responses, responses, squares)
+    read = Lengths(PROMPTS * prompt + responses, responses, squares)
     return 5 * forward_flops(from_config(values), read)
 
 

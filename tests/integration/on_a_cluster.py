@@ -218,7 +218,6 @@ def ppo(task: Task) -> dict[str, Any]:
 
 
 def sweep() -> dict[str, Any]:
-    from raypo.config.paths import storage_path
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles
     from raypo.tuning.tune import run_sweep
@@ -227,7 +226,7 @@ def sweep() -> dict[str, Any]:
     made = cluster([{"num_cpus": 0}, {"num_cpus": 2}, {"num_cpus": 2}])
     ray.init(address=made.address, namespace="raypo", log_to_driver=False)
     config = SweepConfig.load(Path(sys.argv[2]))
-    files = RunFiles(storage_path(config), config.name)
+    files = RunFiles(config.storage_path, config.name)
     found: dict[str, Any] = {}
 
     def left() -> list[str]:

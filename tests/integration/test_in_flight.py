@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
 from raypo.config import EngineSection, FilterSection, InFlight, RewardSection
-from raypo.data.stream import Draw, PromptStream
+from raypo.data.stream import Draw, ShuffledStream
 from raypo.deployed import AnswerOfEntries
 from raypo.metrics.clock import Clock
 from raypo.rollout.ahead import RolloutsAhead
-from raypo.rollout.collect import Sampling, sample
+from raypo.rollout.collect import Sampling, next_draws, sample
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.rollout.refill import Collected, fill_step
 from raypo.serving.engine import Engine
@@ -104,7 +104,7 @@ class Run:
         self.pushes = Pushes()
         self.engines = EnginesInFlight(Here(self.pair.engine), self.pushes)
         self.ahead = RolloutsAhead(
-            PromptStream(PROMPTS, seed=1),
+            ShuffledStream(PROMPTS, seed=1),
             prompts_per_step=PROMPTS_PER_STEP,
             samples_per_prompt=SAMPLES,
             max_staleness=STALENESS,
@@ -183,7 +183,7 @@ def of_one_distribution(one: list[int], other: list[int]) -> float:
 def undisturbed(pair: Pair) -> list[int]:
     """Lengths of other samples of the same prompts, none of which any push has met."""
     pair.engine.load_weights(pair.push())
-    draws = PromptStream(PROMPTS, seed=1).take(STEPS * PROMPTS_PER_STEP)
+    draws = next_draws(ShuffledStream(PROMPTS, seed=1), STEPS * PROMPTS_PER_STEP, Workers())
     other = Sampling(SAMPLES, LONGEST, 1.0, 1.0, (END,), seed=4)
     engines = EnginesInFlight(Here(pair.engine), Pushes())
     return lengths(sample(draws, engines, Lossy(), other))

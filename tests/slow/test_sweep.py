@@ -17,7 +17,6 @@ import pytest
 from ray.exceptions import RayError
 
 from raypo import PPOConfig, PPOTrainer
-from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from tests.integration.task import (
@@ -104,7 +103,7 @@ max_concurrent: 1
 """,
     )
     sweep = SweepConfig.load(path)
-    files = RunFiles(storage_path(sweep), sweep.name)
+    files = RunFiles(sweep.storage_path, sweep.name)
     before, known = alive(), set(actors())
     outcome = run_sweep(sweep, sweep.base_config(), files)
     wait_until_nothing_is_left(before)
@@ -166,7 +165,7 @@ metric: rollout/score_mean
 """,
     )
     sweep = SweepConfig.load(path)
-    files = RunFiles(storage_path(sweep), sweep.name)
+    files = RunFiles(sweep.storage_path, sweep.name)
     trial = files.folder / "trials" / "lost-00000"
 
     def kill() -> None:
@@ -202,7 +201,7 @@ max_concurrent: 2
 """,
     )
     sweep = SweepConfig.load(path)
-    files = RunFiles(storage_path(sweep), sweep.name)
+    files = RunFiles(sweep.storage_path, sweep.name)
 
     def press() -> None:
         while not read_metrics(files.folder / "trials" / "pressed-00000"):
@@ -272,7 +271,7 @@ scheduler: {kind: pbt, perturb_every: 2, quantile: 0.5}
 """,
     )
     sweep = SweepConfig.load(path)
-    files = RunFiles(storage_path(sweep), sweep.name)
+    files = RunFiles(sweep.storage_path, sweep.name)
     before = alive()
     outcome = run_sweep(sweep, sweep.base_config(), files)
     wait_until_nothing_is_left(before)
@@ -409,7 +408,7 @@ max_concurrent: 2
 """,
     )
     sweep = SweepConfig.load(path)
-    base, files = sweep.base_config(), RunFiles(storage_path(sweep), sweep.name)
+    base, files = sweep.base_config(), RunFiles(sweep.storage_path, sweep.name)
     before = alive()
     outcome = run_sweep(sweep, base, files)
     wait_until_nothing_is_left(before)
@@ -452,7 +451,7 @@ share_batches: true
 """,
     )
     sweep = SweepConfig.load(path)
-    base, files = sweep.base_config(), RunFiles(storage_path(sweep), sweep.name)
+    base, files = sweep.base_config(), RunFiles(sweep.storage_path, sweep.name)
     running, is_over = [0], threading.Event()
 
     def watch() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import yaml
 
-from raypo.config.paths import storage_path
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.outcome import Outcome
@@ -25,7 +24,7 @@ def sweep(folder: Path, name: str, base: dict[str, Any], **keys: Any) -> tuple[O
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(told | {"searcher": "grid"} | keys))
     config = SweepConfig.load(path)
-    files = RunFiles(storage_path(config), config.name)
+    files = RunFiles(config.storage_path, config.name)
     return run_sweep(config, config.base_config(), files), files.folder
 
 

@@ -57,7 +57,7 @@ def test_a_missing_model_is_status_2(
     [
         (["none/such/folder"], "MODEL (none/such/folder): there is no such folder"),
         ([".", "--host", "0.0.0.0"], "Set the environment variable RAYPO_API_KEY"),
-        ([".", "--dtype", "int8"], "--dtype (int8): must be float32 or bfloat16"),
+        ([".", "--dtype", "int8"], "Invalid value for '--dtype'"),
         ([".", "--kv-cache-gb", "0"], "Invalid value for '--kv-cache-gb'"),
         (["."], "the folder has no config.json"),
     ],

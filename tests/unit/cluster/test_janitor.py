@@ -46,4 +46,4 @@ def test_a_run_that_dies_in_its_turn_leaves_neither_turn_nor_group(
     dead.add("lease of one")
     assert keeper.take_turn("one", "its second lease")
     assert removed == ["the dedicated group of one"]
-    assert keeper.num_held() == 1
+    assert repr(keeper) == "Janitor(1 placement groups)"

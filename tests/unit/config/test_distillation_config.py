@@ -33,7 +33,7 @@ def parsed(**changes: object) -> DistillationConfig:
         ),
         (
             {"data": {"prompts": "p.jsonl", "response_key": "text"}},
-            "Set that below 1, or remove it",
+            "Remove data.response_key, or set that below 1",
         ),
         (
             TEXTS | {"distillation": {"on_policy_fraction": 0.01}},

@@ -54,8 +54,9 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__dual_clip": 3.0, "ppo__policy_loss": "cispo"},
-            "ppo.dual_clip (3): ppo.policy_loss: cispo bounds the loss of negative advantages in "
-            "its own way. Set ppo.dual_clip to null.",
+            "ppo.dual_clip (3): has no effect, ppo.policy_loss: cispo bounds the loss of negative "
+            "advantages in its own way. Remove ppo.dual_clip, or set ppo.policy_loss to ppo or "
+            "gspo or clip_cov.",
         ),
         (
             {"ppo__kl__placement": "loss"},
@@ -78,7 +79,10 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         (ADAPTIVE, "ppo.kl.target (null): ppo.kl.controller: adaptive needs it."),
         ({**ADAPTIVE, "ppo__kl__target": 1.0}, "ppo.kl.horizon (null): "),
         ({**ADAPTIVE, "ppo__kl__target": 0.0}, "ppo.kl.target (0.0): must be greater than 0."),
-        ({"ppo__kl__horizon": 9.0}, "ppo.kl.horizon (9): is used by ppo.kl.controller: adaptive"),
+        (
+            {"ppo__kl__horizon": 9.0},
+            "ppo.kl.horizon (9): has no effect, ppo.kl.controller is fixed.",
+        ),
         (
             {
                 **ADAPTIVE,
@@ -213,7 +217,7 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__policy_loss": "gmpo", "ppo__dual_clip": 3.0},
-            "ppo.dual_clip (3): ppo.policy_loss: gmpo bounds",
+            "ppo.dual_clip (3): has no effect, ppo.policy_loss: gmpo bounds",
         ),
         (
             {"ppo__cispo_low": 0.1},

@@ -41,23 +41,23 @@ def test_an_episode_needs_a_limit():
 
 def test_keys_of_episodes_act_only_where_there_are_any():
     assert (
-        "rollout.max_turns (3): has no effect without rollout.environment. Set that, or remove "
-        "rollout.max_turns."
+        "rollout.max_turns (3): has no effect, rollout.environment is null. Remove "
+        "rollout.max_turns, or set rollout.environment."
     ) in refused(rollout__max_turns=3)
     agent = {"rollout__agent": "solve.py:Solve", "rollout__max_episode_tokens": 200}
-    assert "rollout.environment_processes (2): has no effect without rollout.environment" in (
+    assert "rollout.environment_processes (2): has no effect, rollout.environment is null" in (
         refused(**agent, rollout__environment_processes=2)
     )
-    assert "rollout.agent_args ({'n': 2}): has no effect without rollout.agent" in (
+    assert "rollout.agent_args ({'n': 2}): has no effect, rollout.agent is null" in (
         refused(rollout__agent_args={"n": 2})
     )
 
     told = refused(rollout__turns="continuous")
-    assert "rollout.turns (continuous): has no effect without rollout.environment" in told
+    assert "rollout.turns (continuous): has no effect, rollout.environment is null" in told
     environment = {"rollout__environment": "guess.py:Guess", "rollout__max_episode_tokens": 200}
-    for key, value in (("limit_score", 0.0), ("endpoint_host", "0.0.0.0")):
+    for key, value in (("limit_score", 0.5), ("endpoint_host", "0.0.0.0")):
         told = refused(**environment, **{f"rollout__{key}": value})
-        assert f"rollout.{key} ({value}): has no effect without rollout.agent" in told
+        assert f"rollout.{key} ({value}): has no effect, rollout.agent is null" in told
 
 
 @pytest.mark.parametrize(

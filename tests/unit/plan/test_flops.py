@@ -46,7 +46,7 @@ SHAPE = ModelShape(
 def test_by_hand():
     shape = SHAPE
     lengths = Lengths.of([(1, 2)])
-    assert lengths == Lengths(1, 3, 2, 9)
+    assert lengths == Lengths(3, 2, 9)
     assert forward_flops(shape, lengths) == 2 * (12 * 3 + 5 * 2) + 4 * 2 * 9
     assert forward_flops(shape, lengths, with_logits=False) == 2 * 12 * 3 + 4 * 2 * 9
     gated = replace(shape, gated=True)

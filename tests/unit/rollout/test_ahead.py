@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
-from raypo.data.stream import Draw, PromptStream
+from raypo.data.stream import Draw, ShuffledStream
 from raypo.metrics.clock import Clock
 from raypo.rollout.accounts import account_metrics
 from raypo.rollout.ahead import RolloutsAhead
@@ -40,7 +40,7 @@ class Run:
         max_refills: int = 50,
     ) -> None:
         prompts = [Prompt(i, "p", np.array([5], np.int32)) for i in range(5)]
-        self.stream = PromptStream(prompts, seed=3)
+        self.stream = ShuffledStream(prompts, seed=3)
         self.workers = workers or Workers()
         self.ahead = RolloutsAhead(
             self.stream,
@@ -272,7 +272,7 @@ def test_what_ends_the_drawing_of_prompts_ends_the_step_that_wants_them():
     run = Run(max_staleness=2)
     take = run.stream.take
 
-    def fails(count: int) -> list[Draw]:
+    def fails(count: int) -> list[tuple[int, Prompt]]:
         if run.stream.state_dict()["position"] >= 2 * PROMPTS_PER_STEP:
             raise MemoryError("no room for another epoch's order")
         return take(count)

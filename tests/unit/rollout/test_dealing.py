@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from raypo.collectives import Workers
-from raypo.data.stream import PromptStream
+from raypo.data.stream import ShuffledStream
 from raypo.learner.learner import minibatch_order
 from raypo.rollout.dealing import balanced_shares, deal, to_experience
 from raypo.run.rollout_metrics import rollout_metrics
@@ -112,8 +112,8 @@ def test_long_groups_are_shared_out_and_short_ones_kept():
 def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
     count = 40
     prompts = [Prompt(n, "", np.array([n], np.int32)) for n in range(count)]
-    stream = PromptStream(prompts, seed=0)
-    drawn = [d.prompt.index for d in stream.take(2 * count)][count:]  # epoch 1
+    stream = ShuffledStream(prompts, seed=0)
+    drawn = [prompt.index for _, prompt in stream.take(2 * count)][count:]  # epoch 1
     batch = [ScoredRollout(rollout(n, 0, 1), float(n), {}) for n in range(count)]
     dealt = deal(batch, minibatch_size=1, seed=(0, 1), workers=Workers())
     cut = [int(one.score) for one in dealt]

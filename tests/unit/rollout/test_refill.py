@@ -8,8 +8,9 @@ import pytest
 
 from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
-from raypo.data.stream import PromptStream
+from raypo.data.stream import ShuffledStream
 from raypo.rewards.scoring import RewardError
+from raypo.rollout.collect import next_draws
 from raypo.rollout.refill import Collected, fill_step
 from raypo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.learner.plain import on_workers
@@ -35,8 +36,8 @@ def rollout(group: int, sample: int, tokens: int = 3) -> Rollout:
     )
 
 
-def prompts() -> PromptStream:
-    return PromptStream([Prompt(i, "p", np.array([5], np.int32)) for i in range(3)], seed=0)
+def prompts() -> ShuffledStream[Prompt]:
+    return ShuffledStream([Prompt(i, "p", np.array([5], np.int32)) for i in range(3)], seed=0)
 
 
 def fill(
@@ -45,7 +46,7 @@ def fill(
     section: FilterSection,
     prompts_per_step: int = 4,
     workers: Workers | None = None,
-    stream: PromptStream | None = None,
+    stream: ShuffledStream[Prompt] | None = None,
     reward: RewardSection = LENIENT,
 ) -> Collected:
     workers, stream = workers or Workers(), stream or prompts()
@@ -53,7 +54,7 @@ def fill(
     def scored_rollouts(count: int) -> list[ScoredRollout]:
         return [
             ScoredRollout(rollout(draw.group_index, sample), score, {})
-            for draw in stream.take(count)[workers.rank :: workers.count]
+            for draw in next_draws(stream, count, workers)
             for sample, score in enumerate(scores_of(draw.group_index))
         ]
 

@@ -10,7 +10,7 @@ import pytest
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
 from raypo.recipes.sft import SFTRun
-from raypo.rollout.collect import judge
+from raypo.rollout.collect import judge, next_draws
 from raypo.run.ppo_run import PPORun
 from raypo.run.rollout_metrics import rollout_metrics, sample_row
 from raypo.run.services import Services
@@ -55,7 +55,7 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
         "ppo": {"minibatch_size": 8},
     }
     run, messages = prepared(PPORun, PPOConfig.parse(values))
-    draws = run.stream.take(8)
+    draws = next_draws(run.stream, 8, Workers())
     assert Counter(draw.prompt.data_source for draw in draws) == {"few": 6, "many": 2}
     assert messages == [
         "few has 5 rows and 6 of them come in a step (its weight is 3, rollout.prompts_per_step "

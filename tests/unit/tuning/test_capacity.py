@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import yaml
 
-from raypo.cluster.resources import find_nodes
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.clock import duration
-from raypo.plan.hardware import Node
+from raypo.plan.placement import takes_gpus
 from raypo.tuning.capacity import describe, estimate, grid_points, plan_sweep
 from raypo.tuning.shared import Sharing
 
@@ -172,10 +171,8 @@ def test_a_population_runs_all_at_once_or_not_at_all():
         plan_sweep(sweep_of(**pbt, num_samples=4), base_of(), two_cores, use_gpu=False)
 
 
-def test_without_a_cluster_this_machine_is_the_only_node(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(
-        "raypo.cluster.resources.this_machine", lambda: [Node("this machine", gpus=2, cpus=3)]
-    )
-    assert find_nodes(base_of()) == ([{"CPU": 3, "GPU": 2}], True)
-    assert find_nodes(base_of(use_gpu=False)) == ([{"CPU": 3, "GPU": 2}], False)
+def test_workers_take_gpus_where_a_node_has_some_and_the_config_says_nothing_else():
+    with_gpus, without = [{"CPU": 3.0}, {"CPU": 3.0, "GPU": 2.0}], [{"CPU": 3.0, "GPU": 0.0}]
+    assert takes_gpus(base_of(), with_gpus)
+    assert not takes_gpus(base_of(use_gpu=False), with_gpus)
+    assert not takes_gpus(base_of(), without)
