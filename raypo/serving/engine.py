@@ -248,14 +248,6 @@ class Engine:
         """
         return [each.answer for each in self._ask(requests, alone=False)]
 
-    def cancel(self, *ids: str) -> int:
-        """Have requests given back by their ids, with what was sampled of them so far.
-
-        Returns:
-            How many they were; what has been answered, or was never asked, does not count.
-        """
-        return self._loop.cancel(lambda each: each.request.id in ids)
-
     def answer_only(self, run: str, attempt: str) -> int:
         """Answer of a run's requests only those of one attempt; others are given back.
 

@@ -28,7 +28,7 @@ class SamplingRequest:
     adapter: str | None = None
     """Name of a LoRA adapter that the engine holds; None: its own weights alone."""
     id: str = ""
-    """By which it can be cancelled; several may share one, like the samples of a prompt."""
+    """Whose it is: `<run>/<attempt>`. What a dead attempt has asked is given back."""
     priority: int = 0
     """Lower is sampled sooner, as in vLLM; among equals, first come, first served."""
     cache_salt: str = ""

@@ -128,11 +128,7 @@ class VllmLoop:
             RuntimeError: the engine was shut down.
             Exception: whatever the function raises.
         """
-        if threading.current_thread() is self._thread:
-            return function()
-        answer: Future[T] = Future()
-        self._hand_in(self._calls, partial(settle, answer, function))
-        return answer.result()
+        return self._answered(function, self._calls)
 
     def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
         """Ask for responses. Where as many wait to join as may, the caller waits for a place.
@@ -169,12 +165,8 @@ class VllmLoop:
                 raise
         return asked
 
-    def cancel(self, are_meant: Callable[[Asked], bool]) -> int:
-        """Have requests given back before the next step; how many there were."""
-        return self._before_a_step(partial(self.give_back, are_meant, "cancelled"))
-
     def _take_back(self, answer: Promise) -> None:
-        """As `cancel`, of one request, and nobody waits for it."""
+        """Have a request given back before the next step; nobody waits for that."""
         with suppress(RuntimeError):  # it was shut down, and all are told
             give_back = partial(self.give_back, lambda each: each.answer is answer, "cancelled")
             self._hand_in(self._news, give_back)
@@ -186,19 +178,11 @@ class VllmLoop:
             self._attempts[run] = attempt
             return self.give_back(self._is_orphan, "cancelled")
 
-        return self._before_a_step(begin)
+        return self._answered(begin, self._news)
 
     def stretch(self) -> Stretch:
         """The load since this was last asked."""
-        return self._before_a_step(self._meter.take)
-
-    def _before_a_step(self, function: Callable[[], T]) -> T:
-        """Run a function in the thread before its next step, also of a batch that runs alone."""
-        if threading.current_thread() is self._thread:
-            return function()
-        answer: Future[T] = Future()
-        self._hand_in(self._news, partial(settle, answer, function))
-        return answer.result()
+        return self._answered(self._meter.take, self._news)
 
     def _is_orphan(self, each: Asked) -> bool:
         run, _, attempt = each.request.id.rpartition("/")
@@ -217,6 +201,14 @@ class VllmLoop:
             self._door.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(LEAVE_S)
+
+    def _answered(self, function: Callable[[], T], where: list[Callable[[], object]]) -> T:
+        """What a function returns, run in the thread when its turn comes among those handed in."""
+        if threading.current_thread() is self._thread:
+            return function()
+        answer: Future[T] = Future()
+        self._hand_in(where, partial(settle, answer, function))
+        return answer.result()
 
     def _hand_in(self, where: list[Callable[[], object]], what: Callable[[], object]) -> None:
         with self._door:
