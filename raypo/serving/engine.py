@@ -242,8 +242,8 @@ class Engine:
         """As `generate` with `joins`, for callers that do not want to wait for the responses.
 
         Where `rollout.engine.max_waiting` requests wait already, it waits for places. What is given
-        back before its end has a finish reason that says so: cancelled, timeout or paused. Who
-        cancels a future has its request given back.
+        back before its end has a finish reason that says so: cancelled or paused. Who cancels a
+        future has its request given back, with what was sampled so far.
         Callbacks of the futures hold up the sampling, and must not ask for more.
         """
         return [each.answer for each in self._ask(requests, alone=False)]
