@@ -130,9 +130,7 @@ class Probe:
                 prompt_ids=ids[-PROBE_PROMPT_TOKENS:],
                 max_new_tokens=min(PROBE_TOKENS, self.max_new_tokens),
                 temperature=self.temperature,
-                top_p=1.0,
                 seed=(self.seed + 7919 * version + number) % 2**31,
-                stop_token_ids=(),
                 adapter=self.adapter,
                 priority=PRIORITY,
             )
