@@ -310,12 +310,12 @@ def test_an_engine_that_missed_the_rest_of_a_push_does_not_stay_paused(served: P
 def test_whole_batches_share_their_steps_with_nobody(engine: Engine):
     batches = [[ask(24, 10 * lot + i) for i in range(6)] for lot in range(2)]
     alone = [engine.generate(batch) for batch in batches]
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
-            joining = pool.submit(engine.generate, [ask(30, i) for i in range(50, 56)], joins=True)
+            joining = engine.submit([ask(30, i) for i in range(50, 56)])
             until(runs(engine, 1, 1))
             together = list(pool.map(engine.generate, batches))
-            assert len(joining.result()) == 6
+            assert len(results(joining)) == 6
             for mine, before in zip(together, alone, strict=True):
                 for one, other in zip(mine, before, strict=True):
                     assert one.token_ids.tolist() == other.token_ids.tolist()
