@@ -345,10 +345,10 @@ class Learner:
         all_applied = True
         if with_policy and self._trained_policy:
             all_applied, norm = self._policy.step()
-            statistics.end_policy_step(applied=all_applied, grad_norm=norm)
+            statistics.end_step("policy", applied=all_applied, grad_norm=norm)
         if self._critic:
             applied, norm = self._critic.step()
-            statistics.end_critic_step(applied=applied, grad_norm=norm)
+            statistics.end_step("critic", applied=applied, grad_norm=norm)
             all_applied = all_applied and applied
         if self._roles.are_apart:
             all_applied = not self._roles.everyone.max(as_tensor(not all_applied)).item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -38,28 +39,28 @@ def measured_flops(dtype: str, device: str) -> float:
     """
     size = SIZES[device]
     left, right = torch.ones(2, size, size, dtype=getattr(torch, dtype), device=device)
-    best, deadline = float("inf"), time.perf_counter() + MEASURED_S
     is_ours = device == "cpu" and dtype == "float32" and mkl_is_slow()
     multiply = product if is_ours else torch.mm  # as the models' linear layers do
     multiply(left, right)  # the first one sets the library up
-    while best == float("inf") or time.perf_counter() < deadline:
-        _finish(device)
-        begin = time.perf_counter()
-        multiply(left, right)
-        _finish(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
+    return 2 * size**3 / _fastest(lambda: multiply(left, right), device)
 
 
 def measured_memory() -> float:
     """Bytes a second that this process's threads read of RAM together, at the fastest."""
     numbers = torch.ones(READ_BYTES // 4)
+    return READ_BYTES / _fastest(lambda: numbers.sum(), "cpu")
+
+
+def _fastest(work: Callable[[], object], device: str) -> float:
+    """Seconds of the fastest of several calls."""
     best, deadline = float("inf"), time.perf_counter() + MEASURED_S
     while best == float("inf") or time.perf_counter() < deadline:
+        _finish(device)
         begin = time.perf_counter()
-        numbers.sum()
+        work()
+        _finish(device)
         best = min(best, time.perf_counter() - begin)
-    return READ_BYTES / best
+    return best
 
 
 def _finish(device: str) -> None:

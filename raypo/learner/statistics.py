@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,13 +39,14 @@ class UpdateStatistics:
         for name, value in sums.items():
             self._add(f"value/{name}", value)
 
-    def end_policy_step(self, *, applied: bool, grad_norm: float | None) -> None:
-        """One optimizer step of the policy is over."""
-        self._end("policy", applied, grad_norm)
-
-    def end_critic_step(self, *, applied: bool, grad_norm: float | None) -> None:
-        """One optimizer step of the critic is over."""
-        self._end("critic", applied, grad_norm)
+    def end_step(
+        self, model: Literal["policy", "critic"], *, applied: bool, grad_norm: float | None
+    ) -> None:
+        """One optimizer step of a model is over."""
+        self._num_steps[model] += 1
+        self._num_skipped += not applied
+        if grad_norm is not None:
+            self._norms[model].append(grad_norm)
 
     def reduce(self, workers: Workers) -> dict[str, float]:
         """Means over tokens or optimizer steps, named `ppo/*`.
@@ -87,9 +89,3 @@ class UpdateStatistics:
 
     def _add(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + value.to(torch.float64)
-
-    def _end(self, model: str, applied: bool, grad_norm: float | None) -> None:
-        self._num_steps[model] += 1
-        self._num_skipped += not applied
-        if grad_norm is not None:
-            self._norms[model].append(grad_norm)

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from raypo.collectives import Workers
@@ -29,7 +29,7 @@ Sums = dict[str, tuple[float, float]]
 class Task(ABC, Generic[Item]):
     """What is learned from examples: a module, and a loss that is a sum of its examples' losses."""
 
-    module: nn.Module
+    module: Policy | SequenceScorer
     """What is trained."""
     blank: Item
     """The shortest example: it takes part in a pass, and its loss is multiplied by zero."""
@@ -54,9 +54,9 @@ class Task(ABC, Generic[Item]):
         """The summed loss of some examples, not yet divided, and metrics of them."""
 
     @property
-    @abstractmethod
     def network(self) -> Any:
         """The Hugging Face model, whose names the saved weights have."""
+        return self.module.model
 
 
 class PolicyTask(Task[Item]):
@@ -67,11 +67,6 @@ class PolicyTask(Task[Item]):
     def __init__(self, model: Any) -> None:
         """A causal language model."""
         self.module = Policy(model, temperature=1.0)
-
-    @property
-    def network(self) -> Any:
-        """The causal language model."""
-        return self.module.model
 
 
 class ResponseTask(PolicyTask[Example]):
@@ -125,11 +120,6 @@ class PairTask(Task[Pair]):
             "pair_score_mean": (float((better + worse).sum()), 2.0 * count),
         }
         return losses.sum(), sums
-
-    @property
-    def network(self) -> Any:
-        """The sequence classifier."""
-        return self.module.model
 
 
 def response_batch(items: Sequence[Example]) -> Experience:

@@ -24,8 +24,6 @@ from raypo.models.packed_attention import can_read_packed, use_packed_attention
 from raypo.models.shares import whole_as_it_computes
 from raypo.models.token_log_probs import has_plain_head
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
     """The causal language model of a folder or hub id, dropout off, in training mode.
@@ -126,7 +124,7 @@ def _load(kind: Any, path: str, dtype: str, attention: str, **config_values: Any
         _keep_heads_in_float32(kind, config)  # in shares DeepSpeed makes every weight in `dtype`
     chosen = {} if attention == "auto" else {"attn_implementation": attention}
     try:
-        model = kind.from_pretrained(path, config=config, dtype=DTYPES[dtype], **chosen)
+        model = kind.from_pretrained(path, config=config, dtype=getattr(torch, dtype), **chosen)
     except (ImportError, ValueError) as error:
         if not chosen:
             raise

@@ -122,19 +122,6 @@ def masked_moments(
         return moments.sum(0)
 
 
-def mean_and_variance(moments: Tensor | Iterable[Tensor | float]) -> tuple[Tensor, Tensor]:
-    """Mean and population variance from count, sum and sum of squares.
-
-    Returns:
-        mean: float64 scalar, 0 if the count is 0.
-        variance: float64 scalar, never negative.
-    """
-    count, total, squares = (torch.as_tensor(m, dtype=torch.float64) for m in moments)
-    count = count.clamp(min=1.0)
-    mean = total / count
-    return mean, (squares / count - mean.square()).clamp(min=0.0)
-
-
 def masked_whiten(
     x: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool
@@ -155,8 +142,12 @@ def masked_whiten(
     Paper: Hu et al. 2025, arXiv:2501.03262 (normalisation over the global batch).
     """
     check_same_shape(x=x, mask=mask)
-    mean, variance = mean_and_variance(masked_moments(x, mask) if moments is None else moments)
-    shift, scale = mean.to(x.device), variance.to(x.device).clamp(min=MIN_VARIANCE).rsqrt()
+    moments = masked_moments(x, mask) if moments is None else moments
+    count, total, squares = (torch.as_tensor(m, dtype=torch.float64) for m in moments)
+    count = count.clamp(min=1.0)
+    mean = total / count
+    variance = (squares / count - mean.square()).clamp(min=MIN_VARIANCE)
+    shift, scale = mean.to(x.device), variance.to(x.device).rsqrt()
 
     def whiten(x: Tensor, mask: Tensor) -> list[Tensor]:
         return [keep((x.double() - shift) * scale, mask)]

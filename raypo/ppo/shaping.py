@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -156,17 +156,8 @@ class RunningMoments:
         return centred.to(scores.dtype)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {
-            "count": self.count,
-            "mean": self.mean,
-            "squared_deviation": self.squared_deviation,
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, float]) -> RunningMoments:
-        """The moments that `state_dict` gave."""
-        return cls(**state)
+        """What a checkpoint keeps: arguments of the constructor."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

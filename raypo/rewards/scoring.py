@@ -65,38 +65,22 @@ def first_reason(scores: Iterable[float]) -> str | None:
     return next((score.reason for score in scores if isinstance(score, FailedScore)), None)
 
 
-def score(
-    function: RewardFunction, rollouts: Sequence[Rollout], *, max_failed_fraction: float
-) -> list[float]:
+def score(function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:
     """One score per rollout, from one call with all of them; NaN where scoring failed.
 
     None, NaN, infinity and an exception in a score's place are a failed sample; True and False
     count as 1 and 0. A mapping in its place, like `{"score": 1.2, "format": 0.2}`, is a
     `ScoreOfParts`.
 
-    Args:
-        max_failed_fraction: Share of these rollouts that may fail.
-
     Raises:
-        RewardError: the function raises (its error is the cause), it returns something else than
-            one number per rollout, or too many samples failed.
+        RewardError: the function raises (its error is the cause), or returns something else than
+            one number per rollout.
     """
     if not rollouts:
         return []
     name = f"the reward function {function_name(function)}"
     answers = answers_of(function, list(rollouts))
-    scores = [_number(answer, place, name) for place, answer in enumerate(answers)]
-    failed = [place for place, value in enumerate(scores) if math.isnan(value)]
-    if len(failed) > max_failed_fraction * len(scores):
-        raise too_many_failures(
-            len(failed),
-            len(scores),
-            rollouts[failed[0]],
-            name=name,
-            max_failed_fraction=max_failed_fraction,
-            reason=first_reason(scores),
-        )
-    return scores
+    return [_number(answer, place, name) for place, answer in enumerate(answers)]
 
 
 def answers_of(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
@@ -132,7 +116,7 @@ def too_many_failures(
     *,
     name: str,
     max_failed_fraction: float,
-    reason: str | None = None,
+    reason: str | None,
 ) -> RewardError:
     """The error of more samples without a score than `reward.max_failed_fraction` allows."""
     if reason is not None:

@@ -52,7 +52,7 @@ def make_app(
         waiting += 1
         try:
             async with turn:
-                scores = await run_sync(lambda: score(function, rollouts, max_failed_fraction=1.0))
+                scores = await run_sync(lambda: score(function, rollouts))
         except RewardError as error:
             return _error(500, str(error))
         finally:

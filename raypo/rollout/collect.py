@@ -16,7 +16,6 @@ from raypo.config import RewardSection, SamplingSection
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.rewards.scoring import first_reason, too_many_failures
 from raypo.rollout.asking import Ask, PushAgain, Sampler, ask, ask_or_push
-from raypo.rollout.judges import Judges, Judging, Reference
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
 
@@ -243,13 +242,6 @@ def _rollout(draw: Draw, sample_index: int, completion: Completion, text: str) -
         messages=draw.prompt.messages,
         data_source=draw.prompt.data_source,
     )
-
-
-def judge(
-    rollouts: list[Rollout], judges: Judges, reference: Reference | None
-) -> list[ScoredRollout]:
-    """The rollouts with their scores and reference log-probs; all judges work at the same time."""
-    return Judging(judges, reference).scored(rollouts)
 
 
 def is_trainable(scored: ScoredRollout) -> bool:

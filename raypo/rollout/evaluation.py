@@ -67,7 +67,7 @@ def evaluate_policy(
         finite = [value for value in by_models if math.isfinite(value)]
         means.add("eval/reward_model_mean", math.fsum(finite), len(finite))
     if function is not None:
-        scores = score(function, rollouts, max_failed_fraction=1.0)
+        scores = score(function, rollouts)
     else:
         assert judges is not None
         scores = [judges.total(by_source) for by_source in judged]

@@ -59,9 +59,11 @@ class AdvantageState:
 
     def restored(self, state: dict[str, Any]) -> AdvantageState:
         """This state as `state` left it."""
-        scores = shaping.RunningMoments.from_state(state["scores"])
-        entropy = self.entropy.restored(state.get("entropy", self.entropy.state_dict()))
-        return AdvantageState(self.kl.restored(state["kl"]), entropy, scores)
+        return AdvantageState(
+            self.kl.restored(state["kl"]),
+            self.entropy.restored(state["entropy"]),
+            shaping.RunningMoments(**state["scores"]),
+        )
 
 
 def with_advantages(

@@ -153,9 +153,9 @@ def _is_whole(completion: Completion) -> bool:
     Raises:
         RuntimeError: it was withdrawn, so no one may take it for one that ended.
     """
-    if completion.finish_reason in ("cancelled", "timeout"):
+    if completion.finish_reason == "cancelled":
         raise RuntimeError(
-            f"an engine has given a request back ({completion.finish_reason}): it answers another "
-            "attempt of this run, or its time was up."
+            "an engine has given a request back (cancelled): it answers another attempt of this "
+            "run."
         )
     return completion.finish_reason != "paused"

@@ -233,7 +233,7 @@ class _Line:
                     self._num_free += 1
                     return
             try:
-                scores = score(self._function, rollouts, max_failed_fraction=1.0)
+                scores = score(self._function, rollouts)
             except BaseException as error:  # raised where the scores are waited for
                 with self._changed:
                     self._error = error

@@ -59,11 +59,6 @@ class EngineHandle:
         return completion
 
     @property
-    def cancel(self):
-        """`Engine.cancel`; `on_all`, for whoever does not know which replica has a request."""
-        return _each(self.handle.cancel, Engine.cancel)
-
-    @property
     def load(self):
         """`Engine.load`."""
         return _each(self.handle.load, Engine.load)

@@ -17,8 +17,8 @@ from raypo.learner.learner import minibatch_order
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.metrics.clock import Clock
-from raypo.rollout.collect import judge, next_draws, refuse_too_many_failures, sample
-from raypo.rollout.judges import Reference
+from raypo.rollout.collect import next_draws, refuse_too_many_failures, sample
+from raypo.rollout.judges import Judging, Reference
 from raypo.run.examples_run import even_shares, lengths, new_learner, save_trained
 from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase
@@ -135,7 +135,8 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         )
         clock.lap("time/generate_s")
         self.enter(Phase.SCORE, before_push=True)
-        scored = judge(rollouts, self.judges(services), self.judging_reference(services))
+        judging = Judging(self.judges(services), self.judging_reference(services))
+        scored = judging.scored(rollouts)
         refuse_too_many_failures(scored, self.config.reward, self.workers)
         clock.lap("time/score_s")
         return scored

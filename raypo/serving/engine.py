@@ -212,49 +212,40 @@ class Engine:
         stretch = self._loop.stretch()
         return self._loop.load, stretch
 
-    def generate(
-        self, requests: Sequence[SamplingRequest], *, joins: bool = False
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """One response a request, in the order given.
 
-        Args:
-            requests: By default a batch that enters as a whole, when nothing else is sampled, and
-                shares its steps with nobody, so that it does not depend on what others ask.
-            joins: They enter one by one, as soon as there is room, beside whatever else does.
+        They are a batch that enters as a whole, when nothing else is sampled, and shares its steps
+        with nobody, so that it does not depend on what others ask.
 
         Raises:
             ValueError: a request cannot be served; nothing was sampled, the engine stays usable.
             RuntimeError: it holds no whole weight version, or it is broken.
         """
-        asked = self._ask(requests, alone=not joins)
+        answers = self.batch(requests)
         try:
-            return [each.answer.result() for each in asked]
+            return [each.result() for each in answers]
         except BaseException:  # of a caller that is interrupted: nobody waits for the others
-            for each in asked:
-                each.answer.cancel()
+            for each in answers:
+                each.cancel()
             raise
 
     def batch(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
-        """As `generate` of a batch, for callers that do not want to wait for all of it."""
+        """As `generate`, for callers that do not want to wait for all of it."""
         return [each.answer for each in self._ask(requests, alone=True)]
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
-        """As `generate` with `joins`, for callers that do not want to wait for the responses.
+        """Ask for responses that join what is being sampled, one by one, as soon as there is room.
 
         Where `rollout.engine.max_waiting` requests wait already, it waits for places. What is given
-        back before its end has a finish reason that says so: cancelled, timeout or paused. Who
-        cancels a future has its request given back.
+        back before its end has a finish reason that says so: cancelled or paused. Who cancels a
+        future has its request given back, with what was sampled so far.
         Callbacks of the futures hold up the sampling, and must not ask for more.
+
+        Raises:
+            ValueError, RuntimeError: as `generate`.
         """
         return [each.answer for each in self._ask(requests, alone=False)]
-
-    def cancel(self, *ids: str) -> int:
-        """Have requests given back by their ids, with what was sampled of them so far.
-
-        Returns:
-            How many they were; what has been answered, or was never asked, does not count.
-        """
-        return self._loop.cancel(lambda each: each.request.id in ids)
 
     def answer_only(self, run: str, attempt: str) -> int:
         """Answer of a run's requests only those of one attempt; others are given back.

@@ -97,8 +97,6 @@ class VllmLoop:
         self._queue: list[tuple[int, int, Lot]] = []
         """A heap, by priority and order of arrival."""
         self._num_queued = 0
-        self._deadlines: list[tuple[float, int, Asked]] = []
-        """A heap."""
         self._attempts: dict[str, str] = {}
         """By run, the attempt that is sampled for."""
         self._numbers = itertools.count()
@@ -128,11 +126,7 @@ class VllmLoop:
             RuntimeError: the engine was shut down.
             Exception: whatever the function raises.
         """
-        if threading.current_thread() is self._thread:
-            return function()
-        answer: Future[T] = Future()
-        self._hand_in(self._calls, partial(settle, answer, function))
-        return answer.result()
+        return self._answered(function, self._calls)
 
     def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
         """Ask for responses. Where as many wait to join as may, the caller waits for a place.
@@ -146,35 +140,24 @@ class VllmLoop:
             RuntimeError: the engine was shut down.
         """
         assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
-        now = time.monotonic()
-        asked = [
-            Asked(each, Promise(self._take_back), now + (each.timeout_s or math.inf))
-            for each in requests
-        ]
+        asked = [Asked(each, Promise(self._take_back)) for each in requests]
         if alone:
             self._hand_in(self._news, partial(self._arrive, Lot([*asked], alone=True)))
             return asked
         for each in asked:
-            left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
-            needs_place = each.request.priority >= 0
-            if needs_place and not self._places.acquire(timeout=left):
-                each.answer.set_result(completion_of((), (), "timeout"))
-                continue
-            each.has_place = needs_place
+            each.has_place = each.request.priority >= 0
+            if each.has_place:
+                self._places.acquire()
             try:
                 self._hand_in(self._news, partial(self._arrive, Lot([each], alone=False)))
             except RuntimeError:
-                if needs_place:
+                if each.has_place:
                     self._places.release()  # who waits next shall be told too
                 raise
         return asked
 
-    def cancel(self, are_meant: Callable[[Asked], bool]) -> int:
-        """Have requests given back before the next step; how many there were."""
-        return self._before_a_step(partial(self.give_back, are_meant, "cancelled"))
-
     def _take_back(self, answer: Promise) -> None:
-        """As `cancel`, of one request, and nobody waits for it."""
+        """Have a request given back before the next step; nobody waits for that."""
         with suppress(RuntimeError):  # it was shut down, and all are told
             give_back = partial(self.give_back, lambda each: each.answer is answer, "cancelled")
             self._hand_in(self._news, give_back)
@@ -186,19 +169,11 @@ class VllmLoop:
             self._attempts[run] = attempt
             return self.give_back(self._is_orphan, "cancelled")
 
-        return self._before_a_step(begin)
+        return self._answered(begin, self._news)
 
     def stretch(self) -> Stretch:
         """The load since this was last asked."""
-        return self._before_a_step(self._meter.take)
-
-    def _before_a_step(self, function: Callable[[], T]) -> T:
-        """Run a function in the thread before its next step, also of a batch that runs alone."""
-        if threading.current_thread() is self._thread:
-            return function()
-        answer: Future[T] = Future()
-        self._hand_in(self._news, partial(settle, answer, function))
-        return answer.result()
+        return self._answered(self._meter.take, self._news)
 
     def _is_orphan(self, each: Asked) -> bool:
         run, _, attempt = each.request.id.rpartition("/")
@@ -217,6 +192,14 @@ class VllmLoop:
             self._door.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(LEAVE_S)
+
+    def _answered(self, function: Callable[[], T], where: list[Callable[[], object]]) -> T:
+        """What a function returns, run in the thread when its turn comes among those handed in."""
+        if threading.current_thread() is self._thread:
+            return function()
+        answer: Future[T] = Future()
+        self._hand_in(where, partial(settle, answer, function))
+        return answer.result()
 
     def _hand_in(self, where: list[Callable[[], object]], what: Callable[[], object]) -> None:
         with self._door:
@@ -326,7 +309,6 @@ class VllmLoop:
                 for function in todo:
                     function()
                     self.progress.step()
-                self._give_back_late()
                 self._admit()
                 if self._running and self.serving.may_step():
                     self._step()
@@ -342,7 +324,7 @@ class VllmLoop:
     def _wait(self) -> None:
         """At the door, for something to do."""
         begin = time.monotonic()
-        self._door.wait_for(self._is_needed, self._seconds_left())
+        self._door.wait_for(self._is_needed)
         if not self._running and not self._num_queued:
             self._meter.note_idle(time.monotonic() - begin)
 
@@ -351,18 +333,6 @@ class VllmLoop:
         can_go_on = self.serving.may_step() or self.serving.broken is not None
         has_calls = bool(self._calls) and not self._runs_alone
         return self._is_closing or bool(self._news) or has_calls or (has_requests and can_go_on)
-
-    def _seconds_left(self) -> float | None:
-        """Until the next request is late; None: there is none that can be."""
-        while self._deadlines and self._deadlines[0][2].answer.done():
-            heapq.heappop(self._deadlines)
-        if not self._deadlines:
-            return None
-        return max(0.0, self._deadlines[0][0] - time.monotonic())
-
-    def _give_back_late(self) -> None:
-        while self._seconds_left() == 0.0:
-            self._give_back(heapq.heappop(self._deadlines)[2], "timeout")
 
     def _arrive(self, lot: Lot) -> None:
         refusal, is_paused = self.serving.refusal(), self.serving.paused is not None
@@ -376,8 +346,6 @@ class VllmLoop:
             return
         for each in lot.asked:
             each.number = next(self._numbers)
-            if each.deadline < math.inf:
-                heapq.heappush(self._deadlines, (each.deadline, each.number, each))
         self._line_up(lot)
 
     def _line_up(self, lot: Lot) -> None:

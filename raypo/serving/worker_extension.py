@@ -39,8 +39,8 @@ class WorkerExtension:
     device: torch.device
     raypo_loaded: set[str]
     """Parameters that vLLM says it has loaded in this push."""
-    raypo_is_loading: bool
-    raypo_group: Group | None
+    raypo_is_loading: bool = False
+    raypo_group: Group | None = None
 
     def raypo_answer(self, method: str, *arguments: Any) -> Answer:
         """What one of this worker's methods returns, or why it failed (`VllmProcesses`)."""
@@ -81,7 +81,7 @@ class WorkerExtension:
         with _current_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
         self.raypo_is_loading, self.raypo_loaded = True, set()
-        group = getattr(self, "raypo_group", None)
+        group = self.raypo_group
         gpus = (device_uuid(self.device),) if self.device.type == "cuda" else ()
         return Ready(1, group.rendezvous.epoch if group else None, gpus)
 
@@ -130,7 +130,7 @@ class WorkerExtension:
         """End a push that may have been cut short, so that the next one starts clean."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        if getattr(self, "raypo_is_loading", False):
+        if self.raypo_is_loading:
             self.raypo_is_loading = False
             with _current_config(self.vllm_config):
                 finalize_layerwise_reload(
@@ -143,8 +143,7 @@ class WorkerExtension:
         Raises:
             WeightError: not all members came in time.
         """
-        group = getattr(self, "raypo_group", None)
-        self.raypo_group = None
+        group, self.raypo_group = self.raypo_group, None
         if group is not None:
             group.leave()
         self.raypo_group = Group.join(rendezvous, device=self.device)
@@ -153,10 +152,9 @@ class WorkerExtension:
         if isinstance(bucket, IpcBucket):
             return bucket.read(device_uuid(self.device), self.device)
         if isinstance(bucket, BroadcastBucket):
-            group = getattr(self, "raypo_group", None)
-            if group is None:
+            if self.raypo_group is None:
                 raise WeightError("this engine is in no broadcast group. Push the weights again.")
-            return group.receive(bucket)
+            return self.raypo_group.receive(bucket)
         return bucket
 
 

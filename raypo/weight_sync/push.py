@@ -20,10 +20,11 @@ from torch import Tensor
 from raypo.cluster.actors import ReplicaLost, survivors
 from raypo.collectives import Workers
 from raypo.config import ConfigError, EngineSection, InFlight, OnlineConfig, PolicyExamplesConfig
+from raypo.data.padding import pad_right
 from raypo.deployed import MethodOfEach
-from raypo.rollout.dealing import to_experience
+from raypo.learner.tasks import response_batch
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.types import Experience, Prompt, Rollout, ScoredRollout
+from raypo.types import Example, Experience, Prompt
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.broadcast import BroadcastTransport
 from raypo.weights.ipc import IpcTransport
@@ -129,9 +130,7 @@ class Probe:
                 prompt_ids=ids[-PROBE_PROMPT_TOKENS:],
                 max_new_tokens=min(PROBE_TOKENS, self.max_new_tokens),
                 temperature=self.temperature,
-                top_p=1.0,
                 seed=(self.seed + 7919 * version + number) % 2**31,
-                stop_token_ids=(),
                 adapter=self.adapter,
                 priority=PRIORITY,
             )
@@ -293,9 +292,10 @@ def try_probe(
     completions: list[Completion] = workers.broadcast(answers)
     prompts = [request.prompt_ids for request in probe.requests(version)]
     prompts *= len(completions) // len(prompts)
-    experience = to_experience(_scored(prompts, completions))
-    gap = (learner.log_probs(experience) - experience.rollout_log_probs).abs()
-    gap = gap[experience.response_mask]
+    answered = zip(prompts, completions, strict=True)
+    batch = response_batch([Example(prompt, each.token_ids) for prompt, each in answered])
+    told = pad_right([each.log_probs for each in completions], torch.float32)
+    gap = (learner.log_probs(batch) - told).abs()[batch.response_mask]
     metrics = {
         "mismatch/probe_gap_max": float(gap.max()),
         "mismatch/probe_gap_mean": float(gap.mean(dtype=torch.float64)),
@@ -311,23 +311,3 @@ def try_probe(
             + (", or set model.dtype to bfloat16: GPUs may use TF32." if in_tf32 else ".")
         )
     return metrics
-
-
-def _scored(prompts: list[np.ndarray], completions: list[Completion]) -> list[ScoredRollout]:
-    rollouts = [
-        Rollout(
-            prompt="",
-            response="",
-            prompt_ids=prompt,
-            response_ids=completion.token_ids,
-            log_probs=completion.log_probs,
-            response_mask=np.ones(len(completion.token_ids), dtype=bool),
-            label=None,
-            prompt_index=0,
-            sample_index=0,
-            finish_reason=completion.finish_reason,
-            weight_version=completion.weight_version,
-        )
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    return [ScoredRollout(rollout, 0.0, {}) for rollout in rollouts]

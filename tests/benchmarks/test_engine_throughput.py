@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from raypo.config import EngineSection
 from raypo.serving.engine import Engine
-from raypo.serving.requests import SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.serving.vllm_requests import sampling_params
 from tests.stand_ins import local_push, pack
 from tests.tiny import tiny_policy
@@ -64,9 +64,13 @@ def as_a_batch(engine: Engine) -> None:
 
 def by_clients(engine: Engine) -> None:
     every = requests()
+
+    def ask(lot: list[SamplingRequest]) -> list[Completion]:
+        return [each.result() for each in engine.submit(lot)]
+
     with ThreadPoolExecutor(CLIENTS) as pool:
         lots = [every[client::CLIENTS] for client in range(CLIENTS)]
-        list(pool.map(lambda lot: engine.generate(lot, joins=True), lots))
+        list(pool.map(ask, lots))
 
 
 def test_nothing_is_lost_against_vllm_itself(engine: Engine):

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -247,7 +246,7 @@ class InThisProcess:
 
     @property
     def submit(self) -> Any:
-        return Here(partial(self.engine.generate, joins=True))
+        return Here(lambda given: [each.result() for each in self.engine.submit(given)])
 
     def pinned(self) -> Any:
         return self

@@ -80,16 +80,14 @@ def test_many_callers_share_the_steps_of_one_engine(engines: EngineHandle):
     assert steps < 60 * THREADS / 2, "they did not share"
 
 
-def test_callers_are_not_in_the_way_of_a_pause_and_a_cancellation(engines: EngineHandle):
-    under_way = [engines.submit.remote([ask(400, seed, id=f"{seed}")]) for seed in range(THREADS)]
+def test_callers_are_not_in_the_way_of_a_pause(engines: EngineHandle):
+    under_way = [engines.submit.remote([ask(400, seed)]) for seed in range(THREADS)]
     up = engines.pinned()
     [each.result() for each in up.replicas.pause.on_all("keep")]
     whole = engines.generate.remote([ask(3, 0)])  # a batch waits for the pause to end too
-    assert [each.result() for each in engines.cancel.on_all("1", "2", "nobody's")] == [2]
     [each.result() for each in up.resume.on_all()]
     answers = [each.result()[0] for each in under_way]
-    assert [each.finish_reason for each in answers[1:3]] == ["cancelled"] * 2
-    assert all(len(each.token_ids) == 400 for each in [answers[0], *answers[3:]])
+    assert all(len(each.token_ids) == 400 for each in answers)
     assert len(whole.result()[0].token_ids) == 3
 
 

@@ -134,43 +134,29 @@ def test_joining_requests_share_their_steps(engine: Engine):
 
 def test_a_cancelled_request_gives_back_what_was_sampled(engine: Engine):
     whole = engine.generate([ask(300, 1)])[0]
-    asked = [ask(300, 1, id="a"), ask(300, 2, id="b"), ask(300, 3, id="b")]
-    first, *others = engine.submit(asked)
+    first, *others = engine.submit([ask(300, 1), ask(300, 2), ask(300, 3)])
     until(runs(engine, 3, 10))
 
-    assert engine.cancel("a", "unknown") == 1
+    first.cancel()
 
     cancelled = first.result(timeout=SOON_S)
     assert cancelled.finish_reason == "cancelled"
     assert 10 <= len(cancelled.token_ids) < 300
     assert_begins(whole, cancelled)
-    assert not any(answer.done() for answer in others), "only what has the id leaves"
-    assert engine.cancel("b") == 2, "several may share an id"
+    assert not any(answer.done() for answer in others), "they go on"
+    for answer in others:
+        answer.cancel()
     assert [each.finish_reason for each in results(others)] == ["cancelled"] * 2
-    assert engine.cancel("a", "b") == 0
 
 
-def test_requests_that_wait_are_cancelled_and_time_out_without_a_token(engine: Engine):
+def test_a_request_that_waits_is_cancelled_without_a_token(engine: Engine):
     engine.pause()
-    waiting, late = engine.submit([ask(20, id="w"), ask(20, timeout_s=0.05)])
-    assert engine.cancel("w") == 1
-    for answer, reason in ((waiting, "cancelled"), (late, "timeout")):
-        empty = answer.result(timeout=SOON_S)
-        assert (empty.finish_reason, empty.weight_version) == (reason, -1)
-        assert empty.token_ids.shape == empty.log_probs.shape == versions_of(empty).shape == (0,)
+    (waiting,) = engine.submit([ask(20)])
+    waiting.cancel()
+    empty = waiting.result(timeout=SOON_S)
+    assert (empty.finish_reason, empty.weight_version) == ("cancelled", -1)
+    assert empty.token_ids.shape == empty.log_probs.shape == versions_of(empty).shape == (0,)
     engine.resume()
-
-
-def test_a_request_that_takes_too_long_is_given_back(engine: Engine):
-    whole = engine.generate([ask(300, 1)])[0]
-    late, other = engine.submit([ask(300, 1, timeout_s=0.1), ask(300, 2)])
-    given_back = late.result(timeout=SOON_S)
-    assert given_back.finish_reason == "timeout"
-    assert 0 < len(given_back.token_ids) < 300
-    assert_begins(whole, given_back)
-    assert len(other.result(timeout=SOON_S).token_ids) == 300
-    with pytest.raises(ValueError, match=r"timeout_s \(0.0\)"):
-        engine.submit([ask(5, timeout_s=0.0)])
 
 
 def test_lower_priorities_are_sampled_sooner_and_equals_in_their_order(engine: Engine):
@@ -197,9 +183,6 @@ def test_whoever_asks_for_more_than_may_wait_waits_and_nothing_is_lost(engine: E
     asks_too_much.join(0.1)
     assert asks_too_much.is_alive()
     assert engine.load().queued == WAITING
-
-    no_place = engine.generate([ask(4, timeout_s=0.05)], joins=True)
-    assert no_place[0].finish_reason == "timeout"
 
     engine.resume()
     asks_too_much.join(SOON_S)
@@ -327,12 +310,12 @@ def test_an_engine_that_missed_the_rest_of_a_push_does_not_stay_paused(served: P
 def test_whole_batches_share_their_steps_with_nobody(engine: Engine):
     batches = [[ask(24, 10 * lot + i) for i in range(6)] for lot in range(2)]
     alone = [engine.generate(batch) for batch in batches]
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
-            joining = pool.submit(engine.generate, [ask(30, i) for i in range(50, 56)], joins=True)
+            joining = engine.submit([ask(30, i) for i in range(50, 56)])
             until(runs(engine, 1, 1))
             together = list(pool.map(engine.generate, batches))
-            assert len(joining.result()) == 6
+            assert len(results(joining)) == 6
             for mine, before in zip(together, alone, strict=True):
                 for one, other in zip(mine, before, strict=True):
                     assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -341,14 +324,15 @@ def test_whole_batches_share_their_steps_with_nobody(engine: Engine):
 
 def test_health_and_load_do_not_wait_for_a_batch(engine: Engine):
     with ThreadPoolExecutor(2) as pool:
-        batch = pool.submit(engine.generate, [ask(300, seed, id="all") for seed in range(4)])
+        batch = engine.batch([ask(300, seed) for seed in range(4)])
         until(lambda: engine.load().running == 4)
         engine.check_health()
         assert engine.load().kv_cache_use > 0.0
         assert repr(engine).endswith("ready)")
         late = pool.submit(engine.peak_memory)
-        assert engine.cancel("all") == 4, "nor does a cancellation"
-        assert {each.finish_reason for each in batch.result(SOON_S)} == {"cancelled"}
+        for answer in batch:
+            answer.cancel()  # nor does a cancellation
+        assert {each.finish_reason for each in results(batch)} == {"cancelled"}
         assert late.result(SOON_S)["memory"] > 0.0
 
 
@@ -372,7 +356,7 @@ def test_of_many_callers_at_once_each_request_is_answered_once(served: Pair):
     engine, old = served.engine, served.version
     learners = {old: copy.deepcopy(served.learner)}
     requests = {
-        f"{caller}-{number}": ask(random.Random(seed).randint(1, 40), seed, id=f"{caller}-{number}")
+        f"{caller}-{number}": ask(random.Random(seed).randint(1, 40), seed)
         for seed, (caller, number) in enumerate((c, n) for c in range(8) for n in range(20))
     }
     answered: list[str] = []
@@ -387,7 +371,7 @@ def test_of_many_callers_at_once_each_request_is_answered_once(served: Pair):
             answer.add_done_callback(lambda _, name=name: answered.append(name))
             pending.append((name, answer))
             if chance.random() < 0.3:
-                engine.cancel(f"{chance.randrange(8)}-{chance.randrange(20)}")
+                chance.choice(pending)[1].cancel()
             if chance.random() < 0.2:
                 engine.generate([ask(3, number)])
             time.sleep(chance.random() * 0.02)

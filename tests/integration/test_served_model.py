@@ -64,7 +64,7 @@ def test_a_served_model_scores_texts_as_transformers_does(model: Path) -> None:
             timeout_s=60,
             max_attempts=2,
         )
-        scores = score(reward, rollouts, max_failed_fraction=0.0)
+        scores = score(reward, rollouts)
     finally:
         server.kill()
         server.communicate()

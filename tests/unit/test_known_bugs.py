@@ -14,9 +14,9 @@ from raypo.data.batching import batches_by_tokens
 from raypo.data.stream import Draw
 from raypo.deployed import Here
 from raypo.ppo.estimators import estimate_advantages
-from raypo.rollout.collect import Sampling, judge, sample
+from raypo.rollout.collect import Sampling, sample
 from raypo.rollout.dealing import to_experience
-from raypo.rollout.judges import Judges
+from raypo.rollout.judges import Judges, Judging
 from raypo.serving.requests import Completion
 from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.push import Probe, WeightError, push_weights
@@ -128,7 +128,7 @@ def test_bug_12_what_is_trained_are_the_sampled_ids_whatever_the_text_says():
     rollouts = sampled(1)
     assert rollouts[0].response == "?"
     judges = Judges(lambda given: [1.0] * len(given), (), {"function": 1.0})
-    scored = judge(rollouts, judges, None)
+    scored = Judging(judges).scored(rollouts)
     batch = to_experience(scored)
     assert batch.response_ids.tolist() == [SAMPLED.tolist()] * 2
     assert batch.prompt_ids.tolist() == [PROMPT.tolist()] * 2
@@ -147,6 +147,6 @@ def test_bug_15_frozen_models_get_the_policys_ids_and_functions_the_text():
         return [0.0] * len(rollouts)
 
     judges = Judges(reward, (), {"function": 1.0})
-    judge(sampled(1), judges, Reference(Here(log_probs)))
+    Judging(judges, Reference(Here(log_probs))).scored(sampled(1))
 
     assert seen == {"reference": [SAMPLED.tolist()] * 2, "reward": ["?", "?"]}

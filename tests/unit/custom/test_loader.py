@@ -301,9 +301,9 @@ def test_what_is_called_like_a_function_scores_and_has_the_name_of_what_is_calle
     check_function(spec)
     function = load_function(spec)
     assert function_name(function) == f"rewards.py:{called}"
-    assert score(function, ROLLOUTS, max_failed_fraction=0.0) == [0.0, 2.0, 4.0, 6.0]
+    assert score(function, ROLLOUTS) == [0.0, 2.0, 4.0, 6.0]
     with pytest.raises(RewardError, match=f"rewards.py:{called} raised AttributeError"):
-        score(function, [None], max_failed_fraction=0.0)  # type: ignore[list-item]
+        score(function, [None])  # type: ignore[list-item]
 
 
 def test_an_object_of_a_module_has_its_class_for_a_name():
@@ -321,7 +321,7 @@ def test_an_error_whose_text_fails_is_named_by_its_class():
         raise Unspeakable
 
     with pytest.raises(RewardError, match=r"raised Unspeakable: its text cannot be had \("):
-        score(fails, ROLLOUTS, max_failed_fraction=0.0)
+        score(fails, ROLLOUTS)
 
 
 def test_an_answer_whose_text_fails_is_told_all_the_same():
@@ -330,4 +330,4 @@ def test_an_answer_whose_text_fails_is_told_all_the_same():
             raise RuntimeError("no text")
 
     with pytest.raises(RewardError, match=r"returned <.*Odd object at .*> \(Odd\) as score 0"):
-        score(lambda rollouts: [Odd()] * 4, ROLLOUTS, max_failed_fraction=0.0)
+        score(lambda rollouts: [Odd()] * 4, ROLLOUTS)

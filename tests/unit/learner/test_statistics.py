@@ -22,12 +22,12 @@ def test_the_figures_of_two_optimizer_steps_by_hand():
     statistics.add_policy(output(1.0, 6.0, 6.0, 1.0, 0.0, 0.0, 0.5, 3.0))
     statistics.add_policy(output(2.0, 2.0, 3.0, 1.0, 1.0, 1.0, 0.5, 2.0))
     statistics.add_value(torch.tensor(4.0), {"tokens": torch.tensor(8), "clipped": torch.tensor(2)})
-    statistics.end_policy_step(applied=True, grad_norm=3.0)
-    statistics.end_critic_step(applied=True, grad_norm=8.0)
+    statistics.end_step("policy", applied=True, grad_norm=3.0)
+    statistics.end_step("critic", applied=True, grad_norm=8.0)
     statistics.add_policy(output(5.0, 2.0, 3.0, 2.0, 0.0, 0.0, 1.0, 0.0))
     statistics.add_value(torch.tensor(8.0), {"tokens": torch.tensor(2), "clipped": torch.tensor(0)})
-    statistics.end_policy_step(applied=False, grad_norm=None)
-    statistics.end_critic_step(applied=True, grad_norm=4.0)
+    statistics.end_step("policy", applied=False, grad_norm=None)
+    statistics.end_step("critic", applied=True, grad_norm=4.0)
 
     assert statistics.reduce(Workers()) == pytest.approx(
         {

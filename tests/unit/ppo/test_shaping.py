@@ -63,7 +63,7 @@ def test_running_moments_by_hand():
 
     assert moments == RunningMoments(3.0, 2.0, 2.0)  # (1 - 2)^2 + 0 + (3 - 2)^2
     assert moments.variance == pytest.approx(2 / 3)
-    assert RunningMoments.from_state(moments.state_dict()) == moments
+    assert RunningMoments(**moments.state_dict()) == moments
     assert RunningMoments().variance == 0.0
     assert RunningMoments().merged(RunningMoments()) == RunningMoments()
 

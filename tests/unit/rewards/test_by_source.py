@@ -50,7 +50,7 @@ def threes(given):
 
 def test_every_rollout_is_judged_by_the_function_of_its_source(judges: str):
     function = RewardBySource({"a": f"{judges}:ones", "b": f"{judges}:twos"}, threes)
-    assert score(function, MIXED, max_failed_fraction=0.0) == [1.0, 2.0, 1.0, 3.0, 2.0, 3.0]
+    assert score(function, MIXED) == [1.0, 2.0, 1.0, 3.0, 2.0, 3.0]
 
 
 def test_a_function_is_called_once_with_all_of_its_rollouts(judges: str):
@@ -71,7 +71,7 @@ def test_a_function_is_called_once_with_all_of_its_rollouts(judges: str):
 def test_the_function_that_fails_is_named(judges: str, name: str, told: str):
     function = RewardBySource({"a": f"{judges}:{name}"}, threes)
     with pytest.raises(RewardError) as error:
-        score(function, MIXED, max_failed_fraction=1.0)
+        score(function, MIXED)
     assert str(error.value).startswith(told)
 
 
@@ -92,11 +92,11 @@ def test_held_out_sources_fall_back_on_the_functions_of_training(judges: str):
     own = EvalSection.model_validate({"prompts": {"path": "c.csv", "function": f"{judges}:twos"}})
     function = evaluation_function(own, training)
     assert function is not None
-    assert score(function, MIXED, max_failed_fraction=0.0) == [1.0, 2.0, 1.0, 2.0, 2.0, 1.0]
+    assert score(function, MIXED) == [1.0, 2.0, 1.0, 2.0, 2.0, 1.0]
     common = own.model_copy(update={"function": f"{judges}:ones"})
     function = evaluation_function(common, training)
     assert function is not None
-    assert score(function, MIXED, max_failed_fraction=0.0) == [1.0, 1.0, 1.0, 2.0, 1.0, 1.0]
+    assert score(function, MIXED) == [1.0, 1.0, 1.0, 2.0, 1.0, 1.0]
 
 
 def test_what_is_imported_does_not_count_against_the_time_of_a_call(tmp_path: Path):
@@ -106,4 +106,4 @@ def test_what_is_imported_does_not_count_against_the_time_of_a_call(tmp_path: Pa
     function = open_function(section, None, {"sums": f"{slow}:ones"})
     assert function is not None
     one = replace(rollout("1"), data_source="sums")
-    assert score(function, [one], max_failed_fraction=0.0) == [1.0]
+    assert score(function, [one]) == [1.0]

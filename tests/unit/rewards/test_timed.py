@@ -28,7 +28,7 @@ def broken(rollouts: list) -> list[float]:
 def test_a_call_that_hangs_ends_in_an_error_that_names_the_function():
     begin = time.monotonic()
     with pytest.raises(RewardError) as caught:
-        score(TimedReward(hangs, timeout_s=0.2), TWO, max_failed_fraction=0.0)
+        score(TimedReward(hangs, timeout_s=0.2), TWO)
     assert time.monotonic() - begin < 5.0
     assert str(caught.value).startswith(
         f"reward.timeout_s (0.2): {__name__}.hangs gave no answer in time for 2 rollouts."
@@ -36,10 +36,10 @@ def test_a_call_that_hangs_ends_in_an_error_that_names_the_function():
 
 
 def test_answers_and_errors_are_those_of_the_function_itself():
-    assert score(TimedReward(later, timeout_s=60.0), TWO, max_failed_fraction=0.0) == [1.0, 2.0]
+    assert score(TimedReward(later, timeout_s=60.0), TWO) == [1.0, 2.0]
     told = "raised TimeoutError: the service did (for 2 rollouts)"
     with pytest.raises(RewardError) as caught:
-        score(TimedReward(broken, timeout_s=60.0), TWO, max_failed_fraction=0.0)
+        score(TimedReward(broken, timeout_s=60.0), TWO)
     assert f"the reward function {__name__}.broken {told}" in str(caught.value)
 
 
@@ -54,7 +54,7 @@ def test_a_function_in_the_worker_has_a_limit_unless_it_is_taken_away():
     function = evaluation_function(held_out, None)
     assert function is not None
     with pytest.raises(RewardError, match=r"eval\.timeout_s \(0\.2\): .*hangs gave no answer"):
-        score(function, TWO, max_failed_fraction=0.0)
+        score(function, TWO)
 
 
 @pytest.mark.parametrize("timeout_s", [None, 60.0])
@@ -83,5 +83,5 @@ def test_training_and_evaluation_never_call_the_users_functions_at_the_same_time
     functions = [each for each in (training, held_out, other) if each is not None] * 2
     assert len(functions) == 6
     with ThreadPoolExecutor(6) as threads:
-        list(threads.map(lambda each: score(each, TWO, max_failed_fraction=0.0), functions))
+        list(threads.map(lambda each: score(each, TWO), functions))
     assert most == [1]

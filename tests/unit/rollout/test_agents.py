@@ -15,10 +15,10 @@ from raypo.collectives import Workers
 from raypo.config import RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
-from raypo.rollout.collect import Sampling, judge, sample
+from raypo.rollout.collect import Sampling, sample
 from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.episodes import Episodes
-from raypo.rollout.judges import Judges
+from raypo.rollout.judges import Judges, Judging
 from raypo.rollout.players import Agents
 from raypo.rollout.policy import EpisodeLimit, Policy
 from raypo.rollout.sessions import Sessions
@@ -394,7 +394,7 @@ def test_an_agent_may_go_on_until_its_limit(tokenizer):
 
 def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):
     rollouts = played(tokenizer, "Splits", labels=(1, 2))
-    scored = judge(rollouts, Judges(None, (), {}), None)
+    scored = Judging(Judges(None, (), {})).scored(rollouts)
     dealt = deal(scored, minibatch_size=2, seed=(0, 1), workers=Workers())
     assert len(dealt) == 12
     assert {each.minibatch for each in dealt} == {0, 1}  # four samples, two of them each

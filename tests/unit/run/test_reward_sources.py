@@ -14,7 +14,8 @@ from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.rewards.scoring import RewardError
-from raypo.rollout.collect import judge, refuse_too_many_failures
+from raypo.rollout.collect import refuse_too_many_failures
+from raypo.rollout.judges import Judging
 from raypo.run.ppo_run import PPORun
 from raypo.run.services import Services
 from raypo.run.setup import Runtime
@@ -91,7 +92,7 @@ def judged(values: dict[str, Any]) -> tuple[PPOConfig, list[ScoredRollout]]:
     run = PPORun.prepare(config, runtime, Workers(), files, MonitorClient(None))
     try:
         nobody: Any = None
-        return config, judge(ROLLOUTS, run.judges(Services(nobody, {})), None)
+        return config, Judging(run.judges(Services(nobody, {}))).scored(ROLLOUTS)
     finally:
         run.close()
         server.shutdown()

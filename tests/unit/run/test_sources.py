@@ -10,7 +10,8 @@ import pytest
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
 from raypo.recipes.sft import SFTRun
-from raypo.rollout.collect import judge, next_draws
+from raypo.rollout.collect import next_draws
+from raypo.rollout.judges import Judging
 from raypo.run.ppo_run import PPORun
 from raypo.run.rollout_metrics import rollout_metrics, sample_row
 from raypo.run.services import Services
@@ -70,7 +71,7 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
         )
         for draw in draws
     ]  # fmt: skip
-    scored = judge(rollouts, run.judges(NO_SERVICES), None)
+    scored = Judging(run.judges(NO_SERVICES)).scored(rollouts)
     figures = rollout_metrics(scored, Workers())
     assert figures["rollout/score_mean/few"] == 0.0
     assert figures["rollout/score_mean/many"] == 5.0
