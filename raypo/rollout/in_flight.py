@@ -153,9 +153,9 @@ def _is_whole(completion: Completion) -> bool:
     Raises:
         RuntimeError: it was withdrawn, so no one may take it for one that ended.
     """
-    if completion.finish_reason == "cancelled":
+    if completion.finish_reason in ("cancelled", "timeout"):
         raise RuntimeError(
-            "an engine has given a request back (cancelled): it answers another attempt of this "
-            "run."
+            f"an engine has given a request back ({completion.finish_reason}): it answers another "
+            "attempt of this run, or its time was up."
         )
     return completion.finish_reason != "paused"

@@ -30,6 +30,8 @@ class Asked:
 
     request: SamplingRequest
     answer: Promise
+    deadline: float
+    """On the clock of `time.monotonic`; inf: none."""
     number: int = 0
     """Order of its arrival."""
     has_place: bool = False

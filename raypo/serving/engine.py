@@ -238,8 +238,8 @@ class Engine:
         """Ask for responses that join what is being sampled, one by one, as soon as there is room.
 
         Where `rollout.engine.max_waiting` requests wait already, it waits for places. What is given
-        back before its end has a finish reason that says so: cancelled or paused. Who cancels a
-        future has its request given back, with what was sampled so far.
+        back before its end has a finish reason that says so: cancelled, timeout or paused. Who
+        cancels a future has its request given back.
         Callbacks of the futures hold up the sampling, and must not ask for more.
 
         Raises:

@@ -34,6 +34,8 @@ class SamplingRequest:
     cache_salt: str = ""
     """Keys and values of a prompt's beginning are shared by requests with the same one, as in vLLM.
     """
+    timeout_s: float | None = None
+    """Seconds from the call until it is given back as far as it was sampled; None: never."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Completion:
     """Under the distribution that was sampled from: softmax(logits / temperature), renormalised
     over what top_p, top_k and min_p leave of it. Greedy: softmax(logits), temperature 1."""
     finish_reason: str
-    """stop | length; or where it was given back before: cancelled | paused."""
+    """stop | length; or where it was given back before: cancelled | timeout | paused."""
     weight_version: int
     """Version of the weights that sampled its first token; of the adapter, where one was asked
     for; -1 where no token was sampled."""
@@ -135,4 +137,9 @@ def validate_request(
         raise ValueError(
             f"stop ({list(request.stop)}): an engine that is made with reads_text ends a response "
             "at texts that are not empty."
+        )
+    if request.timeout_s is not None and not request.timeout_s > 0.0:
+        raise ValueError(
+            f"timeout_s ({request.timeout_s}): a request has some time. Raise it, or leave it out "
+            "for a request that may take for ever."
         )

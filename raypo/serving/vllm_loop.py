@@ -97,6 +97,8 @@ class VllmLoop:
         self._queue: list[tuple[int, int, Lot]] = []
         """A heap, by priority and order of arrival."""
         self._num_queued = 0
+        self._deadlines: list[tuple[float, int, Asked]] = []
+        """A heap."""
         self._attempts: dict[str, str] = {}
         """By run, the attempt that is sampled for."""
         self._numbers = itertools.count()
@@ -140,18 +142,25 @@ class VllmLoop:
             RuntimeError: the engine was shut down.
         """
         assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
-        asked = [Asked(each, Promise(self._take_back)) for each in requests]
+        now = time.monotonic()
+        asked = [
+            Asked(each, Promise(self._take_back), now + (each.timeout_s or math.inf))
+            for each in requests
+        ]
         if alone:
             self._hand_in(self._news, partial(self._arrive, Lot([*asked], alone=True)))
             return asked
         for each in asked:
-            each.has_place = each.request.priority >= 0
-            if each.has_place:
-                self._places.acquire()
+            left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
+            needs_place = each.request.priority >= 0
+            if needs_place and not self._places.acquire(timeout=left):
+                each.answer.set_result(completion_of((), (), "timeout"))
+                continue
+            each.has_place = needs_place
             try:
                 self._hand_in(self._news, partial(self._arrive, Lot([each], alone=False)))
             except RuntimeError:
-                if each.has_place:
+                if needs_place:
                     self._places.release()  # who waits next shall be told too
                 raise
         return asked
@@ -309,6 +318,7 @@ class VllmLoop:
                 for function in todo:
                     function()
                     self.progress.step()
+                self._give_back_late()
                 self._admit()
                 if self._running and self.serving.may_step():
                     self._step()
@@ -324,7 +334,7 @@ class VllmLoop:
     def _wait(self) -> None:
         """At the door, for something to do."""
         begin = time.monotonic()
-        self._door.wait_for(self._is_needed)
+        self._door.wait_for(self._is_needed, self._seconds_left())
         if not self._running and not self._num_queued:
             self._meter.note_idle(time.monotonic() - begin)
 
@@ -333,6 +343,18 @@ class VllmLoop:
         can_go_on = self.serving.may_step() or self.serving.broken is not None
         has_calls = bool(self._calls) and not self._runs_alone
         return self._is_closing or bool(self._news) or has_calls or (has_requests and can_go_on)
+
+    def _seconds_left(self) -> float | None:
+        """Until the next request is late; None: there is none that can be."""
+        while self._deadlines and self._deadlines[0][2].answer.done():
+            heapq.heappop(self._deadlines)
+        if not self._deadlines:
+            return None
+        return max(0.0, self._deadlines[0][0] - time.monotonic())
+
+    def _give_back_late(self) -> None:
+        while self._seconds_left() == 0.0:
+            self._give_back(heapq.heappop(self._deadlines)[2], "timeout")
 
     def _arrive(self, lot: Lot) -> None:
         refusal, is_paused = self.serving.refusal(), self.serving.paused is not None
@@ -346,6 +368,8 @@ class VllmLoop:
             return
         for each in lot.asked:
             each.number = next(self._numbers)
+            if each.deadline < math.inf:
+                heapq.heappush(self._deadlines, (each.deadline, each.number, each))
         self._line_up(lot)
 
     def _line_up(self, lot: Lot) -> None:

@@ -149,14 +149,27 @@ def test_a_cancelled_request_gives_back_what_was_sampled(engine: Engine):
     assert [each.finish_reason for each in results(others)] == ["cancelled"] * 2
 
 
-def test_a_request_that_waits_is_cancelled_without_a_token(engine: Engine):
+def test_requests_that_wait_are_cancelled_and_time_out_without_a_token(engine: Engine):
     engine.pause()
-    (waiting,) = engine.submit([ask(20)])
+    waiting, late = engine.submit([ask(20), ask(20, timeout_s=0.05)])
     waiting.cancel()
-    empty = waiting.result(timeout=SOON_S)
-    assert (empty.finish_reason, empty.weight_version) == ("cancelled", -1)
-    assert empty.token_ids.shape == empty.log_probs.shape == versions_of(empty).shape == (0,)
+    for answer, reason in ((waiting, "cancelled"), (late, "timeout")):
+        empty = answer.result(timeout=SOON_S)
+        assert (empty.finish_reason, empty.weight_version) == (reason, -1)
+        assert empty.token_ids.shape == empty.log_probs.shape == versions_of(empty).shape == (0,)
     engine.resume()
+
+
+def test_a_request_that_takes_too_long_is_given_back(engine: Engine):
+    whole = engine.generate([ask(300, 1)])[0]
+    late, other = engine.submit([ask(300, 1, timeout_s=0.1), ask(300, 2)])
+    given_back = late.result(timeout=SOON_S)
+    assert given_back.finish_reason == "timeout"
+    assert 0 < len(given_back.token_ids) < 300
+    assert_begins(whole, given_back)
+    assert len(other.result(timeout=SOON_S).token_ids) == 300
+    with pytest.raises(ValueError, match=r"timeout_s \(0.0\)"):
+        engine.submit([ask(5, timeout_s=0.0)])
 
 
 def test_lower_priorities_are_sampled_sooner_and_equals_in_their_order(engine: Engine):
@@ -183,6 +196,9 @@ def test_whoever_asks_for_more_than_may_wait_waits_and_nothing_is_lost(engine: E
     asks_too_much.join(0.1)
     assert asks_too_much.is_alive()
     assert engine.load().queued == WAITING
+
+    no_place = results(engine.submit([ask(4, timeout_s=0.05)]))
+    assert no_place[0].finish_reason == "timeout"
 
     engine.resume()
     asks_too_much.join(SOON_S)

@@ -117,9 +117,10 @@ def test_what_a_pause_gives_back_is_asked_for_anew_where_each_is_asked_by_itself
 
 
 @pytest.mark.parametrize("ask", [generated, joined])
-def test_what_was_withdrawn_is_taken_for_no_response_that_has_ended(ask: Any):
-    engines = Engines([lambda given: [completion(given[0], "cancelled")]])
-    with pytest.raises(RuntimeError, match="cancelled"):
+@pytest.mark.parametrize("reason", ["cancelled", "timeout"])
+def test_what_was_withdrawn_is_taken_for_no_response_that_has_ended(ask: Any, reason: str):
+    engines = Engines([lambda given: [completion(given[0], reason)]])
+    with pytest.raises(RuntimeError, match=reason):
         ask(EnginesInFlight(engines, Pushes()), request(7))
 
 

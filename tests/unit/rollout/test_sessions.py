@@ -212,10 +212,10 @@ class Calling(Talking):
 
 
 class GivesBack(Talking):
-    """An engine that answers another attempt."""
+    """An engine that has no time left for what it is asked."""
 
     def _completion(self, request: SamplingRequest) -> Completion:
-        return replace(super()._completion(request), finish_reason="cancelled")
+        return replace(super()._completion(request), finish_reason="timeout")
 
 
 @pytest.fixture(scope="module")
@@ -366,7 +366,7 @@ def test_a_token_that_the_policy_does_not_know_is_refused(tokenizer):
 
 def test_a_response_that_was_given_back_is_no_answer(tokenizer):
     played(tokenizer, "Wants", GivesBack(), labels=({},))
-    assert told[0] == (503, "the response was given back: cancelled")
+    assert told[0] == (503, "the response was given back: timeout")
 
 
 def test_evaluation_samples_as_it_is_told_to(tokenizer):

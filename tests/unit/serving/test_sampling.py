@@ -39,6 +39,7 @@ def test_an_engine_that_reads_no_text_refuses_stop_strings() -> None:
         ({"top_k": 0}, r"top_k \(0\) must be 1 or more, or None"),
         ({"min_p": 1.5}, r"min_p \(1.5\) must lie in \[0, 1\]"),
         ({"stop": ("",)}, r"stop \(\[''\]\): .* texts that are not empty"),
+        ({"timeout_s": 0.0}, r"timeout_s \(0.0\): a request has some time"),
     ],
 )
 def test_what_cannot_be_served_is_refused(changes: dict, message: str) -> None:

@@ -188,7 +188,8 @@ def test_every_request_of_many_callers_is_answered_once(loop: VllmLoop) -> None:
         answers: list[tuple[SamplingRequest, Future[Completion]]] = []
         for number in range(60):
             name = f"{caller}-{number}"
-            request = ask(chance.randint(1, 12))
+            timeout_s = chance.choice([None, None, 1e-4])
+            request = ask(chance.randint(1, 12), id=name, timeout_s=timeout_s)
             alone = chance.random() < 0.2
             (asked,) = loop.submit([request], alone=alone)
             asked.answer.add_done_callback(lambda _, name=name: answered.append(name))
@@ -202,7 +203,7 @@ def test_every_request_of_many_callers_is_answered_once(loop: VllmLoop) -> None:
         for request, answer in answers:
             done = answer.result(timeout=SOON_S)
             length = len(done.token_ids)
-            assert done.finish_reason in ("length", "cancelled")
+            assert done.finish_reason in ("length", "cancelled", "timeout")
             assert length == request.max_new_tokens or done.finish_reason != "length"
             assert done.token_ids.tolist() == list(range(length))
             assert done.log_probs.tolist() == [-number for number in range(length)]
@@ -259,6 +260,16 @@ def test_a_probe_does_not_wait_for_a_response_to_end_where_all_places_are_taken(
         for each in probes:
             assert each.answer.result(SOON_S).finish_reason == "length"
     assert [each.name is not None for each in asked] == [True, True, False]
+    loop.close()
+
+
+def test_what_is_restarted_was_not_answered_and_is_late_at_its_old_time() -> None:
+    loop = VllmLoop(StandIn, Serving(version=1), max_waiting=8)
+    (late,) = loop.submit([ask(10**9, timeout_s=3.0)], alone=False)
+    until(lambda: loop.call(lambda: bool(loop._running)))
+    loop.call(loop.restart_running)
+    assert not late.answer.done()
+    assert late.answer.result(SOON_S).finish_reason == "timeout"
     loop.close()
 
 
@@ -481,6 +492,6 @@ def test_each_token_has_the_version_that_sampled_it(versions: list, by_token: li
 
 
 def test_what_was_never_sampled_is_of_no_version() -> None:
-    answer = completion_of([], [], "cancelled", [(0, 3)])
+    answer = completion_of([], [], "timeout", [(0, 3)])
     assert (answer.weight_version, answer.later_versions) == (-1, ())
     assert versions_of(answer).tolist() == answer.log_probs.tolist() == []
