@@ -58,16 +58,6 @@ class EngineHandle:
         (completion,) = await self.handle.submit.asked([request])
         return completion
 
-    @property
-    def cancel(self):
-        """`Engine.cancel`; `on_all`, for whoever does not know which replica has a request."""
-        return _each(self.handle.cancel, Engine.cancel)
-
-    @property
-    def load(self):
-        """`Engine.load`."""
-        return _each(self.handle.load, Engine.load)
-
     def each_preferred(self) -> list[EngineHandle]:
         """As `DeploymentHandle.each_preferred`."""
         return [EngineHandle(each) for each in self.handle.each_preferred()]
