@@ -12,7 +12,7 @@ import torch
 
 from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
-from raypo.config import DPOConfig, ExamplesConfig, RewardModelConfig, SFTConfig
+from raypo.config import DPOConfig, RewardModelConfig, SFTConfig
 from raypo.data.examples import LoadedExamples
 from raypo.data.mixing import few_rows_notes, mix_of
 from raypo.data.prompts import load_prompts
@@ -96,7 +96,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         files: RunFiles,
         tell: MonitorClient,
     ) -> Self:
-        """Reads the examples."""
+        """Reads the examples; says what was left out and what repeats."""
         tokenizer = load_tokenizer(config.model.policy)
         end, read = stop_token_ids(config.model.policy, tokenizer)[0], cls.reader(config)
         loaded = read(config.data, tokenizer, end)
@@ -104,7 +104,12 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         if sources := getattr(config.eval, cls.held_out_key):
             section = config.data.model_copy(update={"prompts": sources})
             held_out = read(section, tokenizer, end, key=f"eval.{cls.held_out_key}").items
-        stream = stream_of(loaded, config, tell)
+        tell_skipped(loaded, tell)
+        size = config.learner.batch_size
+        for note in few_rows_notes(config.data, loaded.sizes, size, key="learner.batch_size"):
+            tell.message(note)
+        mix = mix_of(config.data, loaded.sizes, size)
+        stream = ShuffledStream(loaded.items, seed=config.seed, mix=mix)
         return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
 
     @abstractmethod
@@ -233,18 +238,6 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             sampling=self.sampling,
             workers=self.workers,
         )
-
-
-def stream_of(
-    loaded: LoadedExamples[Item], config: ExamplesConfig, tell: MonitorClient
-) -> ShuffledStream[Item]:
-    """The draws from what was loaded; says what was left out and what repeats."""
-    tell_skipped(loaded, tell)
-    batch_size = config.learner.batch_size
-    for note in few_rows_notes(config.data, loaded.sizes, batch_size, key="learner.batch_size"):
-        tell.message(note)
-    mix = mix_of(config.data, loaded.sizes, batch_size)
-    return ShuffledStream(loaded.items, seed=config.seed, mix=mix)
 
 
 def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> SupervisedLearner[Item]:

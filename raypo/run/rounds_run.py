@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import torch
-
-from raypo.collectives import Workers
+from raypo.collectives import Workers, as_tensor
 from raypo.config import RoundsConfig
 from raypo.learner.learner import minibatch_order
 from raypo.learner.supervised import SupervisedLearner
@@ -183,7 +181,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         """Scores and lengths of all workers' rollouts."""
         self._sampled = scored
         return rollout_metrics(scored, self.workers) | {
-            "rollout/samples_sampled": float(self.workers.sum(torch.tensor(float(len(scored)))))
+            "rollout/samples_sampled": float(self.workers.sum(as_tensor(len(scored))))
         }
 
     def save_rollouts(self, step: int, scored: Sequence[ScoredRollout]) -> None:
