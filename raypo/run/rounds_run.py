@@ -7,6 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 from raypo.collectives import Workers, as_tensor
@@ -15,7 +16,7 @@ from raypo.learner.learner import minibatch_order
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.metrics.clock import Clock
-from raypo.rollout.collect import judge, refuse_too_many_failures, sample
+from raypo.rollout.collect import is_trainable, judge, refuse_too_many_failures, sample
 from raypo.rollout.judges import Reference
 from raypo.run.examples_run import even_shares, lengths, new_learner, save_trained
 from raypo.run.online_run import OnlineRun
@@ -220,6 +221,12 @@ def handed_out(
 def place(scored: ScoredRollout) -> Place:
     """Where a sample stands among all of a run."""
     return scored.rollout.group_index, scored.rollout.sample_index
+
+
+def learnable(scored: Sequence[ScoredRollout]) -> list[list[ScoredRollout]]:
+    """The samples of each group that can be learned from, in the order of sampling."""
+    usable = sorted(filter(is_trainable, scored), key=place)
+    return [list(group) for _, group in groupby(usable, lambda s: s.rollout.group_index)]
 
 
 def prompt_cell(scored: ScoredRollout) -> str:
