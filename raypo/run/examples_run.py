@@ -130,13 +130,8 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     def draw_batch(self) -> list[Item]:
         """This worker's share of the next batch, about as many tokens as the others'."""
         batch = [item for _, item in self.stream.take(self.config.learner.batch_size)]
-        return own_share(batch, self.workers)
-
-    def evaluate_held_out(self, learner: SupervisedLearner[Item]) -> dict[str, float]:
-        """The loss and its other metrics on the held-out examples; empty where there are none."""
-        if not self.held_out:
-            return {}
-        return learner.evaluate(self.held_out[self.workers.rank :: self.workers.count])
+        shares = even_shares([lengths(item) for item in batch], self.workers.count)
+        return [batch[position] for position in shares[self.workers.rank]]
 
     def start_engine(self) -> EngineHandle | None:
         """The engines that answer held-out prompts; None where no function judges the answers."""
@@ -155,13 +150,15 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     def evaluate(
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
     ) -> dict[str, float]:
-        """Metrics on held-out data.
+        """The loss and its other metrics on the held-out examples; empty where there are none.
 
         Args:
             engine: What answers held-out prompts, if anything.
             version: Of the weights that it is to answer with.
         """
-        return self.evaluate_held_out(learner)
+        if not self.held_out:
+            return {}
+        return learner.evaluate(self.held_out[self.workers.rank :: self.workers.count])
 
     def state_dict(self) -> dict[str, Any]:
         """The data cursor."""
@@ -216,7 +213,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
     ) -> dict[str, float]:
         """Loss on the held-out examples and, with an engine, the score of sampled answers."""
-        metrics = self.evaluate_held_out(learner)
+        metrics = super().evaluate(learner, engine, version=version)
         if engine is None:
             return metrics
         config = self.config
@@ -256,12 +253,6 @@ def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> Supervise
         num_steps=config.num_steps,
         workers=workers,
     )
-
-
-def own_share(batch: Sequence[Item], workers: Workers) -> list[Item]:
-    """This worker's share of a batch, about as many tokens as the others'."""
-    shares = even_shares([lengths(item) for item in batch], workers.count)
-    return [batch[position] for position in shares[workers.rank]]
 
 
 def lengths(item: Any) -> tuple[int, int]:
