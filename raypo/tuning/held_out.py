@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from raypo.metrics.catalogue import label_of
-from raypo.report.change import (
-    Change,
-    held_out_change,
-    lead_words,
-    paired_change,
-    scores_by_prompt,
-)
+from raypo.report.change import Change, held_out_change, lead_words, paired_change
 from raypo.report.page import number
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import REWARD_MODEL, SCORE, Goal
@@ -82,13 +77,13 @@ def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
 def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Scores:
     """What the reward models say of each held-out prompt's samples: `eval/reward_model_mean`."""
     columns = ("group_index", "prompt", "scores_by_source")
-    rows = []
+    scores: dict[Hashable, list[float]] = {}
     for row in files.rollouts(step, held_out=True, columns=columns):
         said = dict(row["scores_by_source"] or ())
         if weights and all(said.get(name) is not None for name in weights):
             total = math.fsum(weight * said[name] for name, weight in weights.items())
-            rows.append(row | {"score": total})
-    return scores_by_prompt(rows)
+            scores.setdefault((row["group_index"], row["prompt"]), []).append(total)
+    return {prompt: statistics.fmean(values) for prompt, values in scores.items()}
 
 
 def model_weights(config: Mapping[str, Any]) -> dict[str, float]:
