@@ -98,6 +98,7 @@ def rollout(step: int, group: int, sample: int) -> dict[str, Any]:
         "prompt_index": group,
         "sample_index": sample,
         "group_index": group,
+        "row_index": 0,
     }
 
 
@@ -107,7 +108,7 @@ def episode() -> dict[str, Any]:
         "response_ids": [1, 4, 2],
         "response_mask": [True, False, True],
         "turn_rewards": [0.5, 0.0, -1.0],
-        "row_index": 0,
+        "turn_index": [0, -1, 1],
         "episode": {
             "score": -0.5,
             "num_turns": 2,
@@ -125,7 +126,7 @@ def episode() -> dict[str, Any]:
 def conversations() -> list[dict[str, Any]]:
     """An agent's episode of two conversations."""
     first = episode() | {"prompt": "first prompt", "score": -0.5, "turn_rewards": None}
-    first |= {"response_mask": None}
+    first |= {"response_mask": None, "turn_index": [0, 0, 0]}
     return [first, first | {"prompt": "second prompt", "row_index": 1}]
 
 

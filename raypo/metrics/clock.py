@@ -13,17 +13,17 @@ class Clock:
     """Cuts time into named laps without gaps, so the laps add up to the whole.
 
     Example: `clock.lap("time/generate_s")` after generation, `clock.lap("time/update_s")` after
-    the update; `clock.laps` then holds both, and `clock.total()` is their sum.
+    the update; `clock.laps` then holds both.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._start = self._last = now()
+        self._last = now()
         self.laps: dict[str, float] = {}
         """Seconds by name, in the order of first naming."""
         self.spans: list[Span] = []
         """Each lap."""
-        self._epoch = time.time() - self._start
+        self._epoch = time.time() - self._last
 
     def lap(self, name: str) -> float:
         """Book the seconds since the last lap under `name`; a name used twice accumulates."""
@@ -32,10 +32,6 @@ class Clock:
         self.laps[name] = self.laps.get(name, 0.0) + seconds
         self.spans.append((name, self._epoch + now - seconds, self._epoch + now))
         return seconds
-
-    def total(self) -> float:
-        """Seconds from the start to the last lap: what the laps add up to."""
-        return self._last - self._start
 
 
 def duration(seconds: float) -> str:

@@ -49,12 +49,15 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         if goes_on is None:  # else its cursor may stand anywhere
             draws = self.stream.of(drawn).take(config.num_steps * config.learner.batch_size)
             drawn = list(dict.fromkeys(place for _, place in draws))
-        named = config.model.reference
+        section, named = config.model, config.model.reference
+        other = None
+        if named is not None:
+            other = load_causal_lm(named, dtype=section.dtype, attention=section.attention)
         asked = with_references(
             [*(items[place] for place in drawn), *self.held_out],
             learner,
-            other=None if named is None else self._load_reference(named),
-            name=f"{named or config.model.policy} {config.model.dtype}",
+            other=other,
+            name=f"{named or section.policy} {section.dtype}",
             files=self.files,
             workers=self.workers,
         )
@@ -62,7 +65,3 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
             items[place] = item
         self.stream = self.stream.of(items)
         self.held_out = asked[len(drawn) :]
-
-    def _load_reference(self, path: str) -> Any:
-        section = self.config.model
-        return load_causal_lm(path, dtype=section.dtype, attention=section.attention)

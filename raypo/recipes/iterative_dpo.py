@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -13,8 +12,7 @@ from raypo.config import IterativeDPOConfig
 from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.lora import load_policy
-from raypo.rollout.collect import is_trainable
-from raypo.run.rounds_run import Place, RoundsRun, handed_out, place, prompt_cell
+from raypo.run.rounds_run import Place, RoundsRun, handed_out, learnable, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Pair, ScoredRollout
 
@@ -77,9 +75,7 @@ def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[C
     """
     compared: list[Compared] = []
     score = attrgetter("score")
-    usable = sorted(filter(is_trainable, scored), key=place)
-    for _, group in groupby(usable, lambda each: each.rollout.group_index):
-        samples = list(group)
+    for samples in learnable(scored):
         best, worst = max(samples, key=score), min(samples, key=score)
         if best.score > worst.score and best.score - worst.score >= min_gap:
             compared.append((best, worst))

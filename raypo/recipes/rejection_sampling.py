@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from raypo.collectives import as_tensor
 from raypo.config import RejectionSamplingConfig, SelectionSection
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
-from raypo.rollout.collect import is_trainable
-from raypo.run.rounds_run import Place, RoundsRun, place, prompt_cell
+from raypo.run.rounds_run import Place, RoundsRun, learnable, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Example, ScoredRollout
 
@@ -55,9 +53,7 @@ class RejectionSamplingRun(RoundsRun[RejectionSamplingConfig, Example]):
 def best_of(scored: Sequence[ScoredRollout], section: SelectionSection) -> list[ScoredRollout]:
     """The samples of each group that are kept; of equal scores those that were sampled first."""
     kept: list[ScoredRollout] = []
-    for _, group in groupby(
-        sorted(filter(is_trainable, scored), key=place), lambda s: s.rollout.group_index
-    ):
+    for group in learnable(scored):
         best = sorted(group, key=lambda each: -each.score)
         if section.min_score is not None:
             best = [each for each in best if each.score >= section.min_score]

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from raypo.metrics.catalogue import Row
 from raypo.report.page import COLOURS, Chart
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-Row = Mapping[str, Any]
 RowsByRun = Mapping[str, Sequence[Row]]
 
 _GREY = "#8a94a6"

@@ -17,13 +17,14 @@ from raypo.metrics.catalogue import (
     METRICS,
     PLOTS,
     Plot,
+    Row,
     before_and_after,
     label_of,
     reference,
 )
 from raypo.metrics.clock import duration
 from raypo.report.change import held_out_change, held_out_scores, lead_words
-from raypo.report.charts import bar_chart, line_chart, scatter_chart, stacked_chart
+from raypo.report.charts import RowsByRun, bar_chart, line_chart, scatter_chart, stacked_chart
 from raypo.report.page import (
     Chart,
     Details,
@@ -47,8 +48,6 @@ from raypo.report.verdict import (
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.warnings import findings, seconds_by_phase
 
-Rows = Sequence[Mapping[str, Any]]
-RowsByRun = Mapping[str, Rows]
 _TILES = [metric for metric in METRICS.values() if metric.tile]
 
 
@@ -192,7 +191,7 @@ def _comparison(runs: Mapping[str, RunData]) -> str:
     return lead_words(scores, steps=last)
 
 
-def _tiles(rows: Rows) -> list[tuple[str, str, str]]:
+def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     tiles = []
     for name, label, *_ in _TILES:
         change = before_and_after(rows, name)
@@ -204,7 +203,7 @@ def _tiles(rows: Rows) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _change(rows: Rows, name: str) -> str:
+def _change(rows: Sequence[Row], name: str) -> str:
     change = before_and_after(rows, name)
     return f"{number(change[0])} → {number(change[1])}" if change else ""
 
@@ -295,7 +294,7 @@ _OWN_CHARTS = {
 """Charts of a section that are more than plots of metrics by step; they come first."""
 
 
-def _memory(rows: Rows) -> dict[str, float]:
+def _memory(rows: Sequence[Row]) -> dict[str, float]:
     """The peak of each role's largest process: of RAM, and of a GPU where it uses one."""
     peaks: dict[str, float] = {}
     for row in rows:

@@ -54,7 +54,7 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
         {
             (row["group_index"], row["prompt"]): row
             for row in files.rollouts(step, held_out=True)[::-1]
-            if not row.get("row_index")
+            if not row["row_index"]
         }
         for step in (first, last)
     )  # of several samples of a prompt, its first
@@ -104,7 +104,7 @@ def _typical(section: Section, files: RunFiles, first: int, last: int) -> None:
 
 def typical(rows: Sequence[Row]) -> dict[str, Row]:
     """The rows that stand at PLACES in the order of their scores."""
-    firsts = [row for row in rows if row["score"] is not None and not row.get("row_index")]
+    firsts = [row for row in rows if row["score"] is not None and not row["row_index"]]
     scored = sorted(firsts, key=lambda row: row["score"])
     last = len(scored) - 1
     return {name: scored[round(place * last)] for name, place in PLACES.items()} if scored else {}
@@ -119,7 +119,7 @@ def by_sample(rows: Sequence[Row]) -> list[list[Row]]:
     found: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         found.setdefault((row["group_index"], row["sample_index"]), []).append(row)
-    return [sorted(each, key=lambda row: row.get("row_index") or 0) for each in found.values()]
+    return [sorted(each, key=lambda row: row["row_index"]) for each in found.values()]
 
 
 def num_tokens(sample: Sequence[Row]) -> int:
@@ -202,7 +202,7 @@ def _sample(
     """A sample as the page shows it, by its first conversation, with `more` of them."""
     row, *others = rows
     sources = dict(row["scores_by_source"] or [])
-    episode = row.get("episode") or {}
+    episode = row["episode"] or {}
     metrics = dict(episode.get("metrics") or [])
     sample = _conversation(row, tokenizer) | {
         "run": run,
@@ -235,15 +235,15 @@ def _conversation(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
         # Of a character over several tokens the last one has the text.
         stream = DecodeStream(skip_special_tokens=False)
         sample["tokens"] = [stream.step(tokenizer, int(each)) or "" for each in ids]
-    if row.get("advantages") is not None:
+    if row["advantages"] is not None:
         sample["advantages"] = [_rounded(value) for value in row["advantages"][: len(ids)]]
-    mask = row.get("response_mask") or [True] * len(row["response_ids"])
+    mask = row["response_mask"] or [True] * len(row["response_ids"])
     if row["ref_log_probs"] is not None:
         tokens = zip(row["log_probs"], row["ref_log_probs"], mask, strict=True)
         sample["changes"] = [_rounded(a - b) if own else 0.0 for a, b, own in tokens][: len(ids)]
     if not all(mask):
         sample["others"] = [place for place in range(len(ids)) if not mask[place]]
-    rewards = row.get("turn_rewards") or []
+    rewards = row["turn_rewards"] or []
     told = {t: _rounded(each) for t, each in enumerate(rewards[: len(ids)]) if each}
     sample["rewards"] = told or None
     uses = {end - 1: words for end, words in _tool_uses(row).items() if end <= len(ids)}
@@ -265,8 +265,8 @@ class Turn:
 
 def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
     """A response turn by turn; one that is no episode, or without a tokenizer, is one turn."""
-    rewards, uses = row.get("turn_rewards") or [], _tool_uses(row)
-    if tokenizer is None or not (row.get("response_mask") or row.get("turn_index")):
+    rewards, uses = row["turn_rewards"] or [], _tool_uses(row)
+    if tokenizer is None or not row["turn_index"]:
         return [Turn(True, row["response"], sum(rewards), [t for ts in uses.values() for t in ts])]
     found = []
     for by_policy, first, end in _stretches(row):
@@ -277,12 +277,8 @@ def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
 
 def _stretches(row: Row) -> list[tuple[bool, int, int]]:
     """Whether the policy wrote it, and where it begins and ends, of each part of a response."""
-    told = row.get("turn_index")
-    if told is None:  # no episode, or of a run that is older: what stands between turns parts them
-        mask = row.get("response_mask") or [True] * len(row["response_ids"])
-        told = [0 if own else -1 for own in mask]
     found, first = [], 0
-    for turn, run in groupby(told):
+    for turn, run in groupby(row["turn_index"] or [0] * len(row["response_ids"])):
         end = first + len(list(run))
         found.append((turn >= 0, first, end))
         first = end
@@ -295,10 +291,10 @@ def _tool_uses(row: Row) -> dict[int, list[str]]:
     An agent's several conversations do not tell whose turn was which: those of all stand at the end
     of the first.
     """
-    episode = row.get("episode") or {}
+    episode = row["episode"] or {}
     ends = [end for by_policy, _, end in _stretches(row) if by_policy]
     found: dict[int, list[str]] = {}
-    if not ends or row.get("row_index"):
+    if not ends or row["row_index"]:
         return found
     for use in episode.get("tool_uses") or ():
         is_told = len(ends) == episode["num_turns"]

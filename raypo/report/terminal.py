@@ -67,7 +67,7 @@ def _title(rows: Sample) -> str:
     if row["kl"] is not None:
         parts.append(f"KL {sum(each['kl'] for each in rows):.2f}")
     cut = ", cut off" if any(each["finish_reason"] == "length" for each in rows) else ""
-    episode = row.get("episode") or {}
+    episode = row["episode"] or {}
     if episode:
         parts.append(f"{episode['num_turns']} turns")
     parts.append(f"{num_tokens(rows)} tokens{cut}")
@@ -93,7 +93,7 @@ def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
             earned = Text(f"  {turn.reward:+.3g}", style="bold") if turn.reward else Text()
             lines.append(Text(turn.text, style="" if turn.by_policy else "dim italic") + earned)
             lines += [Text(f"  {words}", style="dim") for words in turn.tools]
-    if error := (rows[0].get("episode") or {}).get("error"):
+    if error := (rows[0]["episode"] or {}).get("error"):
         lines.append(Text(f"failed: {error}", style="bold"))
     if rows[0]["label"] is not None:
         lines.append(Text(f"label: {rows[0]['label']}", style="dim"))

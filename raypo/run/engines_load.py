@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raypo.metrics.clock import Span
 from raypo.serving.requests import Load, Stretch
 
 
@@ -44,12 +43,3 @@ class EnginesLoad:
             metrics["perf/engine_idle_s"] = max(0.0, now - self._looked_at - worked_s)
         self._looked_at, self._busy_s, self._preemptions = now, busy_s, preemptions
         return metrics
-
-
-def idle_spans(stretches: Mapping[str, tuple[Load, Stretch]]) -> list[Span]:
-    """The times in which engines had nothing to do, each with the engine's name."""
-    return [
-        (name, begin, end)
-        for name, (_, stretch) in stretches.items()
-        for begin, end in stretch.idle
-    ]

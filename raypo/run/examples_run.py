@@ -12,7 +12,7 @@ import torch
 
 from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
-from raypo.config import DPOConfig, ExamplesConfig, RewardModelConfig, SFTConfig
+from raypo.config import DPOConfig, RewardModelConfig, SFTConfig
 from raypo.data.examples import LoadedExamples
 from raypo.data.mixing import few_rows_notes, mix_of
 from raypo.data.prompts import load_prompts
@@ -96,7 +96,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         files: RunFiles,
         tell: MonitorClient,
     ) -> Self:
-        """Reads the examples."""
+        """Reads the examples; says what was left out and what repeats."""
         tokenizer = load_tokenizer(config.model.policy)
         end, read = stop_token_ids(config.model.policy, tokenizer)[0], cls.reader(config)
         loaded = read(config.data, tokenizer, end)
@@ -104,7 +104,12 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         if sources := getattr(config.eval, cls.held_out_key):
             section = config.data.model_copy(update={"prompts": sources})
             held_out = read(section, tokenizer, end, key=f"eval.{cls.held_out_key}").items
-        stream = stream_of(loaded, config, tell)
+        tell_skipped(loaded, tell)
+        size = config.learner.batch_size
+        for note in few_rows_notes(config.data, loaded.sizes, size, key="learner.batch_size"):
+            tell.message(note)
+        mix = mix_of(config.data, loaded.sizes, size)
+        stream = ShuffledStream(loaded.items, seed=config.seed, mix=mix)
         return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
 
     @abstractmethod
@@ -125,13 +130,8 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     def draw_batch(self) -> list[Item]:
         """This worker's share of the next batch, about as many tokens as the others'."""
         batch = [item for _, item in self.stream.take(self.config.learner.batch_size)]
-        return own_share(batch, self.workers)
-
-    def evaluate_held_out(self, learner: SupervisedLearner[Item]) -> dict[str, float]:
-        """The loss and its other metrics on the held-out examples; empty where there are none."""
-        if not self.held_out:
-            return {}
-        return learner.evaluate(self.held_out[self.workers.rank :: self.workers.count])
+        shares = even_shares([lengths(item) for item in batch], self.workers.count)
+        return [batch[position] for position in shares[self.workers.rank]]
 
     def start_engine(self) -> EngineHandle | None:
         """The engines that answer held-out prompts; None where no function judges the answers."""
@@ -150,13 +150,15 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     def evaluate(
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
     ) -> dict[str, float]:
-        """Metrics on held-out data.
+        """The loss and its other metrics on the held-out examples; empty where there are none.
 
         Args:
             engine: What answers held-out prompts, if anything.
             version: Of the weights that it is to answer with.
         """
-        return self.evaluate_held_out(learner)
+        if not self.held_out:
+            return {}
+        return learner.evaluate(self.held_out[self.workers.rank :: self.workers.count])
 
     def state_dict(self) -> dict[str, Any]:
         """The data cursor."""
@@ -211,7 +213,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
     ) -> dict[str, float]:
         """Loss on the held-out examples and, with an engine, the score of sampled answers."""
-        metrics = self.evaluate_held_out(learner)
+        metrics = super().evaluate(learner, engine, version=version)
         if engine is None:
             return metrics
         config = self.config
@@ -235,18 +237,6 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         )
 
 
-def stream_of(
-    loaded: LoadedExamples[Item], config: ExamplesConfig, tell: MonitorClient
-) -> ShuffledStream[Item]:
-    """The draws from what was loaded; says what was left out and what repeats."""
-    tell_skipped(loaded, tell)
-    batch_size = config.learner.batch_size
-    for note in few_rows_notes(config.data, loaded.sizes, batch_size, key="learner.batch_size"):
-        tell.message(note)
-    mix = mix_of(config.data, loaded.sizes, batch_size)
-    return ShuffledStream(loaded.items, seed=config.seed, mix=mix)
-
-
 def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> SupervisedLearner[Item]:
     """The learner of a run's config, once torch's random state is seeded."""
     config, workers = run.config, run.workers
@@ -263,12 +253,6 @@ def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> Supervise
         num_steps=config.num_steps,
         workers=workers,
     )
-
-
-def own_share(batch: Sequence[Item], workers: Workers) -> list[Item]:
-    """This worker's share of a batch, about as many tokens as the others'."""
-    shares = even_shares([lengths(item) for item in batch], workers.count)
-    return [batch[position] for position in shares[workers.rank]]
 
 
 def lengths(item: Any) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from raypo.deployed import Answer, AnswerOfEntries, AnswerOfOne
 from raypo.deployment.handle import DeploymentHandle, PinnedReplicas
@@ -38,30 +38,46 @@ class _OfEntries(_OfAll[P, list[T]], Protocol[P, T]):
 
 
 @dataclass(frozen=True)
+class _Method:
+    """A descriptor: a method of the deployment that an object holds."""
+
+    holder: str
+    name: str
+
+    def __get__(self, owner: object, kind: type) -> Any:
+        return getattr(getattr(owner, self.holder), self.name)
+
+
+# Typed as what the descriptor gives: a type checker that compares an object with a protocol does
+# not look through descriptors.
+def _each(*replicas: Callable[Concatenate[Any, P], T]) -> _OfEach[P, T]:
+    """A handle's method by the signature that it has in every class of replicas."""
+    return cast(Any, _Method("handle", replicas[0].__name__))
+
+
+def _each_in_time(replica: Callable[Concatenate[Any, P], list[Future[T]]]) -> _OfEntries[P, T]:
+    """The same, whose futures the replica waits for: entry by entry."""
+    return cast(Any, _Method("handle", replica.__name__))
+
+
+def _all(*replicas: Callable[Concatenate[Any, P], T]) -> _OfAll[P, T]:
+    """The same as `_each`, for pinned replicas."""
+    return cast(Any, _Method("replicas", replicas[0].__name__))
+
+
+@dataclass(frozen=True)
 class EngineHandle:
     """A deployment of engines; any number of threads and processes may ask at the same time."""
 
     handle: DeploymentHandle
 
-    @property
-    def generate(self):
-        """`Engine.batch`; entry by entry, and at last when all responses are here."""
-        return _each_in_time(self.handle.batch, Engine.batch)
-
-    @property
-    def submit(self):
-        """`Engine.submit`; in the same way."""
-        return _each_in_time(self.handle.submit, Engine.submit)
+    generate = _each_in_time(Engine.batch)
+    submit = _each_in_time(Engine.submit)
 
     async def join(self, request: SamplingRequest) -> Completion:
         """One response, which joins what an engine samples; no thread waits for it."""
         (completion,) = await self.handle.submit.asked([request])
         return completion
-
-    @property
-    def load(self):
-        """`Engine.load`."""
-        return _each(self.handle.load, Engine.load)
 
     def each_preferred(self) -> list[EngineHandle]:
         """As `DeploymentHandle.each_preferred`."""
@@ -105,60 +121,17 @@ class PinnedEngines:
         """The name of each engine, in the order in which they answer."""
         return self.replicas.names
 
-    @property
-    def peak_memory(self):
-        """`Engine.peak_memory`."""
-        return _all(self.replicas.peak_memory, Engine.peak_memory)
-
-    @property
-    def stretch(self):
-        """`Engine.stretch`."""
-        return _all(self.replicas.stretch, Engine.stretch)
-
-    @property
-    def answer_only(self):
-        """`Engine.answer_only`."""
-        return _all(self.replicas.answer_only, Engine.answer_only)
-
-    @property
-    def hold(self):
-        """`Engine.hold`."""
-        return _all(self.replicas.hold, Engine.hold)
-
-    @property
-    def begin_push(self):
-        """`Engine.begin_push`."""
-        return _all(self.replicas.begin_push, Engine.begin_push)
-
-    @property
-    def load_bucket(self):
-        """`Engine.load_bucket`."""
-        return _all(self.replicas.load_bucket, Engine.load_bucket)
-
-    @property
-    def finish_push(self):
-        """`Engine.finish_push`."""
-        return _all(self.replicas.finish_push, Engine.finish_push)
-
-    @property
-    def resume(self):
-        """`Engine.resume`."""
-        return _all(self.replicas.resume, Engine.resume)
-
-    @property
-    def join_group(self):
-        """`Engine.join_group`."""
-        return _all(self.replicas.join_group, Engine.join_group)
-
-    @property
-    def sleep(self):
-        """`Engine.sleep`."""
-        return _all(self.replicas.sleep, Engine.sleep)
-
-    @property
-    def wake_up(self):
-        """`Engine.wake_up`."""
-        return _all(self.replicas.wake_up, Engine.wake_up)
+    peak_memory = _all(Engine.peak_memory)
+    stretch = _all(Engine.stretch)
+    answer_only = _all(Engine.answer_only)
+    hold = _all(Engine.hold)
+    begin_push = _all(Engine.begin_push)
+    load_bucket = _all(Engine.load_bucket)
+    finish_push = _all(Engine.finish_push)
+    resume = _all(Engine.resume)
+    join_group = _all(Engine.join_group)
+    sleep = _all(Engine.sleep)
+    wake_up = _all(Engine.wake_up)
 
 
 @dataclass(frozen=True)
@@ -182,59 +155,19 @@ class PinnedFrozen:
 
     replicas: PinnedReplicas
 
-    @property
-    def peak_memory(self):
-        """`FrozenModel.peak_memory`."""
-        return _all(self.replicas.peak_memory, FrozenModel.peak_memory)
-
-    @property
-    def sleep(self):
-        """`TorchModel.sleep`, `VllmModel.sleep`."""
-        return _all(self.replicas.sleep, TorchModel.sleep, VllmModel.sleep)
-
-    @property
-    def wake_up(self):
-        """`TorchModel.wake_up`, `VllmModel.wake_up`."""
-        return _all(self.replicas.wake_up, TorchModel.wake_up, VllmModel.wake_up)
+    peak_memory = _all(FrozenModel.peak_memory)
+    sleep = _all(TorchModel.sleep, VllmModel.sleep)
+    wake_up = _all(TorchModel.wake_up, VllmModel.wake_up)
 
 
 class ReferenceHandle(FrozenHandle):
     """A deployment of the reference model."""
 
-    @property
-    def log_probs(self):
-        """`ReferenceModel.log_probs`, `VllmReference.log_probs`."""
-        return _each(self.handle.log_probs, ReferenceModel.log_probs, VllmReference.log_probs)
-
-    @property
-    def top_log_probs(self):
-        """`ReferenceModel.top_log_probs`, `VllmReference.top_log_probs`."""
-        return _each(
-            self.handle.top_log_probs, ReferenceModel.top_log_probs, VllmReference.top_log_probs
-        )
+    log_probs = _each(ReferenceModel.log_probs, VllmReference.log_probs)
+    top_log_probs = _each(ReferenceModel.top_log_probs, VllmReference.top_log_probs)
 
 
 class RewardModelHandle(FrozenHandle):
     """A deployment of a reward model."""
 
-    @property
-    def score(self):
-        """`RewardModel.score`, `VllmRewardModel.score`."""
-        return _each(self.handle.score, RewardModel.score, VllmRewardModel.score)
-
-
-def _each(method: _OfEach[..., Any], *replicas: Callable[Concatenate[Any, P], T]) -> _OfEach[P, T]:
-    """A handle's method by the signature that it has in every class of replicas."""
-    return method
-
-
-def _each_in_time(
-    method: _OfEntries[..., Any], *replicas: Callable[Concatenate[Any, P], list[Future[T]]]
-) -> _OfEntries[P, T]:
-    """The same as `_each`, for a method whose futures the replica waits for."""
-    return method
-
-
-def _all(method: _OfAll[..., Any], *replicas: Callable[Concatenate[Any, P], T]) -> _OfAll[P, T]:
-    """The same as `_each`, for pinned replicas."""
-    return method
+    score = _each(RewardModel.score, VllmRewardModel.score)

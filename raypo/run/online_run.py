@@ -42,7 +42,7 @@ from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.rollout.judges import Judges, Judging
-from raypo.run.engines_load import EnginesLoad, idle_spans
+from raypo.run.engines_load import EnginesLoad
 from raypo.run.handles import EngineHandle
 from raypo.run.phases import OffloadingLearner, Phase, Phases
 from raypo.run.rollout_metrics import sample_row
@@ -318,10 +318,10 @@ class OnlineRun(Run[AnyOnline]):
         """`perf/engine_*` since the push before; when they had nothing to do, in the timeline."""
         up, stretches = engine.pinned(), {}
         for name, answer in zip(up.names, up.stretch.on_all(), strict=True):
-            for told in survivors([answer]):
-                stretches[name] = told
-        for name, begin, end in idle_spans(stretches):
-            note_call(name, "idle", begin, end)
+            for load, stretch in survivors([answer]):
+                stretches[name] = load, stretch
+                for begin, end in stretch.idle:
+                    note_call(name, "idle", begin, end)
         return self._engines_load.metrics(stretches)
 
     def before_saving(self) -> None:

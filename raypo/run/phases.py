@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
-from raypo.deployed import Answer, MethodOfAll
+from raypo.deployed import Answer
 from raypo.plan.phase_table import (
     ALLOWED,
     ENGINE_WEIGHTS,
@@ -24,6 +24,7 @@ from raypo.plan.phase_table import (
     TRAINING_STATE,
     Phase,
 )
+from raypo.run.handles import EngineHandle, FrozenHandle
 
 
 class PhaseError(RuntimeError):
@@ -46,58 +47,6 @@ class OffloadingLearner(Protocol):
         ...
 
 
-class Sleeper(Protocol):
-    """Replicas of a frozen model that are up now."""
-
-    @property
-    def sleep(self) -> MethodOfAll[[], None]:
-        """Give up the device's memory."""
-        ...
-
-    @property
-    def wake_up(self) -> MethodOfAll[[], None]:
-        """Take it back."""
-        ...
-
-
-class Sleep(Protocol):
-    """`Engine.sleep` of each."""
-
-    def on_all(self, *, before_push: bool = False) -> Sequence[Answer[None]]:
-        """Ask each of them."""
-        ...
-
-
-class SleepingEngine(Protocol):
-    """Engines that are up now; they wake up part by part."""
-
-    @property
-    def sleep(self) -> Sleep:
-        """Give up the device's memory."""
-        ...
-
-    @property
-    def wake_up(self) -> MethodOfAll[[Literal["weights", "kv_cache"]], None]:
-        """Take a part of it back."""
-        ...
-
-
-class FrozenModels(Protocol):
-    """What the phases ask of a deployment of a frozen model."""
-
-    def pinned(self) -> Sleeper:
-        """The replicas that are up now, those too that do not serve yet."""
-        ...
-
-
-class Engines(Protocol):
-    """What the phases ask of a deployment of engines."""
-
-    def pinned(self) -> SleepingEngine:
-        """The replicas that are up now, those too that do not serve yet."""
-        ...
-
-
 @dataclass
 class Phases:
     """The phase that all workers are in. Where nothing is off-loaded only the order is checked."""
@@ -105,8 +54,8 @@ class Phases:
     workers: Workers
     offloads: bool
     """Learner, engines and frozen models share GPUs."""
-    engines: Engines
-    frozen: Sequence[FrozenModels] = ()
+    engines: EngineHandle
+    frozen: Sequence[FrozenHandle] = ()
     """Reward and reference models."""
     learner: OffloadingLearner | None = None
     """Known from its start on."""

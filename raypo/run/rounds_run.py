@@ -7,17 +7,16 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Generic, TypeVar
 
-import torch
-
-from raypo.collectives import Workers
+from raypo.collectives import Workers, as_tensor
 from raypo.config import RoundsConfig
 from raypo.learner.learner import minibatch_order
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.metrics.clock import Clock
-from raypo.rollout.collect import next_draws, refuse_too_many_failures, sample
+from raypo.rollout.collect import is_trainable, next_draws, refuse_too_many_failures, sample
 from raypo.rollout.judges import Judging, Reference
 from raypo.run.examples_run import even_shares, lengths, new_learner, save_trained
 from raypo.run.online_run import OnlineRun
@@ -183,7 +182,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         """Scores and lengths of all workers' rollouts."""
         self._sampled = scored
         return rollout_metrics(scored, self.workers) | {
-            "rollout/samples_sampled": float(self.workers.sum(torch.tensor(float(len(scored)))))
+            "rollout/samples_sampled": float(self.workers.sum(as_tensor(len(scored))))
         }
 
     def save_rollouts(self, step: int, scored: Sequence[ScoredRollout]) -> None:
@@ -222,6 +221,12 @@ def handed_out(
 def place(scored: ScoredRollout) -> Place:
     """Where a sample stands among all of a run."""
     return scored.rollout.group_index, scored.rollout.sample_index
+
+
+def learnable(scored: Sequence[ScoredRollout]) -> list[list[ScoredRollout]]:
+    """The samples of each group that can be learned from, in the order of sampling."""
+    usable = sorted(filter(is_trainable, scored), key=place)
+    return [list(group) for _, group in groupby(usable, lambda s: s.rollout.group_index)]
 
 
 def prompt_cell(scored: ScoredRollout) -> str:

@@ -110,7 +110,9 @@ def start_deployments(
     elsewhere = dict(dedicated or {})
     if is_online:
         elsewhere |= of_shared(shared, config, run_name, workers)
-    roles = _served(config, workers)
+    # Workers that only train a critic have no engine beside them.
+    count = workers.count - (config.learner.total_workers - config.learner.num_workers)
+    roles = served_roles(config, num_workers=count, use_gpu=torch.cuda.is_available())
     colocated = [role for role in roles if role.name not in elsewhere]
     # A frozen model gets the cores of all the workers that it lies beside; engines share them all.
     cpus, engines = config.learner.cpus_per_worker, int(roles[0].num_replicas)
@@ -129,7 +131,7 @@ def start_deployments(
     nodes = workers.gather(ray.get_runtime_context().get_node_id())
     started = _start(
         deployments,
-        places_beside(config, [role.name for role in colocated], workers, nodes),
+        places_beside(colocated, workers, nodes),
         workers,
         in_turn=is_online and torch.cuda.is_available(),
         sleeps=config.rollout.engine.sleep and "engine" not in elsewhere,
@@ -157,12 +159,6 @@ def start_deployments(
     )
 
 
-def _served(config: OnlineConfig | PolicyExamplesConfig, workers: Workers) -> list[ServedRole]:
-    """What is deployed; the workers that only train a critic have no engine beside them."""
-    count = workers.count - (config.learner.total_workers - config.learner.num_workers)
-    return served_roles(config, num_workers=count, use_gpu=torch.cuda.is_available())
-
-
 def _asked_first(
     role: ServedRole, workers: Workers, nodes: Sequence[str], *, is_beside: bool
 ) -> list[int]:
@@ -186,17 +182,13 @@ def own_engines(workers: Workers, count: int) -> list[int]:
 
 
 def places_beside(
-    config: OnlineConfig | PolicyExamplesConfig,
-    names: Sequence[str],
-    workers: Workers,
-    nodes: Sequence[str],
+    roles: Sequence[ServedRole], workers: Workers, nodes: Sequence[str]
 ) -> dict[str, list[Place]]:
     """The place of each role's replicas: a worker's bundle, the devices of one or several.
 
     All workers call it.
 
     Args:
-        names: The roles.
         nodes: Of each worker.
 
     Raises:
@@ -204,9 +196,7 @@ def places_beside(
     """
     beside = workers.gather(_own_place(workers, nodes))
     places: dict[str, list[Place]] = {}
-    for role in _served(config, workers):
-        if role.name not in names:
-            continue
+    for role in roles:
         if problem := torn_apart(role, nodes):
             raise PlacementError(problem)
         places[role.name] = [

@@ -101,18 +101,14 @@ def borrow(
     if workers.rank == 0:
         loan = ray.get(lender.lend.remote(run_name, this_worker, timeout_s))
         if loan is not None and shared.pool and loan.before is not None:
-            leave_pool(loan.handle, loan.before)
+            # To make room for this run's adapter; others' successors never had that one.
+            survivors(loan.handle.pinned().drop_adapter.on_all(loan.before))
     loan = workers.broadcast(loan)
     if loan is None:
         return None
     if workers.rank > 0:
         ray.get(lender.hold.remote(loan.number, this_worker))
     return loan.handle
-
-
-def leave_pool(engine: DeploymentHandle, run_name: str) -> None:
-    """Make room for another run's adapter."""
-    survivors(engine.pinned().drop_adapter.on_all(run_name))  # others' successors never had it
 
 
 def roles_apart(one: OnlineConfig, other: OnlineConfig) -> set[str]:

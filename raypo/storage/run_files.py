@@ -53,7 +53,7 @@ class RunFiles:
     """
 
     def __init__(self, storage_path: str, name: str) -> None:
-        self.storage_path, self.name = storage_path, name
+        self.name = name
         self._folder = open_folder(storage_path, name)
         self.folder = self._folder.path
         """Where files of this run are written on this machine."""

@@ -57,11 +57,6 @@ class RunStatus:
             return None
         return (self.total - self.done) * self.step_s
 
-    @property
-    def progress(self) -> str:
-        """How far it is, like `12/60`."""
-        return f"{self.done}/{self.total or '?'}"
-
 
 def run_status(files: RunFiles, now: float) -> RunStatus | None:
     """How a run stands by its files; None where the folder holds no run.
@@ -215,8 +210,9 @@ def _notes(status: str, done: int, silent_s: float | None) -> tuple[str, ...]:
 def _cells(run: RunStatus) -> tuple[str, ...]:
     score = f"{run.scores[0][1]:.4g}" if run.scores else ""
     step_s = "" if run.step_s is None else f"{run.step_s:.3g} s"
+    progress = f"{run.done}/{run.total or '?'}"
     last, left = ("" if each is None else duration(each) for each in (run.age_s, run.left_s))
-    return run.name, run.recipe, run.status, run.progress, score, last, step_s, left
+    return run.name, run.recipe, run.status, progress, score, last, step_s, left
 
 
 def no_run(location: str) -> ConfigError:

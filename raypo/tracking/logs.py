@@ -9,18 +9,6 @@ from pathlib import Path
 
 from typing_extensions import override
 
-APART = (
-    "vllm",
-    "DeepSpeed",
-    "ray",
-    "ray.data",
-    "ray.train",
-    "ray.tune",
-    "ray.serve",
-    "transformers",
-)
-"""Loggers that write to the console themselves and do not pass their records on."""
-
 _SHOWN = 120
 """Characters of a first line that the console shows."""
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
@@ -86,8 +74,7 @@ def _handler(path: Path) -> _RunLog:
 
 def _loggers_apart() -> list[logging.Logger]:
     """Loggers that have handlers of their own or keep their records to themselves."""
-    known = [logging.getLogger(name) for name in APART]
-    return known + [
+    return [
         logger
         for logger in logging.root.manager.loggerDict.values()
         if isinstance(logger, logging.Logger) and (logger.handlers or not logger.propagate)

@@ -51,9 +51,6 @@ class Finding:
     text: str
     remedy: str
 
-    def __str__(self) -> str:
-        return f"step {self.step}: {self.text} {self.remedy}"
-
 
 class Watch:
     """Reads a run's metrics step by step and reports each rule's finding once."""

@@ -92,7 +92,8 @@ def write_outcome(
     """
     goal = Goal.of(sweep)
     ordered = sorted(records, key=lambda record: record.number)
-    front = goal.front([record.judged for record in ordered])
+    best_first = ranked(ordered, goal)
+    front = goal.front([record.judged for record in best_first])
     best = best_of(ordered, goal)
     if best is None and status == "finished":
         status = "failed"
@@ -101,7 +102,7 @@ def write_outcome(
         status=status,
         location=files.location,
         best=best,
-        front=tuple(r for r in ranked(ordered, goal) if ordered.index(r) in front),
+        front=tuple(best_first[row] for row in sorted(front)),
         broken=goal.broken(best.metrics) if best else (),
         failed=tuple(record for record in ordered if record.status == "failed"),
         records=tuple(ordered),
@@ -109,7 +110,7 @@ def write_outcome(
         lead=""
         if best is None
         else who_is_best(
-            ranked(ordered, goal),
+            best_first,
             goal,
             lambda trial: held_out_scores(RunFiles(trials, trial.name), trial.scored_step),
         ),

@@ -26,7 +26,6 @@ from ray.train import CheckpointConfig, RunConfig
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import PopulationBasedTraining
 
-from raypo.config import ConfigError
 from raypo.config.space import Domain
 from raypo.ray_internals import forget_failed
 from raypo.storage.folder import below, link_tree, open_folder
@@ -118,22 +117,9 @@ class Segment:
 
     @classmethod
     def last(cls, files: RunFiles) -> Segment:
-        """The one that a trial is in.
-
-        Raises:
-            ConfigError: an older version has written it.
-        """
+        """The one that a trial is in."""
         written = files.read(SEGMENT)
-        if written is None:
-            return cls(files.name)
-        values = json.loads(written)
-        if "trial" not in values:
-            sweep = files.name.rpartition("-")[0]
-            raise ConfigError(
-                f"name ({sweep}): {files.location}/{SEGMENT} is of an older version, from which a "
-                "sweep with pbt cannot go on. Choose another name, or start over with --fresh."
-            )
-        return cls(**values)
+        return cls(files.name) if written is None else cls(**json.loads(written))
 
     @property
     def folder(self) -> str:

@@ -67,8 +67,9 @@ def best_of(records: Sequence[TrialRecord], goal: Goal) -> TrialRecord | None:
 
 def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any]]:
     """One row a trial, the best one first: rank, point, status, cost, last metrics."""
-    ranks = goal.ranks([record.judged for record in records])
-    rows = [
+    # Those with a column of their own; the column metrics has all, as JSON.
+    shown = (*goal.named, SCORE, REWARD_MODEL, "rollout/score_mean", KL)
+    return [
         {
             "rank": rank,
             "number": record.number,
@@ -83,11 +84,10 @@ def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any
             "point": json.dumps(record.point),
             "metrics": json.dumps({k: v for k, v in record.metrics.items() if math.isfinite(v)}),
             **{f"space/{key}": value for key, value in record.point.items()},
-            **{name: record.metrics.get(name, math.nan) for name in _shown(goal)},
+            **{name: record.metrics.get(name, math.nan) for name in shown},
         }
-        for rank, record in zip(ranks, records, strict=True)
+        for rank, record in enumerate(ranked(records, goal), start=1)
     ]
-    return sorted(rows, key=lambda row: row["rank"])
 
 
 def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) -> None:
@@ -123,8 +123,3 @@ def read_trials(files: RunFiles) -> list[TrialRecord]:
 
 
 _PLAIN = ("number", "name", "status", "step", "seconds", "device_s", "error")
-
-
-def _shown(goal: Goal) -> list[str]:
-    """Metrics with a column of their own; all others stand in the column metrics, as JSON."""
-    return list(dict.fromkeys([*goal.named, SCORE, REWARD_MODEL, "rollout/score_mean", KL]))

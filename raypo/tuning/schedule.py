@@ -13,7 +13,6 @@ from ray.tune.schedulers import (
 )
 
 from raypo.config import AnyConfig
-from raypo.config.space import Domain
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP, VALUE, Goal, as_report, known_metrics
@@ -48,22 +47,22 @@ def scheduler_of(
             **_JUDGED_BY,
         )
     if section.kind == "pbt":
+        mutations = {
+            key: list(domain.values) if domain.is_list else as_tune(domain)
+            for key, domain in sweep.space.items()
+        }
         return Population(
             every=sweep.perturb_every(base),
             num_steps=base.num_steps,
             seed=sweep.seed,
             last_comparison=last_comparison,
-            hyperparam_mutations={POINT: {k: _mutation(d) for k, d in sweep.space.items()}},
+            hyperparam_mutations={POINT: mutations},
             quantile_fraction=section.quantile,
             resample_probability=section.resample,
             custom_explore_fn=partial(inside, sweep.space),
             **_JUDGED_BY,
         )
     return FIFOScheduler()
-
-
-def _mutation(domain: Domain) -> Any:
-    return list(domain.values) if domain.is_list else as_tune(domain)
 
 
 def reports_of(files: RunFiles, goal: Goal, *, last_step: int) -> list[dict[str, float]]:

@@ -22,21 +22,13 @@ TRIALS_DO_NOT_DEPEND_ON = ("max_concurrent", "num_samples", "resources", "storag
 """Keys of a sweep file that may change when it is resumed, or given more trials."""
 
 
-SHOWN = ("name", "base", "space", "searcher", "num_samples", "metric", "mode", "constraint")
-"""Keys that pages and tables read; what a folder has of others may be of another version."""
-
-
-def recorded_sweep(files: RunFiles) -> SweepConfig | None:
-    """What is shown of the sweep that a folder holds; None where it holds none.
-
-    Raises:
-        ConfigError: it is of a version that wrote these keys otherwise.
-    """
+def recorded_sweep(files: RunFiles) -> tuple[SweepConfig, dict[str, Any]] | None:
+    """The sweep that a folder holds, and the values of its base; None where it holds none."""
     recorded = files.config() or {}
-    if RECORDED_BASE not in recorded:
+    base = recorded.pop(RECORDED_BASE, None)
+    if base is None:
         return None
-    shown = {key: recorded[key] for key in SHOWN if key in recorded}
-    return SweepConfig.parse(shown, origin=f"{files.location}/config.yaml")
+    return SweepConfig.parse(recorded, origin=f"{files.location}/config.yaml"), base
 
 
 def recorded_config(sweep: SweepConfig, base: AnyConfig) -> dict[str, Any]:
@@ -51,17 +43,16 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
     Raises:
         ConfigError: with every key that differs.
     """
-    recorded = files.config()
-    if recorded is None:
+    if not files.exists():
         return
-    earlier_base = recorded.pop(RECORDED_BASE, None)
-    if earlier_base is None:
+    recorded = recorded_sweep(files)
+    if recorded is None:
         raise ConfigError(
             f"name ({sweep.name}): {files.location} holds a run, no sweep. Choose another name or "
             f"storage_path."
         )
+    earlier, earlier_base = recorded
     origin = f"{files.location}/config.yaml"
-    earlier = SweepConfig.parse(recorded, origin=origin)
     changes = earlier.differences(sweep, ignore=TRIALS_DO_NOT_DEPEND_ON)
     changes += [
         f"{sweep.base}, {change}"
@@ -94,9 +85,10 @@ def sweep_status(files: RunFiles, now: float) -> RunStatus | None:
     Args:
         now: Seconds since 1970.
     """
-    sweep = recorded_sweep(files)
-    if sweep is None:
+    recorded = recorded_sweep(files)
+    if recorded is None:
         return None
+    sweep, _ = recorded
     trials, summary = read_trials(files), files.summary() or {}
     written = files.written_at(TRIALS if trials else "config.yaml")
     age_s = max(now - written, 0.0) if written is not None else None

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.catalogue import label_of
 from raypo.metrics.clock import duration
@@ -47,7 +46,6 @@ class SweepData:
 
     config: SweepConfig
     num_steps: int
-    scheduler: str
     goal: Goal
     status: str
     files: RunFiles
@@ -63,9 +61,10 @@ class SweepData:
 
 def load_sweep(files: RunFiles) -> SweepData | None:
     """What a folder's sweep has left so far; None where it holds none."""
-    config, recorded = recorded_sweep(files), files.config() or {}
-    if config is None:
+    recorded = recorded_sweep(files)
+    if recorded is None:
         return None
+    config, base = recorded
     goal, found = Goal.of(config), read_trials(files)
     trials = ranked(found, goal)
     storage = below(files.location, TRIALS_FOLDER)
@@ -79,8 +78,7 @@ def load_sweep(files: RunFiles) -> SweepData | None:
     changes = {t.name: held_out_changes(runs[t.name], t.scored_step) for t in trials}
     return SweepData(
         config,
-        recorded[RECORDED_BASE]["num_steps"],
-        recorded.get("scheduler", {}).get("kind", "none"),
+        base["num_steps"],
         goal,
         status,
         files,
@@ -152,7 +150,7 @@ def _result(section: Section, sweep: SweepData) -> None:
             [
                 ("trials", str(len(sweep.trials)), f"of {sweep.config.num_trials}"),
                 ("to the last step", str(count["finished"]), f"of {sweep.num_steps} steps"),
-                ("stopped early", str(count["stopped"]), sweep.scheduler),
+                ("stopped early", str(count["stopped"]), sweep.config.scheduler.kind),
                 ("failed", str(count["failed"]), ""),
                 ("device-seconds", number(round(total)), "of all trials"),
                 ("saved by stopping", number(round(saved)), "device-seconds, at their steps' pace"),

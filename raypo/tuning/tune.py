@@ -71,7 +71,7 @@ def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
         files: Of the sweep; its config is written here.
 
     Raises:
-        ConfigError: not even one trial fits the cluster, or an older version began the sweep.
+        ConfigError: not even one trial fits the cluster.
     """
     os.environ.update(_TUNE_ENVIRONMENT)
     connected_here = connect(base.cluster)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from raypo.metrics.catalogue import label_of
 from raypo.metrics.clock import duration
 from raypo.tuning.goal import KL, REWARD_MODEL, Goal
-from raypo.tuning.record import TrialRecord
+from raypo.tuning.record import TrialRecord, ranked
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -108,11 +108,10 @@ class SweepView:
         from rich.table import Table
         from rich.text import Text
 
-        judged = [record.judged for record in records]
-        front = self._goal.front(judged)
-        order = sorted(range(len(records)), key=self._goal.ranks(judged).__getitem__)[:MOST_ROWS]
-        ranked = [records[row] for row in order]
-        steps = {record.scored_step for record in ranked if record.metrics}
+        best_first = ranked(records, self._goal)
+        front = self._goal.front([record.judged for record in best_first])
+        shown = best_first[:MOST_ROWS]
+        steps = {record.scored_step for record in shown if record.metrics}
         ended = sum(record.has_ended or record.status == "failed" for record in records)
         table = Table(
             title=f"{ended} of {self._num_trials} trials ended",
@@ -123,10 +122,9 @@ class SweepView:
             padding=(0, _GAP - 1, 0, 0),  # and what the box puts between
             show_edge=False,
         )
-        marks = ["*" if row in front else "" for row in order]
-        ranks = {"rank": [f"{rank}{mark}" for rank, mark in enumerate(marks, start=1)]}
-        values, room = _values(ranked), self._console.width
-        columns = self._columns(ranked)
+        ranks = {"rank": [f"{row + 1}{'*' * (row in front)}" for row in range(len(shown))]}
+        values, room = _values(shown), self._console.width
+        columns = self._columns(shown)
         while len(columns) > self._num_needed and _width(ranks | values | columns) > room:
             columns.popitem()
         if _width(ranks | values | columns) > room:
@@ -141,7 +139,7 @@ class SweepView:
                 min_width=None if is_free else _width({name: cells}),
             )
         for record, cells in zip(
-            ranked, zip(*(ranks | values | columns).values(), strict=True), strict=True
+            shown, zip(*(ranks | values | columns).values(), strict=True), strict=True
         ):
             table.add_row(*map(Text, cells), style=_STYLES.get(status_words(record, self._goal)))
         return table
@@ -150,22 +148,22 @@ class SweepView:
     def _num_needed(self) -> int:
         return len(self._goal.metrics) + len(_ALWAYS)
 
-    def _columns(self, ranked: Sequence[TrialRecord]) -> dict[str, list[str]]:
+    def _columns(self, shown: Sequence[TrialRecord]) -> dict[str, list[str]]:
         """What the trials came to, by heading; what matters least is last."""
         metrics = [*self._goal.named, REWARD_MODEL, KL]
-        seen = [m for m in dict.fromkeys(metrics) if any(m in r.metrics for r in ranked)]
+        seen = [m for m in dict.fromkeys(metrics) if any(m in r.metrics for r in shown)]
         by_metric = {
-            _heading(name): [_number(record.metrics.get(name, math.nan)) for record in ranked]
+            _heading(name): [_number(record.metrics.get(name, math.nan)) for record in shown]
             for name in [*self._goal.metrics, *seen]
         }
         always = {
-            "at step": [str(record.scored_step) for record in ranked],
-            "steps": [f"{record.step}/{self._num_steps}" for record in ranked],
-            "status": [status_words(record, self._goal) for record in ranked],
-            "trial": [record.name.rpartition("-")[2] for record in ranked],
+            "at step": [str(record.scored_step) for record in shown],
+            "steps": [f"{record.step}/{self._num_steps}" for record in shown],
+            "status": [status_words(record, self._goal) for record in shown],
+            "trial": [record.name.rpartition("-")[2] for record in shown],
         }
         goal = {name: by_metric.pop(name) for name in map(_heading, self._goal.metrics)}
-        cost = {f"{self._device}-s": [f"{record.device_s:.0f}" for record in ranked]}
+        cost = {f"{self._device}-s": [f"{record.device_s:.0f}" for record in shown]}
         return goal | always | by_metric | cost
 
 
@@ -175,13 +173,13 @@ def status_words(record: TrialRecord, goal: Goal) -> str:
     return "infeasible" if is_broken else record.status
 
 
-def _values(ranked: Sequence[TrialRecord]) -> dict[str, list[str]]:
+def _values(shown: Sequence[TrialRecord]) -> dict[str, list[str]]:
     """The values that trials tried, by their keys without the section where that is enough."""
-    keys = list(dict.fromkeys(key for record in ranked for key in record.point))
+    keys = list(dict.fromkeys(key for record in shown for key in record.point))
     tails = [key.partition(".")[2] or key for key in keys]
     names = [t if tails.count(t) == 1 else key for key, t in zip(keys, tails, strict=True)]
     return {
-        name: [value_text(record.point.get(key, "")) for record in ranked]
+        name: [value_text(record.point.get(key, "")) for record in shown]
         for key, name in zip(keys, names, strict=True)
     }
 

@@ -112,7 +112,7 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
     from raypo.collectives import Workers
     from raypo.config import PPOConfig
     from raypo.deployment.deployment import Deployment, start_deployment
-    from raypo.plan.placement import PlacementError
+    from raypo.plan.placement import PlacementError, served_roles
     from raypo.run.services import places_beside
     from tests.integration.deployments import Doubler
 
@@ -133,7 +133,8 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
     found: dict[str, Any] = {"workers": workers.gather(mine)}
     nodes = [worker["node"] for worker in found["workers"]]
     try:
-        places = places_beside(config, ("engine", "reference", "reward_0"), workers, nodes)
+        roles = served_roles(config, num_workers=workers.count, use_gpu=False)
+        places = places_beside(roles, workers, nodes)
     except PlacementError as error:
         return str(error)
     if workers.rank == 0:

@@ -65,7 +65,7 @@ def from_another_process(engines: EngineHandle, seed: int) -> list[int]:
 def test_many_callers_share_the_steps_of_one_engine(engines: EngineHandle):
     """More calls than the replica has threads: those wait for responses in none."""
     alone = [engines.generate.remote([ask(60, seed)]).result()[0] for seed in range(THREADS)]
-    before = engines.load.remote().result()
+    before = engines.handle.load.remote().result()
 
     def call(seed: int) -> list[int]:
         return engines.submit.remote([ask(60, seed)]).result()[0].token_ids.tolist()
@@ -76,7 +76,7 @@ def test_many_callers_share_the_steps_of_one_engine(engines: EngineHandle):
 
     assert answers == [each.token_ids.tolist() for each in alone]
     assert ray.get(elsewhere) == alone[0].token_ids[:20].tolist()
-    steps = engines.load.remote().result().steps - before.steps
+    steps = engines.handle.load.remote().result().steps - before.steps
     assert steps < 60 * THREADS / 2, "they did not share"
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from raypo.run.engines_load import EnginesLoad, idle_spans
+from raypo.run.engines_load import EnginesLoad
 from raypo.serving.requests import Load, Stretch
 
 
@@ -39,8 +39,3 @@ def test_engines_were_idle_for_what_they_did_not_step(monkeypatch: pytest.Monkey
     }
     assert started_again["perf/engine_preemptions"] == 0.0
     assert started_again["perf/engine_idle_s"] == 2.0
-
-
-def test_each_engine_has_its_own_idle_times():
-    stretches = {"a": told(Stretch(idle=((1.0, 2.0), (3.0, 4.0)))), "b": told()}
-    assert idle_spans(stretches) == [("a", 1.0, 2.0), ("a", 3.0, 4.0)]

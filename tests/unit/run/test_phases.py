@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 
@@ -65,11 +66,12 @@ class Handle:
 
 
 def phases(recorder: Recorder, *, offloads: bool = True, at: Phase = Phase.LEARN) -> Phases:
+    engines, *frozen = (cast(Any, Handle(n, recorder)) for n in ("engines", "reference", "reward"))
     return Phases(
         recorder,
         offloads=offloads,
-        engines=Handle("engines", recorder),
-        frozen=[Handle("reference", recorder), Handle("reward", recorder)],
+        engines=engines,
+        frozen=frozen,
         learner=recorder,
         now=at,
     )

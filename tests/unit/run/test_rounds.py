@@ -11,7 +11,7 @@ from raypo.config import IterativeDPOConfig, RejectionSamplingConfig
 from raypo.learner.learner import minibatch_order
 from raypo.learner.preference_tasks import PreferenceTask
 from raypo.recipes.iterative_dpo import IterativeDPORun
-from raypo.run.examples_run import own_share
+from raypo.run.examples_run import even_shares, lengths
 from raypo.run.rounds_run import Place, RoundsRun
 from raypo.types import Example, Pair
 from tests.unit.learner.plain import on_workers
@@ -62,7 +62,8 @@ def test_an_update_has_the_same_items_whichever_workers_selected_them(count: int
             order = minibatch_order(CONFIG.seed, STEP, epoch, len(items))
             for first in range(0, len(items), 4):
                 batch = [items[each] for each in order[first : first + 4]]
-                expected.append(written(own_share(batch, Workers(rank, count))))
+                share = even_shares([lengths(item) for item in batch], count)[rank]
+                expected.append(written([batch[each] for each in share]))
         assert updates == expected
 
 

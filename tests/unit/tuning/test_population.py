@@ -8,7 +8,6 @@ import pytest
 from ray import tune
 from ray.train import CheckpointConfig, RunConfig
 
-from raypo.config import ConfigError
 from raypo.config.space import Domain
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal
@@ -79,13 +78,6 @@ def test_a_trial_keeps_what_it_has_where_the_checkpoint_to_copy_is_gone(tmp_path
         before.next(gone, copy)
     assert Segment.last(copy) == before
     assert (copy.folder / "segment_0" / "checkpoint_1").is_dir()
-
-
-def test_a_sweep_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path):
-    files = files_of(tmp_path, "old-pbt-00001")
-    files.write(SEGMENT, b'{"number": 1}')
-    with pytest.raises(ConfigError, match=r"name \(old-pbt\): .*segment.json .* with --fresh"):
-        Segment.last(files)
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

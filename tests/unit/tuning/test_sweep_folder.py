@@ -51,15 +51,6 @@ def test_a_sweep_counts_trials_and_names_the_best(files: RunFiles):
     ]
 
 
-def test_keys_of_another_version_do_not_hide_how_a_sweep_stands(files: RunFiles):
-    config = files.config()
-    assert config is not None
-    files.write_config({**config, "scheduler": {"kind": "hyperband"}, "gone_since": 3})
-    run = sweep_status(files, 0.0)
-    assert run is not None
-    assert (run.total, run.scores) == (4, ((SCORE, 0.8),))
-
-
 def test_a_sweep_that_was_killed_is_dead_and_one_that_grew_too(files: RunFiles):
     def status() -> str:
         run = sweep_status(files, 0.0)
