@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -393,14 +394,10 @@ def test_a_host_without_namespaces_is_refused_with_a_remedy():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root then")
-def test_it_needs_no_root(tmp_path):
+def test_it_needs_no_root():
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
         pytest.skip("no Python that other users may run")
-    script = tmp_path / "jail.py"
-    shutil.copy(jail.__file__, script)
-    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest's own
-        folder.chmod(0o755)
     heard, report = os.pipe()
     asked = {
         "program": "import os; print(os.getuid()); os.fork(); os.fork()",
@@ -412,16 +409,19 @@ def test_it_needs_no_root(tmp_path):
         "files": 50,
         "readable": [],
     }
-    done = subprocess.run(
-        [python, "-I", "-S", str(script)],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        user=54321,
-        group=54321,
-        extra_groups=[],
-        pass_fds=[report],
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        script = shutil.copy(jail.__file__, folder)
+        done = subprocess.run(
+            [python, "-I", "-S", script],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            user=54321,
+            group=54321,
+            extra_groups=[],
+            pass_fds=[report],
+        )
     os.close(report)
     with open(heard) as lines:
         assert json.loads(lines.readline())["timed_out"] is False
