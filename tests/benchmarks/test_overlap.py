@@ -31,29 +31,31 @@ TURNS = 2
 """Runs of each mode: the machine's speed drifts from minute to minute."""
 FIRST = 3
 """Steps that warm up."""
-CASES: dict[str, dict[str, Any]] = {
-    # Few long responses: sampling and update take alike.
-    "grpo": {"rollout.prompts_per_step": 4, "rollout.max_new_tokens": 96},
-    # Two models are updated: the longer path is the learner's.
-    "gae": {"rollout.prompts_per_step": 8, "rollout.max_new_tokens": 48},
+SIZES: dict[str, tuple[int, int, int]] = {
+    "grpo": (512, 6, 96),  # few long responses: sampling and update take alike
+    "gae": (256, 8, 48),  # two models are updated: the longer path is the learner's
 }
+"""By advantage: hidden size of 8 layers, prompts of a step, most tokens of a response."""
 
 
-@pytest.mark.parametrize("advantage", CASES)
+@pytest.mark.parametrize("advantage", SIZES)
 def test_sampling_beside_the_update_against_one_after_the_other(task: Path, advantage: str):
-    tiny_policy(task.parent / "larger", hidden=256, layers=8, head_dim=64)
+    hidden, num_prompts, max_new_tokens = SIZES[advantage]
+    model = tiny_policy(task.parent / f"of_{hidden}", hidden=hidden, layers=8, head_dim=64)
     common = {
-        "model.policy": str(task.parent / "larger"),
+        "model.policy": str(model),
         "placement.mode": "dedicated",
+        "rollout.prompts_per_step": num_prompts,
+        "rollout.max_new_tokens": max_new_tokens,
         "ppo.advantage": advantage,
         "ppo.num_epochs": 1,
+        "ppo.minibatch_size": 2 * num_prompts,
         "learner.policy_lr": 1e-5,
         "learner.critic_lr": 1e-5,
         "learner.max_tokens_per_microbatch": 1024,
         "eval.every": 100,
         "checkpoint.every": 100,
         "num_steps": 12,
-        **CASES[advantage],
     }
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     trained = []
