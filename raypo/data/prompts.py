@@ -48,6 +48,12 @@ class LoadedPrompts:
     sizes: tuple[int, ...]
     """Prompts of each source."""
 
+    def notes(self, key: str) -> list[str]:
+        """What was left out of a config key's prompts, in words; nothing where all are there."""
+        number = self.num_skipped + len(self.prompts)
+        words = f"{self.num_skipped} of the {number} prompts of {key} are longer than"
+        return [f"{words} data.max_prompt_tokens and skipped"] if self.num_skipped else []
+
 
 def peek(
     section: DataSection,

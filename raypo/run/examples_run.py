@@ -103,7 +103,10 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         held_out: Sequence[Item] = []
         if sources := getattr(config.eval, cls.held_out_key):
             section = config.data.model_copy(update={"prompts": sources})
-            held_out = read(section, tokenizer, end, key=f"eval.{cls.held_out_key}").items
+            key = f"eval.{cls.held_out_key}"
+            of_eval = read(section, tokenizer, end, key=key)
+            held_out = of_eval.items
+            tell_skipped(of_eval, tell, key)
         tell_skipped(loaded, tell)
         size = config.learner.batch_size
         for note in few_rows_notes(config.data, loaded.sizes, size, key="learner.batch_size"):
@@ -284,17 +287,19 @@ def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any)
         )
 
 
-def tell_skipped(loaded: LoadedExamples[Any], tell: MonitorClient) -> None:
-    """Says how many rows are too long, or cannot be learned from."""
+def tell_skipped(
+    loaded: LoadedExamples[Any], tell: MonitorClient, key: str = "data.prompts"
+) -> None:
+    """Says how many rows of a config key are too long, or cannot be learned from."""
     num_rows = loaded.num_skipped + loaded.num_unusable + len(loaded.items)
     if loaded.num_skipped:
         tell.message(
-            f"{loaded.num_skipped} of {num_rows} rows have a prompt longer than "
+            f"{loaded.num_skipped} of the {num_rows} rows of {key} have a prompt longer than "
             f"data.max_prompt_tokens or a response longer than data.max_response_tokens and are "
             f"skipped"
         )
     if loaded.num_unusable:
         tell.message(
-            f"{loaded.num_unusable} of {num_rows} rows have equal or empty responses and are "
-            f"skipped"
+            f"{loaded.num_unusable} of the {num_rows} rows of {key} have equal or empty "
+            f"responses and are skipped"
         )

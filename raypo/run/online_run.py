@@ -115,19 +115,17 @@ class OnlineRun(Run[AnyOnline]):
             load_function(path, key=key)  # what is wrong with it ends the run here
         tokenizer = load_tokenizer(config.model.policy)
         loaded = load_prompts(config.data, tokenizer)
-        if loaded.num_skipped:
-            tell.message(
-                f"{loaded.num_skipped} of {loaded.num_skipped + len(loaded.prompts)} prompts are "
-                f"longer than data.max_prompt_tokens ({config.data.max_prompt_tokens}) and skipped"
-            )
+        notes = loaded.notes("data.prompts")
         per_step = config.rollout.prompts_per_step
         in_flight = config.rollout.in_flight if config.rollout.has_requests_in_flight else None
-        for note in few_rows_notes(config.data, loaded.sizes, per_step):
-            tell.message(note)
+        notes += few_rows_notes(config.data, loaded.sizes, per_step)
         held_out: Sequence[Prompt] = []
         if config.eval.prompts:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
-            held_out = load_prompts(section, tokenizer, key="eval.prompts").prompts
+            of_eval = load_prompts(section, tokenizer, key="eval.prompts")
+            held_out, notes = of_eval.prompts, notes + of_eval.notes("eval.prompts")
+        for note in notes:
+            tell.message(note)
         stop = stop_token_ids(config.model.policy, tokenizer)
         episodes = open_episodes(config, config.model.policy, tokenizer, stop)
         log = log_path(files, workers)

@@ -32,6 +32,8 @@ def test_the_index_is_the_row_over_all_files_skipped_rows_counted(tmp_path, toke
 
     assert [(p.index, p.text) for p in loaded.prompts] == [(0, "12"), (3, "9")]
     assert loaded.num_skipped == 2
+    told = "2 of the 4 prompts of eval.prompts are longer than data.max_prompt_tokens and skipped"
+    assert loaded.notes("eval.prompts") == [told]
 
 
 def test_a_prompt_of_just_the_limit_is_kept(tmp_path, tokenizer):
