@@ -368,13 +368,15 @@ def _in_vllm(
 
 def by_object(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> bool:
     """Whether whole weights go through the object store."""
-    section, lora = config.rollout.engine, config.model.lora
-    return (
-        section.transport == "object"
-        or (section.transport == "auto" and device == "cpu")
-        # the base, beside adapters
-        or (isinstance(lora, PolicyLoraSection) and lora.push == "adapter")
+    lora = config.model.lora
+    if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
+        return True  # the base, beside adapters
+    transport = config.rollout.engine.resolved_transport(
+        colocated=config.placement.group_of("engine") == "colocated",
+        use_gpu=device == "cuda",
+        share_gpus=isinstance(config, OnlineConfig) and config.engines_share_gpus,
     )
+    return transport == "object"
 
 
 def max_model_len(config: OnlineConfig | PolicyExamplesConfig) -> int:

@@ -171,6 +171,16 @@ def test_pushed_weights_lie_in_the_object_store_only_where_they_go_through_it(va
     assert through.loads[-1].needed - around.loads[-1].needed == weights
 
 
+def test_engines_apart_that_share_a_gpu_get_their_weights_through_the_object_store(values: dict):
+    values["placement"] = {"mode": {"engine": "dedicated"}, "gpus": {"engine": 0.5}}
+    engine = {"count": 2, "gpu_memory_fraction": 0.4}
+    by_auto, by_object = [
+        plan(values | {"rollout": {**values["rollout"], "engine": engine | more}}, "16xGPU80G")
+        for more in ({}, {"transport": "object"})
+    ]
+    assert by_auto.loads[-1].needed == by_object.loads[-1].needed
+
+
 def test_the_keys_that_a_plan_names_make_it_fit(values: dict):
     values["learner"]["max_tokens_per_microbatch"] = 65_536
     values["ppo"] = {"minibatch_size": 512}
