@@ -17,7 +17,7 @@ def main(run: str) -> None:
     steps = [row["step"] for row in rows]
     figure, (grade, kl) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
     grade.plot(steps, [row["rollout/score_mean"] for row in rows])
-    grade.set(xlabel="step", ylabel="the judge's grade, 0 to 1", ylim=(0, 1.03))
+    grade.set(xlabel="step", ylabel="the judge's grade, 0 to 1")
     kl.plot(steps, [row["kl/ref_response_mean"] for row in rows])
     kl.set(xlabel="step", ylabel="KL to the start, nats per response")
     figure.savefig(OUT, dpi=90)
