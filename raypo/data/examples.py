@@ -46,6 +46,16 @@ class LoadedExamples(Generic[Item]):
     num_unusable: int = 0
     """Pairs left out because their responses are equal, or one of them is empty."""
 
+    def notes(self, key: str) -> list[str]:
+        """What was left out of a config key's rows, in words; nothing where all are there."""
+        rows = f"of the {self.num_skipped + self.num_unusable + len(self.items)} rows of {key}"
+        reasons = {
+            "have a prompt longer than data.max_prompt_tokens or a response longer than "
+            "data.max_response_tokens": self.num_skipped,
+            "have equal or empty responses": self.num_unusable,
+        }
+        return [f"{n} {rows} {why} and are skipped" for why, n in reasons.items() if n]
+
 
 def load_examples(
     section: ResponsesSection,

@@ -367,7 +367,11 @@ def _in_vllm(
 
 
 def by_object(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> bool:
-    """Whether whole weights go through the object store."""
+    """Whether whole weights go through the object store.
+
+    Raises:
+        ConfigError: `rollout.engine.transport` cannot work on such devices.
+    """
     lora = config.model.lora
     if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
         return True  # the base, beside adapters

@@ -14,7 +14,6 @@ from raypo.learner.distillation_task import DistillationTask
 from raypo.models.loading import same_vocabulary, stop_token_ids
 from raypo.models.lora import load_policy
 from raypo.rollout.collect import is_trainable
-from raypo.run.examples_run import tell_skipped
 from raypo.run.rounds_run import Place, RoundsRun, place
 from raypo.run.services import Services
 from raypo.serving.frozen import Ids
@@ -49,7 +48,8 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
             section = ResponsesSection.model_validate(data.model_dump())
             end = stop_token_ids(policy, self.tokenizer)[0]
             loaded = load_examples(section, self.tokenizer, end)
-            tell_skipped(loaded, self.tell)
+            for note in loaded.notes("data.prompts"):
+                self.tell.message(note)
             mix = mix_of(data, loaded.sizes, config.rollout.prompts_per_step)
             names = [
                 source_name(source)

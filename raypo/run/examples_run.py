@@ -99,17 +99,16 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         """Reads the examples; says what was left out and what repeats."""
         tokenizer = load_tokenizer(config.model.policy)
         end, read = stop_token_ids(config.model.policy, tokenizer)[0], cls.reader(config)
-        loaded = read(config.data, tokenizer, end)
+        loaded, size = read(config.data, tokenizer, end), config.learner.batch_size
+        notes = loaded.notes("data.prompts")
+        notes += few_rows_notes(config.data, loaded.sizes, size, key="learner.batch_size")
         held_out: Sequence[Item] = []
         if sources := getattr(config.eval, cls.held_out_key):
             section = config.data.model_copy(update={"prompts": sources})
             key = f"eval.{cls.held_out_key}"
             of_eval = read(section, tokenizer, end, key=key)
-            held_out = of_eval.items
-            tell_skipped(of_eval, tell, key)
-        tell_skipped(loaded, tell)
-        size = config.learner.batch_size
-        for note in few_rows_notes(config.data, loaded.sizes, size, key="learner.batch_size"):
+            held_out, notes = of_eval.items, notes + of_eval.notes(key)
+        for note in notes:
             tell.message(note)
         mix = mix_of(config.data, loaded.sizes, size)
         stream = ShuffledStream(loaded.items, seed=config.seed, mix=mix)
@@ -284,22 +283,4 @@ def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any)
         run.replace_folder(
             run.files.adapter_dir,
             lambda folder: learner.save_adapter(folder, model.lora, model.policy),
-        )
-
-
-def tell_skipped(
-    loaded: LoadedExamples[Any], tell: MonitorClient, key: str = "data.prompts"
-) -> None:
-    """Says how many rows of a config key are too long, or cannot be learned from."""
-    num_rows = loaded.num_skipped + loaded.num_unusable + len(loaded.items)
-    if loaded.num_skipped:
-        tell.message(
-            f"{loaded.num_skipped} of the {num_rows} rows of {key} have a prompt longer than "
-            f"data.max_prompt_tokens or a response longer than data.max_response_tokens and are "
-            f"skipped"
-        )
-    if loaded.num_unusable:
-        tell.message(
-            f"{loaded.num_unusable} of the {num_rows} rows of {key} have equal or empty "
-            f"responses and are skipped"
         )

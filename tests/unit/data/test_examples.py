@@ -76,6 +76,8 @@ def test_long_rows_are_skipped_and_counted_or_refused(tmp_path, tokenizer):
         section_of(ResponsesSection, path, max_response_tokens=4), tokenizer, END
     )
     assert (len(loaded.items), loaded.num_skipped) == (1, 1)
+    (told,) = loaded.notes("eval.prompts")
+    assert told.startswith("1 of the 2 rows of eval.prompts have a prompt longer than")
     strict = section_of(ResponsesSection, path, max_response_tokens=4, too_long="error")
     with pytest.raises(ConfigError, match=r"max_response_tokens to at least 5"):
         load_examples(strict, tokenizer, END)
