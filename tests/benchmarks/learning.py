@@ -1,7 +1,7 @@
 """How well policies learn, on several seeds of the quickstart: sampling ahead against sync, and the
 recipes beside each other.
 
-    python -m tests.benchmarks.learning modes|small_updates|recipes [--seeds 0 1 2] [--only none]
+    python -m tests.benchmarks.learning modes|constant_rate|recipes [--seeds 0 1 2] [--only none]
 
 Every run starts from its seed's SFT policy, and is judged by the verifier on 256 held-out prompts,
 four samples each. Runs that are finished are not run again. Prints a table.
@@ -51,9 +51,6 @@ MODES: dict[str, dict[str, Any]] = {
         }.items()
     },
 }
-SMALL_UPDATES = {"ppo.num_epochs": 1, "learner.policy_lr": 2.5e-4}
-"""Four updates a step in place of eight, of half the size: a batch is less far from the weights it
-meets."""
 VERIFIER = {
     "model.reward": None,
     "reward.function": "examples/quickstart/reward.py:exact",
@@ -65,7 +62,7 @@ SAMPLES = 8192
 
 def run_modes(pipeline: Pipeline, only: str, **more: Any) -> Iterator[tuple[str, Path]]:
     """The demo's PPO, sampled ahead in each way."""
-    suffix = "-small-updates" if more else ""
+    suffix = "-constant-rate" if more else ""
     for name, keys in MODES.items():
         if only in name:
             keys = {**DEDICATED, **keys, **more, "name": folder_of(name) + suffix}
@@ -73,9 +70,9 @@ def run_modes(pipeline: Pipeline, only: str, **more: Any) -> Iterator[tuple[str,
             yield name, pipeline.runs / (folder_of(name) + suffix)
 
 
-def run_small_updates(pipeline: Pipeline, only: str) -> Iterator[tuple[str, Path]]:
-    """The same with fewer and smaller updates."""
-    return run_modes(pipeline, only, **SMALL_UPDATES)
+def run_constant_rate(pipeline: Pipeline, only: str) -> Iterator[tuple[str, Path]]:
+    """The same, but the last updates are as large as the first."""
+    return run_modes(pipeline, only, **{"learner.lr_schedule": "constant"})
 
 
 def run_recipes(pipeline: Pipeline, only: str) -> Iterator[tuple[str, Path]]:
@@ -142,7 +139,7 @@ def staleness(folder: Path) -> str:
     return f"{mean(row['rollout/staleness_mean'] for row in rows):.1f}"
 
 
-KINDS = {"modes": run_modes, "small_updates": run_small_updates, "recipes": run_recipes}
+KINDS = {"modes": run_modes, "constant_rate": run_constant_rate, "recipes": run_recipes}
 
 
 def main() -> None:
