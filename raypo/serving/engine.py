@@ -152,7 +152,7 @@ class Engine:
         threads = torch.get_num_threads() if num_threads is None else num_threads
         with memory_advice("the engine", ENGINE_REMEDY):
             self._loop = VllmLoop(
-                partial(_start, arguments, threads),
+                partial(start_llm, arguments, threads),
                 self._serving,
                 max_waiting=section.max_waiting,
                 probes=probes,
@@ -567,9 +567,3 @@ class Engine:
         if reason is not None:
             self._loop.give_up(reason)
             raise RuntimeError(self._serving.refusal())
-
-
-def _start(arguments: dict[str, Any], num_threads: int) -> Any:
-    """vLLM, in the thread that will step it: the number of its threads is that thread's own."""
-    torch.set_num_threads(num_threads)
-    return start_llm(arguments)

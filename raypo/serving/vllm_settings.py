@@ -40,12 +40,17 @@ def prepare_environment(*, eager: bool) -> None:
         os.environ.setdefault(name, value)
 
 
-def start_llm(arguments: dict[str, Any]) -> Any:
+def start_llm(arguments: dict[str, Any], num_threads: int | None = None) -> Any:
     """A `vllm.LLM` of a supported version; the first in a process imports vLLM, in 10 s.
+
+    Args:
+        num_threads: Threads of tensor operations in this thread, which steps it; None: as they are.
 
     Raises:
         RuntimeError: vLLM is missing, its version is not supported, or one of its processes failed.
     """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     prepare_environment(eager=arguments.get("enforce_eager", False))
     vllm = import_vllm()
     with warnings.catch_warnings():

@@ -6,11 +6,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from raypo.metrics.process_memory import peak_memory
 from raypo.serving.vllm_processes import Answer, leave_no_shared_memory
@@ -103,8 +102,9 @@ class WorkerExtension:
             _without_adapter(name) for name, _ in model.named_modules(remove_duplicate=False)
         }
         skipped = {name for name in second_names if name.rpartition(".")[0] not in modules}
+        tensors = (each for each in unpack(received, verify=True) if each[0] not in skipped)
         with _current_config(self.vllm_config):
-            names = model.load_weights(_named_tensors(received, skipped))
+            names = model.load_weights(tensors)
         told = names is not None  # a few models do not tell
         self.raypo_loaded.update(names if told else _parameter_names(model))
         return list(received.specs)
@@ -171,12 +171,6 @@ def _parameter_names(model: nn.Module) -> set[str]:
 def _without_adapter(name: str) -> str:
     """The name of a layer's weight where an adapter may be around the layer."""
     return name.replace(".base_layer", "")
-
-
-def _named_tensors(bucket: Bucket | Staged, skipped: set[str]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in unpack(bucket, verify=True):
-        if name not in skipped:
-            yield name, tensor
 
 
 def _repack_tied_heads(model: nn.Module, loaded: set[str]) -> None:
