@@ -111,14 +111,18 @@ def hidden_states(backbone: Any, packed: Packed) -> Tensor:
     """
     if reads_packed(backbone):
         hidden = backbone(**packed_inputs(packed)).last_hidden_state[0]  # [N, H]
-        return hidden[packed.states]
+        return _at(hidden, packed.states)
     return _by_rows(lambda ids: backbone(input_ids=ids, use_cache=False).last_hidden_state, packed)
 
 
 def own_logits(model: Any, packed: Packed) -> Tensor:
     """Logits [M, V] as a causal language model's own forward pass makes them of those states."""
     if reads_packed(model):
-        return model(**packed_inputs(packed), logits_to_keep=packed.states).logits[0]
+        kept, places = packed.states, None
+        if kept.device.type == "cpu":  # the model indexes them, as `_at` says that it must not
+            kept, places = kept.unique(return_inverse=True)
+        logits = model(**packed_inputs(packed), logits_to_keep=kept).logits[0]
+        return logits if places is None else _at(logits, places)
     return _by_rows(lambda ids: model(input_ids=ids, use_cache=False).logits, packed)
 
 
@@ -139,7 +143,7 @@ def _by_rows(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
     Rows are padded on the right, where no token of a causal model looks.
     """
     there, back = packed.layout.rows
-    return read(packed.input_ids[0][there]).flatten(0, 1)[back][packed.states]
+    return _at(read(packed.input_ids[0][there]).flatten(0, 1), back[packed.states])
 
 
 def packed_attention(
@@ -188,7 +192,11 @@ def packed_attention(
 
 
 def _at(tokens: Tensor, places: Tensor) -> Tensor:
-    """`tokens[places]`, [N, H, D] -> [..., H, D], whose backward pass is parallel on CPU."""
+    """`tokens[places]`, [N, ...] -> [..., ...], whose backward pass is parallel on CPU.
+
+    That of an index is too, once it is large enough, but there threads add to a token that several
+    places ask for in the order in which they come: the same step would have other bits.
+    """
     return embedding(places, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
 
 

@@ -31,6 +31,7 @@ from raypo.models.packed_attention import (
     NAME,
     can_read_packed,
     hidden_states,
+    own_logits,
     use_packed_attention,
 )
 from raypo.models.packing import Packed, pack, pack_padded
@@ -290,6 +291,35 @@ def test_answers_return_to_their_places() -> None:
     assert square[0].tolist() == [1.0, 2.0, 0.0, 0.0, 0.0, 0.0]
     assert square[1].tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     assert square[2].tolist() == [9.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("read", [hidden_states, own_logits])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_threads_add_up_gradients_in_one_order(read: Any, is_packed: bool) -> None:
+    """Many responses to a prompt ask for the state of its last token, and more than one thread
+    adds their gradients."""
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**GATED, hidden_act="silu"), attn_implementation="eager"
+    )
+    if is_packed:
+        use_packed_attention(model)
+    asked = model if read is own_logits else model.model
+    responses = [np.arange(each, each + 3, dtype=np.int32) % 40 for each in range(1200)]
+    packed = pack([np.arange(1 + each % 3, 5, dtype=np.int32) for each in range(1200)], responses)
+    weights = torch.randn(read(asked, packed).shape)
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        (read(asked, packed) * weights).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = gradient()
+        assert all(torch.equal(gradient(), first) for _ in range(20))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_row_without_a_response_has_no_answer() -> None:
