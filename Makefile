@@ -20,7 +20,8 @@ lint: setup ## Lint, format, types, floors; a minute on two slow cores
 	lint-imports
 
 test: setup ## Unit and integration tests
-	python -m pytest -m "unit or integration"
+	python -m pytest -m unit -n auto
+	python -m pytest -m integration --durations=50
 
 check: lint ## What is to be seen within minutes: lint and unit tests
 	python -m pytest -m unit -n auto

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -151,7 +153,11 @@ def _reason(response: httpx.Response) -> str:
 
 
 def _seconds(text: str | None) -> float:
+    """Of a `Retry-After`: a number of them, or a date (RFC 9110, 10.2.3); 0 of anything else."""
     try:
         return float(text or 0.0)
-    except ValueError:  # a date
-        return 0.0
+    except ValueError:
+        try:
+            return parsedate_to_datetime(text or "").timestamp() - time.time()
+        except ValueError:
+            return 0.0

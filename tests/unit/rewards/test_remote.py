@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from email.utils import formatdate
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -196,6 +197,12 @@ def test_the_next_attempt_waits(header: dict[str, str]):
     else:
         assert 0.0 < max(waits[1]) <= 0.1 < max(waits[8])
     assert max(waits[8]) <= 0.5
+
+
+def test_a_server_says_in_seconds_or_with_a_date_when_to_come_again():
+    assert _seconds("7") == 7.0
+    assert 55.0 < _seconds(formatdate(time.time() + 60, usegmt=True)) <= 60.0
+    assert _seconds("soon") == _seconds(None) == 0.0
 
 
 def test_a_server_that_hangs_up_is_asked_again():
