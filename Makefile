@@ -20,8 +20,8 @@ lint: setup ## Lint, format, types, floors; a minute on two slow cores
 	lint-imports
 
 test: setup ## Unit and integration tests
-	python -m pytest -m unit -n auto
-	python -m pytest -m integration --durations=50
+	python -m pytest tests/unit -n auto
+	python -m pytest tests/integration -m integration --durations=20
 
 check: lint ## What is to be seen within minutes: lint and unit tests
 	python -m pytest -m unit -n auto

@@ -21,7 +21,6 @@ from raypo.rollout.refill import Collected, fill_step
 from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase
 from raypo.run.rollout_metrics import rollout_metrics, rollout_rows, sample_row
-from raypo.run.services import Services
 from raypo.run.utilization import Work, step_work, work_metrics
 from raypo.types import Experience, ScoredRollout
 

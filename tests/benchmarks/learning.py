@@ -102,7 +102,7 @@ def late_server() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(json.dumps({"scores": [0.0] * len(samples)}).encode())
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             """Nothing is printed for each request."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Late)

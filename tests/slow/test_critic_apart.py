@@ -5,10 +5,38 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_workers import assert_learns_the_same, train_apart
+from tests.integration.test_workers import LR, run_workers
+from tests.tiny import tiny_policy
 
-CASES = [("float32", 2), ("float32", 3), ("bfloat16", 2), ("bfloat16", 3)]
+CASES = [("float32", 0), ("float32", 2), ("float32", 3), ("bfloat16", 2), ("bfloat16", 3)]
 TEAMS = [(3, 1), (3, 2)]
+
+
+def train_apart(
+    folder: Path, cases: list[tuple[str, int]], *teams: tuple[int, int]
+) -> dict[tuple[int, int], dict[Any, Any]]:
+    """(workers, those of only the critic) -> two steps, the second from the first's checkpoint."""
+    tiny_policy(folder / "policy")
+    more = {"checkpoints": str(folder)}
+    return {
+        (count, critics): run_workers(folder, count, cases, critic_workers=critics, **more)
+        for count, critics in ((1, 0), *teams)
+    }
+
+
+def assert_learns_the_same(one: dict[str, Any], two: dict[str, Any], *, exact: bool) -> None:
+    """Figures and weights of a step, up to rounding."""
+    assert two["figures"].keys() <= one["figures"].keys()
+    for name, value in two["figures"].items():
+        close = pytest.approx(
+            one["figures"][name],
+            rel=1e-3 if exact else 0.1,
+            abs=1e-4 if exact else 0.05,
+            nan_ok=True,
+        )
+        assert value == close, name
+    difference = max(float((two["weights"][n] - w).abs().max()) for n, w in one["weights"].items())
+    assert difference <= (0.2 * LR if exact else 20 * LR)
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +54,9 @@ def test_a_critic_on_workers_of_its_own_learns_the_same(
     exact = case[0] == "float32"
     assert_learns_the_same(one, two, exact=exact)
     assert_learns_the_same(one["second"], two["second"], exact=exact)
+
+
+def test_each_team_is_dealt_every_token(apart: dict[tuple[int, int], dict[Any, Any]]):
+    (whole,) = apart[1, 0]["float32", 0]["tokens"]
+    first, second, critic = apart[3, 1]["float32", 0]["tokens"]
+    assert first + second == critic == whole

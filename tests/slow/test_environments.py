@@ -1,12 +1,13 @@
-"""Environments in processes, and agents with several conversations: whole runs."""
+"""Whole runs with environments in processes or ahead, and agents with several conversations."""
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from tests.integration.task import numbers, read_metrics
-from tests.integration.test_environments import fit, run
+from tests.integration.test_environments import fit, rows_of, run
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -21,6 +22,22 @@ class Drafts:
         second = await policy.generate(prompt + first.text + "; ")
         other = await policy.generate("1+1=")
         return sum(map(str.isdigit, first.text + second.text + other.text)) / 24
+"""
+
+
+SLOW = """
+import asyncio
+
+class Thinks:
+    '''Some episodes have more turns, and some take their time for each.'''
+
+    async def reset(self, prompt, label):
+        self.turns, self.thinks_s = 1 + int(label) % 4, 0.3 * (int(label) % 3 == 0)
+
+    async def step(self, action):
+        await asyncio.sleep(self.thinks_s)
+        self.turns -= 1
+        return " more? ", sum(map(str.isdigit, action)) / 8, self.turns == 0
 """
 
 
@@ -53,3 +70,32 @@ def test_a_run_with_an_agent_and_a_critic(task: Path):
     for each in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
         assert len({(row["sample_index"], row["score"]) for row in each}) == 1
         assert each[2]["prompt"] == "1+1="
+
+
+def test_a_run_whose_episodes_go_on_while_weights_arrive(task: Path):
+    """Each by itself: some of them think long, none is lost, and all tokens know their weights."""
+    environment = task.parent / "slow.py"
+    environment.write_text(SLOW)
+    overrides = {
+        "ppo.advantage": "grpo",
+        "ppo.num_epochs": 1,
+        "placement.mode": {"engine": "dedicated"},
+        "rollout.mode": "async",
+        "rollout.max_staleness": 2,
+        "rollout.environment": f"{environment}:Thinks",
+        "rollout.max_episode_tokens": 60,
+        "eval.prompts": None,
+    }
+    folder = fit(task, "in_flight", 6, overrides)
+    for row in read_metrics(folder):
+        assert row["rollout/samples_sampled"] == row["rollout/samples_trained"] == 32
+        assert row["rollout/staleness_max"] <= 2
+    rows = rows_of(folder)
+    assert [row["group_index"] for row in rows] == [g for g in range(8 * 6) for _ in range(4)]
+    num_changed = 0
+    for row in rows:
+        versions = np.array(row["weight_versions"])[np.array(row["turn_index"]) >= 0]
+        assert (np.diff(versions) >= 0).all()
+        assert 1 <= row["episode"]["num_turns"] <= 4
+        num_changed += len(set(versions)) > 1
+    assert num_changed > 0

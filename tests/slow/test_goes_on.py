@@ -1,4 +1,4 @@
-"""A run that its rules have stopped is made longer, and has the numbers of one that never was."""
+"""Runs that go on: further than they were to, or as another run, with the numbers of one run."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,35 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.integration.task import numbers
-from tests.integration.test_goes_on import run
+from raypo import PPOConfig, PPOTrainer
+from raypo.storage.checkpoints import checkpoint_state, find_checkpoint
+from tests.integration.task import numbers, read_metrics
 
 pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def run(task: Path, name: str, **overrides: object) -> tuple[list[dict], dict]:
+    config = PPOConfig.load(task, overrides={"name": name, **overrides})
+    result = PPOTrainer(config).fit()
+    return read_metrics(task.parent / "runs" / name), result.return_value or {}
+
+
+def test_another_run_begins_with_the_state_of_a_checkpoint_and_keeps_its_best(
+    first: SimpleNamespace, task: Path
+):
+    checkpoints = [find_checkpoint(str(path)) for path in first.folder.glob("checkpoint_2*")]
+    (start,) = [path for path in checkpoints if checkpoint_state(path)["step"] == 2]
+    watched = {"checkpoint.best_by": "eval/score_mean", "checkpoint.keep": 1}
+    rows, _ = run(task, "branch", from_checkpoint=start, **watched)
+    assert numbers(rows) == numbers(first.metrics[1:])
+
+    branch = task.parent / "runs" / "branch"
+    best = json.loads((branch / "best" / "best.json").read_text())
+    assert best == {"metric": "eval/score_mean", "step": 4, "value": rows[-1]["eval/score_mean"]}
+    assert json.loads((branch / "summary.json").read_text())["best"] == best
+    weights = [each.read_bytes() for each in branch.glob("*/policy/*.safetensors")]
+    assert weights == [(first.folder / "policy" / "model.safetensors").read_bytes()]
+    assert checkpoint_state(find_checkpoint(str(branch / "best")))["step"] == 4
 
 
 def test_a_run_that_was_stopped_and_lengthened_is_the_one_that_never_was(

@@ -14,7 +14,7 @@ from raypo import (
 )
 from tests.integration.pipeline import rounds_values, write_examples
 from tests.integration.task import numbers, read_metrics
-from tests.integration.test_dpo import FAILS_ONCE
+from tests.slow.test_dpo import FAILS_ONCE
 from tests.tiny import tiny_policy
 
 pytestmark = pytest.mark.usefixtures("local_ray")
