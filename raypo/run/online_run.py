@@ -252,8 +252,9 @@ class OnlineRun(Run[AnyOnline]):
 
     def judging(self, services: Services) -> Judging:
         """A batch's way to its scores and reference log-probs."""
-        models_apart = all(role in services.elsewhere for role, _ in services.frozen)
-        return Judging(self.judges(services), services.reference, models_apart=models_apart)
+        return Judging(
+            self.judges(services), services.reference, models_apart=services.models_apart
+        )
 
     def push_weights(
         self, learner: OnlineLearner, services: Services, *, version: int

@@ -59,6 +59,9 @@ class Services:
     """Whether what is asked of the engines joins what they sample for other runs."""
     shared_engine: bool = False
     """Whether several of these workers ask one engine."""
+    models_apart: bool = False
+    """Whether all frozen models have cores or devices that neither engines nor workers use; what
+    trials of a sweep share has none on CPUs."""
 
     @property
     def frozen(self) -> list[tuple[str, FrozenHandle]]:
@@ -146,6 +149,7 @@ def start_deployments(
         kind: {role.name: handles[role.name] for role in roles if role.kind == kind}
         for kind in ("reference", "reward")
     }
+    apart = elsewhere if torch.cuda.is_available() else (dedicated or {})
     pool = shared if shared is not None and shared.pool and "engine" in elsewhere else None
     asked = [number for each in workers.gather(handles["engine"].preferred) for number in each]
     return Services(
@@ -156,6 +160,7 @@ def start_deployments(
         in_pool=pool is not None,
         joins=pool is not None and pool.share_batches,
         shared_engine=len(asked) > len(set(asked)),
+        models_apart=all(role.name in apart for role in roles if role.kind != "engine"),
     )
 
 

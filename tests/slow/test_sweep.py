@@ -130,6 +130,14 @@ def test_what_trials_can_share_was_started_once(three: SimpleNamespace):
     assert three.started["TrainController"] == 0
 
 
+def test_on_cpus_a_batch_is_judged_at_once_by_what_trials_share(three: SimpleNamespace):
+    """It has no cores of its own: asked prompt by prompt, it took ten times as long."""
+    (timeline,) = three.folder.glob("trials/*-00000/timeline/worker_0.jsonl")
+    for line in timeline.read_text().splitlines():
+        asked = [who for who, what, *_ in json.loads(line)["spans"] if what == "log_probs"]
+        assert asked == ["raypo:three-shared:reference:0"]
+
+
 def test_best_yaml_runs_and_reproduces_its_trial(three: SimpleNamespace):
     """Alone, with an engine and a reference of its own."""
     best = PPOConfig.load(three.folder / "best.yaml")
