@@ -21,6 +21,7 @@ from raypo.rollout.refill import Collected, fill_step
 from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase
 from raypo.run.rollout_metrics import rollout_metrics, rollout_rows, sample_row
+from raypo.run.services import Services
 from raypo.run.utilization import Work, step_work, work_metrics
 from raypo.types import Experience, ScoredRollout
 
@@ -31,16 +32,19 @@ class PPORun(OnlineRun[PPOConfig]):
 
     advantage_state: AdvantageState = field(init=False)
     _work: dict[str, Work] = field(default_factory=dict)
-    _peak_flops: float = field(init=False)
+    _peak_flops: float = 0.0
     """FLOP/s of all workers' devices together."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.advantage_state = AdvantageState.of(self.config.ppo)
         self.roles = Roles.of(self.workers, self.config.learner.critic_workers)
-        # Measured where it must be, before engines use the devices too.
+
+    def start_services(self) -> Services:
+        """Start them as all online runs do; the devices are measured before others use them."""
         mine = peak_flops(self.config.model.dtype, self.config.learner.peak_tflops)
         self._peak_flops = float(self.workers.sum(as_tensor(mine)))
+        return super().start_services()
 
     def start_learner(self) -> Learner:
         """Policy and critic, restored from the run's last checkpoint where there is one."""
