@@ -24,7 +24,7 @@ test: setup ## Unit and integration tests
 	python -m pytest tests/integration -m integration --durations=20
 
 check: lint ## What is to be seen within minutes: lint and unit tests
-	python -m pytest -m unit -n auto
+	python -m pytest tests/unit -n auto
 
 gpu: ## On a machine with a GPU: the pinned CUDA set, then the acceptance; ten minutes, a report
 	@nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || { echo "raypo: nvidia-smi finds no GPU here."; exit 2; }

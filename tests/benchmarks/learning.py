@@ -1,7 +1,7 @@
 """How well policies learn, on several seeds of the quickstart: sampling ahead against sync, and the
 recipes beside each other.
 
-    python -m tests.benchmarks.learning modes|constant_rate|late_scores|recipes [--seeds 0 1 2]
+    python -m tests.benchmarks.learning modes|constant_rate|recipes [--seeds 0 1 2] [--only none]
 
 Every run starts from its seed's SFT policy, and is judged by the verifier on 256 held-out prompts,
 four samples each. Runs that are finished are not run again. Prints a table.
@@ -10,15 +10,10 @@ four samples each. Runs that are finished are not run again. Prints a table.
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
-from threading import Thread
 from typing import Any
 
 import ray
@@ -63,16 +58,13 @@ VERIFIER = {
 }
 SAMPLES = 8192
 """Between two evaluations, in each recipe."""
-LATE_S = 8.0
-"""Longer than four updates."""
 
 
-def run_modes(
-    pipeline: Pipeline, only: str, suffix: str = "", **more: Any
-) -> Iterator[tuple[str, Path]]:
+def run_modes(pipeline: Pipeline, only: str, **more: Any) -> Iterator[tuple[str, Path]]:
     """The demo's PPO, sampled ahead in each way."""
+    suffix = "-constant-rate" if more else ""
     for name, keys in MODES.items():
-        if name.startswith(only):
+        if only in name:
             keys = {**DEDICATED, **keys, **more, "name": folder_of(name) + suffix}
             fit(PPOTrainer(pipeline.ppo_config(**keys)))
             yield name, pipeline.runs / (folder_of(name) + suffix)
@@ -80,37 +72,7 @@ def run_modes(
 
 def run_constant_rate(pipeline: Pipeline, only: str) -> Iterator[tuple[str, Path]]:
     """The same, but the last updates are as large as the first."""
-    return run_modes(pipeline, only, "-constant-rate", **{"learner.lr_schedule": "constant"})
-
-
-def run_late_scores(pipeline: Pipeline, only: str) -> Iterator[tuple[str, Path]]:
-    """Sampled as far ahead as the bound admits: a server adds 0 to the scores, after a while."""
-    with late_server() as url:
-        late = {"reward.url": url, "reward.request.batch_size": 1024}
-        yield from run_modes(pipeline, only or "async, 4", "-late-scores", **late)
-
-
-@contextmanager
-def late_server() -> Iterator[str]:
-    """The address of a reward server that gives 0, `LATE_S` after it was asked."""
-
-    class Late(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
-            time.sleep(LATE_S)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps({"scores": [0.0] * len(samples)}).encode())
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing is printed for each request."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Late)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/score"
-    finally:
-        server.shutdown()
+    return run_modes(pipeline, only, **{"learner.lr_schedule": "constant"})
 
 
 def run_recipes(pipeline: Pipeline, only: str) -> Iterator[tuple[str, Path]]:
@@ -177,19 +139,14 @@ def staleness(folder: Path) -> str:
     return f"{mean(row['rollout/staleness_mean'] for row in rows):.1f}"
 
 
-KINDS = {
-    "modes": run_modes,
-    "constant_rate": run_constant_rate,
-    "late_scores": run_late_scores,
-    "recipes": run_recipes,
-}
+KINDS = {"modes": run_modes, "constant_rate": run_constant_rate, "recipes": run_recipes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=list(KINDS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--only", default="", help="modes whose name begins so")
+    parser.add_argument("--only", default="", help="modes whose name contains this")
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     folders: dict[str, list[Path]] = {}

@@ -12,18 +12,6 @@ CASES = [("float32", 0), ("float32", 2), ("float32", 3), ("bfloat16", 2), ("bflo
 TEAMS = [(3, 1), (3, 2)]
 
 
-def train_apart(
-    folder: Path, cases: list[tuple[str, int]], *teams: tuple[int, int]
-) -> dict[tuple[int, int], dict[Any, Any]]:
-    """(workers, those of only the critic) -> two steps, the second from the first's checkpoint."""
-    tiny_policy(folder / "policy")
-    more = {"checkpoints": str(folder)}
-    return {
-        (count, critics): run_workers(folder, count, cases, critic_workers=critics, **more)
-        for count, critics in ((1, 0), *teams)
-    }
-
-
 def assert_learns_the_same(one: dict[str, Any], two: dict[str, Any], *, exact: bool) -> None:
     """Figures and weights of a step, up to rounding."""
     assert two["figures"].keys() <= one["figures"].keys()
@@ -41,8 +29,14 @@ def assert_learns_the_same(one: dict[str, Any], two: dict[str, Any], *, exact: b
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[Any, Any]]:
+    """(workers, those of only the critic) -> two steps, the second from the first's checkpoint."""
     folder: Path = tmp_path_factory.mktemp("apart")
-    return train_apart(folder, CASES, *TEAMS)
+    tiny_policy(folder / "policy")
+    more = {"checkpoints": str(folder)}
+    return {
+        (count, critics): run_workers(folder, count, CASES, critic_workers=critics, **more)
+        for count, critics in ((1, 0), *TEAMS)
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
