@@ -108,9 +108,9 @@ class RecipeConfig(RunFile):
             )
 
     def with_dtype(self, *, use_gpu: bool) -> Self:
-        """The config with `model.dtype: auto` decided: bfloat16 on GPUs, float32 on CPUs.
+        """Return the config with `model.dtype: auto` decided: bfloat16 on GPUs, float32 on CPUs.
 
-        On GPUs attention computes float32 in TF32, so engine and learner could not agree in it.
+        GPUs compute in float32 more slowly, and vLLM rounds it to TF32 there all the same.
         """
         model: Any = vars(self)["model"]
         if model.dtype != "auto":

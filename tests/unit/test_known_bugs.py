@@ -89,18 +89,42 @@ def sampled(num_draws: int) -> list[Rollout]:
     return sample(draws, ALIKE, Lossy(), SAMPLING)
 
 
+def push_to_an_engine_that_says_minus_one(log_prob: float, dtype: str) -> dict[str, float]:
+    probe = Probe([PROMPT], max_new_tokens=3, temperature=1.0, dtype=dtype, seed=0)
+    return push_weights(
+        Learner(log_prob), ALIKE, version=1, transport=NoTransport(), probe=probe, workers=Workers()
+    )
+
+
 def test_bug_8_an_engine_that_kept_its_old_weights_stops_the_run():
-    probe = Probe([PROMPT], max_new_tokens=3, temperature=1.0, dtype="float32", seed=0)
-
-    def push(log_prob: float) -> dict[str, float]:
-        return push_weights(
-            Learner(log_prob), ALIKE, version=1, transport=NoTransport(), probe=probe,
-            workers=Workers(),
-        )  # fmt: skip
-
-    assert push(-1.0)["mismatch/probe_gap_max"] == 0.0
+    assert push_to_an_engine_that_says_minus_one(-1.0, "float32")["mismatch/probe_gap_max"] == 0.0
     with pytest.raises(WeightError, match="other log-probs to the same"):
-        push(-1.01)
+        push_to_an_engine_that_says_minus_one(-1.01, "float32")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu", "rounding"),
+    [
+        ("float32", False, 1e-5),
+        ("float32", True, 3.5e-3),  # TF32 on an H100, as measured
+        ("bfloat16", True, 0.068),  # as measured there
+        ("bfloat16", False, 0.068),
+    ],
+)
+def test_a_push_allows_for_the_rounding_of_its_device_and_for_no_other_weights(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, on_gpu: bool, rounding: float
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    found = push_to_an_engine_that_says_minus_one(-1.0 - rounding, dtype)
+    assert found["mismatch/probe_gap_mean"] == pytest.approx(rounding, rel=1e-2)
+    for wrong in (0.7, float("nan")):
+        with pytest.raises(WeightError, match=f"is allowed in {dtype}"):
+            push_to_an_engine_that_says_minus_one(-1.0 - wrong, dtype)
+
+
+def test_float32_on_a_cpu_is_held_to_more_than_a_gpu_can_keep():
+    with pytest.raises(WeightError, match=r"0\.0035 nats apart, at most 0\.001"):
+        push_to_an_engine_that_says_minus_one(-1.0035, "float32")
 
 
 def test_bug_10_the_token_budget_is_used_to_its_last_token():
