@@ -20,6 +20,7 @@ from raypo.config import WorkersSection
 from raypo.learner.offload import Offload
 from raypo.learner.roles import DataParallel
 from raypo.learner.team_order import compare_within
+from raypo.models.embedding import avoid_racy_counts
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 from raypo.models.packed_attention import reads_packed
@@ -58,6 +59,9 @@ class TrainedModel:
         if section.activation_checkpointing:
             for network in outermost_networks(module):
                 network.gradient_checkpointing_enable({"use_reentrant": False})
+        if torch.cuda.is_available():
+            for network in outermost_networks(module):
+                avoid_racy_counts(network)
         is_rounded = dtype == "bfloat16"
         self._heads = [m for m in module.modules() if is_rounded and isinstance(m, Float32Linear)]
         self._masters = {p: p.detach().clone() for head in self._heads for p in head.parameters()}

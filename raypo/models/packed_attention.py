@@ -192,11 +192,12 @@ def packed_attention(
 
 
 def _at(tokens: Tensor, places: Tensor) -> Tensor:
-    """`tokens[places]`, [N, ...] -> [..., ...], whose backward pass is parallel on CPU.
-
-    That of an index is too, once it is large enough, but there threads add to a token that several
-    places ask for in the order in which they come: the same step would have other bits.
-    """
+    """Return `tokens[places]`, [N, ...] -> [..., ...], with a backward pass that repeats."""
+    if tokens.device.type != "cpu":
+        # Its backward pass sorts. That of an embedding has a race (see models/embedding.py).
+        return tokens[places]
+    # On CPU threads would add to a token that several places ask for in the order in which they
+    # come, so the same step would have other bits. An embedding's backward pass is parallel too.
     return embedding(places, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
 
 
