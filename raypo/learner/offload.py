@@ -24,7 +24,7 @@ class Offload:
     """One model under DeepSpeed, moved to the host in two parts and back as a whole."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing is moved yet.
+        """Prepare the moves.
 
         Args:
             engine: A DeepSpeedEngine.
@@ -34,26 +34,32 @@ class Offload:
         self._host = HostMemory()
 
     def training_state(self) -> None:
-        """Moments, master weights, summed gradients and buckets; safe to call again."""
+        """Move moments, master weights, summed gradients and buckets; safe to call again."""
         self._engine.empty_partition_cache()  # weights that ZeRO-3 still holds whole
         weights = {each.untyped_storage()._cdata for each in self._weights()}
         state = [t for t in self._training_state() if t.untyped_storage()._cdata not in weights]
         self._host.take(state)
+        if self._is_accumulating:
+            self._host.take(self._gradients())
+        else:
+            # Between two steps the sums are over: BF16_Optimizer has zeroed them, and stage 3
+            # overwrites its own at the first micro-batch.
+            self._host.drop(self._gradients(), zeros=True)
         self._host.drop(self._buckets())
         release_memory()
 
     def parameters(self) -> None:
-        """The weights, after the training state; safe to call again."""
+        """Move the weights, after the training state; safe to call again."""
         self._engine.empty_partition_cache()
         self._host.take(self._weights())
         release_memory()
 
     def reload(self) -> None:
-        """Everything back to where it was."""
+        """Bring everything back to where it was."""
         self._host.give_back()
 
     def _weights(self) -> Iterator[Tensor]:
-        """The module's parameters, and at ZeRO-3 this worker's shares of them."""
+        """Yield the module's parameters, and at ZeRO-3 this worker's shares of them."""
         for parameter in self._engine.module.parameters():
             yield parameter.data
             if hasattr(parameter, "ds_tensor"):
@@ -64,14 +70,22 @@ class Offload:
             yield from (value for value in state.values() if isinstance(value, Tensor))
         for group in self._optimizer.param_groups:
             yield from group["params"]
+        yield from vars(self._engine.optimizer).get("fp32_partitioned_groups_flat", ())  # stage 3
+
+    @property
+    def _is_accumulating(self) -> bool:
+        """Gradients of the next step are summed up already."""
+        return self._engine._unmanaged_backward_count > 0
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Yield the float32 sums of gradients that stay allocated between two steps."""
         zero = vars(self._engine.optimizer)
         yield from zero.get("fp32_groups_gradients_flat", ())  # BF16_Optimizer
-        yield from zero.get("fp32_partitioned_groups_flat", ())  # stage 3, as the next
-        if (gradients := zero.get("grad_partitions_flat_buffer")) is not None:
-            yield gradients
+        if (sums := zero.get("grad_partitions_flat_buffer")) is not None:  # stage 3
+            yield sums
 
     def _buckets(self) -> Iterator[Tensor]:
-        """The buffers in which gradients are summed over the workers; stage 3 keeps them."""
+        """Yield the buffers in which gradients are summed over the workers; stage 3 keeps them."""
         for bucket in getattr(self._engine.optimizer, "ipg_buckets", {}).values():
             if isinstance(bucket.buffer, Tensor):
                 yield bucket.buffer

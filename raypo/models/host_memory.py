@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 HOST = "cpu"
 """Device type of what is there already."""
@@ -17,17 +18,18 @@ class HostMemory:
     """Moves tensors to the host by their storages, and back: views of them stay valid.
 
     A copy to pinned memory takes a tenth of the time that one to pageable memory takes, and to pin
-    it takes longer than the copy. So each storage keeps the place that it once got, for as long as
-    this lives: it is meant for weights and optimizer states, which are made once.
+    it takes longer than the copy. So each storage keeps its place on the host for as long as the
+    storage lives; then the next one gets that place.
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, list[Tensor]] = {}
-        """By the address of a storage: its bytes on the host, uint8 [bytes] each."""
-        self._away: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        """By address: storages that are empty, and the bytes that they had."""
-        self._rest = torch.empty(0, dtype=torch.uint8)
-        """Of the last block, what nobody has."""
+        self._places: dict[int, tuple[StorageWeakRef, list[Tensor]]] = {}
+        """By the address of a storage: its bytes on the host, uint8 [bytes] each. The weak
+        reference also keeps the address from being given to another storage."""
+        self._away: dict[int, tuple[torch.UntypedStorage, int, bool]] = {}
+        """By address: storages that are empty, the bytes that they had, and whether all were 0."""
+        self._free: list[Tensor] = []
+        """Pinned memory without an owner, uint8 [bytes] each."""
 
     def take(self, tensors: Iterable[Tensor], *, unchanged: bool = False) -> None:
         """Empty the storages of these tensors; what lies on the host already stays.
@@ -35,28 +37,36 @@ class HostMemory:
         Args:
             unchanged: Nobody writes to them, so that what was once copied need not be again.
         """
+        self._forget_the_dead()
         for address, storage in self._present(tensors):
             size = storage.nbytes()
-            is_new = sum(map(len, self._places.get(address, ()))) != size
+            is_new = sum(map(len, self._places_of(address))) != size
             if is_new:
-                self._places[address] = list(self._room(size))
+                self._release(address)
+                self._places[address] = StorageWeakRef(storage), list(self._room(size))
             if is_new or not unchanged:
                 for device, host in self._pairs(address, storage):
                     host.copy_(device, non_blocking=True)
-            self._away[address] = storage, size
+            self._away[address] = storage, size, False
         self._empty()
 
-    def drop(self, tensors: Iterable[Tensor]) -> None:
-        """As `take`, of tensors whose contents nobody reads again: they come back with any."""
+    def drop(self, tensors: Iterable[Tensor], *, zeros: bool = False) -> None:
+        """Empty the storages of tensors whose contents nobody reads again, without a copy.
+
+        Args:
+            zeros: They come back as zeros; else with any contents.
+        """
         for address, storage in self._present(tensors):
-            self._places.pop(address, None)
-            self._away[address] = storage, storage.nbytes()
+            self._release(address)
+            self._away[address] = storage, storage.nbytes(), zeros
         self._empty()
 
     def give_back(self) -> None:
-        """All that was taken, where it was."""
-        for address, (storage, size) in self._away.items():
+        """Fill the storages that were emptied, where they were."""
+        for address, (storage, size, zeros) in self._away.items():
             storage.resize_(size)
+            if zeros:
+                _flat(storage).zero_()
             for device, host in self._pairs(address, storage):
                 device.copy_(host, non_blocking=True)
         self._away = {}
@@ -64,7 +74,7 @@ class HostMemory:
             torch.cuda.current_stream().synchronize()
 
     def _present(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """Storages that are on the device, by their addresses."""
+        """Yield the storages that are on the device, by their addresses."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             address, is_empty = storage._cdata, storage.nbytes() == 0
@@ -76,23 +86,44 @@ class HostMemory:
     def _empty(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # before the memory is others'
-        for storage, _ in self._away.values():
+        for storage, *_ in self._away.values():
             storage.resize_(0)
 
     def _pairs(
         self, address: int, storage: torch.UntypedStorage
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The bytes of a storage on its device, and where they lie on the host."""
-        flat: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        flat.set_(storage)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        if places := self._places.get(address):
-            yield from zip(flat.split([len(place) for place in places]), places, strict=True)
+        """Yield the bytes of a storage on its device, and their place on the host."""
+        if places := self._places_of(address):
+            sizes = [len(place) for place in places]
+            yield from zip(_flat(storage).split(sizes), places, strict=True)
+
+    def _places_of(self, address: int) -> list[Tensor]:
+        _, places = self._places.get(address, (None, []))
+        return places
+
+    def _forget_the_dead(self) -> None:
+        """Free the places of storages that are gone, such as moments before a checkpoint's."""
+        for address in [key for key, (alive, _) in self._places.items() if alive.expired()]:
+            self._release(address)
+
+    def _release(self, address: int) -> None:
+        _, places = self._places.pop(address, (None, []))
+        self._free += places
 
     def _room(self, size: int) -> Iterator[Tensor]:
         while size:
-            if not len(self._rest):
+            if not self._free:
                 pin = torch.cuda.is_available()
-                self._rest = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin)
-            place, self._rest = self._rest[:size], self._rest[size:]
+                self._free.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin))
+            piece = self._free.pop()
+            place, rest = piece[:size], piece[size:]
+            if len(rest):
+                self._free.append(rest)
             size -= len(place)
             yield place
+
+
+def _flat(storage: torch.UntypedStorage) -> Tensor:
+    """Return all bytes of a storage, uint8."""
+    flat: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage)  # pyright: ignore[reportCallIssue, reportArgumentType]
