@@ -32,6 +32,7 @@ from raypo.config.run_config import (
     RecipeConfig,
 )
 from raypo.config.sections import (
+    OVERLAPPED_STAGE,
     CheckpointSection,
     ClusterSection,
     DataSection,

@@ -11,6 +11,9 @@ from pydantic import BeforeValidator, Field
 from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
 
+OVERLAPPED_STAGE = 2
+"""Lowest ZeRO stage at which DeepSpeed sums gradients during the backward pass
+(`DeepSpeedEngine._do_sanity_check` of 0.19, where raypo decides when gradients are summed)."""
 Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
 
@@ -228,7 +231,8 @@ class WorkersSection(Config):
     max_skipped_updates: int = Field(default=3, ge=0)
     """Non-finite updates in a row that are skipped before the run stops."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """Merged over the generated DeepSpeed config."""
+    """Merged over the generated DeepSpeed config. `zero_optimization.overlap_comm` needs stage 2 or
+    3; where it is not set, it is on for several workers with GPUs at these stages."""
 
     @property
     def total_workers(self) -> int:
@@ -239,6 +243,23 @@ class WorkersSection(Config):
         if self.lr_schedule == "constant":
             why = "learner.lr_schedule is constant"
             yield from self._idle("lr_floor", why, "set learner.lr_schedule to linear or cosine")
+        yield from self._deepspeed_problems()
+
+    def _deepspeed_problems(self) -> Iterator[str]:
+        key = "learner.deepspeed.zero_optimization"
+        zero = self.deepspeed.get("zero_optimization", {})
+        if not isinstance(zero, dict):
+            yield f"{key} ({zero}): must be a mapping. Write it like {{stage: 3}}, or remove it."
+            return
+        stage = zero.get("stage", self.zero_stage)
+        if stage not in range(4):
+            yield f"{key}.stage ({stage}): must be 0, 1, 2 or 3. Set learner.zero_stage instead."
+        elif zero.get("overlap_comm") and stage < OVERLAPPED_STAGE:
+            yield (
+                f"{key}.overlap_comm ({zero['overlap_comm']}): DeepSpeed overlaps sums of "
+                f"gradients with the backward pass only at ZeRO stages 2 and 3, and the stage is "
+                f"{stage}. Remove it, or set learner.zero_stage to 2 or 3."
+            )
 
     def endless_warmup(self, count: int, keys: str) -> Iterator[str]:
         """The problem of a warm-up that is never over.

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from raypo.config import WorkersSection
+from raypo.config import OVERLAPPED_STAGE, WorkersSection
 
 REDUCE_BUCKET = 500_000_000
 """Elements; DeepSpeed's zero_optimization.reduce_bucket_size."""
@@ -23,8 +23,9 @@ class Sharding:
     workers: int = 1
     offload_optimizer: bool = False
     offload_param: bool = False
-    overlaps: bool = False
-    """Gradients are summed while the backward pass goes on: stage 2 then has a second bucket."""
+    on_gpu: bool = False
+    overlap_comm: bool | None = None
+    """The user's `zero_optimization.overlap_comm`; None means that raypo decides by the stage."""
     reduce_bucket: int = REDUCE_BUCKET
     max_live: int = MAX_LIVE
 
@@ -32,7 +33,7 @@ class Sharding:
     def of(
         cls, section: WorkersSection, *, dtype: str, num_workers: int, on_gpu: bool = False
     ) -> Sharding:
-        """What `learner.zero_stage` and `learner.deepspeed` say together."""
+        """Read it from the DeepSpeed config that the workers will get."""
         config = deepspeed_config(section, dtype=dtype, num_workers=num_workers, on_gpu=on_gpu)
         zero = config["zero_optimization"]
 
@@ -44,10 +45,23 @@ class Sharding:
             workers=num_workers,
             offload_optimizer=is_off("offload_optimizer"),
             offload_param=is_off("offload_param"),
-            overlaps=bool(zero["overlap_comm"]),
+            on_gpu=on_gpu,
+            overlap_comm=(section.deepspeed.get("zero_optimization") or {}).get("overlap_comm"),
             reduce_bucket=int(float(zero.get("reduce_bucket_size", REDUCE_BUCKET))),
             max_live=int(float(zero.get("stage3_max_live_parameters", MAX_LIVE))),
         )
+
+    @property
+    def overlaps(self) -> bool:
+        """Gradients are summed during the backward pass: stage 2 then has a second bucket.
+
+        Only where streams and several workers are: a worker alone sums nothing. Below stage 2
+        DeepSpeed refuses it together with unmanaged accumulation.
+        """
+        if self.stage < OVERLAPPED_STAGE:
+            return False
+        is_default = self.overlap_comm is None
+        return self.on_gpu and self.workers > 1 if is_default else bool(self.overlap_comm)
 
     def __str__(self) -> str:
         moved = [
@@ -61,7 +75,7 @@ class Sharding:
 def deepspeed_config(
     section: WorkersSection, *, dtype: str, num_workers: int, on_gpu: bool = False
 ) -> dict[str, Any]:
-    """The generated DeepSpeed config with `learner.deepspeed` merged over it.
+    """Generate the DeepSpeed config and merge `learner.deepspeed` over it.
 
     A single worker shards nothing: its stages 1 and 2 are stage 0, whose updates are the same, and
     whose gradients are not copied into buckets and partitions.
@@ -69,10 +83,11 @@ def deepspeed_config(
     In bfloat16 sums over micro-batches and master weights are float32 at every stage. DeepSpeed's
     own stage 0 cannot: FP16_UnfusedOptimizer sums in bfloat16, and its first Adam updates are too
     small. So stage 0 is DeepSpeed's stage 1 there, whose updates are the same; and what stage 1
-    sends at the end of a step are sums, which must not be rounded.
+    sends at the end of a step are sums, which must not be rounded. Stages 2 and 3 send each
+    micro-batch's gradients, which are bfloat16 already, and add what arrives in float32.
 
     Args:
-        on_gpu: Gradients are summed while the backward pass goes on, on a stream of their own.
+        on_gpu: The workers have GPUs, whose streams can sum gradients during the backward pass.
     """
     is_alone = num_workers == 1 and section.zero_stage < 3
     stage = 0 if is_alone and not section.deepspeed.get("zero_optimization") else section.zero_stage
@@ -83,16 +98,23 @@ def deepspeed_config(
         "gradient_clipping": section.max_grad_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW steps on CPUs too
-        "zero_optimization": {"stage": stage, "overlap_comm": on_gpu},
+        "zero_optimization": {"stage": stage},
         "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
         "steps_per_print": None,
+        # The timer would synchronise the device before and after every forward pass.
+        "timers": {"throughput": {"enabled": False}},
     }
     if dtype == "bfloat16":
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
     merged = OmegaConf.to_container(OmegaConf.merge(generated, section.deepspeed))
     assert isinstance(merged, dict)
     config = {str(key): value for key, value in merged.items()}
-    if dtype == "bfloat16" and config["zero_optimization"]["stage"] <= 1:
-        config["zero_optimization"]["stage"] = 1
+    zero = config["zero_optimization"]
+    if dtype == "bfloat16" and zero["stage"] <= 1:
+        zero["stage"] = 1
         config.setdefault("communication_data_type", "fp32")
+    # Last, for the rule needs the stage that DeepSpeed will see. Null would be true at stage 3.
+    if zero.get("overlap_comm") is None:
+        told = Sharding(int(zero["stage"]), num_workers, on_gpu=on_gpu)
+        zero["overlap_comm"] = told.overlaps
     return config

@@ -139,19 +139,17 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_learner_off_loaded_leaves_the_gpu_and_comes_back(tmp_path: Path, stage: int, dtype: str):
-    from tests.integration.learning import experience, learner, weights, with_targets
+    from tests.integration.learning import learner
+    from tests.integration.off_load import comes_back
 
     model = str(tiny_policy(tmp_path / "m", hidden=512, layers=8))
+    empty = torch.cuda.memory_allocated()
     told = {"zero_optimization": {"stage": stage}}  # a worker alone is given another stage
-    stayed, moved = (learner(model, stage=stage, dtype=dtype, deepspeed=told) for _ in range(2))
-    batch = with_targets(stayed.with_log_probs_and_values(experience()))
-    for step in (1, 2):
-        before = torch.cuda.memory_allocated()
-        moved.offload_training_state()
-        moved.offload_parameters()
-        assert torch.cuda.memory_allocated() < 0.7 * before, "one of the two is gone"
-        moved.reload()
-        for each in (stayed, moved):
-            each.update(batch, step=step)
-        kept = weights(stayed)
-        assert all(torch.equal(kept[name], own) for name, own in weights(moved).items())
+    moved = learner(model, stage=stage, dtype=dtype, deepspeed=told)
+    held = torch.cuda.memory_allocated() - empty
+    moved.offload_training_state()
+    moved.offload_parameters()
+    assert torch.cuda.memory_allocated() - empty < 0.1 * held
+    moved.reload()
+    assert torch.cuda.memory_allocated() - empty > 0.9 * held
+    comes_back(model, stage=stage, dtype=dtype)

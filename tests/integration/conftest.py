@@ -76,3 +76,15 @@ def first(task: Path, local_ray: None) -> SimpleNamespace:
     result = PPOTrainer(PPOConfig.load(task)).fit()
     folder = task.parent / "runs" / "tiny"
     return SimpleNamespace(result=result, folder=folder, metrics=read_metrics(folder))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learners get the DeepSpeed config of a GPU, and off-loading moves memory of the CPU."""
+    from raypo.learner import trained_model
+    from raypo.models import host_memory
+    from tests.integration.off_load import configure_as_on_a_gpu
+
+    monkeypatch.setattr(trained_model, "deepspeed_config", trained_model.deepspeed_config)
+    configure_as_on_a_gpu()
+    monkeypatch.setattr(host_memory, "HOST", "elsewhere")

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from raypo.models import host_memory
 from tests.integration.learning import (
     LR,
     experience,
@@ -14,9 +13,10 @@ from tests.integration.learning import (
     weights,
     with_targets,
 )
+from tests.integration.off_load import off_and_back
 from tests.integration.test_learner import model  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("group")
+pytestmark = pytest.mark.usefixtures("group", "as_on_a_gpu")
 
 ZERO, BF16, STAGE3 = "DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"
 OPTIMIZERS = {
@@ -37,11 +37,9 @@ SMALL = 4096
 
 def run(
     model: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
     optimizer: str,
     **keys: Any,
 ) -> None:
-    monkeypatch.setattr(host_memory, "HOST", "elsewhere")  # or nothing on a CPU would be moved
     before = held_bytes()
     moved = learner(model, **keys)
     held = held_bytes() - before
@@ -49,6 +47,7 @@ def run(
     assert type(moved._policy._engine.optimizer).__name__ == optimizer
     batch = with_targets(stayed.with_log_probs_and_values(experience()))
     for step in (1, 2):  # before the first update there are no optimizer states
+        off_and_back(moved)
         expected = weights(stayed)
         with_both = held_bytes()
         moved.offload_training_state()
@@ -69,25 +68,23 @@ def run(
 @pytest.mark.parametrize(("dtype", "stage"), OPTIMIZERS)
 def test_off_and_back_changes_nothing(
     model: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
     dtype: str,
     stage: int,
 ):
     """The stage is told to DeepSpeed itself: raypo gives a worker alone another one."""
     told = {"zero_optimization": {"stage": stage}}
     optimizer = OPTIMIZERS[dtype, stage]
-    run(model, monkeypatch, optimizer, stage=stage, dtype=dtype, deepspeed=told)
+    run(model, optimizer, stage=stage, dtype=dtype, deepspeed=told)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_frozen_weights_below_an_adapter_leave_too(
     model: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
     stage: int,
 ):
     told = {"zero_optimization": {"stage": stage}}
     optimizer = OPTIMIZERS["bfloat16", stage]
-    run(model, monkeypatch, optimizer, stage=stage, dtype="bfloat16", deepspeed=told, lora=LORA)
+    run(model, optimizer, stage=stage, dtype="bfloat16", deepspeed=told, lora=LORA)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,7 @@
-"""A step under DeepSpeed does not depend on the number of workers, whatever the ZeRO stage."""
+"""A step under DeepSpeed does not depend on the number of workers, whatever the ZeRO stage.
+
+Each worker has the DeepSpeed config that it would have on a GPU.
+"""
 
 import json
 import os
@@ -29,7 +32,7 @@ def run_workers(
     task = folder / f"task_{count}.json"
     out = folder / f"result_{count}.pt"
     asked = {"model": str(folder / "policy"), "cases": cases, "lora": None, "out": str(out)}
-    asked |= {"critic_workers": 0, "checkpoints": None, **more}
+    asked |= {"critic_workers": 0, "checkpoints": None, "moves": True, "on_gpu": True, **more}
     task.write_text(json.dumps(asked))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     processes = [
@@ -90,6 +93,14 @@ def test_workers_leave_the_device_whichever_class_of_deepspeeds_holds_their_weig
     found = outcomes[2][case]
     assert found["optimizer"] == OPTIMIZERS[case]
     assert found["moved"] > found["held"] - SMALL
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_several_workers_with_gpus_sum_gradients_meanwhile_at_the_stages_that_can(
+    outcomes: dict[int, dict[Any, Any]], case: tuple[str, int]
+):
+    assert outcomes[2][case]["overlaps"] is (case[1] >= 2)
+    assert outcomes[1][case]["overlaps"] is False
 
 
 @pytest.mark.parametrize("stage", [2, 3])

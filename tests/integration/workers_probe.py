@@ -1,6 +1,7 @@
 """One of several learner workers: a whole step on given rollouts, at every ZeRO stage and dtype.
 
-Each worker's models are moved to the host and back before and after the step.
+Where the task says so, each worker's models are moved to the host and back before and after the
+step, which may change no byte of what they hold.
 
 python -m tests.integration.workers_probe TASK.json, with RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT in the environment; rank 0 writes what came out.
@@ -29,6 +30,7 @@ from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.experience import AdvantageState
 from raypo.types import Rollout, ScoredRollout
 from tests.integration.learning import held_bytes
+from tests.integration.off_load import configure_as_on_a_gpu, off_and_back
 
 GROUPS, SAMPLES, LONGEST = 12, 2, 24
 PPO = PPOSection.model_validate(
@@ -110,8 +112,9 @@ def one_step(learner: Learner, roles: Roles, *, step: int = 1) -> dict[str, Any]
     return {"figures": figures, "tokens": workers.gather(tokens), "weights": weights}
 
 
-def off_and_back(learner: Learner) -> int:
-    """Bytes that left the device, whose place a CPU takes here."""
+def bytes_off_the_device(learner: Learner) -> int:
+    """Move the learner to the host and back; return the bytes that left the device meanwhile."""
+    off_and_back(learner)
     before = held_bytes()
     learner.offload_training_state()
     learner.offload_parameters()
@@ -124,6 +127,8 @@ def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     host_memory.HOST = "elsewhere"  # or nothing would be moved
+    if task["on_gpu"]:
+        configure_as_on_a_gpu()
     token_log_probs.CHUNK_ELEMENTS = {
         "cpu": 400
     }  # other numbers of chunks of logits on each worker
@@ -136,13 +141,17 @@ def main() -> None:
         case = (task["model"], dtype, stage, task["lora"], roles)
         before = held_bytes()
         learner = new_learner(*case)
-        off_and_back(learner)
+        if task["moves"]:
+            off_and_back(learner)
         results[dtype, stage] = result = one_step(learner, roles)
         told = sum(weight.nbytes for weight in result["weights"].values())
-        result |= {"held": held_bytes() - before - told, "moved": off_and_back(learner)}
+        if task["moves"]:
+            held = held_bytes() - before - told
+            result |= {"held": held, "moved": bytes_off_the_device(learner)}
         if roles.trains_policy:
-            optimizer = learner._policy._engine.optimizer
-            result["optimizer"] = type(optimizer).__name__
+            engine = learner._policy._engine
+            result["optimizer"] = type(engine.optimizer).__name__
+            result["overlaps"] = engine.zero_overlap_comm()
         if folder := task["checkpoints"]:
             directory = Path(folder) / f"{dtype}_{stage}_{workers.count}"
             directory.mkdir(exist_ok=True)

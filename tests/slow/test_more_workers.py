@@ -1,8 +1,10 @@
 """A step under DeepSpeed does not depend on the number of workers: all stages, up to three."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integration.test_workers import (
     assert_agrees_with_one_worker,
@@ -30,6 +32,21 @@ def test_metrics_and_weights_agree_with_one_worker(
     outcomes: dict[int, dict[Any, Any]], count: int, case: tuple[str, int]
 ):
     assert_agrees_with_one_worker(outcomes, count, case)
+
+
+@pytest.mark.parametrize("critic_workers", [0, 1])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_workers_that_were_moved_to_the_host_learn_what_others_learn_bit_for_bit(
+    tmp_path: Path, critic_workers: int, on_gpu: bool
+):
+    """Two workers of both models, or one of the policy beside one of the critic."""
+    tiny_policy(tmp_path / "policy")
+    keys: dict[str, Any] = {"critic_workers": critic_workers, "on_gpu": on_gpu}
+    moved, stayed = (run_workers(tmp_path, 2, CASES, moves=each, **keys) for each in (True, False))
+    for case in CASES:
+        assert moved[case]["figures"] == stayed[case]["figures"], case
+        for name, weight in stayed[case]["weights"].items():
+            assert torch.equal(moved[case]["weights"][name], weight), (case, name)
 
 
 def test_of_three_each_is_fed_its_share_of_tokens(outcomes: dict[int, dict[Any, Any]]):

@@ -77,7 +77,8 @@ ON_CPU = {
         ("integration/test_engine_joins.py", "test_what_joins_is_sampled_as_alone_and_does_not"),
     ],
     16: [
-        ("unit/learner/test_trained_model.py", "test_gradients_are_summed_while_others_are"),
+        ("integration/test_workers.py", "test_several_workers_with_gpus_sum_gradients_meanwhile"),
+        ("integration/test_gpu_config.py", "test_a_worker_alone_sums_nothing_in_the_background"),
         ("unit/plan/test_memory.py", "test_gradients_are_summed_meanwhile_on_gpus"),
         ("unit/models/test_host_memory.py", "test_the_places_on_the_host_are_used_again"),
         ("unit/run/test_phases.py", "test_weights_that_a_push_replaces_are_not_kept_over_the"),

@@ -303,6 +303,33 @@ def test_the_longest_sequence_fits_a_microbatch():
     PPOConfig.parse(with_keys(learner__max_tokens_per_microbatch=320))
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_communication_that_deepspeed_cannot_overlap_is_refused(stage):
+    key = "learner.deepspeed.zero_optimization"
+    expected = (
+        f"run.yaml: {key}.overlap_comm (True): DeepSpeed overlaps sums of gradients with the "
+        f"backward pass only at ZeRO stages 2 and 3, and the stage is {stage}. Remove it, or set "
+        f"learner.zero_stage to 2 or 3."
+    )
+    overlaps = {"zero_optimization": {"overlap_comm": True}}
+    assert refused(learner__zero_stage=stage, learner__deepspeed=overlaps) == expected
+    told = {"zero_optimization": {"overlap_comm": True, "stage": stage}}
+    assert refused(learner__zero_stage=3, learner__deepspeed=told) == expected
+    PPOConfig.parse(with_keys(learner__deepspeed=overlaps))  # at the usual stage, 2
+    not_set = {"zero_optimization": {"overlap_comm": False}}
+    PPOConfig.parse(with_keys(learner__zero_stage=stage, learner__deepspeed=not_set))
+
+
+def test_a_wrong_zero_optimization_is_refused():
+    key = "learner.deepspeed.zero_optimization"
+    assert refused(learner__deepspeed={"zero_optimization": None}) == (
+        f"run.yaml: {key} (None): must be a mapping. Write it like {{stage: 3}}, or remove it."
+    )
+    assert refused(learner__deepspeed={"zero_optimization": {"stage": 4}}) == (
+        f"run.yaml: {key}.stage (4): must be 0, 1, 2 or 3. Set learner.zero_stage instead."
+    )
+
+
 # Files and overrides
 
 

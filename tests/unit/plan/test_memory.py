@@ -66,13 +66,27 @@ def test_gradients_are_summed_meanwhile_on_gpus_which_takes_a_second_bucket_at_s
     section = LearnerSection(zero_stage=2)
     held = {}
     for on_gpu in (False, True):
-        told: dict[str, Any] = {"dtype": "bfloat16", "num_workers": 4, "on_gpu": on_gpu}
-        assert deepspeed_config(section, **told)["zero_optimization"]["overlap_comm"] is on_gpu
-        sharding = Sharding.of(section, **told)
+        sharding = Sharding.of(section, dtype="bfloat16", num_workers=4, on_gpu=on_gpu)
         assert sharding.overlaps is on_gpu
         held[on_gpu], _, _ = trained(N, 100, sharding, itemsize=2)
     assert held[True].pop("buckets") == 2 * held[False].pop("buckets") == 4 * N
     assert held[True] == held[False]
+
+
+def test_other_stages_are_planned_with_the_buckets_that_they_would_have():
+    section = LearnerSection(zero_stage=1)
+    own = Sharding.of(section, dtype="bfloat16", num_workers=4, on_gpu=True)
+    assert [replace(own, stage=stage).overlaps for stage in range(4)] == [False, False, True, True]
+
+
+def test_a_worker_alone_has_one_bucket_on_a_gpu_too_whatever_the_user_left_out():
+    told = {"zero_optimization": {"stage": 2, "overlap_comm": None}}
+    section = LearnerSection.model_validate({"zero_stage": 2, "deepspeed": told})
+    alone = Sharding.of(section, dtype="bfloat16", num_workers=1, on_gpu=True)
+    assert (alone.stage, alone.overlaps) == (2, False)
+    on = {"zero_optimization": {"stage": 2, "overlap_comm": True}}
+    section = LearnerSection.model_validate({"deepspeed": on})
+    assert Sharding.of(section, dtype="bfloat16", num_workers=1).overlaps
 
 
 def test_the_deepspeed_key_wins_over_the_stage():

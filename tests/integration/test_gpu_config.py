@@ -1,0 +1,209 @@
+"""The DeepSpeed config of a GPU's worker, read by DeepSpeed itself: engines are built, and learn.
+
+A worker alone. Policy and critic at each stage that DeepSpeed is told: test_offload.py. Several
+workers: test_workers.py and tests/slow/test_more_workers.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raypo.collectives import Workers
+from raypo.config import DistillationSection, DPOSection, ExamplesLearnerSection
+from raypo.learner.distillation_task import DistillationTask
+from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
+from raypo.learner.supervised import SupervisedLearner
+from raypo.learner.tasks import PairTask, ResponseTask
+from raypo.models.loading import load_causal_lm, load_reward_model
+from raypo.types import Example, Pair, Taught, Verdict
+from tests.integration.learning import experience, learner, with_targets
+from tests.integration.off_load import (
+    comes_back,
+    models_of,
+    moved_beside_two_that_stayed,
+    off_and_back,
+)
+from tests.integration.test_learner import model  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("group", "few_objects", "as_on_a_gpu")
+CASES = [("ppo", stage, False) for stage in (2, 3)] + [
+    (kind, stage, True)
+    for kind in ("sft", "dpo", "kto", "reward_model", "distillation")
+    for stage in range(4)
+]
+"""Recipe, ZeRO stage, and whether `learner.deepspeed` says it; else raypo gives a worker alone its
+own stage."""
+PROMPT, LONG, SHORT = (np.asarray(ids, np.int32) for ids in ([5, 6, 7], [8, 9, 10, 2], [11, 2]))
+
+
+@pytest.fixture(scope="module")
+def few_objects(group: None, model: str) -> None:  # noqa: F811
+    """Keep what imports have made out of the garbage collections of each test."""
+    started = learner(model, stage=3, dtype="bfloat16")
+    started.update(with_targets(started.with_log_probs_and_values(experience())), step=1)
+    del started
+    gc.collect()
+    gc.freeze()
+
+
+def example_learner(kind: str, folder: str, dtype: str, keys: dict[str, Any]) -> Any:
+    """The learner of a recipe that learns from examples, as `run.examples_run` makes it."""
+    torch.manual_seed(0)
+    task: Any
+    if kind == "reward_model":
+        task = PairTask(load_reward_model(folder, dtype=dtype), centering_coef=0.1)
+    else:
+        policy = load_causal_lm(folder, dtype=dtype)
+        tasks: dict[str, Callable[[], Any]] = {
+            "sft": lambda: ResponseTask(policy),
+            "dpo": lambda: PreferenceTask(policy, DPOSection()),
+            "kto": lambda: VerdictTask(policy, DPOSection(loss="kto")),
+            "distillation": lambda: DistillationTask(
+                policy, DistillationSection(), vocabulary=policy.config.vocab_size
+            ),
+        }
+        task = tasks[kind]()
+    section = ExamplesLearnerSection.model_validate({"lr": 1e-3, **keys})
+    return SupervisedLearner(task, section, dtype=dtype, num_steps=9, workers=Workers())
+
+
+def items_of(kind: str) -> list[Any]:
+    told = (-9.0, -5.0)
+    pairs = [Pair(PROMPT, LONG, SHORT, ref_log_probs=told), Pair(SHORT, SHORT, LONG, 0.5, told)]
+    known = np.log(np.full((len(LONG), 2), 0.4, np.float32))
+    of_kind: dict[str, list[Any]] = {
+        "sft": [Example(PROMPT, LONG), Example(SHORT, SHORT)],
+        "kto": [
+            Verdict(PROMPT, LONG, True, SHORT, ref_log_probs=told),
+            Verdict(SHORT, SHORT, False, LONG, ref_log_probs=told),
+        ],
+        "distillation": [Taught(PROMPT, LONG, known, np.stack([LONG, LONG + 1], axis=1))],
+    }
+    return of_kind.get(kind, pairs)
+
+
+def section_of(stage: int, *, is_told: bool) -> dict[str, Any]:
+    told = {"deepspeed": {"zero_optimization": {"stage": stage}}} if is_told else {}
+    return {"zero_stage": stage, **told}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "stage", "is_told"), CASES)
+def test_the_learner_starts_learns_and_goes_on_after_an_off_load_bit_for_bit(
+    model: str,  # noqa: F811
+    kind: str,
+    stage: int,
+    is_told: bool,
+    dtype: str,
+):
+    keys = section_of(stage, is_told=is_told)
+
+    def make() -> Any:
+        if kind == "ppo":  # policy and critic
+            return learner(model, stage=stage, dtype=dtype, deepspeed=keys.get("deepspeed"))
+        return example_learner(kind, model, dtype, keys)
+
+    before = make()
+    batch = with_targets(before.with_log_probs_and_values(experience())) if kind == "ppo" else None
+
+    def update(each: Any, step: int) -> None:
+        each.update(items_of(kind) if batch is None else batch, step=step)
+
+    assert moved_beside_two_that_stayed(make, update) == {"moved": 0.0, "control": 0.0}
+
+
+def test_the_part_of_the_acceptance_says_that_all_came_back(model: str):  # noqa: F811
+    assert comes_back(model, stage=2, dtype="bfloat16") == {"moved": 0.0, "control": 0.0}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_an_off_load_in_the_middle_of_a_step_keeps_the_gradients_that_are_summed_up(
+    model: str,  # noqa: F811
+    stage: int,
+    dtype: str,
+):
+    told = {"zero_optimization": {"stage": stage}}
+    moved, stayed = (
+        learner(model, stage=stage, dtype=dtype, deepspeed=told)._policy for _ in range(2)
+    )
+    for each in (moved, stayed):
+        each.set_learning_rate(1e-3)
+    for step in range(2):
+        for piece in range(3):
+            batch = experience().select(torch.tensor([piece, piece + 3]))
+            losses = [each(batch)[0].sum() for each in (moved, stayed)]
+            for each, loss in zip((moved, stayed), losses, strict=True):
+                each.backward(loss)
+            off_and_back(SimpleNamespace(_model=moved, **moves_of(moved)))
+        assert moved.step() == stayed.step(), step
+    mine, theirs = (dict(each.named_weights(each.module.model)) for each in (moved, stayed))
+    assert all(torch.equal(mine[name], weight) for name, weight in theirs.items())
+
+
+def moves_of(trained: Any) -> dict[str, Any]:
+    """The moves of a learner that has this one model."""
+    offload = trained.offload
+    return {
+        "offload_training_state": offload.training_state,
+        "offload_parameters": offload.parameters,
+        "reload": offload.reload,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_nothing_is_copied_of_sums_of_gradients_between_two_steps(
+    model: str,  # noqa: F811
+    stage: int,
+    dtype: str,
+):
+    """They would take as much pinned memory as the master weights, and as much time."""
+    told = {"zero_optimization": {"stage": stage}}
+    trained = learner(model, stage=stage, dtype=dtype, deepspeed=told)
+    trained.update(with_targets(trained.with_log_probs_and_values(experience())), step=1)
+    policy = trained._policy
+    policy.offload.training_state()
+    copied = sum(len(p) for _, places in policy.offload._host._places.values() for p in places)
+    policy.offload.reload()
+    zero, adam = policy._engine.optimizer, policy.offload._optimizer
+    elements = sum(s["exp_avg"].numel() for s in adam.state.values())
+    has_masters = dtype == "bfloat16" or type(zero).__name__ != "AdamW"
+    steps = sum(s["step"].nbytes for s in adam.state.values())
+    assert copied == 4 * elements * (2 + has_masters) + steps
+
+
+def test_the_device_is_not_synchronized_at_every_forward_pass(
+    model: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from deepspeed.accelerator import get_accelerator
+
+    trained = learner(model, stage=2, dtype="bfloat16")
+    batch = with_targets(trained.with_log_probs_and_values(experience()))
+    for step in (1, 2):  # DeepSpeed's throughput timer begins after two steps
+        trained.update(batch, step=step)
+    calls: list[int] = []
+    monkeypatch.setattr(get_accelerator(), "synchronize", lambda *_: calls.append(1))
+    trained.update(batch, step=3)
+    assert not calls
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_worker_alone_sums_nothing_in_the_background(
+    model: str,  # noqa: F811
+    stage: int,
+    dtype: str,
+):
+    """Stage 3 would take null for true."""
+    for told in ({"stage": stage}, {"stage": stage, "overlap_comm": None}):
+        trained = learner(model, stage=stage, dtype=dtype, deepspeed={"zero_optimization": told})
+        assert [each._engine.zero_overlap_comm() for each in models_of(trained)] == [False, False]
