@@ -1,6 +1,7 @@
 """Lookups that could take torch's kernel with a race take more tokens, and learn the same."""
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from tests.unit.learner.plain import VOCABULARY, tiny_llama
 def states_and_gradient(ids: Tensor, *, avoids: bool) -> tuple[Tensor, Tensor, list[int]]:
     """Returns states, the gradient of the embedding, and how many tokens each lookup took."""
     network = deepcopy(tiny_llama())
-    embedding, counts = network.get_input_embeddings(), []
+    embedding: Any = network.get_input_embeddings()
+    counts: list[int] = []
     original = embedding.forward
 
     def counted(ids: Tensor) -> Tensor:
@@ -24,7 +26,7 @@ def states_and_gradient(ids: Tensor, *, avoids: bool) -> tuple[Tensor, Tensor, l
     embedding.forward = counted
     if avoids:
         avoid_racy_counts(network)
-    states = network.get_input_embeddings()(ids)
+    states = embedding(ids)
     weight = torch.randn(states.shape, generator=torch.Generator().manual_seed(0))
     (states * weight).sum().backward()
     return states.detach(), embedding.weight.grad, counts
