@@ -32,7 +32,8 @@ def run_workers(
     task = folder / f"task_{count}.json"
     out = folder / f"result_{count}.pt"
     asked = {"model": str(folder / "policy"), "cases": cases, "lora": None, "out": str(out)}
-    asked |= {"critic_workers": 0, "checkpoints": None, "moves": True, "on_gpu": True, **more}
+    asked |= {"critic_workers": 0, "checkpoints": None, "moves": True, "on_gpu": True, "zero": {}}
+    asked |= more
     task.write_text(json.dumps(asked))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     processes = [

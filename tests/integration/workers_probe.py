@@ -63,7 +63,9 @@ def scored_rollouts() -> list[ScoredRollout]:
     return made
 
 
-def new_learner(model: str, dtype: str, stage: int, lora: Any, roles: Roles) -> Learner:
+def new_learner(
+    model: str, dtype: str, stage: int, lora: Any, zero: dict[str, Any], roles: Roles
+) -> Learner:
     return Learner(
         ModelSection.model_validate({"policy": model, "dtype": dtype, "lora": lora}),
         PPO,
@@ -74,7 +76,9 @@ def new_learner(model: str, dtype: str, stage: int, lora: Any, roles: Roles) -> 
                 "critic_lr": 1e-3,
                 "max_tokens_per_microbatch": 3 * LONGEST,
                 # Every weight is gathered when its module is called, even the smallest.
-                "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+                "deepspeed": {
+                    "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}
+                },
             }
         ),
         temperature=1.0,
@@ -138,7 +142,7 @@ def main() -> None:
     roles = Roles.of(workers, task["critic_workers"])
     results = {}
     for dtype, stage in task["cases"]:
-        case = (task["model"], dtype, stage, task["lora"], roles)
+        case = (task["model"], dtype, stage, task["lora"], task["zero"], roles)
         before = held_bytes()
         learner = new_learner(*case)
         if task["moves"]:

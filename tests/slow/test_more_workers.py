@@ -35,18 +35,32 @@ def test_metrics_and_weights_agree_with_one_worker(
 
 
 @pytest.mark.parametrize("critic_workers", [0, 1])
-@pytest.mark.parametrize("on_gpu", [True, False])
 def test_workers_that_were_moved_to_the_host_learn_what_others_learn_bit_for_bit(
-    tmp_path: Path, critic_workers: int, on_gpu: bool
+    tmp_path: Path, critic_workers: int
 ):
     """Two workers of both models, or one of the policy beside one of the critic."""
     tiny_policy(tmp_path / "policy")
-    keys: dict[str, Any] = {"critic_workers": critic_workers, "on_gpu": on_gpu}
-    moved, stayed = (run_workers(tmp_path, 2, CASES, moves=each, **keys) for each in (True, False))
+    moved, stayed = (
+        run_workers(tmp_path, 2, CASES, moves=moves, critic_workers=critic_workers)
+        for moves in (True, False)
+    )
     for case in CASES:
         assert moved[case]["figures"] == stayed[case]["figures"], case
         for name, weight in stayed[case]["weights"].items():
             assert torch.equal(moved[case]["weights"][name], weight), (case, name)
+
+
+def test_optimizers_that_the_config_off_loads_learn_the_same_on_two_workers(
+    outcomes: dict[int, dict[Any, Any]], tmp_path: Path
+):
+    """With gradients that are summed meanwhile, as on GPUs."""
+    tiny_policy(tmp_path / "policy")
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    cases = [("float32", 2), ("float32", 3)]
+    found = run_workers(tmp_path, 2, cases, zero=zero, moves=False)
+    for case in cases:
+        for name, weight in outcomes[2][case]["weights"].items():
+            assert (found[case]["weights"][name] - weight).abs().max() < 1e-5, (case, name)
 
 
 def test_of_three_each_is_fed_its_share_of_tokens(outcomes: dict[int, dict[Any, Any]]):
