@@ -21,11 +21,14 @@ from raypo.learner.distillation_task import DistillationTask
 from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import PairTask, ResponseTask
+from raypo.learner.trained_model import outermost_networks
+from raypo.models import embedding
 from raypo.models.loading import load_causal_lm, load_reward_model
 from raypo.types import Example, Pair, Taught, Verdict
 from tests.integration.learning import experience, learner, with_targets
 from tests.integration.off_load import (
     comes_back,
+    gap,
     models_of,
     moved_beside_stayed,
     off_and_back,
@@ -207,3 +210,29 @@ def test_a_worker_alone_sums_nothing_in_the_background(
     for told in ({"stage": stage}, {"stage": stage, "overlap_comm": None}):
         trained = learner(model, stage=stage, dtype=dtype, deepspeed={"zero_optimization": told})
         assert [each._engine.zero_overlap_comm() for each in models_of(trained)] == [False, False]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_lookups_that_a_gpu_pads_learn_the_same_bits(
+    model: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    stage: int,
+    checkpoints: bool,
+):
+    """At these lengths no lookup is as long as those that a GPU pads, so the bounds are moved."""
+    monkeypatch.setattr(embedding, "RACY_COUNTS", range(8, 200))
+    keys = {**section_of(stage, is_told=True), "activation_checkpointing": checkpoints}
+    plain, padded = (example_learner("sft", model, "bfloat16", keys) for _ in range(2))
+    (network,) = outermost_networks(padded._model.module)
+    counts = []
+    network.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: counts.append(args[0].numel())
+    )
+    embedding.avoid_racy_counts(network)
+    for step in (1, 2):
+        items = items_of("sft") * 3
+        assert plain.update(items, step=step) == padded.update(items, step=step)
+    assert counts
+    assert all(8 <= count < 200 for count in counts)
+    assert gap(plain, padded) == 0.0
