@@ -399,7 +399,7 @@ class Learner:
             [ids[own].numpy().tobytes() for ids, own in zip(prompts, tokens, strict=True)],
             tokens.sum(1).tolist(),
             experience.attention_mask[rows].sum(1).tolist(),
-            self._section.max_tokens_per_microbatch,
+            self._section.microbatch_tokens,
             is_packed=all(model.is_packed for model in self._models),
         )
         cut = equally_many(pieces, self._workers)

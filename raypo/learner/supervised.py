@@ -175,7 +175,7 @@ class SupervisedLearner(Generic[Item]):
         prompts = [item.prompt_ids.tobytes() for item in items]
         prompt_lengths = [len(item.prompt_ids) for item in items]
         lengths = [item.num_tokens - len(item.prompt_ids) for item in items]
-        budget = self._section.max_tokens_per_microbatch
+        budget = self._section.microbatch_tokens
         pieces = batches_by_tokens(
             prompts, prompt_lengths, lengths, budget, is_packed=self._model.is_packed
         )

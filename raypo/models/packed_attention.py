@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from raypo.models.compiled import compiled
 from raypo.models.packing import Layout, Packed, pack
 from raypo.models.shared_prompts import SharedPrompts
 from raypo.types import to_device
@@ -264,7 +265,7 @@ def _flex_attention() -> Any:
 def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return compiled(flex_attention, fullgraph=True)
 
 
 def _block_mask(layout: Layout, window: int | None) -> Any:

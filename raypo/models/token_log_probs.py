@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypo.models.compiled import compiled
 from raypo.models.linear import product_for
 from raypo.models.packed_attention import hidden_states, own_logits
 from raypo.models.packing import Packed, pack_padded
@@ -431,7 +432,7 @@ def _is_compiled(logits: Tensor) -> bool:
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile for any number of rows. Beyond dynamo's limit of variants it runs uncompiled."""
-    return torch.compile(function, dynamic=True)
+    return compiled(function)
 
 
 def _chunks(logits: Tensor) -> list[slice]:

@@ -190,7 +190,7 @@ class OnlineRun(Run[AnyOnline]):
         shares_gpus = torch.cuda.is_available() and "engine" not in services.elsewhere
         self._phases = Phases(
             self.workers,
-            offloads=shares_gpus and self.config.rollout.engine.sleep,
+            offloads=shares_gpus and self.config.rollout.engine.sleeps,
             engines=services.engine,
             frozen=tuple(each for role, each in services.frozen if role not in services.elsewhere),
         )

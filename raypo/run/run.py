@@ -27,7 +27,7 @@ from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
 from raypo.run.callbacks import StepView, ask_callbacks
 from raypo.run.rollout_metrics import speed_metrics
-from raypo.run.setup import Runtime, open_setup
+from raypo.run.setup import Runtime, decided_together, open_setup
 from raypo.run.watched import Watched, check_measured, of_its_kind, reason_to_stop
 from raypo.storage.checkpoints import BEST_STEP, STATE, find_checkpoint
 from raypo.storage.folder import link_tree
@@ -419,6 +419,9 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     config, runtime = open_setup(setup)
     workers = Workers.current()
     tell = MonitorClient(runtime.monitor if workers.rank == 0 else None)
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        config = decided_together(config, workers, gpu_bytes=memory, tell=tell.message)
     waited_s = tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
     log_to_file(log_path(files, workers), on_print=tell.message)
