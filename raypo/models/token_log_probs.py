@@ -432,7 +432,15 @@ def _is_compiled(logits: Tensor) -> bool:
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile for any number of rows. Beyond dynamo's limit of variants it runs uncompiled."""
-    return compiled(function)
+    made = compiled(function)
+
+    def call(*args: Any) -> Any:
+        # Else the temperature would be a float64 argument of the kernel. Threads, such as that of
+        # the backward pass, have settings of their own.
+        torch._dynamo.config.specialize_float = True
+        return made(*args)
+
+    return call
 
 
 def _chunks(logits: Tensor) -> list[slice]:
