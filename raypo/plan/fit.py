@@ -306,6 +306,18 @@ def cautious(config: AnyConfig) -> AnyConfig:
     return _choices_of(config)[-1]
 
 
+def undecided_as(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
+    """Return the config with `auto` again wherever it is auto in another, to compare the two."""
+    if other.learner.max_tokens_per_microbatch == "auto":
+        learner = config.learner.model_copy(update={"max_tokens_per_microbatch": "auto"})
+        config = config.model_copy(update={"learner": learner})
+    if other.rollout.engine.sleep == "auto":
+        engine = config.rollout.engine.model_copy(update={"sleep": "auto"})
+        rollout = config.rollout.model_copy(update={"engine": engine})
+        config = config.model_copy(update={"rollout": rollout})
+    return config
+
+
 def _choices_of(config: AnyConfig) -> list[Any]:
     """The configs that `auto` leaves open, the fastest first and the one of least memory last."""
     tokens = config.learner.max_tokens_per_microbatch

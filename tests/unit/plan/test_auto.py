@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.plan.fit import SIDE_BY_SIDE, Plan, decided_for_gpus, make_plan
 from raypo.plan.hardware import GB, parse_cluster
-from raypo.run.setup import decided_together
+from raypo.run.setup import Shared, decided_together
+from raypo.run.shared_services import of_shared
 from tests.unit.learner.plain import on_workers
 from tests.unit.plan.test_plan import LLAMA_1B, LLAMA_8B
 
@@ -164,3 +166,14 @@ def test_a_model_that_no_plan_can_read_is_taken_to_need_all_memory(values, tmp_p
     made = decided_together(config, Workers(), gpu_bytes=180 * GB, tell=told.append)
     assert (made.rollout.engine.sleep, made.learner.max_tokens_per_microbatch) == (True, 4096)
     assert len(told) == 1
+
+
+def test_what_a_sweep_shares_does_for_trials_that_have_decided(values):
+    config = PPOConfig.parse(values)
+    handle: Any = SimpleNamespace(is_lost=lambda: False)
+    shared = Shared(config, handles={"reference": handle})
+    decided = decided_for_gpus(config, 180 * GB).config
+    assert isinstance(decided, PPOConfig)
+    assert of_shared(shared, decided, "trial", Workers()) == {"reference": handle}
+    other = PPOConfig.parse(with_keys(values, {"rollout__temperature": 0.5}))
+    assert of_shared(shared, other, "trial", Workers()) == {}
