@@ -201,6 +201,17 @@ class Taught:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+def to_device(tensor: Tensor, device: Any) -> Tensor:
+    """Copy a tensor to a device. The copy to a GPU does not wait for the work queued there.
+
+    A copy from memory that is not pinned would, and the GPU then idles while the next micro-batch
+    is packed.
+    """
+    if str(device).startswith("cuda") and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 _BY_PROMPT_TOKEN = ("prompt_ids", "prompt_mask")
 _READ_BY_PACKING = (*_BY_PROMPT_TOKEN, "response_ids", "attention_mask")
 _BY_RESPONSE = (
@@ -283,7 +294,9 @@ class Experience:
 
     def to(self, device: Any) -> Experience:
         """The same batch on a device; ids stay, for they are packed on the CPU and sent packed."""
-        return self._changed(lambda name, v: v if name in _READ_BY_PACKING else v.to(device))
+        return self._changed(
+            lambda name, v: v if name in _READ_BY_PACKING else to_device(v, device)
+        )
 
     def blank(self) -> Experience:
         """One row of one prompt and one response token that no loss counts, fields as here."""

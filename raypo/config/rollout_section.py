@@ -41,9 +41,10 @@ class EngineSection(Config):
     own; auto: the one of these that fits."""
     push_timeout_s: float = Field(default=300.0, gt=0.0)
     """nccl: seconds that the broadcast of one bucket (256 MB) may take."""
-    sleep: bool = True
+    sleep: bool | Literal["auto"] = "auto"
     """GPU, colocated: engine, frozen models and learner take turns in the GPU's memory; what
-    does not work is off-loaded to the host. false: all stay, which is faster where they fit."""
+    does not work is off-loaded to the host. false: all stay, which is faster where they fit.
+    auto: false where all of them fit side by side with a margin (`raypo plan` says so)."""
     prefix_caching: bool = True
     """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
     max_waiting: int = Field(default=4096, ge=1)
@@ -52,6 +53,11 @@ class EngineSection(Config):
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other argument of vLLM's EngineArgs; it wins over raypo's choice. What another key says
     is refused here."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether models take turns in a GPU's memory; False where `sleep` is not decided."""
+        return self.sleep is True
 
     def resolved_count(self, *, num_workers: int, use_gpu: bool) -> int:
         """Engines that are started."""

@@ -223,8 +223,10 @@ class WorkersSection(Config):
     """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights. One worker
     shards nothing: there 1 and 2 run as 0. In bfloat16 0 runs as 1, whose updates are the same:
     DeepSpeed's own 0 would sum gradients in bfloat16."""
-    max_tokens_per_microbatch: int = Field(default=4096, ge=1)
-    """Tokens of one forward and backward pass; a prompt of several responses counts once."""
+    max_tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Tokens of one forward and backward pass; a prompt of several responses counts once. auto:
+    4096 on CPUs, on GPUs the most of 16384, 8192 and 4096 that fits (`raypo plan` says which); a
+    sequence that is longer has a pass to itself."""
     activation_checkpointing: bool = False
     """Keep only the inputs of a model's layers and compute the rest once more in the backward pass:
     about a third more time for a fraction of the memory. The gradients are the same."""
@@ -233,6 +235,12 @@ class WorkersSection(Config):
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Merged over the generated DeepSpeed config. `zero_optimization.overlap_comm` needs stage 2 or
     3; where it is not set, it is on for several workers with GPUs at these stages."""
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """`max_tokens_per_microbatch`, 4096 where it is not decided."""
+        tokens = self.max_tokens_per_microbatch
+        return 4096 if tokens == "auto" else tokens
 
     @property
     def total_workers(self) -> int:
@@ -282,7 +290,7 @@ class WorkersSection(Config):
             longest: Tokens that one sequence may have.
             keys: The config keys that say so, in words.
         """
-        if longest > self.max_tokens_per_microbatch:
+        if self.max_tokens_per_microbatch != "auto" and longest > self.microbatch_tokens:
             yield (
                 f"learner.max_tokens_per_microbatch ({self.max_tokens_per_microbatch}): one "
                 f"sequence may have {longest} tokens ({keys}). Set "

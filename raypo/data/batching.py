@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from raypo.collectives import Workers, as_tensor
 
@@ -15,7 +15,11 @@ def batches_by_tokens(
     *,
     is_packed: bool = True,
 ) -> list[list[int]]:
-    """Rows in packs of at most `max_tokens`, where the rows of a pack share their prompt's tokens.
+    """Cut rows into packs of at most `max_tokens`; the rows of a pack share their prompt's tokens.
+
+    A prompt whose rows exceed the budget is cut into full packs and a rest. Rests and whole
+    prompts are then placed by first fit, the largest first: 32 prompts of 256 tokens with 8
+    responses of 512 take 39 packs of 4096. Cut evenly, each half would need a pack of its own: 64.
 
     Args:
         prompts: Equal for the rows of one prompt.
@@ -27,8 +31,8 @@ def batches_by_tokens(
 
     Returns:
         Indices of rows, every row once. Rows of one prompt stay together as far as the budget
-        allows. The prompts with most tokens come first, so that a budget that does not fit into
-        memory fails at once; prompts and rows of one length keep their order.
+        allows. The packs with most tokens come first, so that a budget that does not fit into
+        memory fails at once; what has equally many tokens keeps its order.
 
     Example: with prompts `a a b` of 3, 3 and 2 tokens, responses of 4, 1 and 2 and a budget of 8
     the packs are `[[0, 1], [2]]`; with a budget of 7 they are `[[0], [1], [2]]`.
@@ -40,25 +44,36 @@ def batches_by_tokens(
     rows_of: dict[Hashable, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows_of.setdefault(prompt, []).append(row)
+    parts: list[tuple[int, list[int]]] = []  # tokens, rows of one prompt
+    for rows in rows_of.values():
+        parts += _within_budget(rows, prompt_lengths[rows[0]], response_lengths, max_tokens)
+    packs: list[tuple[int, list[int]]] = []
+    for tokens, rows in _most_first(parts):
+        for place, (held, others) in enumerate(packs):
+            if held + tokens <= max_tokens:
+                packs[place] = (held + tokens, others + rows)
+                break
+        else:
+            packs.append((tokens, rows))
+    return [rows for _, rows in _most_first(packs)]
 
-    def tokens(rows: list[int]) -> int:
-        return prompt_lengths[rows[0]] + sum(response_lengths[row] for row in rows)
 
-    batches: list[list[int]] = []
-    room = 0
-    for rows in sorted(rows_of.values(), key=tokens, reverse=True):
-        if batches and tokens(rows) <= room:
-            batches[-1] += rows
-            room -= tokens(rows)
-            continue
-        room = -1  # a prompt that is cut starts a pack
-        for row in rows:
-            if response_lengths[row] > room:
-                batches.append([])
-                room = max_tokens - prompt_lengths[row]
-            batches[-1].append(row)
-            room -= response_lengths[row]
-    return batches
+def _within_budget(
+    rows: list[int], prompt_tokens: int, response_lengths: Sequence[int], max_tokens: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Cut one prompt's rows, in their order, into parts that a pack can hold, with their tokens."""
+    tokens, part = prompt_tokens, list[int]()
+    for row in rows:
+        if part and tokens + response_lengths[row] > max_tokens:
+            yield tokens, part
+            tokens, part = prompt_tokens, []
+        tokens += response_lengths[row]
+        part.append(row)
+    yield tokens, part
+
+
+def _most_first(parts: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
+    return sorted(parts, key=lambda part: -part[0])
 
 
 def equally_many(batches: list[list[int]], workers: Workers) -> list[list[int]]:

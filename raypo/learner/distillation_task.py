@@ -18,7 +18,7 @@ from raypo.models.networks import Policy
 from raypo.models.packing import pack
 from raypo.models.token_log_probs import over_logits
 from raypo.ppo.divergences import divergences
-from raypo.types import Experience, Taught
+from raypo.types import Experience, Taught, to_device
 
 _TOKEN = np.zeros(1, np.int32)
 
@@ -57,7 +57,8 @@ class Student(Policy):
         )
         log_probs = torch.from_numpy(np.concatenate([each.teacher_log_probs for each in batch]))
         ids = torch.from_numpy(np.concatenate([each.teacher_ids for each in batch])).long()
-        return over_logits(self.model, packed, of_logits, log_probs.to(device), ids.to(device))[0]
+        known = (to_device(each, device) for each in (log_probs, ids))
+        return over_logits(self.model, packed, of_logits, *known)[0]
 
 
 class DistillationTask(PolicyTask[Taught]):
@@ -80,6 +81,6 @@ class DistillationTask(PolicyTask[Taught]):
         tokens = float(len(told))
         total = found.sum()
         return total, {
-            "loss": (float(total.detach()), tokens),
+            "loss": (total.detach(), tokens),
             "teacher_told": (float(told.sum()), tokens),
         }

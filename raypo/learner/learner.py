@@ -40,7 +40,7 @@ from raypo.models.critic import Critic, CriticStart
 from raypo.models.lora import adapter_off, load_policy
 from raypo.models.networks import Policy
 from raypo.ppo.custom_functions import custom_surrogate
-from raypo.types import Experience
+from raypo.types import Experience, to_device
 from raypo.weights.adapter import AdapterPush
 
 _SEED_WORD = 3
@@ -184,7 +184,7 @@ class Learner:
         found: dict[str, Tensor] = {}
         if experience.old_log_probs is None and not with_policy:
             found = self._if_policy("old_log_probs", experience)
-        log_probs = torch.zeros(experience.response_mask.shape)  # [B, T], those of the last epoch
+        log_probs = self._zeros(experience.response_mask.shape)  # [B, T], those of the last epoch
         for rows in self._minibatches_of_all_epochs(experience, step):
             counts = StepCounts.of(experience.select(rows), self._ppo, self._workers)
             for piece in self._microbatches(experience, rows):
@@ -206,7 +206,7 @@ class Learner:
                     )
                     self._policy.backward(output.loss)
                     statistics.add_policy(output)
-                    _put(new.detach(), into=log_probs, rows=piece, mask=experience.response_mask)
+                    _put(new.detach(), batch, into=log_probs, rows=piece)
                 if critic:
                     loss, sums = value_objective(critic(batch), batch, ppo=self._ppo, counts=counts)
                     critic.backward(loss)
@@ -214,7 +214,7 @@ class Learner:
             self._skipped.count(self._step(statistics, with_policy=with_policy))
         if experience.old_log_probs is None:
             if with_policy and self._trained_policy:
-                found = {"old_log_probs": log_probs}
+                found = {"old_log_probs": log_probs.cpu()}
             experience = experience.with_(**self._roles.joined(experience, found))
         return experience, self._joined(statistics.reduce(self._workers) | rates)
 
@@ -305,13 +305,12 @@ class Learner:
     @torch.no_grad()
     def _policy_log_probs(self, experience: Experience) -> Tensor:
         """[B, T] float32, zero where masked."""
-        mask = experience.response_mask
-        log_probs = torch.zeros(mask.shape)
+        log_probs = self._zeros(experience.response_mask.shape)
         for rows in self._pieces(experience):
             batch = self._on_device(experience, rows)
             new, _ = self._policy(batch)
-            _put(new, into=log_probs, rows=rows, mask=mask)
-        return log_probs
+            _put(new, batch, into=log_probs, rows=rows)
+        return log_probs.cpu()
 
     def _if_policy(self, field: str, experience: Experience) -> dict[str, Tensor]:
         """The policy's log-probs as a field of the experience, where this worker has a policy."""
@@ -320,16 +319,17 @@ class Learner:
     @torch.no_grad()
     def _values(self, experience: Experience, critic: TrainedModel) -> dict[str, Tensor]:
         """`values` [B, T], zero where masked, and where they are asked for `last_values` [B]."""
-        mask, with_last = experience.response_mask, self._ppo.bootstrap_truncated
-        values, last_values = torch.zeros(mask.shape), torch.zeros(len(experience))
+        with_last = self._ppo.bootstrap_truncated
+        values = self._zeros(experience.response_mask.shape)
+        last_values = self._zeros((len(experience),))
         for rows in self._pieces(experience):
             batch = self._on_device(experience, rows)
             new, after_last = values_of(critic, batch, with_last=with_last)
+            _put(new, batch, into=values, rows=rows)
             if len(rows):
-                values[rows, : new.shape[1]] = new.to(values)
-                last_values[rows] = after_last.to(values)
-        found = {"values": torch.where(mask, values, 0.0)}
-        return found | ({"last_values": last_values} if with_last else {})
+                last_values[to_device(rows, last_values.device)] = after_last.to(values)
+        found = {"values": values.cpu()}
+        return found | ({"last_values": last_values.cpu()} if with_last else {})
 
     def _joined(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of an update of both roles, on every worker."""
@@ -399,7 +399,7 @@ class Learner:
             [ids[own].numpy().tobytes() for ids, own in zip(prompts, tokens, strict=True)],
             tokens.sum(1).tolist(),
             experience.attention_mask[rows].sum(1).tolist(),
-            self._section.max_tokens_per_microbatch,
+            self._section.microbatch_tokens,
             is_packed=all(model.is_packed for model in self._models),
         )
         cut = equally_many(pieces, self._workers)
@@ -408,13 +408,25 @@ class Learner:
     def _on_device(self, experience: Experience, rows: Tensor) -> Experience:
         """Some rows on the device; for no rows a blank one that weighs nothing."""
         batch = experience.select(rows) if len(rows) else experience.blank()
+        return batch.to(self._device)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Make room on the device for what all micro-batches of a pass give.
+
+        It is read back once, at the end: a copy after each would wait for the device's work, which
+        then idles while the next micro-batch is packed.
+        """
+        return torch.zeros(shape, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
         model = self._trained_policy or self._critic
         assert model is not None, "every worker trains something"
-        return batch.to(model.device)
+        return model.device
 
 
-def _put(new: Tensor, *, into: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """What a micro-batch says of its rows, at their place in [B, T], zero where masked."""
+def _put(new: Tensor, batch: Experience, *, into: Tensor, rows: Tensor) -> None:
+    """Write what a micro-batch says of its rows into [B, T], zero where masked."""
     if len(rows):
-        width = new.shape[1]
-        into[rows, :width] = torch.where(mask[rows, :width], new.to(into), 0.0)
+        kept = torch.where(batch.response_mask, new.to(into), 0.0)
+        into[to_device(rows, into.device), : new.shape[1]] = kept

@@ -16,7 +16,7 @@ from raypo.collectives import Workers, as_tensor
 from raypo.config import DPOSection
 from raypo.learner.tasks import PolicyTask, Sums, response_batch
 from raypo.ppo.preferences import PairLoss, Responses, is_per_token, kto_kl, kto_losses, pair_losses
-from raypo.types import Example, Pair, Verdict
+from raypo.types import Example, Pair, Verdict, to_device
 
 _TOKEN = np.zeros(1, np.int32)
 
@@ -51,7 +51,7 @@ class PreferenceTask(PolicyTask[Pair]):
             beta=dpo.beta,
             label_smoothing=dpo.label_smoothing,
             simpo_gamma=dpo.simpo_gamma,
-            margins=torch.tensor([pair.margin for pair in items], device=device),
+            margins=to_device(torch.tensor([pair.margin for pair in items]), device),
         )
         count = float(len(items))
         nll = -chosen.log_probs / chosen.num_tokens
@@ -62,10 +62,10 @@ class PreferenceTask(PolicyTask[Pair]):
         worse = rejected.rewards(dpo.beta, per_token=per_token).detach()
         right = (better > worse).float() + 0.5 * (better == worse).float()
         sums: Sums = {
-            "loss": (float(losses.detach().sum()), count),
-            "accuracy": (float(right.sum()), count),
-            "margin_mean": (float((better - worse).sum()), count),
-            "sft_loss": (float(nll.detach().sum()), count),
+            "loss": (losses.detach().sum(), count),
+            "accuracy": (right.sum(), count),
+            "margin_mean": ((better - worse).sum(), count),
+            "sft_loss": (nll.detach().sum(), count),
             **_told("chosen", chosen, better),
             **_told("rejected", rejected, worse),
         }
@@ -100,7 +100,7 @@ class VerdictTask(PolicyTask[Verdict]):
         self, model: Any, pieces: Sequence[Sequence[Verdict]], workers: Workers, device: Any
     ) -> None:
         """The KL of policy and reference over the whole batch of all workers."""
-        total, count = 0.0, 0
+        total, count = torch.zeros((), dtype=torch.float64, device=device), 0
         for piece in pieces:
             items = piece or [self.blank]
             others = [Example(item.prompt_ids, item.other_ids) for item in items]
@@ -108,8 +108,8 @@ class VerdictTask(PolicyTask[Verdict]):
             references = _references(items, 1, device)
             assert references is not None
             ratios = Responses(log_probs, num_tokens, references).log_ratios
-            total, count = total + float(ratios[: len(piece)].sum()), count + len(piece)
-        self._kl = kto_kl(*workers.sum(as_tensor(total, count)).tolist())
+            total, count = total + ratios[: len(piece)].sum(), count + len(piece)
+        self._kl = kto_kl(*workers.sum(as_tensor(float(total), count)).tolist())
 
     def loss(self, model: Any, items: Sequence[Verdict], device: Any) -> tuple[Tensor, Sums]:
         """Loss of the verdicts; rewards and log-probs of both kinds of responses."""
@@ -119,7 +119,8 @@ class VerdictTask(PolicyTask[Verdict]):
         references = _references(items, 0, device)
         assert references is not None
         responses = Responses(log_probs, num_tokens, references)
-        is_desirable = torch.tensor([item.is_desirable for item in items], device=device)
+        verdicts = torch.tensor([item.is_desirable for item in items])
+        is_desirable = to_device(verdicts, device)
         losses = kto_losses(
             responses,
             is_desirable,
@@ -132,12 +133,13 @@ class VerdictTask(PolicyTask[Verdict]):
         rewards = responses.rewards(dpo.beta).detach()
         right = (rewards > dpo.beta * self._kl) == is_desirable
         sums: Sums = {
-            "loss": (float(losses.detach().sum()), count),
-            "accuracy": (float(right.sum()), count),
+            "loss": (losses.detach().sum(), count),
+            "accuracy": (right.sum(), count),
             "kl": (self._kl * count, count),
         }
-        for name, rows in (("chosen", is_desirable), ("rejected", ~is_desirable)):
-            if rows.any():
+        for name, kind in (("chosen", verdicts), ("rejected", ~verdicts)):
+            rows = to_device(torch.nonzero(kind).flatten(), device)
+            if len(rows):
                 of_kind = Responses(log_probs[rows], num_tokens[rows], references[rows])
                 sums |= _told(name, of_kind, rewards[rows])
         return losses.sum(), sums
@@ -174,14 +176,14 @@ def _references(
     if not known:
         return None
     assert len(known) == len(items), "the reference was asked of some preferences, not of all"
-    return torch.tensor(known, dtype=torch.float32, device=device)
+    return to_device(torch.tensor(known, dtype=torch.float32), device)
 
 
 def _told(name: str, responses: Responses, rewards: Tensor) -> Sums:
     """Figures of chosen or rejected responses."""
     count = float(len(rewards))
     return {
-        f"{name}_reward_mean": (float(rewards.sum()), count),
-        f"{name}_log_prob_mean": (float(responses.log_probs.detach().sum()), count),
-        f"{name}_tokens_mean": (float(responses.num_tokens.sum()), count),
+        f"{name}_reward_mean": (rewards.sum(), count),
+        f"{name}_log_prob_mean": (responses.log_probs.detach().sum(), count),
+        f"{name}_tokens_mean": (responses.num_tokens.sum(), count),
     }

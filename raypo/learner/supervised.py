@@ -69,11 +69,13 @@ class SupervisedLearner(Generic[Item]):
         self._model.set_learning_rate(rate)
         pieces = self._microbatches(items)
         self._before_losses(pieces)
+        told = []
         for piece in pieces:
             total, sums = self._loss(piece)
             self._model.backward(total / normalizer)
-            _add(means, sums, "train")
+            told.append(sums)
         applied, norm = self._model.step()
+        _add(means, told, "train")
         self._skipped.count(applied)
         means.total("train/examples", len(items))
         means.total("train/tokens", sum(item.num_tokens for item in items))
@@ -87,8 +89,7 @@ class SupervisedLearner(Generic[Item]):
         means = WeightedMeans()
         pieces = self._microbatches(items)
         self._before_losses(pieces)
-        for piece in pieces:
-            _add(means, self._loss(piece)[1], "eval")
+        _add(means, [self._loss(piece)[1] for piece in pieces], "eval")
         return means.reduce(self._workers)
 
     def without_adapter(
@@ -174,7 +175,7 @@ class SupervisedLearner(Generic[Item]):
         prompts = [item.prompt_ids.tobytes() for item in items]
         prompt_lengths = [len(item.prompt_ids) for item in items]
         lengths = [item.num_tokens - len(item.prompt_ids) for item in items]
-        budget = self._section.max_tokens_per_microbatch
+        budget = self._section.microbatch_tokens
         pieces = batches_by_tokens(
             prompts, prompt_lengths, lengths, budget, is_packed=self._model.is_packed
         )
@@ -189,6 +190,8 @@ class SupervisedLearner(Generic[Item]):
         return (total, sums) if piece else (total * 0.0, {})
 
 
-def _add(means: WeightedMeans, sums: Sums, prefix: str) -> None:
-    for name, (total, weight) in sums.items():
-        means.add(f"{prefix}/{name}", total, weight)
+def _add(means: WeightedMeans, of_pieces: Sequence[Sums], prefix: str) -> None:
+    """Add what the pieces give, once all passes are queued: each figure is read from the device."""
+    for sums in of_pieces:
+        for name, (total, weight) in sums.items():
+            means.add(f"{prefix}/{name}", total, weight)

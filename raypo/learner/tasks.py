@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, SupportsFloat, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +19,12 @@ from torch.nn.functional import logsigmoid
 from raypo.collectives import Workers
 from raypo.data.padding import pad_left, pad_right
 from raypo.models.networks import Policy, SequenceScorer
-from raypo.types import Example, Experience, Pair, Taught, Verdict
+from raypo.types import Example, Experience, Pair, Taught, Verdict, to_device
 
 Item = TypeVar("Item", Example, Pair, Verdict, Taught)
-Sums = dict[str, tuple[float, float]]
-"""Figure -> sum of its values and how much they count for."""
+Sums = dict[str, tuple[SupportsFloat, SupportsFloat]]
+"""Figure -> sum of its values and how much they count for. Sums stay tensors on the model's device:
+to read one would wait for the device's work."""
 
 
 class Task(ABC, Generic[Item]):
@@ -83,7 +84,7 @@ class ResponseTask(PolicyTask[Example]):
         batch = response_batch(items).to(device)
         log_probs, _ = model(batch)  # [B, T]
         total = -torch.where(batch.response_mask, log_probs, 0.0).sum()
-        return total, {"loss": (float(total.detach()), float(batch.response_mask.sum()))}
+        return total, {"loss": (total.detach(), batch.response_mask.sum())}
 
 
 class PairTask(Task[Pair]):
@@ -107,17 +108,17 @@ class PairTask(Task[Pair]):
         prompts = [pair.prompt_ids for pair in items] * 2
         responses = [pair.chosen_ids for pair in items] + [pair.rejected_ids for pair in items]
         better, worse = model(prompts, responses).chunk(2)  # [B] each
-        margins = torch.tensor([pair.margin for pair in items], device=device)
+        margins = to_device(torch.tensor([pair.margin for pair in items]), device)
         losses = -logsigmoid(better - worse - margins)
         losses = losses + self._centering_coef * (better + worse).square()
         count = float(len(items))
         better, worse = better.detach(), worse.detach()
         right = (better > worse).float() + 0.5 * (better == worse).float()
         sums: Sums = {
-            "loss": (float(losses.detach().sum()), count),
-            "accuracy": (float(right.sum()), count),
-            "score_gap_mean": (float((better - worse).sum()), count),
-            "pair_score_mean": (float((better + worse).sum()), 2.0 * count),
+            "loss": (losses.detach().sum(), count),
+            "accuracy": (right.sum(), count),
+            "score_gap_mean": ((better - worse).sum(), count),
+            "pair_score_mean": ((better + worse).sum(), 2.0 * count),
         }
         return losses.sum(), sums
 

@@ -18,8 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from raypo.models.compiled import compiled
 from raypo.models.packing import Layout, Packed, pack
 from raypo.models.shared_prompts import SharedPrompts
+from raypo.types import to_device
 
 NAME = "raypo_packed"
 """As transformers knows it."""
@@ -264,7 +266,7 @@ def _flex_attention() -> Any:
 def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return compiled(flex_attention, fullgraph=True)
 
 
 def _block_mask(layout: Layout, window: int | None) -> Any:
@@ -284,8 +286,8 @@ def _block_mask(layout: Layout, window: int | None) -> Any:
             return seen if window is None else seen & (position[q] - position[k] < window)
 
         pairs = seen_pairs(layout, window)
-        whole = torch.from_numpy(pairs == BLOCK**2).to(layout.device)
-        partly = torch.from_numpy((pairs > 0) & (pairs < BLOCK**2)).to(layout.device)
+        whole = to_device(torch.from_numpy(pairs == BLOCK**2), layout.device)
+        partly = to_device(torch.from_numpy((pairs > 0) & (pairs < BLOCK**2)), layout.device)
         made[window] = BlockMask.from_kv_blocks(
             *_indices(partly),
             *_indices(whole),
@@ -303,7 +305,7 @@ def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
     """
     groups = np.array([(g.first, g.prompt, g.tokens) for g in layout.groups], np.int32)
     first, prompt = np.repeat(groups[:, :2], groups[:, 2], axis=0).T  # [N] each
-    position = layout.segments[2].cpu().numpy()  # [N] int32, as the others
+    position = layout.segments_on_host[2].numpy()  # [N] int32, as the others
     token = np.arange(len(position), dtype=np.int32)
     oldest = np.maximum(position - (window or len(position)) + 1, 0)
     stretches = (

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from raypo.plan.sizes import SHARED_SCORES, repeated_scores
+from raypo.types import to_device
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Layout:
                 back.append(len(there) * longest + group.prompt + torch.arange(length))
                 there.append(torch.cat([prompt, own, padding]))
                 first += length
-        return torch.stack(there).to(self.device), torch.cat(back).to(self.device)
+        return to_device(torch.stack(there), self.device), to_device(torch.cat(back), self.device)
 
     @cached_property
     def responses(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,7 +98,8 @@ class Layout:
         there = starts[:, None] + place.expand(len(lengths), -1).masked_fill(is_padding, 0)
         back = torch.nonzero(~is_padding.flatten()).flatten()
         return tuple(
-            each.to(self.device) for each in (there, is_padding, there.flatten()[back], back)
+            to_device(each, self.device)
+            for each in (there, is_padding, there.flatten()[back], back)
         )  # type: ignore[return-value]
 
     @property
@@ -112,6 +114,11 @@ class Layout:
 
         Three tensors [N] int32.
         """
+        return tuple(to_device(each, self.device) for each in self.segments_on_host)  # type: ignore[return-value]
+
+    @cached_property
+    def segments_on_host(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`segments` on the CPU: to read them back from a GPU would wait for its work."""
         groups, parts, positions = [], [], []
         for number, group in enumerate(self.groups):
             lengths = torch.tensor((group.prompt, *group.responses))
@@ -119,7 +126,7 @@ class Layout:
             parts.append(torch.repeat_interleave(torch.arange(len(lengths)), lengths))
             positions.append(torch.arange(group.prompt))
             positions += [group.prompt + torch.arange(length) for length in group.responses]
-        return tuple(torch.cat(each).int().to(self.device) for each in (groups, parts, positions))  # type: ignore[return-value]
+        return tuple(torch.cat(each).int() for each in (groups, parts, positions))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -130,12 +137,14 @@ class Packed:
     position_ids: Tensor  # [1, N] int64
     layout: Layout
     states: Tensor  # [M] int64, the packed token whose hidden state each answer is made of
-    mask: Tensor  # [B, T] bool, where the M answers stand, row by row
+    places: Tensor  # [M] int64, where each answer stands in the flattened [B, T]
+    shape: tuple[int, int]  # B, T
     response_ids: Tensor  # int64, all response tokens, row by row
 
     def unpacked(self, answers: Tensor) -> Tensor:
         """Answers [M] as [B, T], 0 where the row has no such token."""
-        return answers.new_zeros(self.mask.shape).masked_scatter(self.mask, answers)
+        rows, width = self.shape
+        return answers.new_zeros(rows * width).scatter(0, self.places, answers).view(rows, width)
 
 
 def pack(
@@ -186,13 +195,14 @@ def pack(
     layout = Layout(tuple(groups), torch.device(device))
     answers = np.array([len(each) for each in states])
     width = max(width, int(answers.max(initial=0)))
-    mask = torch.from_numpy(np.arange(width) < answers[:, None])
+    places = np.flatnonzero(np.arange(width) < answers[:, None])
     return Packed(
         input_ids=_ids(ids, device)[None],
         position_ids=layout.segments[2].long()[None],
         layout=layout,
         states=_ids(states, device),
-        mask=mask.to(device),
+        places=to_device(torch.from_numpy(places), device),
+        shape=(len(answers), width),
         response_ids=_ids(responses, device),
     )
 
@@ -227,4 +237,4 @@ def _unpadded(ids: Tensor, mask: Tensor) -> list[np.ndarray]:
 
 def _ids(parts: Sequence[np.ndarray], device: torch.device | str) -> Tensor:
     joined = np.concatenate([np.zeros(0, np.int64), *parts])
-    return torch.from_numpy(joined.astype(np.int64)).to(device)
+    return to_device(torch.from_numpy(joined.astype(np.int64)), device)

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from raypo.models.packed_attention import hidden_states
 from raypo.models.packing import pack
+from raypo.types import to_device
 
 # B sequences, L tokens, H hidden.
 
@@ -33,11 +34,13 @@ def sequence_scores(
         rows = [np.concatenate(each) for each in zip(prompts, responses, strict=True)]
         ids = pad_sequence([torch.from_numpy(row).long() for row in rows], batch_first=True)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-        read = model(input_ids=ids.to(device), attention_mask=mask.long().to(device))
+        read = model(
+            input_ids=to_device(ids, device), attention_mask=to_device(mask.long(), device)
+        )
         return read.logits[:, 0].float()
     packed = pack(prompts, responses, with_last=True, device=device)
     ends = torch.tensor([len(response) + 1 for response in responses]).cumsum(0) - 1
-    last = replace(packed, states=packed.states[ends.to(device)])
+    last = replace(packed, states=packed.states[to_device(ends, device)])
     return model.score(hidden_states(model.base_model, last)).squeeze(-1).float()
 
 

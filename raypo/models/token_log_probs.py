@@ -5,11 +5,13 @@ from __future__ import annotations
 # B responses, P prompt tokens, T response tokens, M of them all, V vocabulary, H hidden,
 # N logits' rows. Log-probs are float32, except that float64 logits stay float64.
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from raypo.models.compiled import compiled
 from raypo.models.linear import product_for
 from raypo.models.packed_attention import hidden_states, own_logits
 from raypo.models.packing import Packed, pack_padded
@@ -319,17 +321,30 @@ def _statistics(
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of each token, log of the softmax's norm, and entropy (0 unless asked for); [N]."""
+    of_rows = _compiled(_statistics_of_rows) if _is_compiled(logits) else _statistics_of_rows
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_norm = torch.empty(len(logits), dtype=dtype, device=logits.device)
     entropy = torch.zeros_like(log_norm)
     for rows in _chunks(logits):
-        z = logits[rows].to(dtype, copy=True).div_(temperature)
-        log_norm[rows] = z.logsumexp(-1)
-        if with_entropy:
-            log_p = _finite(z.sub_(log_norm[rows, None]))
-            entropy[rows] = -(log_p.exp() * log_p).sum(-1)
+        log_norm[rows], of_chunk = of_rows(logits[rows], temperature, with_entropy)
+        if of_chunk is not None:
+            entropy[rows] = of_chunk
     chosen = logits.gather(-1, token_ids[:, None]).squeeze(-1).to(dtype) / temperature
     return chosen - log_norm, log_norm, entropy
+
+
+def _statistics_of_rows(
+    logits: Tensor,  # [n, V]
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log of the softmax's norm, and the entropy where it is asked for; [n]."""
+    z = _tempered(logits, temperature)
+    log_norm = z.logsumexp(-1)
+    if not with_entropy:
+        return log_norm, None
+    log_p = _finite(z.sub_(log_norm[:, None]))
+    return log_norm, -(log_p.exp() * log_p).sum(-1)
 
 
 def _gradient_of_logits(
@@ -343,31 +358,93 @@ def _gradient_of_logits(
     temperature: float,
     out: Tensor,
 ) -> None:
-    """Into `out` [N, V], which may be the logits themselves.
+    """Write the gradient into `out` [N, V], which may be the logits themselves."""
+    of_rows = _compiled(_gradient_of_rows) if _is_compiled(logits) else _gradient_of_rows
+    if of_log_probs is None:
+        of_log_probs = torch.zeros_like(log_norm)
+    for rows in _chunks(logits):
+        piece = logits[rows]
+        of_rows(
+            piece,
+            token_ids[rows],
+            log_norm[rows],
+            entropy[rows],
+            of_log_probs[rows],
+            None if of_entropy is None else of_entropy[rows],
+            temperature,
+            piece if out is logits else out[rows],  # one tensor where they are one memory
+        )
+
+
+def _gradient_of_rows(
+    logits: Tensor,  # [n, V]
+    token_ids: Tensor,  # [n]
+    log_norm: Tensor,  # [n]
+    entropy: Tensor,  # [n]
+    of_log_probs: Tensor,  # [n]
+    of_entropy: Tensor | None,  # [n]
+    temperature: float,
+    out: Tensor,  # [n, V]
+) -> None:
+    """Write the gradient of some rows into `out`.
 
     With z = logits / temperature, p = softmax(z) and H the entropy:
     d log p[a] / dz = onehot(a) - p, and dH / dz = -p * (log p + H).
     """
-    if of_log_probs is None:
-        of_log_probs = torch.zeros_like(log_norm)
-    for rows in _chunks(logits):
-        z = logits[rows].to(log_norm.dtype, copy=True).div_(temperature)
-        log_p = _finite(z.sub_(log_norm[rows, None]))
-        if of_entropy is None:
-            grad = log_p.exp_().mul_(-of_log_probs[rows, None])
-        else:
-            p = log_p.exp()
-            weight = of_entropy[rows, None] * log_p.add_(entropy[rows, None])
-            grad = p.mul_(weight.add_(of_log_probs[rows, None])).neg_()
-        grad.scatter_add_(-1, token_ids[rows, None], of_log_probs[rows, None])
-        out[rows] = grad.div_(temperature)
+    log_p = _finite(_tempered(logits, temperature).sub_(log_norm[:, None]))
+    if of_entropy is None:
+        grad = log_p.exp_().mul_(-of_log_probs[:, None])
+    else:
+        p = log_p.exp()
+        weight = of_entropy[:, None] * log_p.add_(entropy[:, None])
+        grad = p.mul_(weight.add_(of_log_probs[:, None])).neg_()
+    if torch.compiler.is_compiling():  # a scatter would be a kernel of its own, between two others
+        is_chosen = torch.arange(logits.shape[1], device=logits.device) == token_ids[:, None]
+        grad = torch.where(is_chosen, grad + of_log_probs[:, None], grad)
+    else:
+        grad.scatter_add_(-1, token_ids[:, None], of_log_probs[:, None])
+    out.copy_(grad if temperature == 1.0 else grad.div_(temperature))
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature as a new tensor, in float32 unless they are float64."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    return z if temperature == 1.0 else z.div_(temperature)
 
 
 def _finite(log_p: Tensor) -> Tensor:
-    """In place: a token that cannot be sampled (-inf) adds 0 to the entropy, not 0 * inf = NaN."""
-    return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
+    """In place: a token that cannot be sampled (-inf) adds 0 to the entropy, not 0 * inf = NaN.
+
+    Its log-prob is so far from the largest float that a weight of the entropy cannot make it inf.
+    """
+    return log_p.clamp_(min=-1e30)
+
+
+def _is_compiled(logits: Tensor) -> bool:
+    """Return whether one fused kernel does the work.
+
+    On GPUs the passes over memory that it saves are most of the time: eager operations move about
+    140 bytes a logit, forward and backward, the kernels 10. On CPUs the caches hold a chunk.
+    """
+    return logits.is_cuda and len(logits) > 0
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile for any number of rows. Beyond dynamo's limit of variants it runs uncompiled."""
+    made = compiled(function)
+
+    def call(*args: Any) -> Any:
+        # Else the temperature would be a float64 argument of the kernel. Threads, such as that of
+        # the backward pass, have settings of their own.
+        torch._dynamo.config.specialize_float = True
+        return made(*args)
+
+    return call
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    rows = max(1, SCRATCH_ELEMENTS[logits.device.type] // logits.shape[-1])
+    """Cut rows so that float32 copies stay small; a compiled function makes none."""
+    elements = (CHUNK_ELEMENTS if _is_compiled(logits) else SCRATCH_ELEMENTS)[logits.device.type]
+    rows = max(1, elements // logits.shape[-1])
     return [slice(first, first + rows) for first in range(0, len(logits), rows)]

@@ -237,7 +237,7 @@ def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:
         return _batch(config, rows[0], workers), _batch(config, rows[1], workers)
     learner, answers = config.learner, 1 if isinstance(config, SFTConfig) else 2
     batch = memory.worst_batch(
-        max_tokens=learner.max_tokens_per_microbatch,
+        max_tokens=learner.microbatch_tokens,
         max_rows=-(-learner.batch_size // learner.num_workers) * answers,
         samples=answers,
         prompt_tokens=config.data.max_prompt_tokens,
@@ -391,7 +391,7 @@ def max_model_len(config: OnlineConfig | PolicyExamplesConfig) -> int:
 def _batch(config: OnlineConfig, rows: int, workers: int) -> Batch:
     """The largest micro-batch on one of so many workers, of so many responses over all of them."""
     return memory.worst_batch(
-        max_tokens=config.learner.max_tokens_per_microbatch,
+        max_tokens=config.learner.microbatch_tokens,
         max_rows=-(-rows // workers),
         samples=config.rollout.samples_per_prompt,
         prompt_tokens=config.data.max_prompt_tokens,

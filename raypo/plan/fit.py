@@ -40,6 +40,12 @@ from raypo.plan.sizes import cpu_sequence_bytes
 USABLE = 0.95
 """Share of a device that is planned with: Ray kills workers above 95 % of a node's RAM, and torch's
 allocator loses as much of a GPU to fragments."""
+SIDE_BY_SIDE = 0.85
+"""Share of a GPU that `auto` may fill: predictions are good to about 15 %, and a run that does not
+fit fails, where one that takes turns is only slower."""
+GPU_MICROBATCHES = (16384, 8192, 4096)
+"""Tokens that `learner.max_tokens_per_microbatch: auto` chooses from, the fastest first: a pass of
+a small model over fewer tokens takes as long as its kernels' launches."""
 CHOICES = (
     (0, False, False),
     (1, False, False),
@@ -72,6 +78,11 @@ class DeviceLoad:
     """Bytes; None: not stated."""
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU's memory, and not a node's RAM."""
+        return not self.name.endswith("RAM")
+
+    @property
     def fits(self) -> bool:
         """Whether it stays below the usable share."""
         return self.available is None or self.needed <= USABLE * self.available
@@ -97,6 +108,8 @@ class Plan:
     """Where the models live."""
     models: Models
     bundles: list[PlacedBundle]
+    decisions: tuple[str, ...] = ()
+    """Which value each `auto` has become, and why, a sentence each."""
 
     @property
     def fits(self) -> bool:
@@ -124,8 +137,8 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What was not known."""
-        notes = []
+        """What `auto` has become, and what was not known."""
+        notes = list(self.decisions)
         if not self.models.policy.is_exact:
             notes.append("model.policy has no weights here: its size is computed from config.json")
         if self.device == "cuda" and any(n.gpus and n.gpu_bytes is None for n in self.nodes):
@@ -198,7 +211,7 @@ class Plan:
             isinstance(config, OnlineConfig)
             and device == "cuda"
             and config.placement.group_of("engine") == "colocated"
-            and config.rollout.engine.sleep
+            and config.rollout.engine.sleeps
         )
         is_ahead = isinstance(config, OnlineConfig) and config.rollout.mode != "sync"
         loads: list[DeviceLoad] = []
@@ -245,7 +258,107 @@ def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
         )
     config = config.with_dtype(use_gpu=use_gpu)
     bundles = lay_out(config, resources, use_gpu=use_gpu)
-    return Plan(config, nodes, "cuda" if use_gpu else "cpu", Models.read(config), bundles)
+    plan = Plan(config, nodes, "cuda" if use_gpu else "cpu", Models.read(config), bundles)
+    return decided(plan) if use_gpu else plan
+
+
+def decided_for_gpus(config: AnyConfig, gpu_bytes: int) -> Plan:
+    """Decide every `auto` of a run as `make_plan` does, for workers that have their GPUs already.
+
+    Args:
+        gpu_bytes: Memory of the smallest GPU.
+    """
+    # Where bundles lie does not matter here, so one node has room for all of them.
+    packed = config.placement.model_copy(update={"strategy": "PACK"})
+    on_gpus = config.learner.model_copy(update={"use_gpu": True})
+    anywhere = config.model_copy(update={"placement": packed, "learner": on_gpus})
+    plan = make_plan(anywhere, [Node("the cluster", gpus=10**6, gpu_bytes=gpu_bytes)])
+    learner = plan.config.learner.model_copy(update={"use_gpu": config.learner.use_gpu})
+    own = {"placement": config.placement, "learner": learner}
+    return replace(plan, config=plan.config.model_copy(update=own))
+
+
+def decided(plan: Plan) -> Plan:
+    """Decide `learner.max_tokens_per_microbatch: auto` and `rollout.engine.sleep: auto` on GPUs.
+
+    Of the choices that fill GPUs to at most `SIDE_BY_SIDE` it is the first: models side by side
+    before turns, then many tokens before few. If none fits, it is the one of least memory, and the
+    plan's problems say what is missing. What is set stays.
+    """
+    choices = _choices_of(plan.config)
+    if choices == [plan.config]:
+        return plan
+    tries = [replace(plan, config=choice) for choice in choices]
+    found = next(filter(_leaves_room, tries), tries[-1])
+    decisions = []
+    if plan.config.learner.max_tokens_per_microbatch == "auto":
+        tokens = found.config.learner.microbatch_tokens
+        decisions.append(f"learner.max_tokens_per_microbatch is auto: {tokens}{_because(found)}")
+    if _is_open(plan.config) and isinstance(found.config, OnlineConfig):
+        sleeps = found.config.rollout.engine.sleeps
+        value = "true, models take turns" if sleeps else "false, all models fit side by side"
+        decisions.append(f"rollout.engine.sleep is auto: {value}{_because(found)}")
+    return replace(found, decisions=tuple(decisions))
+
+
+def cautious(config: AnyConfig) -> AnyConfig:
+    """Decide every `auto` as where memory is short."""
+    return _choices_of(config)[-1]
+
+
+def undecided_as(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
+    """Return the config with `auto` again wherever it is auto in another, to compare the two."""
+    if other.learner.max_tokens_per_microbatch == "auto":
+        learner = config.learner.model_copy(update={"max_tokens_per_microbatch": "auto"})
+        config = config.model_copy(update={"learner": learner})
+    if other.rollout.engine.sleep == "auto":
+        engine = config.rollout.engine.model_copy(update={"sleep": "auto"})
+        rollout = config.rollout.model_copy(update={"engine": engine})
+        config = config.model_copy(update={"rollout": rollout})
+    return config
+
+
+def _choices_of(config: AnyConfig) -> list[Any]:
+    """The configs that `auto` leaves open, the fastest first and the one of least memory last."""
+    tokens = config.learner.max_tokens_per_microbatch
+    counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
+    learners = [
+        config.learner.model_copy(update={"max_tokens_per_microbatch": count}) for count in counts
+    ]
+    if not _is_open(config):
+        return [config.model_copy(update={"learner": learner}) for learner in learners]
+    assert isinstance(config, OnlineConfig)
+    engines = [config.rollout.engine.model_copy(update={"sleep": each}) for each in (False, True)]
+    rollouts = [config.rollout.model_copy(update={"engine": engine}) for engine in engines]
+    return [
+        config.model_copy(update={"rollout": rollout, "learner": learner})
+        for rollout in rollouts
+        for learner in learners
+    ]
+
+
+def _is_open(config: AnyConfig) -> bool:
+    """Whether `rollout.engine.sleep` is to be decided; engines on their own GPUs never sleep."""
+    return (
+        isinstance(config, OnlineConfig)
+        and config.rollout.engine.sleep == "auto"
+        and config.placement.group_of("engine") == "colocated"
+    )
+
+
+def _leaves_room(plan: Plan) -> bool:
+    """Whether no GPU is filled beyond `SIDE_BY_SIDE`; False where their memory is not known."""
+    gpus = [load for load in plan.loads if load.is_gpu]
+    return all(load.needed <= SIDE_BY_SIDE * (load.available or 0) for load in gpus)
+
+
+def _because(plan: Plan) -> str:
+    """The fullest GPU of a plan, in words."""
+    gpus = [load for load in plan.loads if load.is_gpu and load.available]
+    if not gpus:
+        return ", the memory of the GPUs is not known"
+    worst = max(gpus, key=lambda load: load.needed / (load.available or 1))
+    return f" ({worst.needed / GB:.3g} of {(worst.available or 0) / GB:.3g} GB of a GPU)"
 
 
 def tried(plan: Plan, changes: Mapping[str, Any]) -> Plan | None:
@@ -395,7 +508,7 @@ def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
     """Changes of one key and of several, in the order in which they should be tried."""
     learner, sampled = config.learner, engine_config(config)
     fraction = sampled.rollout.engine.gpu_memory_fraction if sampled else 0.0
-    halves = [learner.max_tokens_per_microbatch // 2**n for n in range(1, 32)]
+    halves = [learner.microbatch_tokens // 2**n for n in range(1, 32)]
     longest = config.data.max_prompt_tokens + (
         config.rollout.max_response_tokens
         if isinstance(config, OnlineConfig)

@@ -185,7 +185,7 @@ def microbatch_of(config: PPOConfig) -> Groups:
     part = config.ppo.minibatch_size / config.responses_per_step / config.learner.num_workers
     whole = groups_of(config)
     share = replace(whole, prompts=max(1.0, part * whole.prompts))
-    return share.within(config.learner.max_tokens_per_microbatch)
+    return share.within(config.learner.microbatch_tokens)
 
 
 def sampled_of(plan: Plan) -> tuple[int, int]:
@@ -248,8 +248,7 @@ def _changes(config: PPOConfig, policy: ModelShape) -> Iterator[tuple[str, Any]]
     yield "rollout.engine.sleep", False
     yield from (("learner.zero_stage", stage) for stage in range(1, learner.zero_stage))
     yield from (
-        ("learner.max_tokens_per_microbatch", learner.max_tokens_per_microbatch * 2**n)
-        for n in (1, 2, 3)
+        ("learner.max_tokens_per_microbatch", learner.microbatch_tokens * 2**n) for n in (1, 2, 3)
     )
     yield from (
         ("rollout.engine.gpu_memory_fraction", f)
@@ -407,7 +406,7 @@ class _Work:
         The weights of an engine are dropped where the next thing that happens to it is a push.
         """
         config = self.config
-        sleeps = config.placement.group_of("engine") == "colocated" and config.rollout.engine.sleep
+        sleeps = config.placement.group_of("engine") == "colocated" and config.rollout.engine.sleeps
         if self._plan.device == "cpu" or not sleeps:
             return PhaseTime("take turns")
         learner = sum(
@@ -430,7 +429,7 @@ class _Work:
         """The microbatches of one worker in a pass over the step's experience."""
         config = self.config
         tokens = self._groups.tokens / self._minibatches / workers
-        of_one = max(1, -(-int(tokens) // config.learner.max_tokens_per_microbatch))
+        of_one = max(1, -(-int(tokens) // config.learner.microbatch_tokens))
         return self._minibatches * of_one
 
     def _slowest(self, policy: float) -> float:

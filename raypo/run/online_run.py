@@ -190,7 +190,7 @@ class OnlineRun(Run[AnyOnline]):
         shares_gpus = torch.cuda.is_available() and "engine" not in services.elsewhere
         self._phases = Phases(
             self.workers,
-            offloads=shares_gpus and self.config.rollout.engine.sleep,
+            offloads=shares_gpus and self.config.rollout.engine.sleeps,
             engines=services.engine,
             frozen=tuple(each for role, each in services.frozen if role not in services.elsewhere),
         )
@@ -334,10 +334,21 @@ class OnlineRun(Run[AnyOnline]):
             survivors(engine.pinned().resume.on_all())
 
     def _write_rollouts(
-        self, step: int, mine: list[dict[str, Any]], *, held_out: bool = False
+        self,
+        step: int,
+        rows: Callable[[], list[dict[str, Any]]],
+        workers: Workers,
+        *,
+        held_out: bool = False,
     ) -> None:
-        shares = self.workers.gather_first(rollout_table(mine))
-        if self.workers.rank == 0:
+        """Write all workers' rows to one file.
+
+        Args:
+            rows: Makes this worker's.
+            workers: In the group of the thread that calls.
+        """
+        shares = workers.gather_first(rollout_table(rows()))
+        if workers.rank == 0:
             self.files.write_rollouts(step, merged(shares), held_out=held_out)
 
     def evaluate_before_first_update(self, services: Services) -> None:
@@ -406,7 +417,8 @@ class OnlineRun(Run[AnyOnline]):
 
     def _evaluate(self, services: Services, *, step: int) -> dict[str, float]:
         def keep(scored: list[ScoredRollout]) -> None:
-            self._write_rollouts(step, [sample_row(each) for each in scored], held_out=True)
+            rows = partial(list, map(sample_row, scored))
+            self.write_later(partial(self._write_rollouts, step, rows, held_out=True))
 
         judges = self.judges(services)
         if self.eval_function is not None:  # only the reward models are asked besides

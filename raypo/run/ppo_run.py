@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,9 @@ class PPORun(OnlineRun[PPOConfig]):
     def save_rollouts(
         self, step: int, dealt: Sequence[ScoredRollout], experience: Experience
     ) -> None:
-        """All workers' dealt rollouts into `rollouts/`."""
-        mine = rollout_rows(dealt, experience) if self.roles.trains_policy else []
-        self._write_rollouts(step, mine)
+        """Write all workers' dealt rollouts into `rollouts/`, while the step goes on."""
+        rows = partial(rollout_rows, dealt, experience) if self.roles.trains_policy else list
+        self.write_later(partial(self._write_rollouts, step, rows))
 
     @contextmanager
     def keeping(self, step: int, dealt: Sequence[ScoredRollout]) -> Iterator[None]:
@@ -140,7 +141,7 @@ class PPORun(OnlineRun[PPOConfig]):
             yield
         except NonFiniteUpdateError:
             mine = dealt if self.roles.trains_policy else []
-            self._write_rollouts(step, [sample_row(each) for each in mine])
+            self._write_rollouts(step, partial(list, map(sample_row, mine)), self.workers)
             raise
 
     def state_dict(self) -> dict[str, Any]:

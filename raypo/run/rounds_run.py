@@ -7,6 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Generic, TypeVar
 
@@ -186,8 +187,9 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         }
 
     def save_rollouts(self, step: int, scored: Sequence[ScoredRollout]) -> None:
-        """Writes all workers' samples into `rollouts/`."""
-        self._write_rollouts(step, [sample_row(each) for each in scored])
+        """Write all workers' samples into `rollouts/`."""
+        rows = partial(list, map(sample_row, scored))
+        self.write_later(partial(self._write_rollouts, step, rows))
 
     def write_table(self, folder: str, step: int, mine: Mapping[Place, dict[str, Any]]) -> None:
         """Writes all workers' rows to `<folder>/round_00001.parquet`, ordered by their places."""

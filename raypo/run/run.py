@@ -25,9 +25,10 @@ from raypo.config import RecipeConfig
 from raypo.custom.loader import load_function
 from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
+from raypo.run.background_writer import BackgroundWriter
 from raypo.run.callbacks import StepView, ask_callbacks
 from raypo.run.rollout_metrics import speed_metrics
-from raypo.run.setup import Runtime, open_setup
+from raypo.run.setup import Runtime, decided_together, open_setup
 from raypo.run.watched import Watched, check_measured, of_its_kind, reason_to_stop
 from raypo.storage.checkpoints import BEST_STEP, STATE, find_checkpoint
 from raypo.storage.folder import link_tree
@@ -90,6 +91,8 @@ class Run(ABC, Generic[AnyConfig]):
     """
     _models: set[str] = field(default_factory=set, init=False)
     """Names of the folders that were written into the run's."""
+    _writer: BackgroundWriter | None = field(default=None, init=False)
+    """Writes what no later part of a step reads."""
 
     def __post_init__(self) -> None:
         kept, stop = self.config.checkpoint, self.config.stop
@@ -258,6 +261,8 @@ class Run(ABC, Generic[AnyConfig]):
         """
         metrics = self._initial | metrics
         self._initial = {}
+        if self._writer:
+            self._writer.wait()  # a step is complete once its metrics line is written: not before
         self.files.sync()  # the checkpoint counts once it is reported, so its rollouts go first
         if to_ray or checkpoint is not None:
             ray.train.report(
@@ -278,6 +283,16 @@ class Run(ABC, Generic[AnyConfig]):
         self._sinks.write(step, metrics)
         self.files.sync()
         self.tell.step({"step": step, **metrics})
+
+    def write_later(self, write: Callable[[Workers], None]) -> None:
+        """Write files of this step while it goes on; `report` waits for them.
+
+        Args:
+            write: Called in a thread with the workers in a group of the thread's own.
+        """
+        if self._writer is None:
+            self._writer = BackgroundWriter(self.workers.beside())
+        self._writer.submit(write)
 
     def speed(self, metrics: dict[str, float], step_s: float) -> dict[str, float]:
         """How long a step took, and how fast that was; asked of rank 0."""
@@ -309,6 +324,8 @@ class Run(ABC, Generic[AnyConfig]):
 
     def close(self) -> None:
         """Close what is open; safe to call in any state."""
+        if self._writer:
+            self._writer.close()
         self._sinks.close()
 
     def _called_back(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
@@ -419,6 +436,9 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     config, runtime = open_setup(setup)
     workers = Workers.current()
     tell = MonitorClient(runtime.monitor if workers.rank == 0 else None)
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        config = decided_together(config, workers, gpu_bytes=memory, tell=tell.message)
     waited_s = tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
     log_to_file(log_path(files, workers), on_print=tell.message)

@@ -38,7 +38,7 @@ def class_and_arguments(
     if in_vllm:
         kwargs |= lengths
     else:
-        kwargs["max_batch_tokens"] = config.learner.max_tokens_per_microbatch
+        kwargs["max_batch_tokens"] = config.learner.microbatch_tokens
         kwargs["attention"] = config.model.attention
     if not is_reference:
         return VllmRewardModel if in_vllm else RewardModel, kwargs | {"policy": config.model.policy}

@@ -137,7 +137,7 @@ def start_deployments(
         places_beside(colocated, workers, nodes),
         workers,
         in_turn=is_online and torch.cuda.is_available(),
-        sleeps=config.rollout.engine.sleep and "engine" not in elsewhere,
+        sleeps=config.rollout.engine.sleeps and "engine" not in elsewhere,
     )
     handles = {
         role.name: {**elsewhere, **started}[role.name].preferring(

@@ -12,8 +12,10 @@ import ray.train
 import torch
 from ray.actor import ActorHandle
 
+from raypo.collectives import Workers, as_tensor
 from raypo.config import ConfigError, OnlineConfig, parse_run_config
 from raypo.deployment.handle import DeploymentHandle
+from raypo.plan.fit import cautious, decided_for_gpus
 from raypo.ray_internals import kept_runs
 
 RUNTIME_KEY = "raypo_runtime"
@@ -67,6 +69,29 @@ def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:
     config = parse_run_config(values, origin="train_loop_config")
     config = config.with_dtype(use_gpu=torch.cuda.is_available())  # decided where we have a driver
     return config.with_absolute_paths(runtime.working_dir), runtime
+
+
+def decided_together(
+    config: Any, workers: Workers, *, gpu_bytes: int, tell: Callable[[str], None]
+) -> Any:
+    """Decide by the plan what `auto` is on these GPUs; all workers call it and get the same config.
+
+    Args:
+        gpu_bytes: Memory of this worker's GPU; the smallest counts.
+        tell: Gets a line about each decision, on rank 0.
+    """
+    smallest = -int(workers.max(as_tensor(-gpu_bytes)))
+    decided = config
+    if workers.rank == 0:
+        try:
+            plan = decided_for_gpus(config, smallest)
+            decided = plan.config
+            for decision in plan.decisions:
+                tell(f"raypo: {decision}")
+        except ConfigError as error:  # models that the plan cannot read may still run
+            decided = cautious(config)
+            tell(f"raypo: what is auto is as if memory were short, for there is no plan: {error}")
+    return workers.broadcast(decided)
 
 
 def _bare_runtime() -> Runtime:

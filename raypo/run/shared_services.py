@@ -13,6 +13,7 @@ from raypo.config import OnlineConfig
 from raypo.deployment.deployment import DeploymentHandle, Place, start_deployment
 from raypo.deployment.lender import Loan
 from raypo.deployment.reserve import Dedicated
+from raypo.plan.fit import undecided_as
 from raypo.plan.placement import served_roles, with_dedicated
 from raypo.run.dedicated_services import start_dedicated
 from raypo.run.served_roles import class_and_arguments, deployment_of
@@ -80,7 +81,8 @@ def of_shared(
     """What of a sweep's deployments is there and does for this config, by role."""
     if shared is None:
         return {}
-    apart = roles_apart(config, shared.config)
+    # What is shared was started before any trial knew its GPUs.
+    apart = roles_apart(undecided_as(config, shared.config), shared.config)
     usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
     usable = workers.broadcast(usable)  # all workers ask the same
     handles = {role: shared.handles[role] for role in usable if role not in apart}

@@ -102,13 +102,17 @@ class TorchModel(FrozenModel):
     def _in_batches(
         self,
         sequences: Sequence[tuple[np.ndarray, np.ndarray]],
-        compute: Callable[[Rows, Rows], Sequence[T]],
+        compute: Callable[[Rows, Rows], Callable[[], Sequence[T]]],
     ) -> list[T]:
-        """What a computation says of each sequence, in the order given.
+        """Compute an answer for each sequence, in the order given.
+
+        A batch's answers are read when the next batch's pass has been queued, so that a GPU does
+        not idle while that one is packed.
 
         Args:
             sequences: Prompt and response of each.
-            compute: Gets prompts and responses of as many as one forward pass may have.
+            compute: Starts the pass over prompts and responses of as many as one forward pass may
+                have; the function that it returns waits for the answers.
         """
         answers: dict[int, T] = {}
         batches = batches_by_tokens(
@@ -118,10 +122,16 @@ class TorchModel(FrozenModel):
             self._max_batch_tokens,
             is_packed=reads_packed(self._model),
         )
-        for rows in batches:
-            prompts, responses = zip(*(sequences[row] for row in rows), strict=True)
+        earlier: list[int] = []
+        answers_of_earlier: Callable[[], Sequence[T]] = list
+        for rows in [*batches, []]:  # the last turn only reads
             with frozen_memory_advice(self._name), self._progress.at_work():
-                answers |= zip(rows, compute(prompts, responses), strict=True)
+                started: Callable[[], Sequence[T]] = list
+                if rows:
+                    prompts, responses = zip(*(sequences[row] for row in rows), strict=True)
+                    started = compute(prompts, responses)
+                answers |= zip(earlier, answers_of_earlier(), strict=True)
+            earlier, answers_of_earlier = rows, started
         return [answers[row] for row in range(len(sequences))]
 
 
@@ -160,11 +170,11 @@ class ReferenceModel(TorchModel):
         sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
         return self._in_batches(sequences, self._log_probs_of)
 
-    def _log_probs_of(self, prompts: Rows, responses: Rows) -> list[np.ndarray]:
+    def _log_probs_of(self, prompts: Rows, responses: Rows) -> Callable[[], list[np.ndarray]]:
         packed = pack(prompts, responses, device=self._device)
         log_probs, _ = packed_log_probs(self._model, packed, temperature=self._temperature)
         ends = np.cumsum([len(response) for response in responses])
-        return np.split(log_probs.float().cpu().numpy(), ends[:-1])
+        return lambda: np.split(log_probs.float().cpu().numpy(), ends[:-1])
 
     def top_log_probs(self, sequences: Sequence[Ids], count: int, vocabulary: int) -> list[Told]:
         """Of each response token the likeliest tokens in its place, at temperature 1.
@@ -179,12 +189,13 @@ class ReferenceModel(TorchModel):
             top = logits[:, :vocabulary].float().log_softmax(-1).topk(count)
             return top.values, top.indices.to(torch.int32)
 
-        def compute(prompts: Rows, responses: Rows) -> list[Told]:
+        def compute(prompts: Rows, responses: Rows) -> Callable[[], list[Told]]:
             packed = pack(prompts, responses, device=self._device)
             ends = np.cumsum([len(response) for response in responses])[:-1]
             found = over_logits(self._model, packed, of_logits)
-            rows = [np.split(each.cpu().numpy(), ends) for each in found]
-            return list(zip(*rows, strict=True))
+            return lambda: list(
+                zip(*(np.split(each.cpu().numpy(), ends) for each in found), strict=True)
+            )
 
         return self._in_batches(sequences, compute)
 
@@ -233,8 +244,8 @@ class RewardModel(TorchModel):
         scores = iter(self._in_batches(with_tokens, self._scores_of))
         return [next(scores) if len(prompt) else float("nan") for prompt, _ in sequences]
 
-    def _scores_of(self, prompts: Rows, responses: Rows) -> list[float]:
-        return sequence_scores(self._model, prompts, responses).tolist()
+    def _scores_of(self, prompts: Rows, responses: Rows) -> Callable[[], list[float]]:
+        return sequence_scores(self._model, prompts, responses).tolist
 
 
 def sequence_ids(tokenizer: Any | None, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:

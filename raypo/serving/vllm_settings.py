@@ -146,7 +146,7 @@ def engine_arguments(
         arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
-        arguments["enable_sleep_mode"] = section.sleep
+        arguments["enable_sleep_mode"] = section.sleeps
     has_gpu = device == "cuda" and torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
     arguments["max_num_seqs"] = engine_sequences(memory)  # the plan counts with as many

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         if "group" in getattr(item, "fixturenames", ()):
             return 3
-        if item.path.stem in ("test_packed_attention", "test_gpu_parts"):
+        if item.path.stem in ("test_packed_attention", "test_gpu_parts", "test_compiled_log_probs"):
             return 1
         return 0 if "unit" in item.path.parts else 2
 

@@ -53,6 +53,7 @@ def parsed(**changes: object) -> DistillationConfig:
             {
                 "data": {"prompts": "p", "response_key": "text", "max_response_tokens": 9000},
                 "distillation": {"on_policy_fraction": 0.0},
+                "learner": {"max_tokens_per_microbatch": 4096},
             },
             "max_tokens_per_microbatch to at least 9256",
         ),

@@ -124,7 +124,11 @@ def test_an_episode_is_not_overlong_by_what_the_policy_samples_alone(player):
 
 
 def test_an_episode_must_fit_a_microbatch():
-    keys = {"rollout__environment": "guess.py:Guess", "rollout__max_episode_tokens": 100_000}
+    keys = {
+        "rollout__environment": "guess.py:Guess",
+        "rollout__max_episode_tokens": 100_000,
+        "learner__max_tokens_per_microbatch": 4096,
+    }
     assert "data.max_prompt_tokens + rollout.max_episode_tokens" in refused(**keys)
 
 

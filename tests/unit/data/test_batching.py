@@ -16,7 +16,20 @@ def test_a_prompt_of_too_many_rows_is_cut_and_paid_for_in_each_pack() -> None:
     assert batches_by_tokens("aaaa", [3, 3, 3, 3], [2, 2, 2, 2], 7) == [[0, 1], [2, 3]]
 
 
-def test_prompts_with_most_tokens_come_first() -> None:
+def test_the_rests_of_prompts_that_are_cut_share_packs() -> None:
+    prompts, samples, budget = 32, 8, 4096
+    rows = [prompt for prompt in range(prompts) for _ in range(samples)]
+    packs = batches_by_tokens(rows, [256] * len(rows), [512] * len(rows), budget)
+    # 7 responses fill a pack: (4096 - 256) // 512. Of the 32 left over, with prompts, 5 do.
+    assert sorted(map(len, packs), reverse=True) == [7] * 32 + [5] * 6 + [2]
+
+
+def test_a_small_prompt_fills_what_a_large_one_leaves() -> None:
+    # First fit of 60, 50, 40 and 30 tokens; without looking back there would be three packs.
+    assert batches_by_tokens("abcd", [10] * 4, [50, 40, 30, 20], 90) == [[0, 3], [1, 2]]
+
+
+def test_packs_with_most_tokens_come_first() -> None:
     assert batches_by_tokens("abc", [1, 1, 1], [2, 4, 3], 5) == [[1], [2], [0]]
 
 

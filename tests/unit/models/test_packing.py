@@ -281,10 +281,7 @@ def test_each_prompt_is_read_once_and_last_tokens_not_at_all() -> None:
 
 def test_answers_return_to_their_places() -> None:
     packed = pack(*rows())
-    lengths = torch.tensor([len(response) for response in RESPONSES])
-    assert torch.equal(packed.mask.sum(1), lengths)
-
-    answers = torch.arange(1.0, 1.0 + int(lengths.sum()))
+    answers = torch.arange(1.0, 1.0 + sum(map(len, RESPONSES)))
     square = packed.unpacked(answers)
 
     assert square.shape == (6, 6)
@@ -329,12 +326,12 @@ def test_a_row_without_a_response_has_no_answer() -> None:
 
     assert packed.input_ids.tolist() == [[3, 4]]
     assert packed.states.tolist() == [0, 1]
-    assert packed.mask.tolist() == [[False, False], [True, True]]
+    assert packed.unpacked(torch.tensor([1.0, 2.0])).tolist() == [[0.0, 0.0], [1.0, 2.0]]
 
 
 def test_ids_on_the_cpu_are_packed_for_the_device_of_the_model():
     ids = torch.tensor([[5, 6]])
     mask = torch.ones_like(ids, dtype=torch.bool)
     packed = pack_padded(ids, mask, ids, mask, device=torch.device("meta"))
-    placed = (packed.input_ids, packed.position_ids, packed.states, packed.mask)
+    placed = (packed.input_ids, packed.position_ids, packed.states, packed.places)
     assert {each.device.type for each in (*placed, packed.response_ids)} == {"meta"}

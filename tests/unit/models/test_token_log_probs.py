@@ -247,3 +247,19 @@ def test_a_head_is_looked_at_when_its_weight_has_been_gathered(model) -> None:
         assert torch.equal(over_logits(sharded, packed, largest)[0], expected[0][0])
         again, _ = response_log_probs(sharded, *padded(), temperature=1.0)
     assert torch.equal(again, expected[1][0])
+
+
+def test_a_token_that_cannot_be_sampled_has_no_gradient_however_much_the_entropy_weighs() -> None:
+    logits = torch.tensor([[1.0, 2.0, -torch.inf]], requires_grad=True)
+    log_probs, entropy = token_log_probs(
+        logits, torch.tensor([0]), temperature=1.0, with_entropy=True
+    )
+    assert entropy is not None
+    (gradient,) = torch.autograd.grad((log_probs + 1000.0 * entropy).sum(), logits)
+
+    alone = logits.detach()[:, :2].requires_grad_()
+    log_p = alone.log_softmax(-1)
+    total = log_p[0, 0] - 1000.0 * (log_p.exp() * log_p).sum()
+    (wanted,) = torch.autograd.grad(total, alone)
+    torch.testing.assert_close(gradient[:, :2], wanted, atol=1e-3, rtol=0)
+    assert gradient[0, 2] == 0.0

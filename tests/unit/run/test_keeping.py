@@ -16,8 +16,9 @@ from tests.unit.run.test_rejection_sampling import SAMPLES
 def test_samples_of_an_update_that_fails_are_written():
     written: list[tuple[int, list[dict[str, Any]]]] = []
     run: Any = SimpleNamespace(
-        _write_rollouts=lambda step, rows: written.append((step, rows)),
+        _write_rollouts=lambda step, rows, workers: written.append((step, rows())),
         roles=Roles.shared(Workers()),
+        workers=Workers(),
     )
     with PPORun.keeping(run, 3, SAMPLES):
         pass

@@ -1,0 +1,179 @@
+"""What `auto` becomes on GPUs: whether models take turns, and the tokens of a micro-batch."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raypo.collectives import Workers
+from raypo.config import PPOConfig
+from raypo.plan.fit import SIDE_BY_SIDE, Plan, decided_for_gpus, make_plan
+from raypo.plan.hardware import GB, parse_cluster
+from raypo.run.setup import Shared, decided_together
+from raypo.run.shared_services import of_shared
+from tests.unit.learner.plain import on_workers
+from tests.unit.plan.test_plan import LLAMA_1B, LLAMA_8B
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    for name, config in (("8b", LLAMA_8B), ("1b", LLAMA_1B)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return {
+        "name": "run",
+        "model": {"policy": str(tmp_path / "1b"), "dtype": "bfloat16"},
+        "data": {"prompts": "prompts.jsonl", "max_prompt_tokens": 512},
+        "ppo": {"preset": "grpo"},
+        "rollout": {"prompts_per_step": 64, "max_new_tokens": 512, "samples_per_prompt": 4},
+        "learner": {"num_workers": 2},
+    }
+
+
+def plan(values: dict[str, Any], cluster: str, **keys: Any) -> Plan:
+    return make_plan(PPOConfig.parse(with_keys(values, keys)), parse_cluster(cluster))
+
+
+def with_keys(values: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    made = json.loads(json.dumps(values))
+    for key, value in keys.items():
+        *sections, name = key.split("__")
+        section = made
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[name] = value
+    return made
+
+
+def choice(plan: Plan) -> tuple[bool, int]:
+    config = plan.config
+    assert isinstance(config, PPOConfig)
+    return config.rollout.engine.sleeps, config.learner.microbatch_tokens
+
+
+def fullest(plan: Plan) -> float:
+    return max(load.needed / (load.available or 1) for load in plan.loads if load.is_gpu)
+
+
+def test_what_fits_side_by_side_stays_and_has_large_microbatches(values):
+    made = plan(values, "2xGPU180G")
+    assert choice(made) == (False, 16384)
+    assert fullest(made) <= SIDE_BY_SIDE
+    sleep = next(each for each in made.decisions if each.startswith("rollout.engine.sleep"))
+    assert "false, all models fit side by side" in sleep
+    assert "of 180 GB" in sleep
+    assert set(made.decisions) <= set(made.notes), "`raypo plan` prints them"
+
+
+def test_less_memory_first_takes_tokens_and_then_turns(values):
+    seen = [choice(plan(values, f"2xGPU{gb}G")) for gb in range(180, 20, -10)]
+    order = [
+        (False, 16384),
+        (False, 8192),
+        (False, 4096),
+        (True, 16384),
+        (True, 8192),
+        (True, 4096),
+    ]
+    ranks = [order.index(each) for each in seen]
+    assert ranks == sorted(ranks)
+    assert len({*ranks}) >= 4
+
+
+def test_a_better_choice_would_fill_a_gpu_too_far(values):
+    for gb in (50, 60, 80, 100):
+        made = plan(values, f"2xGPU{gb}G")
+        sleeps, tokens = choice(made)
+        assert fullest(made) <= SIDE_BY_SIDE
+        better = [(False, tokens * 2)] if not sleeps else [(False, 4096)]
+        for sleep, count in better:
+            if count <= 16384:
+                keys = {
+                    "rollout__engine__sleep": sleep,
+                    "learner__max_tokens_per_microbatch": count,
+                }
+                assert fullest(plan(values, f"2xGPU{gb}G", **keys)) > SIDE_BY_SIDE
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_what_is_set_wins(values, sleep):
+    keys = {"rollout__engine__sleep": sleep, "learner__max_tokens_per_microbatch": 1111}
+    for cluster in ("2xGPU180G", "2xGPU24G"):
+        made = plan(values, cluster, **keys)
+        assert choice(made) == (sleep, 1111)
+        assert made.decisions == ()
+
+
+def test_a_model_that_is_too_large_takes_turns_with_few_tokens_and_the_plan_says_it_is_too_large(
+    values, tmp_path
+):
+    made = plan(values, "2xGPU24G", model__policy=str(tmp_path / "8b"))
+    assert choice(made) == (True, 4096)
+    assert made.problems
+
+
+def test_without_knowledge_of_the_gpus_models_take_turns(values):
+    made = plan(values, "2xGPU180G")
+    unknown = parse_cluster("2xGPU180G")
+    nodes = [type(node)(node.name, gpus=2) for node in unknown]
+    assert choice(make_plan(PPOConfig.parse(values), nodes)) == (True, 4096)
+    assert choice(made) != (True, 4096)
+
+
+def test_on_cpus_nothing_is_decided(values):
+    made = plan(values, "8xCPU,64G", model__dtype="float32")
+    assert choice(made) == (False, 4096)
+    assert made.config.learner.max_tokens_per_microbatch == "auto"
+    assert made.decisions == ()
+
+
+def test_engines_with_gpus_of_their_own_stay_awake(values):
+    made = plan(values, "8xGPU80G", placement__mode="dedicated")
+    assert not choice(made)[0]
+    assert not [each for each in made.decisions if "sleep" in each]
+
+
+@pytest.mark.parametrize("gb", [180, 80, 40])
+@pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD"])
+def test_workers_decide_as_the_plan_does_and_change_nothing_else(values, gb, strategy):
+    values["placement"] = {"strategy": strategy}
+    config = PPOConfig.parse(values)
+    made = decided_for_gpus(config, gb * GB)
+    planned = make_plan(config, parse_cluster(f"1xGPU{gb}G,2"))
+    assert choice(made) == choice(planned)
+    assert made.config.differences(config) == planned.config.differences(config)
+    assert len(made.config.differences(config)) == 2
+
+
+def test_all_workers_decide_by_the_smallest_gpu(values):
+    config, told = PPOConfig.parse(values), list[str]()
+
+    def decide(workers: Workers) -> Any:
+        size = (180 - 140 * workers.rank) * GB
+        return decided_together(config, workers, gpu_bytes=size, tell=told.append)
+
+    first, second = on_workers(2, decide)
+    assert first == second == decided_for_gpus(config, 40 * GB).config
+    assert len(told) == 2
+
+
+def test_a_model_that_no_plan_can_read_is_taken_to_need_all_memory(values, tmp_path):
+    values["model"]["policy"] = str(tmp_path / "nothing")
+    told: list[str] = []
+    config = PPOConfig.parse(values)
+    made = decided_together(config, Workers(), gpu_bytes=180 * GB, tell=told.append)
+    assert (made.rollout.engine.sleep, made.learner.max_tokens_per_microbatch) == (True, 4096)
+    assert len(told) == 1
+
+
+def test_what_a_sweep_shares_does_for_trials_that_have_decided(values):
+    config = PPOConfig.parse(values)
+    handle: Any = SimpleNamespace(is_lost=lambda: False)
+    shared = Shared(config, handles={"reference": handle})
+    decided = decided_for_gpus(config, 180 * GB).config
+    assert isinstance(decided, PPOConfig)
+    assert of_shared(shared, decided, "trial", Workers()) == {"reference": handle}
+    other = PPOConfig.parse(with_keys(values, {"rollout__temperature": 0.5}))
+    assert of_shared(shared, other, "trial", Workers()) == {}
