@@ -1,13 +1,12 @@
 """What vLLM makes of the arguments that raypo gives an engine on GPUs; a process of its own.
 
-Args: a folder of models, by the name of their architecture. Prints one line of JSON.
+Args: a model's folder. Prints one line of JSON.
 """
 
 import json
 import sys
 from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -77,7 +76,7 @@ def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
         "memory": config.cache_config.gpu_memory_utilization,
         "rank": config.lora_config and config.lora_config.max_lora_rank,
         "adapters": config.lora_config and config.lora_config.max_loras,
-        "targets": config.lora_config and sorted(config.lora_config.target_modules),
+        "targets": config.lora_config and sorted(config.lora_config.target_modules or ()),
     }
 
 
@@ -97,13 +96,13 @@ def main() -> None:
             vllm_settings, "check_version"
         ),  # newer ones are tried before they are allowed
     ):
-        for folder in sorted(Path(sys.argv[1]).iterdir()):
-            for dtype in ("bfloat16", "float32"):
-                given = engines(str(folder), dtype)
-                given["frozen"] = frozen(str(folder), dtype, 1)
-                given["frozen on two GPUs"] = frozen(str(folder), dtype, 2)
-                for name, arguments in given.items():
-                    told["engines"][f"{folder.name} {dtype} {name}"] = resolved(arguments)
+        model = sys.argv[1]
+        for dtype in ("bfloat16", "float32"):
+            given = engines(model, dtype)
+            given["frozen"] = frozen(model, dtype, 1)
+            given["frozen on two GPUs"] = frozen(model, dtype, 2)
+            for name, arguments in given.items():
+                told["engines"][f"{dtype} {name}"] = resolved(arguments)
     told["has_cuda_context"] = torch.cuda.is_initialized()
     print(json.dumps(told))
 
