@@ -156,7 +156,7 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
         arguments["enable_sleep_mode"] = section.sleep
     has_gpu = device == "cuda" and torch.cuda.is_available()
-    memory = device_memory() if has_gpu else None
+    memory = device_memory(section.extra) if has_gpu else None
     arguments["max_num_seqs"] = engine_sequences(memory)  # the plan counts with as many
     if section.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
@@ -172,13 +172,16 @@ def engine_arguments(
     return arguments
 
 
-def device_memory() -> int:
+def device_memory(extra: dict[str, Any]) -> int:
     """Return the bytes of this process's first GPU, as vLLM reads them from NVML.
 
     torch would create a CUDA context for the answer. With tensor parallelism this process needs
     none: it costs 0.5 GB of the first GPU, and forbids vLLM to fork its workers.
+
+    Args:
+        extra: `rollout.engine.extra`. vLLM is imported here, so its environment has to be set.
     """
-    prepare_environment(eager=False)
+    prepare_environment(eager=extra.get("enforce_eager", False))
     import_vllm()
     from vllm.platforms import current_platform
 
