@@ -92,9 +92,7 @@ def main() -> None:
     with (
         patch.object(torch.cuda, "is_available", return_value=True),  # has no devices to use
         patch("vllm.config.vllm.HAS_TRITON", True),  # it looks for a driver
-        patch.object(
-            vllm_settings, "check_version"
-        ),  # newer ones are tried before they are allowed
+        patch.object(vllm_settings, "check_version"),  # to try one before it is allowed
     ):
         model = sys.argv[1]
         for dtype in ("bfloat16", "float32"):
