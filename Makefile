@@ -2,7 +2,7 @@
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test check gpu bench docs fix clean
+.PHONY: help setup demo lint test oldest check gpu bench docs fix clean
 
 help: ## What can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
@@ -22,6 +22,9 @@ lint: setup ## Lint, format, types, floors; a minute on two slow cores
 test: setup ## Unit and integration tests
 	python -m pytest tests/unit -n auto
 	python -m pytest tests/integration -m integration --durations=20
+
+oldest: ## The engine's tests with the oldest supported vLLM, torch and transformers, in .venv-oldest
+	scripts/oldest.sh
 
 check: lint ## What is to be seen within minutes: lint and unit tests
 	python -m pytest tests/unit -n auto

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Rewrites constraints.txt and constraints-gpu.txt from what is installed in .venv (a tested CPU set).
+# Rewrites constraints.txt, constraints-gpu.txt and constraints-oldest.txt from what is installed in
+# .venv (a tested CPU set).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=.venv/bin/uv
@@ -31,3 +32,13 @@ echo 'cuda-python>=13' >>"$installed.gpu"
 resolve gpu --constraint "$installed.gpu" |
     write constraints-gpu.txt "The CUDA set: the CPU set with CUDA builds. Resolved, not tested."
 rm -f "$installed.gpu"
+
+# uv keeps the versions that stand in its output file, as far as the oldest set allows.
+cp constraints.txt "$installed.oldest"
+UV_FIND_LINKS=$links resolve cpu --override scripts/overrides-cpu.txt \
+    --override scripts/overrides-oldest.txt --output-file "$installed.oldest" >/dev/null
+{
+    sed 's/+[a-z0-9.]*$//' "$installed.oldest" | grep -vE '^(nvidia|cuda)-' # where torch is CUDA's
+    grep '^uv==' "$installed"
+} | write constraints-oldest.txt "The oldest supported set on CPU: scripts/oldest.sh."
+rm -f "$installed.oldest"

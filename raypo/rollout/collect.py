@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -64,6 +64,8 @@ class Sampling:
     top_p: float
     stop_token_ids: tuple[int, ...]
     seed: int
+    seeds: Literal["request", "engine"] = "request"
+    """As `rollout.engine.seeds`."""
     stream: int = 0
     """Keeps the seeds of training and evaluation apart."""
     adapter: str | None = None
@@ -102,6 +104,7 @@ class Sampling:
             stop=section.stop,
             stop_token_ids=stop_token_ids,
             seed=seed,
+            seeds=section.engine.seeds,
             adapter=adapter,
             priority=priority,
             owner=owner,
@@ -128,7 +131,7 @@ def sample(
 
     Every response has a seed of its own, made from the run's seed, its draw and its number, so
     that it does not depend on the batch or the worker that it is sampled in, nor on an engine that
-    was lost meanwhile.
+    was lost meanwhile (unless `rollout.engine.seeds` is engine).
 
     Args:
         push_again: Given: all workers call this together, and where one of them is left without
@@ -198,7 +201,8 @@ class _Groups:
 
 
 def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0) -> SamplingRequest:
-    """What an engine is asked for one sample of a draw; of an episode, for a turn of it."""
+    """Return the request for one sample of a draw; of an episode, for a turn of it."""
+    has_seed = sampling.seeds == "request"
     return SamplingRequest(
         prompt_ids=draw.prompt.token_ids,
         max_new_tokens=sampling.max_new_tokens,
@@ -207,7 +211,7 @@ def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0)
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop=sampling.stop,
-        seed=request_seed(sampling, draw.group_index, sample_index, turn),
+        seed=request_seed(sampling, draw.group_index, sample_index, turn) if has_seed else None,
         stop_token_ids=sampling.stop_token_ids,
         adapter=sampling.adapter,
         id=sampling.owner,

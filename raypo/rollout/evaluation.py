@@ -97,7 +97,7 @@ def evaluate_policy(
 
 
 def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:
-    """The sampling of training, changed by what `eval` sets."""
+    """Return the sampling of training, changed by what `eval` sets."""
     temperature = section.temperature
     whole: dict[str, Any] = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
     return replace(
@@ -105,6 +105,7 @@ def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:
         **(whole if temperature == 0.0 else {}),
         samples_per_prompt=section.samples_per_prompt,
         temperature=sampling.temperature if temperature is None else temperature,
+        seeds="request",  # evaluations of a run are compared with each other
         stream=EVALUATION_STREAM,
         priority=PRIORITY,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -56,6 +57,11 @@ def _refuse_a_second() -> None:
         )
 
 
+def _engine_seed() -> int:
+    """Return a random seed: with a common one, all engines of a run would sample the same."""
+    return int.from_bytes(os.urandom(4)) >> 1
+
+
 def _between_steps(
     method: Callable[Concatenate[Engine, P], T],
 ) -> Callable[Concatenate[Engine, P], T]:
@@ -102,7 +108,8 @@ class Engine:
             section: KV cache, prefix caching, how many may wait, and further vLLM arguments.
             dtype: float32 or bfloat16.
             max_model_len: Most tokens of prompt and response together.
-            seed: Of vLLM itself; requests bring seeds of their own.
+            seed: Of vLLM itself, which dummy weights come from; requests bring their own seeds.
+                Not used where `section.seeds` is engine: see `_engine_seed`.
             num_threads: Threads of this process's tensor operations; None: as they are.
             device: None: cuda where there is one.
             lora: Of adapters that come by `load_adapter`; None: there are none.
@@ -137,7 +144,7 @@ class Engine:
             section,
             dtype=dtype,
             max_model_len=max_model_len,
-            seed=seed,
+            seed=_engine_seed() if section.seeds == "engine" else seed,
             device=device,
             reads_text=reads_text,
             probes=probes,

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """One response to one prompt, with a seed of its own: the batch it rides in does not matter."""
+    """One response to one prompt; with a seed of its own it does not depend on its batch."""
 
     prompt_ids: np.ndarray  # int32 [P]
     max_new_tokens: int
@@ -19,7 +19,8 @@ class SamplingRequest:
     top_k: int | None = None
     """None: all tokens."""
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = 0
+    """None: the engine's own random state."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of them ends the response and is its last token."""
     stop: tuple[str, ...] = ()

@@ -152,49 +152,48 @@ class VllmReference(VllmModel):
         )
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
-        """float32 [T] for each rollout, in the order given, at temperature 1."""
+        """Return float32 [T] for each rollout, in the order given, at temperature 1."""
         sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
-        return [
-            np.array(
-                [at[token].logprob for token, at in zip(response.tolist(), told, strict=True)],
-                dtype=np.float32,
-            )
-            for (_, response), told in zip(sequences, self._told(sequences, 0), strict=True)
-        ]
+        return [log_probs[:, 0] for log_probs, _ in self._at_responses(sequences, 0)]
 
     def top_log_probs(self, sequences: Sequence[Ids], count: int, vocabulary: int) -> list[Told]:
         """Answer as `ReferenceModel.top_log_probs` does; ids beyond the vocabulary never occur."""
-        answers: list[Told] = []
-        for told in self._told(sequences, count):
-            rows = [sorted(at.items(), key=lambda each: each[1].rank)[:count] for at in told]
-            log_probs = [[each.logprob for _, each in row] for row in rows]
-            ids = [[token for token, _ in row] for row in rows]
-            assert all(token < vocabulary for row in ids for token in row)
-            shape = len(rows), count
-            answers.append(
-                (
-                    np.array(log_probs, np.float32).reshape(shape),
-                    np.array(ids, np.int32).reshape(shape),
-                )
-            )
+        answers = [
+            (log_probs[:, 1:], ids[:, 1:])  # vLLM puts the token itself before the likeliest
+            for log_probs, ids in self._at_responses(sequences, count)
+        ]
+        assert all((ids < vocabulary).all() for _, ids in answers)
         return answers
 
-    def _told(self, sequences: Sequence[Ids], count: int) -> list[list[dict[int, Any]]]:
-        """What vLLM says in the place of each response token: of it, and of the likeliest."""
+    def _at_responses(self, sequences: Sequence[Ids], count: int) -> list[Told]:
+        """Return log-probs and ids, [T, 1 + count] each, at the tokens of each response.
+
+        The first column is the token itself, the others are the likeliest ones, best first.
+        """
         from vllm import SamplingParams
 
-        answers: list[list[dict[int, Any]]] = [[] for _ in sequences]
+        width = 1 + count
+        none = np.zeros((0, width), np.float32), np.zeros((0, width), np.int32)
+        answers: list[Told] = [none for _ in sequences]
         rows = [row for row, (_, response) in enumerate(sequences) if len(response)]
         if not rows:
             return answers
         parameters = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=count, detokenize=False
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=count,
+            flat_logprobs=True,
+            detokenize=False,
         )
         prompts = [self._prompt(np.concatenate(sequences[row])) for row in rows]
         with self._working():
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         for row, output in zip(rows, outputs, strict=True):
-            answers[row] = output.prompt_logprobs[-len(sequences[row][1]) :]
+            flat, length = output.prompt_logprobs, len(sequences[row][1])
+            answers[row] = (
+                np.array(flat.logprobs, np.float32).reshape(-1, width)[-length:],
+                np.array(flat.token_ids, np.int32).reshape(-1, width)[-length:],
+            )
         return answers
 
 

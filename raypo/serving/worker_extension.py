@@ -21,6 +21,8 @@ from raypo.weights.messages import BroadcastBucket, IpcBucket, Rendezvous
 from raypo.weights.transport import Ready
 
 PARENT_S = 1.0
+GREW = "Memory usage increased after sleeping"
+"""Assertion of vLLM's `Worker.sleep`."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
+    sleep: Any
     device: torch.device
     raypo_loaded: set[str]
     """Parameters that vLLM says it has loaded in this push."""
@@ -67,6 +70,28 @@ class WorkerExtension:
     def raypo_leave_no_shared_memory(self) -> None:
         """Take away the names of what this process shares with the other workers."""
         leave_no_shared_memory()
+
+    def raypo_share_device(self) -> None:
+        """Let `sleep` succeed where another process takes memory of the device meanwhile.
+
+        vLLM (0.23 to 0.33) asserts that the whole device has no less free memory than before, once
+        the worker has already given up its own: one assertion would end the engine.
+        """
+        alone = self.sleep
+
+        def sleep(level: int = 1) -> None:
+            try:
+                alone(level)
+            except AssertionError as error:
+                if GREW not in str(error):
+                    raise
+                logger.warning(
+                    "The engine sleeps, yet its GPU has less free memory than before: another "
+                    "process took some meanwhile. Where the next phase runs out of memory, give "
+                    "each run GPUs of its own, or lower rollout.engine.gpu_memory_fraction."
+                )
+
+        self.sleep = sleep  # vLLM calls its workers' methods by name
 
     def raypo_peak_memory(self) -> dict[str, float]:
         """The most memory that this process has held, in GB."""
@@ -121,6 +146,8 @@ class WorkerExtension:
         missing = sorted({_without_adapter(n) for n in _parameter_names(model)} - loaded)
         if missing:
             raise WeightError(f"vLLM did not load {summary(missing)}. Push every parameter.")
+        # vLLM 0.23 has no such method, in either model runner, and needs none: requests for an
+        # adapter are refused until it is pushed again, and that push overwrites all of it.
         reset = getattr(self.model_runner, "reset_lora_state", None)
         if reset is not None:
             reset()

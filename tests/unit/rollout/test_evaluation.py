@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from raypo.collectives import Workers
-from raypo.config import EvalSection
+from raypo.config import EngineSection, EvalSection
+from raypo.config.rollout_section import RolloutSection
 from raypo.data.stream import Draw
-from raypo.rollout.collect import request_of
-from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.collect import Sampling, request_of
+from raypo.rollout.evaluation import _of_evaluation, evaluate_policy
 from raypo.types import Prompt, Rollout
 from tests.stand_ins import Engine, Lossy
 from tests.unit.test_known_bugs import ALIKE, SAMPLING
@@ -54,6 +56,19 @@ def test_scores_by_source_where_there_are_several():
         "eval/score_mean/b": 2.0,
     }
     assert by_source("a", "a", "a") == {}, "it would be eval/score_mean once more"
+
+
+def test_only_training_samples_may_take_the_engines_random_state():
+    def seed_of(seeds: Literal["request", "engine"], *, held_out: bool = False) -> int | None:
+        section = RolloutSection(engine=EngineSection(seeds=seeds))
+        sampling = Sampling.of(section, stop_token_ids=(), seed=7)
+        if held_out:
+            sampling = _of_evaluation(EvalSection(), sampling)
+        return request_of(Draw(0, PROMPTS[0]), 0, sampling).seed
+
+    assert seed_of("engine") is None
+    assert seed_of("request") is not None
+    assert seed_of("engine", held_out=True) == seed_of("request", held_out=True) is not None
 
 
 def test_an_evaluation_samples_once():

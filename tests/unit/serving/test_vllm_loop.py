@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from types import SimpleNamespace
@@ -35,6 +36,18 @@ class Pause(IntEnum):
     UNPAUSED, PAUSED_ALL = 0, 2
 
 
+@dataclass
+class FlatLogprobs:
+    """The fields of vLLM's class that are read; `test_vllm_sources` looks for them there."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def append(self, token: int, log_prob: float) -> None:
+        self.token_ids.append(token)
+        self.logprobs.append(log_prob)
+
+
 class Request:
     """Of the stand-in: its tokens are 0, 1, 2, ..., each with its number as its log-prob."""
 
@@ -45,12 +58,12 @@ class Request:
         self.detokenizer = SimpleNamespace(
             output_token_ids=self.ids, num_output_tokens=lambda: len(self.ids)
         )
-        self.logprobs_processor = SimpleNamespace(logprobs=[])
+        self.logprobs_processor = SimpleNamespace(logprobs=FlatLogprobs())
 
     def sample(self) -> None:
         number = len(self.ids)
         self.ids.append(number)
-        self.logprobs_processor.logprobs.append({number: SimpleNamespace(logprob=-number)})
+        self.logprobs_processor.logprobs.append(number, -number)
 
 
 class StandIn:
@@ -483,7 +496,7 @@ def test_a_start_that_fails_is_told() -> None:
     ],
 )
 def test_each_token_has_the_version_that_sampled_it(versions: list, by_token: list[int]) -> None:
-    log_probs = [{7: SimpleNamespace(logprob=-0.5)}] * 3
+    log_probs = FlatLogprobs([7] * 3, [-0.5] * 3)
     answer = completion_of([7, 7, 7], log_probs, "length", versions)
     assert versions_of(answer).tolist() == by_token
     assert answer.weight_version == by_token[0]
@@ -492,6 +505,6 @@ def test_each_token_has_the_version_that_sampled_it(versions: list, by_token: li
 
 
 def test_what_was_never_sampled_is_of_no_version() -> None:
-    answer = completion_of([], [], "timeout", [(0, 3)])
+    answer = completion_of([], None, "timeout", [(0, 3)])
     assert (answer.weight_version, answer.later_versions) == (-1, ())
     assert versions_of(answer).tolist() == answer.log_probs.tolist() == []

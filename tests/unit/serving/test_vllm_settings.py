@@ -105,6 +105,17 @@ def test_default_kv_cache_holds_one_sequence_at_least(tmp_path) -> None:
         assert default_cpu_kv_bytes(46_080, length) >= cpu_sequence_bytes(46_080, length)
 
 
+def test_vllm_is_told_not_to_look_for_flashinfers_sampler_unless_the_user_wants_it(
+    monkeypatch,
+) -> None:
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    prepare_environment(eager=False)
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    prepare_environment(eager=False)
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+
+
 def test_what_the_user_says_about_logging_stays(monkeypatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")

@@ -1,33 +1,38 @@
-"""What raypo asks of the inside of vLLM is in the installed sources; nothing is imported.
+"""Each name inside vLLM that raypo uses is in vLLM's sources, and takes the arguments it is given.
 
-Where a new version fails here, `serving/inside_vllm.py` and `serving/worker_extension.py` have to
-follow it; what vLLM promises (`vllm.LLM`, `SamplingParams`) is checked too, for it changes as well.
+Nothing is imported. Where a new version fails here, `serving/inside_vllm.py` and
+`serving/worker_extension.py` have to follow it; what vLLM promises (`vllm.LLM`, `SamplingParams`)
+is checked too, for it changes as well. The sources are those of the installed vLLM, or of the
+unpacked wheel that RAYPO_VLLM names (`scripts/gpu_build.sh`).
 """
 
 from __future__ import annotations
 
 import ast
+import os
 from functools import cache
 from importlib.util import find_spec
+from inspect import Parameter, Signature
 from pathlib import Path
 
 import pytest
 
+ATTRIBUTE = "="
 CLASSES: dict[str, dict[str, str]] = {
     "entrypoints/llm.py:LLM": {
-        "enqueue": "prompts, sampling_params, lora_request, priority, use_tqdm",
-        "generate": "prompts, sampling_params, use_tqdm",
-        "reset_prefix_cache": "reset_running_requests",
-        "collective_rpc": "method, args",
-        "sleep": "level",
-        "wake_up": "tags",
+        "enqueue": "prompts, params, lora_request=adapters, priority=priorities, use_tqdm=False",
+        "generate": "prompts, parameters, use_tqdm=False",
+        "reset_prefix_cache": "reset_running_requests=True",
+        "collective_rpc": "'raypo_answer', args=('raypo_begin_push',)",
+        "sleep": "level=2",
+        "wake_up": "tags=['weights']",
     },
     "entrypoints/pooling/offline.py:PoolingOfflineMixin": {
-        "encode": "prompts, pooling_params, use_tqdm, pooling_task"
+        "encode": "prompts, parameters, use_tqdm=False, pooling_task='classify'"
     },
     "v1/engine/llm_engine.py:LLMEngine": {
         "step": "",
-        "abort_request": "request_ids, internal",
+        "abort_request": "[name], internal=True",
         "has_unfinished_requests": "",
         "vllm_config": "=",
         "model_config": "=",
@@ -45,27 +50,42 @@ CLASSES: dict[str, dict[str, str]] = {
         "output_token_ids": "",
         "num_output_tokens": "",
     },
-    "v1/engine/logprobs.py:LogprobsProcessor": {"logprobs": "="},
+    "v1/engine/logprobs.py:LogprobsProcessor": {"logprobs": "=", "prompt_logprobs": "="},
+    "logprobs.py:FlatLogprobs": {"token_ids": "=", "logprobs": "="},
     "v1/engine/core_client.py:InprocClient": {"engine_core": "=", "shutdown": ""},
     "v1/engine/core.py:EngineCore": {"scheduler": "=", "batch_queue": "="},
     "v1/core/sched/scheduler.py:Scheduler": {
         "requests": "=",
         "kv_cache_manager": "=",
-        "set_pause_state": "pause_state",
-        "reset_prefix_cache": "reset_running_requests",
-        "_preempt_request": "request",
+        "set_pause_state": "state",
+        "reset_prefix_cache": "reset_running_requests=True",
     },
     "v1/core/sched/interface.py:PauseState": {"PAUSED_ALL": "=", "UNPAUSED": "="},
     "v1/core/kv_cache_manager.py:KVCacheManager": {"usage": ""},
     "v1/request.py:Request": {"num_preemptions": "="},
     "v1/executor/multiproc_executor.py:MultiprocExecutor": {"is_failed": "="},
     "v1/worker/worker_base.py:WorkerBase": {
-        "add_lora": "lora_request",
-        "remove_lora": "lora_id",
+        "add_lora": "request",
+        "remove_lora": "number",
+        "vllm_config": "=",
+        "device": "=",
     },
-    "v1/worker/gpu_worker.py:Worker": {"sleep": "level", "wake_up": "tags", "model_runner": "="},
+    "v1/worker/gpu_worker.py:Worker": {
+        "sleep": "level=2",
+        "wake_up": "tags=['kv_cache']",
+        "model_runner": "=",
+        "device": "=",
+    },
     "v1/worker/gpu_model_runner.py:GPUModelRunner": {"get_model": ""},
-    "v1/worker/lora_model_runner_mixin.py:LoRAModelRunnerMixin": {"reset_lora_state": ""},
+    "v1/worker/gpu/model_runner.py:GPUModelRunner": {"get_model": ""},
+    "model_executor/layers/vocab_parallel_embedding.py:ParallelLMHead": {},
+    "model_executor/layers/vocab_parallel_embedding.py:VocabParallelEmbedding": {
+        "quant_method": "="
+    },
+    "platforms/cuda.py:NvmlCudaPlatform": {"get_device_total_memory": ""},
+    "config/model.py:ModelConfig": {"enable_sleep_mode": "=", "get_vocab_size": ""},
+    "config/scheduler.py:SchedulerConfig": {"max_num_seqs": "="},
+    "config/parallel.py:ParallelConfig": {"world_size": "="},
     "lora/request.py:LoRARequest": {
         "lora_name": "=",
         "lora_int_id": "=",
@@ -82,51 +102,86 @@ CLASSES: dict[str, dict[str, str]] = {
     ),
     "sampling_params.py:SamplingParams": dict.fromkeys(
         (
-            *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
-            *("stop_token_ids", "stop", "ignore_eos", "logprobs", "prompt_logprobs", "detokenize"),
+            *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "detokenize"),
+            *("stop_token_ids", "stop", "ignore_eos", "logprobs", "prompt_logprobs"),
+            "flat_logprobs",
         ),
         "=",
     ),
 }
-"""By file and class, its methods with the parameters that are given to them, and its attributes."""
+"""By file and class: methods with the arguments that they are given, and attributes."""
 
 FUNCTIONS = {
     "model_executor/model_loader/reload/layerwise.py": {
         "initialize_layerwise_reload": "model",
-        "finalize_layerwise_reload": "*args",
+        "finalize_layerwise_reload": "model, model_config",
     },
     "config/vllm.py": {"set_current_vllm_config": "vllm_config"},
 }
 
 PASSAGES = {
-    "v1/core/sched/scheduler.py": [
-        "request.num_preemptions += 1",  # in _preempt_request, which reset_prefix_cache calls
-        "self._preempt_request(request, timestamp, drop_stale_output=True)",
-    ],
+    # In _preempt_request, which reset_prefix_cache calls.
+    "v1/core/sched/scheduler.py": ["request.num_preemptions += 1", "self._preempt_request(request"],
     "entrypoints/common/offline.py": ["self.llm_engine.step()"],  # which VllmModel replaces
-    "entrypoints/pooling/offline.py": ["self.llm_engine.step()"],
-    "v1/worker/gpu_worker.py": ['tag="weights"', 'tag="kv_cache"'],
+    "entrypoints/pooling/offline.py": ["self.llm_engine.step()|self._run_engine("],
+    "v1/worker/gpu_worker.py": [
+        'tag="weights"',
+        'tag="kv_cache"',
+        'assert freed_bytes >= 0, "Memory usage increased after sleeping',
+    ],
+    "v1/executor/abstract.py": ['self.collective_rpc("sleep"'],  # by name: raypo_share_device
     "model_executor/model_loader/reload/__init__.py": [
         "initialize_layerwise_reload",
         "finalize_layerwise_reload",
     ],
     "model_executor/layers/utils.py": ["layer.cpu_linear ="],
     "inputs/engine.py": ["cache_salt"],
+    "envs.py": [
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_USE_FLASHINFER_SAMPLER",
+        "VLLM_USE_V2_MODEL_RUNNER",
+    ],
 }
-"""By file, words that must stand in it."""
+"""By file, words that must stand in it; alternatives are divided by |."""
+
+IN_0_23 = {
+    "entrypoints/pooling/offline.py:PoolingOfflineMixin": "entrypoints/llm.py:LLM",
+    "entrypoints/common/offline.py": "entrypoints/offline_utils.py",
+}
+"""Where the same stood in 0.23."""
+MIXIN = "v1/worker/lora_model_runner_mixin.py:LoRAModelRunnerMixin"
 
 
 @cache
-def source(file: str) -> str:
+def root() -> Path:
+    if "RAYPO_VLLM" in os.environ:
+        return Path(os.environ["RAYPO_VLLM"], "vllm")
     spec = find_spec("vllm")
     assert spec is not None
     assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0], file).read_text()
+    return Path(spec.submodule_search_locations[0])
+
+
+def place_of(name: str) -> str:
+    """A file or class where this version has it."""
+    is_there = (root() / name.partition(":")[0]).is_file()
+    is_there = is_there and (":" not in name or name.partition(":")[2] in classes(name))
+    return name if is_there else IN_0_23.get(name, name)
+
+
+def source(file: str) -> str:
+    return (root() / file).read_text()
 
 
 @cache
 def tree(file: str) -> ast.Module:
     return ast.parse(source(file))
+
+
+def classes(place: str) -> dict[str, ast.ClassDef]:
+    body = tree(place.partition(":")[0]).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
 
 
 def attributes(cls: ast.ClassDef) -> set[str]:
@@ -144,46 +199,101 @@ def attributes(cls: ast.ClassDef) -> set[str]:
     return names
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+def signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
     given = function.args
-    rest = f"*{given.vararg.arg}" if given.vararg else ""
-    return {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)} | {rest}
+    named = [(each, Parameter.POSITIONAL_ONLY) for each in given.posonlyargs]
+    named += [(each, Parameter.POSITIONAL_OR_KEYWORD) for each in given.args]
+    defaults = [Parameter.empty] * (len(named) - len(given.defaults)) + [None] * len(given.defaults)
+    parameters = [
+        Parameter(each.arg, kind, default=default)
+        for (each, kind), default in zip(named, defaults, strict=True)
+    ]
+    if given.vararg:
+        parameters.append(Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL))
+    parameters += [
+        Parameter(
+            each.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None
+        )
+        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    if given.kwarg:
+        parameters.append(Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD))
+    return Signature(parameters)
 
 
-def functions(body: list[ast.stmt]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+def functions(body: list[ast.stmt]) -> dict[str, Signature]:
+    found: dict[str, Signature] = {}
     for node in body:  # of several overloads the last one is it
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found[node.name] = parameters(node)
+            found[node.name] = signature(node)
     return found
 
 
-def wanted(names: str) -> set[str]:
-    return set(filter(None, names.split(", ")))
+def assert_takes(function: Signature | None, arguments: str, place: str, *first: str) -> None:
+    """That a call with these arguments, as Python writes them, fits."""
+    assert function is not None, f"{place}() is gone"
+    call = ast.parse(f"call({arguments})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    try:
+        function.bind(*first, *call.args, **{str(each.arg): None for each in call.keywords})
+    except TypeError as error:
+        raise AssertionError(f"{place}{function} does not take ({arguments}): {error}") from None
 
 
 @pytest.mark.parametrize("place", CLASSES)
 def test_a_class_has_what_is_asked_of_it(place: str):
-    file, _, name = place.partition(":")
-    classes = {node.name: node for node in tree(file).body if isinstance(node, ast.ClassDef)}
-    assert name in classes, f"{place} is gone"
-    methods, assigned = functions(classes[name].body), attributes(classes[name])
-    for member, given in CLASSES[place].items():
-        if given == "=":
+    members, place = CLASSES[place], place_of(place)
+    name = place.partition(":")[2]
+    assert name in classes(place), f"{place} is gone"
+    cls = classes(place)[name]
+    methods, assigned = functions(cls.body), attributes(cls)
+    for member, arguments in members.items():
+        if arguments == ATTRIBUTE:
             assert member in assigned, f"{place}.{member} is gone"
-            continue
-        assert member in methods, f"{place}.{member}() is gone"
-        assert wanted(given) <= methods[member], f"{place}.{member}() takes other arguments"
+        else:
+            assert_takes(methods.get(member), arguments, f"{place}.{member}", "self")
 
 
 @pytest.mark.parametrize("file", FUNCTIONS)
-def test_functions_are_there(file: str):
+def test_functions_take_what_they_are_given(file: str):
     there = functions(tree(file).body)
-    for name, given in FUNCTIONS[file].items():
-        assert wanted(given) <= there.get(name, set()), f"{file}:{name} takes other arguments"
+    for name, arguments in FUNCTIONS[file].items():
+        assert_takes(there.get(name), arguments, f"{file}:{name}")
 
 
 @pytest.mark.parametrize("file", PASSAGES)
 def test_words_that_are_counted_on_stand_where_they_did(file: str):
-    for passage in PASSAGES[file]:
-        assert passage in source(file), f"{file} has no {passage!r} any more"
+    passages, file = PASSAGES[file], place_of(file)
+    for passage in passages:
+        is_there = any(each in source(file) for each in passage.split("|"))
+        assert is_there, f"{file} has no {passage!r} any more"
+
+
+@pytest.mark.parametrize("file", ["v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"])
+def test_new_base_weights_leave_no_adapter_behind_in_either_model_runner(file: str):
+    """vLLM forgets adapters itself; or, as in 0.23, a push in place writes over what is there."""
+    bases = {
+        each.id for each in classes(file)["GPUModelRunner"].bases if isinstance(each, ast.Name)
+    }
+    assert "LoRAModelRunnerMixin" in bases
+    mixin = classes(MIXIN)["LoRAModelRunnerMixin"]
+    if "reset_lora_state" in functions(mixin.body):
+        assert_takes(functions(mixin.body)["reset_lora_state"], "", MIXIN, "self")
+        return
+    manager = source("lora/worker_manager.py")
+    in_place = manager.index("or lora_request.load_inplace")
+    removed = manager.index("self._adapter_manager.remove_adapter(lora.id)")
+    added = manager.index("self._adapter_manager.add_adapter(lora)", removed)
+    assert (
+        in_place < removed < added < manager.index("self._adapter_manager.activate_adapter", added)
+    )
+
+
+def test_a_signature_is_read_as_python_reads_it():
+    source = "def f(self, a, b=1, *, c, d=2): ...\ndef g(self, *args, **more): ..."
+    f, g = functions(ast.parse(source).body).values()
+    assert_takes(f, "1, c=2", "f", "self")
+    assert_takes(g, "1, 2, x=3", "g", "self")
+    for wrong in ("1", "c=2", "1, 2, 3, c=4", "1, c=2, e=3"):
+        with pytest.raises(AssertionError, match="does not take"):
+            assert_takes(f, wrong, "f", "self")
