@@ -323,7 +323,9 @@ def _reward(policy: str) -> Iterator[str]:
 
     from tests.tiny import tiny_tokenizer
 
-    config = Qwen2Config.from_pretrained(policy, num_labels=1, num_hidden_layers=2)
+    # transformers 5.17 keeps the list of the policy's layer types, and refuses to save it so.
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    config = Qwen2Config.from_pretrained(policy, num_labels=1, **layers)
     with tempfile.TemporaryDirectory() as folder:
         tiny_tokenizer(folder)
         model: Any = Qwen2ForSequenceClassification(config)
