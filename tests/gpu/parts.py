@@ -287,7 +287,9 @@ def engine(
     found, gaps = _engine(dtype, kind=kind, layers=layers, device=device)
     wrong = {name: value for name, value in gaps.items() if not value < GAP}
     assert not wrong, f"other weights than the learner's: {wrong}"
-    assert found["keep_after_the_push"] > GAP, f"nothing was sampled after the push: {found}"
+    # The old weights have to be told from the new ones by more than rounding.
+    told_apart = found["keep_after_the_push"] > 3 * gaps["keep_old_tokens"]
+    assert told_apart, f"nothing was sampled after the push: {found}"
     return found
 
 
@@ -364,7 +366,7 @@ def run(dtype: str = "bfloat16", *, layers: int = 24, device: str = "cuda") -> F
         folder = Path(policy).parent
         config = _write_run(folder, policy, reward, dtype=dtype, use_gpu=device == "cuda")
         metrics = folder / "runs" / "acceptance"
-        with _most_of_the_gpu(device) as peak:
+        with most_of_the_gpu(device) as peak:
             _kill_after(KILLED_AFTER, metrics, _train(config))
             note(measured_s=_middle(read_metrics(metrics)))
             again = _train(config)
@@ -767,7 +769,7 @@ def _check_steps(run: Path, count: int) -> None:
 
 
 @contextmanager
-def _most_of_the_gpu(device: str) -> Iterator[list[int]]:
+def most_of_the_gpu(device: str) -> Iterator[list[int]]:
     """Yield a list with the most bytes that all processes together have held of the first GPU."""
     most, done = [0], Event()
 
