@@ -84,7 +84,8 @@ def default_run(*, device: str = "cuda") -> Figures:
         begin = time.perf_counter()
         killed = _train("grpo.yaml", cwd=folder)
         _kill_after(2, run, killed)
-        first = read_metrics(run)[0]
+        first, *rest = read_metrics(run)
+        assert len(rest) == 1, "the run had finished before it was killed"
         note(until_killed_s=time.perf_counter() - begin, first_step_s=first["time/step_s"])
         begin = time.perf_counter()
         resumed = _train("grpo.yaml", cwd=folder)
@@ -375,20 +376,15 @@ def run(dtype: str = "bfloat16", *, layers: int = 24, device: str = "cuda") -> F
         plan = make_plan(PPOConfig.load(config), this_machine())
         note(measured_s=_middle(rows))
         planned = {role.name: role.memory.peak / 1e9 for role in plan.roles}
-        over = {}
         for name, most in planned.items():
             key = f"perf/{'gpu_memory' if device == 'cuda' else 'memory'}_{name}_gb"
             if held := [row[key] for row in rows if key in row]:
                 note(**{f"{name}_gb": f"{max(held):.3g} of {most:.3g}"})
-                if max(held) > OVER_PLAN * most:
-                    over[name] = max(held)
         if device == "cuda":
             rates = Rates.of(plan)
             note(**({"planned_s": step_time(plan, rates).seconds} if rates else {}))
         assert again.returncode == 0, output[-3000:]
         _check_steps(metrics, STEPS)
-    if device == "cuda":
-        assert not over, f"more memory than planned: {over}"
     if device == "cuda" and SIDE_BY_SIDE not in os.environ:
         found = note(planned_gb=plan.loads[0].needed / 1e9, measured_gb=peak[0] / 1e9)
         assert found["measured_gb"] < OVER_PLAN * found["planned_gb"], found
