@@ -299,6 +299,13 @@ class Bench:
 
     def raypo(self, work: dict[str, Any], **sections: Any) -> dict[str, Any]:
         """A raypo run: the fastest step after the first."""
+        found, steps = self.raypo_run(work, **sections)
+        return self._of_steps(found, steps[:-1], work)
+
+    def raypo_run(
+        self, work: dict[str, Any], **sections: Any
+    ) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        """Run raypo; return start-up and memory, and the seconds of each step by phase."""
         file = self.run_file(work, **sections)
         begin = time.time()
         found = self._measured([sys.executable, "-m", "raypo.cli", "train", str(file), "--fresh"])
@@ -315,7 +322,7 @@ class Bench:
             step |= calls_of_step(spans)
         memory = ("perf/memory_", "perf/gpu_memory_")
         found["roles"] = {k: v for k, v in rows[-1].items() if k.startswith(memory)}
-        return self._of_steps(found, steps[:-1], work)
+        return found, steps
 
     def _of_steps(
         self, found: dict[str, Any], steps: Sequence[dict[str, float]], work: dict[str, Any]

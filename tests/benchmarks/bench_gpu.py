@@ -85,11 +85,13 @@ class GpuBench(Bench):
         if not again:
             shutil.rmtree(self.caches, ignore_errors=True)
         if again:
-            work |= {"repeats": 0, "steps": 1}
-        if first == "raypo":
-            found = self.raypo(work)
-            return {"start_s": found["start_s"]} if again else found | self.planned()
-        if first == "trl":
+            work |= {"repeats": 0, "steps": 0}
+        if tool == "raypo-again":
+            found, _ = self.raypo_run(work)
+            return {"start_s": found["start_s"]}
+        if tool == "raypo":
+            return self.raypo(work) | self.planned()
+        if tool == "trl":
             batch = min(TRL_BATCH, work["prompts"] * work["samples"])
             return self.trl(work | {"batch": batch, "weights": "bfloat16"})
         return self.piece(first, work | {"prices": not again})

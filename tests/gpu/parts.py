@@ -173,6 +173,7 @@ def driver() -> Figures:
     from raypo.plan.hardware import this_machine
 
     (node,) = this_machine()
+    note(torch=torch.__version__, cuda=torch.version.cuda, nvidia_smi_finds=node.gpus)
     check_driver(gpus=node.gpus)
     assert torch.cuda.is_available(), f"torch {torch.__version__} finds no GPU"
     name = torch.cuda.get_device_name()
@@ -182,7 +183,6 @@ def driver() -> Figures:
         "gpu": name,
         "known_as": known.name if known else None,
         "count": torch.cuda.device_count(),
-        "cuda": torch.version.cuda,
     }
 
 
@@ -799,6 +799,7 @@ def _pytest(*files: str, only: str = "", but: str = "") -> Figures:
     command += [f"tests/gpu/{name}" for name in files]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     last = (done.stdout.strip().splitlines() or [""])[-1]
+    note(pytest=last)
     assert done.returncode == 0, f"{last}\n{done.stdout[-3000:]}"
     assert "passed" in last, f"nothing was run: {last}"
     return {"pytest": last}
