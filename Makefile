@@ -2,10 +2,10 @@
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test oldest check gpu bench docs fix clean
+.PHONY: help setup demo lint test oldest check gpu bench bench-gpu docs fix clean
 
 help: ## What can be made
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
 
 setup: ## .venv with raypo and the pinned packages (instant when it is there)
 	@scripts/setup.sh
@@ -29,13 +29,18 @@ oldest: ## The engine's tests with the oldest supported vLLM, torch and transfor
 check: lint ## What is to be seen within minutes: lint and unit tests
 	python -m pytest tests/unit -n auto
 
-gpu: ## On a machine with a GPU: the pinned CUDA set, then the acceptance; ten minutes, a report
+gpu: ## On a machine with a GPU: the pinned CUDA set, then the acceptance; minutes, a report
 	@nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || { echo "raypo: nvidia-smi finds no GPU here."; exit 2; }
 	@RAYPO_DEVICE=gpu scripts/setup.sh
 	python -m tests.gpu.acceptance
 
 bench: setup ## raypo beside TRL, vLLM, PyTorch and DeepSpeed: a table; an hour on two slow cores
 	python -m tests.benchmarks.bench
+
+bench-gpu: ## On a machine with a GPU: raypo beside TRL, vLLM and PyTorch, 0.5B and 1.5B: a table
+	@nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || { echo "raypo: nvidia-smi finds no GPU here."; exit 2; }
+	@RAYPO_DEVICE=gpu scripts/setup.sh
+	python -m tests.benchmarks.bench_gpu
 
 docs: setup ## Write docs/configuration.md, and the metrics in docs/outputs.md, from the code
 	python -m scripts.config_reference

@@ -39,6 +39,7 @@ NOT_RUN = {
     "make docs": "a unit test compares what it writes",
     "make gpu": "it needs a GPU; its parts are tested as far as a CPU goes",
     "python -m tests.gpu": "it needs a GPU",
+    "make bench-gpu": "it needs a GPU; a benchmark rehearses it on CPU",
     "make bench": "it measures for an hour, alone on its machine",
     "python -m tests.benchmarks.bench": "it measures for minutes, alone on its machine",
     "python -m tests.golden.renew": "it changes the recorded figures",

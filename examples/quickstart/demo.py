@@ -9,7 +9,6 @@ is 1 if one of them is not met.
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -73,13 +72,13 @@ class Pipeline:
     def ppo(self) -> Path:
         return self.runs / "quickstart"
 
-    def sft_config(self) -> SFTConfig:
+    def sft_config(self, **overrides: Any) -> SFTConfig:
         paths = {
             "model.policy": self.data / "base",
             "data.prompts": self.data / "prompts.jsonl",
             "eval.prompts": self.data / "eval.jsonl",
         }
-        return SFTConfig.load(HERE / "sft.yaml", overrides=self._overrides(paths))
+        return SFTConfig.load(HERE / "sft.yaml", overrides=self._overrides(paths) | overrides)
 
     def reward_model_config(self, **overrides: Any) -> RewardModelConfig:
         paths = {
@@ -219,7 +218,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of data, models and sampling")
     pipeline = Pipeline.of_seed(parser.parse_args().seed)
     start = time.monotonic()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saves DeepSpeed a warning
     transformers.logging.disable_progress_bar()
     if not pipeline.is_finished():
         connect(pipeline.sft_config().cluster)

@@ -56,13 +56,30 @@ class Shape:
     layers: int
     intermediate: int
     heads: int
+    kv_heads: int
+    vocab: int = 49_152
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Values of its `config.json`."""
+        return {
+            "model_type": "llama",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.hidden // self.heads,
+            "tie_word_embeddings": True,
+        }
 
 
 SHAPES = {
-    "27M": Shape(384, 8, 1024, 6),
-    "57M": Shape(512, 15, 1408, 8),
-    "135M": Shape(576, 30, 1536, 9),
-    "267M": Shape(960, 20, 2560, 15),
+    "27M": Shape(384, 8, 1024, 6, 2),
+    "57M": Shape(512, 15, 1408, 8, 4),
+    "135M": Shape(576, 30, 1536, 9, 3),
+    "267M": Shape(960, 20, 2560, 15, 5),
 }
 """Of the growth over the model's size; all with a vocabulary of 49,152."""
 
@@ -87,15 +104,15 @@ def prepare_model(folder: Path) -> Path:
     return folder
 
 
-def random_model(folder: Path, shape: Shape) -> Path:
-    """A Llama of random weights, its tokenizer one of words."""
+def random_model(folder: Path, shape: Shape, *, dtype: str = "float32") -> Path:
+    """Save a Llama of random weights with a tokenizer of words, unless it is there."""
     if (folder / "config.json").exists():
         return folder
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-    size = 49_152
+    size = shape.vocab
     words = ["<pad>", "<unk>", NEVER, *WORDS]
     words += [f"w{number}" for number in range(size - len(words))]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
@@ -103,21 +120,11 @@ def random_model(folder: Path, shape: Shape) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token=NEVER
     ).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads // 3 if shape.heads % 3 == 0 else shape.heads // 2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=2,
-    )
+    config = LlamaConfig(**shape.config, pad_token_id=0, bos_token_id=None, eos_token_id=2)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 
@@ -197,6 +204,29 @@ def watched_memory(found: dict[str, Any]) -> Iterator[None]:
         found["peak_memory_gb"] = peak / GB
 
 
+def calls_of_step(spans: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """Seconds of a step that the replicas worked, by what they did, from a line of the timeline.
+
+    A step's probe samples too, so `sample_s` is the longest batch of an engine, and `push_s` lasts
+    from the last push's beginning to its end.
+    """
+
+    def seconds(*methods: str) -> list[float]:
+        return [end - begin for track, name, begin, end in spans if is_call(track, name, methods)]
+
+    def is_call(track: str, name: str, methods: Sequence[str]) -> bool:
+        return not track.startswith("worker ") and name in methods
+
+    begins = [begin for track, name, begin, _ in spans if is_call(track, name, ["begin_push"])]
+    ends = [end for track, name, _, end in spans if is_call(track, name, ["finish_push"])]
+    return {
+        "sample_s": max(seconds("batch"), default=0.0),
+        "reference_s": sum(seconds("log_probs")),
+        "sleep_wake_s": sum(seconds("sleep", "wake_up")),
+        "push_s": max(ends) - max(begins) if begins and ends else 0.0,
+    }
+
+
 class Bench:
     """One call's measurements, and what they need."""
 
@@ -230,10 +260,14 @@ class Bench:
 
     def trl(self, work: dict[str, Any]) -> dict[str, Any]:
         """TRL's GRPOTrainer: the fastest step after the first."""
-        python = trl_python(self.folder)
+        python = self.trl_python()
         settings = json.dumps(work | {"folder": str(self.folder / "trl_run")})
         found = self._measured([str(python), str(HERE / "bench_trl.py"), settings])
         return self._of_steps(found, found.pop("steps"), work)
+
+    def trl_python(self) -> Path:
+        """The interpreter that has TRL."""
+        return trl_python(self.folder)
 
     def run_file(self, work: dict[str, Any], **sections: Any) -> Path:
         """The config of a raypo run."""
@@ -265,19 +299,30 @@ class Bench:
 
     def raypo(self, work: dict[str, Any], **sections: Any) -> dict[str, Any]:
         """A raypo run: the fastest step after the first."""
+        found, steps = self.raypo_run(work, **sections)
+        return self._of_steps(found, steps[:-1], work)
+
+    def raypo_run(
+        self, work: dict[str, Any], **sections: Any
+    ) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        """Run raypo; return start-up and memory, and the seconds of each step by phase."""
         file = self.run_file(work, **sections)
         begin = time.time()
         found = self._measured([sys.executable, "-m", "raypo.cli", "train", str(file), "--fresh"])
         run = self.folder / "raypo_runs/bench"
-        first, *_ = (run / "timeline/worker_0.jsonl").read_text().splitlines()
-        found["start_s"] = json.loads(first)["spans"][0][2] - begin
+        lines = (run / "timeline/worker_0.jsonl").read_text().splitlines()
+        timeline = [json.loads(line)["spans"] for line in lines]
+        found["start_s"] = timeline[0][0][2] - begin
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         steps = []
         for row in rows:
             phases = {name: value for name, value in row.items() if name.startswith("time/")}
             steps.append({name.removeprefix("time/"): value for name, value in phases.items()})
-        found["roles"] = {k: v for k, v in rows[-1].items() if k.startswith("perf/memory_")}
-        return self._of_steps(found, steps[:-1], work)
+        for step, spans in zip(steps, timeline, strict=True):
+            step |= calls_of_step(spans)
+        memory = ("perf/memory_", "perf/gpu_memory_")
+        found["roles"] = {k: v for k, v in rows[-1].items() if k.startswith(memory)}
+        return found, steps
 
     def _of_steps(
         self, found: dict[str, Any], steps: Sequence[dict[str, float]], work: dict[str, Any]
@@ -295,7 +340,8 @@ class Bench:
         found: dict[str, Any] = {}
         begin = time.perf_counter()
         environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
-        environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]  # where packages are not installed
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
         with watched_memory(found):
             ended = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -459,24 +505,18 @@ def table(known: dict[str, Any]) -> str:
 
 def needed_flops(prompt: int) -> float:
     """Of a step: a pass to sample, one of the reference, and an update of three; prompts once."""
+    return 5 * pass_flops(SHAPES["135M"], PROMPTS, SAMPLES, prompt, NEW_TOKENS)
+
+
+def pass_flops(shape: Shape, prompts: int, samples: int, prompt: int, new: int) -> float:
+    """FLOPs of a forward pass over all responses of a step, each prompt read once."""
     from raypo.plan.flops import Lengths, forward_flops
     from raypo.plan.model_shape import from_config
 
-    shape = SHAPES["135M"]
-    values = {
-        "model_type": "llama",
-        "vocab_size": 49_152,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.heads // 3,
-        "tie_word_embeddings": True,
-    }
-    responses = PROMPTS * SAMPLES * NEW_TOKENS
-    squares = PROMPTS * (prompt**2 + SAMPLES * ((prompt + NEW_TOKENS) ** 2 - prompt**2))
-    read = Lengths(PROMPTS * prompt + responses, responses, squares)
-    return 5 * forward_flops(from_config(values), read)
+    responses = prompts * samples * new
+    squares = prompts * (prompt**2 + samples * ((prompt + new) ** 2 - prompt**2))
+    read = Lengths(prompts * prompt + responses, responses, squares)
+    return forward_flops(from_config(shape.config), read)
 
 
 def draw_growth(found: dict[str, Any], file: Path) -> Path:

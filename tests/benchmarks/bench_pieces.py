@@ -27,13 +27,20 @@ def number_of_letters(rollouts: list[Rollout]) -> list[float]:
     return [float(len(rollout.response)) for rollout in rollouts]
 
 
+def now() -> float:
+    """Seconds, once a GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def shortest(repeats: int, work: Callable[[], Any]) -> float:
     """Seconds of the fastest of some calls, after one that does not count."""
     times = []
     for _ in range(repeats + 1):
-        begin = time.perf_counter()
+        begin = now()
         work()
-        times.append(time.perf_counter() - begin)
+        times.append(now() - begin)
     return min(times[1:])
 
 
@@ -41,28 +48,37 @@ def token_ids(work: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Prompts [G, P] and responses [G, n, T]; any tokens, for seconds do not depend on them."""
     random = torch.Generator().manual_seed(0)
     prompts, samples, new = work["prompts"], work["samples"], work["new_tokens"]
-    read = torch.randint(100, 40000, (prompts, work["prompt_tokens"]), generator=random)
-    return read, torch.randint(100, 40000, (prompts, samples, new), generator=random)
+    most = work.get("vocab", 40000)
+    read = torch.randint(100, most, (prompts, work["prompt_tokens"]), generator=random)
+    return read, torch.randint(100, most, (prompts, samples, new), generator=random)
 
 
 def vllm(work: dict[str, Any]) -> dict[str, float]:
-    """vLLM as it is, in this process: start and one batch of all responses."""
+    """vLLM as it is, in this process: start and one batch of all responses.
+
+    `generate_s` is with log-probs and a seed for each request, as raypo asks; `prices` in the work
+    adds the seconds without one of the two, and without both.
+    """
     begin = time.perf_counter()
     from raypo.serving.vllm_settings import prepare_environment
 
-    prepare_environment(eager=True)
+    on_gpu = work.get("device") == "cuda"
+    prepare_environment(eager=not on_gpu)
     from vllm import LLM, SamplingParams
 
+    memory: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+    if on_gpu:
+        memory = {"gpu_memory_utilization": work["fraction"]}
     llm = LLM(
         work["model"],
         dtype=work["dtype"],
         max_model_len=work["prompt_tokens"] + work["new_tokens"],
         skip_tokenizer_init=True,
         generation_config="vllm",
-        enforce_eager=True,
-        kv_cache_memory_bytes=1 << 30,
         disable_log_stats=True,
         distributed_executor_backend="uni",
+        max_num_seqs=work["prompts"] * work["samples"],
+        **memory,
     )
     found = {"start_s": time.perf_counter() - begin}
     read, _ = token_ids(work)
@@ -70,29 +86,40 @@ def vllm(work: dict[str, Any]) -> dict[str, float]:
     for ids in read.tolist():
         prompts += [{"prompt_token_ids": ids}] * work["samples"]
 
-    def generate() -> None:
+    def generate(*, seeds: bool = True, log_probs: bool = True) -> None:
         llm.reset_prefix_cache()
         settings = [
             SamplingParams(
                 temperature=1.0,
                 max_tokens=work["new_tokens"],
                 ignore_eos=True,
-                logprobs=0,
-                seed=seed,
+                logprobs=0 if log_probs else None,
+                seed=seed if seeds else None,
                 detokenize=False,
             )
             for seed in range(len(prompts))
         ]
         llm.generate(prompts, settings, use_tqdm=False)
 
+    if not work["repeats"]:  # only its start is wanted
+        return found
     found["generate_s"] = shortest(work["repeats"], generate)
+    if work.get("prices"):
+        without = {"seeds": {"log_probs": False}, "log_probs": {"seeds": False}}
+        without["plain"] = {"log_probs": False, "seeds": False}
+        for name, how in without.items():
+            found[f"{name}_s"] = shortest(work["repeats"], lambda how=how: generate(**how))
     return found
 
 
-class Bare:
-    """A plain PyTorch loop: a row a group, `prompt | response 1 | ...`, as one batch of one length.
+EVERY = slice(None)
 
-    Nothing is padded, no prompt is read twice, and the head reads what is predicted only.
+
+class Bare:
+    """A plain PyTorch loop: a row a group, `prompt | response 1 | ...`, all of one length.
+
+    Nothing is padded, no prompt is read twice, and the head reads what is predicted only. On CPU
+    all groups are one batch, on a GPU each is a micro-batch, or its logits would not fit.
     """
 
     def __init__(self, work: dict[str, Any], *, learning: bool, values: bool = False) -> None:
@@ -100,8 +127,11 @@ class Bare:
         from transformers import AutoModelForCausalLM
 
         dtype = getattr(torch, work["dtype"])
+        on_gpu = work.get("device") == "cuda"
+        torch.set_default_device("cuda" if on_gpu else "cpu")
         self.model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=dtype)
-        prompts, responses = token_ids(work)
+        prompts, responses = (each.to(self.model.device) for each in token_ids(work))
+        self.pieces = [slice(i, i + 1) for i in range(len(prompts))] if on_gpu else [EVERY]
         _, samples, new = responses.shape
         width = prompts.shape[1]
         self.ids = torch.cat([prompts, responses[:, :, :-1].flatten(1)], 1)  # [G, L]
@@ -116,7 +146,7 @@ class Bare:
         before = width + torch.arange(samples)[:, None] * (new - 1) + torch.arange(new - 1)
         first = torch.full((samples, 1), width - 1)
         self.states = torch.cat([first, before], 1).flatten()  # [n T]
-        self.targets = responses.flatten()
+        self.targets = responses.flatten(1)  # [G, n T]
         if values:
             self.model.lm_head = torch.nn.Linear(self.model.config.hidden_size, 1, dtype=dtype)
         self.answers = self.values if values else self.log_probs
@@ -126,15 +156,20 @@ class Bare:
             self.masters = [w.detach().float() for w in self.weights] if is_rounded else None
             self.optimizer = torch.optim.AdamW(self.masters or self.weights, lr=1e-6, fused=True)
 
-    def log_probs(self) -> Tensor:
-        return -cross_entropy(self.outputs().float(), self.targets, reduction="none")
+    def log_probs(self, groups: slice = EVERY) -> Tensor:
+        targets = self.targets[groups].flatten()
+        return -cross_entropy(self.outputs(groups).float(), targets, reduction="none")
 
-    def values(self) -> Tensor:
-        return self.outputs().float().squeeze(-1)
+    def values(self, groups: slice = EVERY) -> Tensor:
+        return self.outputs(groups).float().squeeze(-1)
 
-    def outputs(self) -> Tensor:
+    def forward(self) -> None:
+        for groups in self.pieces:
+            self.answers(groups)
+
+    def outputs(self, groups: slice) -> Tensor:
         hidden = self.model.model(
-            input_ids=self.ids,
+            input_ids=self.ids[groups],
             position_ids=self.positions,
             attention_mask=self.mask,
             use_cache=False,
@@ -142,8 +177,9 @@ class Bare:
         return self.model.lm_head(hidden[:, self.states]).flatten(0, 1)
 
     def backward(self) -> None:
-        answers = self.answers()
-        (answers - answers.detach()).exp().mean().neg().backward()
+        for groups in self.pieces:
+            answers = self.answers(groups)
+            ((answers - answers.detach()).exp().sum() / -self.targets.numel()).backward()
 
     def step(self) -> None:
         if self.masters is not None:
@@ -170,14 +206,14 @@ def bare(work: dict[str, Any]) -> dict[str, float]:
     if work.get("critic"):
         loops.append(Bare(work, learning=True, values=True))
     with torch.no_grad():
-        forward_s = sum(shortest(work["repeats"], loop.answers) for loop in loops)
+        forward_s = sum(shortest(work["repeats"], loop.forward) for loop in loops)
     backward, step = [], []
     for _ in range(work["repeats"] + 1):
-        times = [time.perf_counter()]
+        times = [now()]
         for part in (Bare.backward, Bare.step):
             for loop in loops:
                 part(loop)
-            times.append(time.perf_counter())
+            times.append(now())
         backward.append(times[1] - times[0])
         step.append(times[2] - times[1])
     total = min(b + s for b, s in zip(backward[1:], step[1:], strict=True))

@@ -8,6 +8,7 @@ JSON object: what each step took, in seconds, by phase.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from functools import wraps
@@ -24,6 +25,13 @@ def number_of_letters(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
+def now() -> float:
+    """Seconds, once a GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class StepTimes(TrainerCallback):
     """Seconds between the ends of steps, and what part of them each phase took."""
 
@@ -33,12 +41,12 @@ class StepTimes(TrainerCallback):
         self._last = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._last = self._last or time.perf_counter()
+        self._last = self._last or now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        now = time.perf_counter()
-        self.steps.append({"step_s": now - self._last, **self.phases})
-        self.phases, self._last = {}, now
+        end = now()
+        self.steps.append({"step_s": end - self._last, **self.phases})
+        self.phases, self._last = {}, end
 
     def watch(self, owner: Any, method: str, phase: str) -> None:
         """Book what a method takes under a phase, where no gradient is asked for."""
@@ -46,10 +54,10 @@ class StepTimes(TrainerCallback):
 
         @wraps(inner)
         def timed(*arguments: Any, **more: Any) -> Any:
-            begin = time.perf_counter()
+            begin = now()
             result = inner(*arguments, **more)
             if phase == "generate_s" or not torch.is_grad_enabled():
-                taken = time.perf_counter() - begin
+                taken = now() - begin
                 self.phases[phase] = self.phases.get(phase, 0.0) + taken
             return result
 
@@ -58,13 +66,24 @@ class StepTimes(TrainerCallback):
 
 def main(work: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
-    torch.set_num_threads(work["threads"])
+    on_gpu = work.get("device") == "cuda"
+    if on_gpu:  # vLLM in the trainer's process joins its process group
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    else:
+        torch.set_num_threads(work["threads"])
+    engine: dict[str, Any] = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": work.get("fraction"),
+        "vllm_max_model_length": work["prompt_tokens"] + work["new_tokens"],
+    }
     rows = [json.loads(line) for line in Path(work["prompts_file"]).read_text().splitlines()]
     responses = work["prompts"] * work["samples"]
     bf16 = work["dtype"] == "bfloat16"
     config = GRPOConfig(
         output_dir=work["folder"],
-        use_cpu=True,
+        use_cpu=not on_gpu,
         bf16=bf16,
         per_device_train_batch_size=work.get("batch", responses),
         gradient_accumulation_steps=responses // work.get("batch", responses),
@@ -83,8 +102,9 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        dataloader_pin_memory=False,
+        dataloader_pin_memory=on_gpu,
         seed=0,
+        **(engine if on_gpu else {}),
     )
     trainer = GRPOTrainer(
         model=work["model"],

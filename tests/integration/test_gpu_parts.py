@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from raypo import PPOConfig
 from raypo.models import packed_attention
@@ -16,6 +16,17 @@ from raypo.plan.hardware import parse_cluster
 from tests.gpu import parts, test_several_gpus
 from tests.integration.task import write_task
 from tests.integration.test_engine import learner_log_probs
+
+
+def test_the_reward_model_of_the_run_has_fewer_layers_than_its_policy(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In transformers 5.17 the list of the policy's layer types stays, and saving refuses it."""
+    sizes = {"hidden_size": 56, "intermediate_size": 64, "vocab_size": 128}
+    monkeypatch.setattr(parts, "SIZES", sizes)
+    with parts._model(layers=3, dtype="float32") as policy, parts._reward(policy) as reward:
+        config = AutoConfig.from_pretrained(reward)
+    assert config.num_hidden_layers == len(config.layer_types) == 2
 
 
 def test_the_worst_microbatch_passes_forward_and_backward(monkeypatch: pytest.MonkeyPatch):

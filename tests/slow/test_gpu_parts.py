@@ -1,10 +1,12 @@
-"""Engine and run of the acceptance on a GPU, small and on this CPU: all of them but the GPU."""
+"""Default run, demo, engines and run of the acceptance, on this CPU: all of them but the GPU."""
 
 import json
 import os
 import subprocess
 import sys
 from typing import Any
+
+import pytest
 
 from tests.integration.task import REPOSITORY
 
@@ -19,7 +21,7 @@ TOKENS = {
 
 
 def part(call: str) -> dict[str, Any]:
-    """In a process of its own, for there is one engine a process."""
+    """Run a part in a process of its own, for there is one engine a process."""
     code = (
         f"import json; from tests.gpu import parts; parts.SIZES = {SIZES}; parts.TOKENS = {TOKENS};"
         f"print(json.dumps(parts.{call}))"
@@ -36,8 +38,21 @@ def part(call: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_an_engine_sleeps_takes_pushes_wakes_and_agrees():
-    figures = part("engine('float32', layers=2, device='cpu')")
+def test_a_default_run_is_killed_and_resumed():
+    """The same command and run file as on a GPU."""
+    figures = part("default_run(device='cpu')")
+    assert len(figures["score"]) == 3
+    assert figures["resumed_s"] > 0.0
+
+
+def test_the_pipeline_of_the_demo_runs_through():
+    figures = part("demo({'sft': 40, 'reward_model': 5, 'ppo': 1}, device='cpu')")
+    assert {"sft_s", "sft_score", "pair_accuracy", "reward_model_s", "ppo_s"} <= figures.keys()
+
+
+@pytest.mark.parametrize("name", ["engine", "engine_llama"])
+def test_an_engine_sleeps_takes_pushes_wakes_and_agrees(name: str):
+    figures = part(f"{name}('float32', layers=2, device='cpu')")
     for name in ("gap", "keep_old_tokens", "recompute_old_tokens", "recompute_new_tokens"):
         assert figures[name] < 1e-3, name
     assert figures["push_s"] > 0.0

@@ -1,22 +1,27 @@
 """`make gpu` as far as a CPU goes: parts that pass, fail and hang, and the report."""
 
+import os
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from examples.quickstart import demo
 from raypo.plan.hardware import Node
 from tests.gpu import acceptance
-from tests.gpu.acceptance import NO_GPU, Outcome, main, report, run_part
-from tests.gpu.parts import ALWAYS, PARTS
+from tests.gpu.acceptance import NO_GPU, Outcome, main, report, run_part, side_by_side
+from tests.gpu.parts import ON_DEMAND, PARTS, SIDE_BY_SIDE
 
 
 @pytest.fixture(autouse=True)
 def report_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "runs" / "gpu"
     folder.mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", str(acceptance.REPOSITORY))
     monkeypatch.setattr(acceptance, "REPOSITORY", tmp_path)
     monkeypatch.setattr(acceptance, "REPORT", folder / "report.md")
     return folder
@@ -26,33 +31,97 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+NOTED = "from tests.gpu.parts import note; note(gap=0.12345); note(gpu='H100'); "
+
+
 def test_each_part_says_what_it_found_or_why_it_failed(report_in: Path):
-    figures = "{'gap': 0.12345, 'gpu': 'H100', 'planned_gb': 40.0, 'measured_gb': 38.25}"
     passed = run_part(
-        "engine", python(f"import json; print('noise'); print(json.dumps({figures}))"), 60
+        "engine", python(f"{NOTED} note(planned_gb=40.0, measured_gb=38.25); print('noise')"), 60
     )
-    assert (passed.passed, passed.told) == (True, "gap: 0.123, gpu: H100")
+    assert (passed.passed, passed.text) == (True, "gap: 0.123, gpu: H100")
     failed = run_part("ipc", python("print('so far'); raise ValueError('no handle')"), 60)
-    assert (failed.passed, failed.told) == (False, "ValueError: no handle")
+    assert not failed.passed
+    assert failed.text.endswith("/ ValueError: no handle")
     log = (report_in / "ipc.log").read_text()
     assert log.startswith("so far\nTraceback")
-    page = report([passed, failed], "1 x H100")
+    page = report([passed, failed], "1 x H100", 9.0)
     assert "1 x H100" in page
-    assert ": 1 of 2 parts passed, in " in page
-    assert "| engine | passed | 0 | 40 | 38.2 |  |  | gap: 0.123, gpu: H100 |" in page
-    assert "| ipc | **failed** | 0 |  |  |  |  | ValueError: no handle |" in page
+    assert ": 1 of 2 parts passed, in 9 s." in page
+    assert "| engine | passed | " in page
+    assert " | 40 | 38.2 |  |  | gap: 0.123, gpu: H100 |" in page
+    assert "| ipc | **failed** | " in page
+
+
+def test_a_part_that_fails_says_what_it_found_before_and_its_last_lines():
+    failed = run_part(
+        "run",
+        python(f"{NOTED} note(measured_gb=50.0); assert False, 'one\\ntwo\\nmore memory'"),
+        60,
+    )
+    assert not failed.passed
+    assert failed.text == "gap: 0.123, gpu: H100, AssertionError: one / two / more memory"
+    assert failed.columns == {"measured_gb": 50.0}
 
 
 def test_a_part_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path):
     child = tmp_path / "child"
     sleeps = f"import os, time; open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     start = f"subprocess.Popen([sys.executable, '-c', {sleeps!r}], start_new_session=True)"
+    noted = """print('{"gap": 0.12345}', flush=True)"""
     hangs = run_part(
-        "group", python(f"import subprocess, sys, time; {start}; time.sleep(60)"), limit_s=3
+        "group", python(f"{noted}; import subprocess, sys, time; {start}; time.sleep(60)"), 4
     )
-    assert (hangs.passed, hangs.told) == (False, "not done in 3 s")
+    assert (hangs.passed, hangs.text) == (False, "gap: 0.123, not done in 4 s")
     with suppress(psutil.NoSuchProcess):
         assert psutil.Process(int(child.read_text())).status() == psutil.STATUS_ZOMBIE
+
+
+def at_the_same_time(parts: list[str], gpu_gb: float) -> list[set[str]]:
+    """The parts that ran together, each time that one began."""
+    running: set[str] = set()
+    seen: list[set[str]] = []
+    lock = threading.Lock()
+
+    def run(part: str) -> Outcome:
+        with lock:
+            running.add(part)
+            seen.append(set(running))
+        time.sleep(0.02)
+        with lock:
+            running.discard(part)
+        return Outcome(part, True, 0.02, "")
+
+    told: list[str] = []
+    outcomes = side_by_side(parts, gpu_gb, run, lambda outcome: told.append(outcome.part))
+    assert [each.part for each in outcomes] == parts
+    assert sorted(told) == sorted(parts)
+    return seen
+
+
+def test_parts_run_together_as_long_as_their_memory_fits():
+    usual = [part for part in PARTS if part not in ON_DEMAND]
+    seen = at_the_same_time(usual, 80.0)
+    assert seen[0] == {"default_run"}
+    assert all(len(each) == 1 for each in seen if "default_run" in each), "it has the GPU alone"
+    assert all(sum(PARTS[part].gpu_gb for part in each) <= 80.0 for each in seen[1:])
+    assert {"demo", "run"} <= max(seen, key=len)
+
+
+def test_where_the_memory_is_not_known_or_small_parts_run_one_after_the_other():
+    for gpu_gb in (1e-9, 0.5):
+        seen = at_the_same_time(["engine", "driver", "ipc"], gpu_gb)
+        assert [len(each) for each in seen] == [1, 1, 1]
+
+
+def test_the_demo_says_nothing_about_devices(monkeypatch: pytest.MonkeyPatch):
+    """Ray's processes get its environment, and DeepSpeed's accelerator was cpu on every GPU."""
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    monkeypatch.setattr(demo.Pipeline, "is_finished", lambda self: True)
+    monkeypatch.setattr(demo.Pipeline, "run", lambda self: None)
+    monkeypatch.setattr(demo.Pipeline, "conditions", lambda self: [demo.Condition("c", "1", True)])
+    before = dict(os.environ)
+    assert demo.main() == 0
+    assert dict(os.environ) == before
 
 
 def test_without_a_gpu_there_is_nothing_to_accept(
@@ -68,21 +137,27 @@ def test_parts_across_gpus_are_run_where_there_are_several_and_more_where_it_is_
     monkeypatch: pytest.MonkeyPatch, report_in: Path, gpus: int
 ):
     monkeypatch.setattr(acceptance, "this_machine", lambda: [Node("this machine", gpus=gpus)])
-    asked: list[str] = []
+    begun: list[str] = []
+    beside: list[bool] = []
 
-    def run(part: str, command: list[str], limit_s: float) -> Outcome:
+    def run(part: str, command: list[str], limit_s: float, environ: dict[str, str]) -> Outcome:
         assert command[1:] == ["-m", "tests.gpu.parts", part]
-        asked.append(part)
+        begun.append(part)
+        beside.append(SIDE_BY_SIDE in environ)
         return Outcome(part, part != "ipc", 1.0, "told")
 
     monkeypatch.setattr(acceptance, "run_part", run)
     assert main([]) == 1
-    usual = [part.__name__ for part in ALWAYS]
-    assert asked == (usual if gpus == 1 else [*usual, "several"])
-    assert asked[:6] == ["driver", "packages", "off_load", "ipc", "group", "attention"]
-    count = len(asked)
+    assert begun[:4] == ["default_run", "demo", "run", "driver"]
+    assert ("several" in begun) == (gpus > 1)
+    assert not {"more", "whole_demo"} & set(begun)
+    assert all(beside)
+    count = len(begun)
     assert f"{count - 1} of {count} parts passed" in (report_in / "report.md").read_text()
-    asked.clear()
+    begun.clear()
+    beside.clear()
+    assert main(["run"]) == 0
+    assert (begun, beside) == (["run"], [False]), "alone it measures the whole GPU's memory"
+    begun.clear()
     assert main(["driver", "more"]) == 0
-    assert asked == ["driver", "more"]
-    assert PARTS.keys() >= {"more", *usual}
+    assert begun == ["driver", "more"]
