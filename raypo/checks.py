@@ -36,8 +36,8 @@ from raypo.custom.loader import check_class, check_function
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
 from raypo.data.rows import read_rows
-from raypo.models.folder import config_of as model_config_of
-from raypo.models.folder import max_positions, refuse_quantized, stored_files
+from raypo.models.model_files import config_of as model_config_of
+from raypo.models.model_files import max_positions, refuse_quantized, stored_files
 from raypo.plan.estimate import max_model_len
 from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape

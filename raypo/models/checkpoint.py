@@ -25,8 +25,8 @@ from transformers import (
 from transformers.utils import logging
 
 from raypo.config import ConfigError
-from raypo.models.folder import weight_files
 from raypo.models.heads import HEADS
+from raypo.models.model_files import weight_files
 
 VALUE_HEADS = ("v_head", "value_head", "rm_head", "reward_head", "regression_head")
 """Heads of other libraries' reward models and critics, which transformers has no place for."""
@@ -74,6 +74,16 @@ def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = 
             f"{key} ({path}): transformers has no {what} of the architecture {config.model_type}. "
             f"Give a model that {kind.__name__} loads."
         ) from None
+
+
+def cached_folder(path: str) -> str | None:
+    """Return the folder in the hub's cache of a model that has been fetched; None of a folder."""
+    if Path(path).expanduser().is_dir():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(path, "config.json")
+    return str(Path(config).parent) if isinstance(config, str) else None
 
 
 def check_weights(key: str, path: str, kind: Any, *, new_head: bool = False) -> None:

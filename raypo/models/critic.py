@@ -118,7 +118,7 @@ class Critic(nn.Module):
         return critic, f"{words}; an adapter and the value head learn"
 
     @classmethod
-    def _load_whole(cls, start: CriticStart, **loaded: str) -> tuple[Self, str]:
+    def _load_whole(cls, start: CriticStart, **loaded: Any) -> tuple[Self, str]:
         if start.reward_weight is not None:
             model = load_reward_model(start.path, **loaded)
             if has_score_head(model):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
@@ -20,9 +23,11 @@ from raypo.config import ConfigError
 from raypo.models.checkpoint import check_loaded, first_line, network_class, read_config
 from raypo.models.heads import HEADS, with_float32_heads
 from raypo.models.linear import use_fastest_linear
+from raypo.models.model_files import max_positions
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
 from raypo.models.shares import whole_as_it_computes
 from raypo.models.token_log_probs import has_plain_head
+from raypo.types import Prompt
 
 
 def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
@@ -119,6 +124,69 @@ def check_tokens(path: str) -> None:
                 f"for ids 0 to {size - 1}. Give the tokenizer and the generation_config.json that "
                 f"belong to the model, or resize its embeddings (resize_token_embeddings)."
             )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What token ids a model can read: how large they may be, and how many in a row."""
+
+    path: str
+    vocabulary: int
+    """Rows of the embedding."""
+    positions: int | None
+    """Tokens that the model has positions for; None means no limit."""
+
+    @classmethod
+    def of(cls, path: str) -> Limits:
+        """Read the config of a folder or hub id."""
+        config = read_config(path)
+        return cls(path, vocabulary_size(path), max_positions(config.to_dict()))
+
+    def check(self, rows: Iterable[Sequence[np.ndarray]], tokenizer: Any, *, key: str) -> None:
+        """Refuse rows that the model cannot read; on a GPU they end in a device assert.
+
+        Args:
+            rows: The parts of each row, int [T] each: its prompt and a response.
+            key: The config key that they come from, for messages.
+
+        Raises:
+            ConfigError: a token has no row in the embedding, or a row has too many tokens.
+        """
+        for parts in rows:
+            largest = max((int(part.max()) for part in parts if len(part)), default=0)
+            length = sum(map(len, parts))
+            fits = self.positions is None or length <= self.positions
+            if largest < self.vocabulary and fits:
+                continue
+            start = tokenizer.decode(np.concatenate(parts)[:START])
+            row = f"{key}: the row that begins with {start!r}"
+            if largest >= self.vocabulary:
+                raise ConfigError(
+                    f"{row} has the token {tokenizer.convert_ids_to_tokens(largest)!r} "
+                    f"({largest}), and model.policy ({self.path}) has embeddings for ids 0 to "
+                    f"{self.vocabulary - 1}. Give the tokenizer of the model, or resize its "
+                    f"embeddings (resize_token_embeddings)."
+                )
+            raise ConfigError(
+                f"{row} has {length} tokens, and model.policy ({self.path}) has positions for "
+                f"{self.positions}. Lower data.max_prompt_tokens and data.max_response_tokens to "
+                f"{self.positions} together: longer rows are then skipped."
+            )
+
+    def check_prompts(self, prompts: Iterable[Prompt], tokenizer: Any, *, key: str) -> None:
+        """Refuse prompts with a token that has no row in the embedding.
+
+        Only a tokenizer that has such tokens makes all prompts be read.
+
+        Raises:
+            ConfigError: there is such a prompt.
+        """
+        if max(tokenizer.get_vocab().values(), default=0) >= self.vocabulary:
+            self.check(((prompt.token_ids,) for prompt in prompts), tokenizer, key=key)
+
+
+START = 16
+"""Tokens of a row that an error message shows."""
 
 
 def is_causal(path: str) -> bool:

@@ -11,7 +11,7 @@ from raypo.data.examples import load_examples
 from raypo.data.mixing import mix_of
 from raypo.data.stream import ShuffledStream
 from raypo.learner.distillation_task import DistillationTask
-from raypo.models.loading import stop_token_ids
+from raypo.models.loading import Limits, stop_token_ids
 from raypo.models.lora import load_policy
 from raypo.rollout.collect import is_trainable
 from raypo.run.rounds_run import Place, RoundsRun, place
@@ -36,6 +36,8 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
             section = ResponsesSection.model_validate(data.model_dump())
             end = stop_token_ids(config.model.policy, self.tokenizer)[0]
             loaded = load_examples(section, self.tokenizer, end)
+            rows = ((text.prompt_ids, text.response_ids) for text in loaded.items)
+            Limits.of(config.model.policy).check(rows, self.tokenizer, key="data.prompts")
             for note in loaded.notes("data.prompts"):
                 self.tell.message(note)
             mix = mix_of(data, loaded.sizes, config.rollout.prompts_per_step)

@@ -27,8 +27,8 @@ from transformers import (
 from raypo.config import ConfigError
 from raypo.models.checkpoint import check_weights
 from raypo.models.critic import Critic, CriticStart
-from raypo.models.folder import stored_files, weight_files
 from raypo.models.loading import load_backbone, load_causal_lm, load_reward_model
+from raypo.models.model_files import stored_files, weight_files
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
