@@ -49,7 +49,8 @@ def read_config(path: str, *, key: str = "model", **values: Any) -> PretrainedCo
         ConfigError: transformers does not know the architecture, or cannot read the file.
     """
     try:
-        return AutoConfig.from_pretrained(path, **values)
+        # Else transformers asks on the terminal whether it may run a folder's own code.
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **values)
     except Exception as error:  # what its classes check of their values they raise in many kinds
         raise ConfigError(
             f"{key} ({path}): transformers cannot read its config.json: {first_line(error)} Give "
@@ -65,7 +66,7 @@ def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = 
     """
     try:
         with torch.device("meta"):
-            return type(kind.from_config(config))
+            return type(kind.from_config(config, dtype=torch.float32))
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise

@@ -81,6 +81,9 @@ def refuse_other_labels(key: str, path: str) -> None:
     config = read_config(path, key=key)
     labels = getattr(config, "num_labels", 1)
     architectures = getattr(config, "architectures", None) or []
+    told, _ = PretrainedConfig.get_config_dict(path)
+    if not {"num_labels", "id2label"} & told.keys():
+        return  # 2 is transformers' default; the shape of the head tells
     if labels != 1 and any("SequenceClassification" in name for name in architectures):
         raise ConfigError(
             f"{key} ({path}): it is a classifier with {labels} labels. A reward model has one "
@@ -211,7 +214,7 @@ def load_tokenizer(path: str, *, key: str = "model.policy") -> Any:
         ConfigError: it has none that transformers reads.
     """
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{key} ({path}): transformers finds no tokenizer there that it can load: "
@@ -275,6 +278,7 @@ def _load(
             f"Set model.attention to auto."
         ) from error
     check_loaded(model, info, path=path, new_head=new_head)
+    _make_saveable(model)
     for module in model.modules():  # those that do not ask the config
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -283,6 +287,20 @@ def _load(
         with whole_as_it_computes(model):
             use_packed_attention(model)
     return model.train()
+
+
+def _make_saveable(model: Any) -> None:
+    """Take sampling values out of a generation config that does not sample.
+
+    They have no effect there, and transformers 5 refuses to save such a config: a run would end at
+    its first checkpoint.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None or config.do_sample:
+        return
+    for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, None)
 
 
 def _keep_heads_in_float32(network: Any) -> None:

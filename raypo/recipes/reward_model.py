@@ -31,5 +31,6 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
         model = add_adapter(model, section.lora)
         # Plain transformers looks for the padding id; where that is the end it would hide the end.
         padding, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-        model.config.pad_token_id = None if padding == end else padding
+        for config in (model.config, model.config.get_text_config()):  # the head asks the latter
+            config.pad_token_id = None if padding == end else padding
         return PairTask(model, centering_coef=self.config.reward_model.centering_coef)

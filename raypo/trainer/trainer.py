@@ -163,7 +163,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     "with a higher num_steps it goes on, fresh=True starts over."
                 )
                 return self._with_every_step(Result.from_path(self._files.location))
-            check_models(self.config)
+            config: Any = self.config
+            check_models(config)
             connected_here = connect(self.config.cluster)
             try:
                 return self._with_every_step(self._fit_watched())

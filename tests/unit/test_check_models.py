@@ -3,17 +3,30 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 from raypo.checks import check_inputs, check_model, check_models
-from raypo.config import ConfigError, RecipeConfig, parse_run_config
+from raypo.collectives import Workers
+from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.models.loading import Limits, load_tokenizer
+from raypo.recipes.dpo import DPORun
+from raypo.recipes.reward_model import RewardModelRun
+from raypo.recipes.sft import SFTRun
+from raypo.serving.frozen import ReferenceModel, RewardModel
+from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
 from tests.tiny import tiny_policy
 
 RECIPES = {
@@ -51,19 +64,19 @@ def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def config_of(recipe: str, **values: Any) -> RecipeConfig:
+def config_of(recipe: str, **values: Any) -> Any:
     model = {"policy": "policy", **RECIPES[recipe].get("model", {}), **values.pop("model", {})}
     rest = {name: value for name, value in RECIPES[recipe].items() if name != "model"}
     base = {"name": "run", "recipe": recipe, "data": {"prompts": "rows.jsonl"}}
     return parse_run_config({**base, **rest, **values, "model": model}, origin="test")
 
 
-def check(config: RecipeConfig) -> None:
+def check(config: Any) -> None:
     check_inputs(config, on_this_machine=False)
     check_models(config)
 
 
-def refusal(config: RecipeConfig) -> str:
+def refusal(config: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         check(config)
     return str(caught.value)
@@ -208,3 +221,61 @@ def test_adapters_are_tried_before_weights_are_read(here: Path):
     for recipe in ("ppo", "sft", "reward_model"):
         check_models(config_of(recipe, model={"lora": {}}))
     assert not torch.cuda.is_initialized()
+
+
+def test_served_models_are_checked_before_they_start(here: Path):
+    """Engines and hub ids do not pass the checks of the start."""
+    for make in (
+        lambda: RewardModel("other", policy="policy", dtype="float32", max_batch_tokens=64),
+        lambda: VllmRewardModel(
+            "other", policy="policy", section=FrozenSection(), dtype="float32", max_model_len=64
+        ),
+    ):
+        with pytest.raises(ConfigError, match=r"\(other\), read as Llama.* lack score\.weight"):
+            make()
+    with_prefix(here / "other")
+    for make in (
+        lambda: ReferenceModel("other", dtype="float32", temperature=1.0, max_batch_tokens=64),
+        lambda: VllmReference("other", section=FrozenSection(), dtype="float32", max_model_len=64),
+    ):
+        with pytest.raises(ConfigError, match=r"\(other\), read as LlamaForCausalLM: its fi"):
+            make()
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "reward_model"])
+def test_examples_that_the_policy_cannot_read_end_the_run_before_it_is_loaded(
+    here: Path, recipe: str
+):
+    row = {"prompt": "1+1=", "response": "2" * 600, "chosen": "2" * 600, "rejected": "3"}
+    (here / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    kinds: dict[str, Any] = {"sft": SFTRun, "dpo": DPORun, "reward_model": RewardModelRun}
+    told: Any = SimpleNamespace(message=print)
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=r"data\.prompts: the row .*'1\+1=222.* 605 tokens, and"):
+        kinds[recipe].prepare(config_of(recipe), nothing, Workers(), nothing, told)
+
+
+def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):
+    """The head of transformers asks the text's config (huggingface/trl#7318)."""
+    tokenizer = load_tokenizer("policy")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    text = {**sizes, **heads, "vocab_size": len(tokenizer), "pad_token_id": 3}
+    vision = {**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, num_labels=1
+    )
+    Gemma3ForSequenceClassification(config).save_pretrained("composite")
+    tokenizer.save_pretrained("composite")
+    run: Any = SimpleNamespace(
+        config=config_of("reward_model", model={"policy": "composite"}).with_dtype(use_gpu=False),
+        tokenizer=tokenizer,
+    )
+    RewardModelRun.make_task(run).network.model.save_pretrained("trained")
+    model: Any = Gemma3ForSequenceClassification.from_pretrained("trained").eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    padded = torch.tensor([[5, 6, 7, 8, tokenizer.pad_token_id, tokenizer.pad_token_id]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        alone = model(ids).logits
+        torch.testing.assert_close(model(padded, attention_mask=mask).logits, alone)

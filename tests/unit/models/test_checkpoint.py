@@ -261,3 +261,18 @@ def test_weights_of_pickle_are_checked_as_well(tmp_path: Path):
     torch.save(without("layers.1")(weights), folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"lack model\.layers\.1"):
         check_weights("model.policy", str(folder), AutoModelForCausalLM)
+
+
+def test_a_reward_model_need_not_say_how_many_labels_it_has(tmp_path: Path):
+    """transformers then takes two (OpenRLHF/OpenRLHF#1039)."""
+    path = saved(tmp_path, LlamaForSequenceClassification)
+    config = json.loads((path / "config.json").read_text())
+    for name in ("id2label", "label2id"):
+        del config[name]
+    (path / "config.json").write_text(json.dumps(config))
+    head = load_file(path / WEIGHTS)["score.weight"]
+    assert torch.equal(as_reward_model(str(path)).score.weight, head)
+    assert torch.equal(as_new_reward_model(str(path)).score.weight, head)  # trained further
+    two = changed(path, with_head("score.weight", 2, HIDDEN))
+    with pytest.raises(ConfigError, match=r"score\.weight has the shape \[2, 16\].* not \[1, 16\]"):
+        as_reward_model(two)
