@@ -119,7 +119,12 @@ def check_models(config: AnyConfig) -> None:
     kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)
     for key, path in _models(config):
-        if key.startswith(("model.reference", "model.teacher")):
+        if key == "model.reward":
+            if isinstance(config, OnlineConfig) and loading.same_vocabulary(
+                path, model.policy, key=key
+            ):
+                _check_positions_of(config, key, path)
+        elif key != "model.policy":
             _check_same_tokens(key, path, model.policy)
     if model.lora is not None:
         lora.check_targets(model.policy, kind, model.lora)
@@ -128,16 +133,26 @@ def check_models(config: AnyConfig) -> None:
 
 
 def _check_same_tokens(key: str, path: str, policy: str) -> None:
-    from raypo.models.loading import same_vocabulary
+    """Refuse a model that would read the policy's token ids as other tokens.
 
-    if same_vocabulary(path, policy, key=key):
-        return
+    A critic or a reference may have been saved without a tokenizer; then only the sizes of the
+    vocabularies are compared.
+    """
+    from raypo.models.loading import same_vocabulary, vocabulary_size
+
     is_teacher = key.startswith("model.teacher")
-    what = "a teacher" if is_teacher else "a reference"
-    more = ", or learn its texts by the recipe sft" if is_teacher else ", or remove it"
+    try:
+        is_same = same_vocabulary(path, policy, key=key)
+    except ConfigError:
+        if is_teacher:
+            raise
+        is_same = vocabulary_size(path) == vocabulary_size(policy)
+    if is_same:
+        return
+    remedy = "or learn its texts by the recipe sft" if is_teacher else f"or remove {key}"
     raise ConfigError(
-        f"{key} ({path}): its tokens are not those of model.policy ({policy}), so their "
-        f"probabilities cannot be compared. Give {what} with the same tokenizer{more}."
+        f"{key} ({path}): its tokens are not those of model.policy ({policy}), whose token ids it "
+        f"reads. Give a model with the same tokenizer, {remedy}."
     )
 
 
@@ -454,18 +469,22 @@ _TRAINED = ("model.policy", "model.critic")
 
 def _check_positions(config: Any) -> None:
     """Refuse prompts and responses that are longer than a model's positions, as vLLM would."""
-    longest = max_model_len(config)
     for key, path in _models(config):
-        folder = Path(path).expanduser()
-        if key == "model.reward" or not (folder / "config.json").is_file():
-            continue  # a reward model may encode the text anew
-        positions = max_positions(model_config_of(folder, key))
-        if positions is not None and longest > positions:
-            response = config.rollout.length_key
-            raise ConfigError(
-                f"data.max_prompt_tokens + {response} ({longest}): {key} ({path}) has positions "
-                f"for {positions} tokens. Lower the two by {longest - positions} together."
-            )
+        if key != "model.reward":  # which may encode the text anew
+            _check_positions_of(config, key, path)
+
+
+def _check_positions_of(config: Any, key: str, path: str) -> None:
+    folder, longest = Path(path).expanduser(), max_model_len(config)
+    if not (folder / "config.json").is_file():
+        return
+    positions = max_positions(model_config_of(folder, key))
+    if positions is not None and longest > positions:
+        response = config.rollout.length_key
+        raise ConfigError(
+            f"data.max_prompt_tokens + {response} ({longest}): {key} ({path}) has positions for "
+            f"{positions} tokens. Lower the two by {longest - positions} together."
+        )
 
 
 def check_model(key: str, path: str, *, is_trained: bool = False) -> None:

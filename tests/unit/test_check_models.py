@@ -130,9 +130,10 @@ def test_a_causal_language_model_is_no_reward_model(here: Path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "key"), [("ppo", "reference"), ("dpo", "reference"), ("distillation", "teacher")]
+    ("recipe", "key"),
+    [("ppo", "reference"), ("ppo", "critic"), ("dpo", "reference"), ("distillation", "teacher")],
 )
-def test_ids_of_a_reference_mean_the_same_tokens(here: Path, recipe: str, key: str):
+def test_ids_mean_the_same_tokens_to_all_who_read_them(here: Path, recipe: str, key: str):
     file = here / "other" / "tokenizer.json"
     values = json.loads(file.read_text())
     vocabulary = values["model"]["vocab"]
@@ -141,6 +142,13 @@ def test_ids_of_a_reference_mean_the_same_tokens(here: Path, recipe: str, key: s
     told = refusal(config_of(recipe, model={key: "other"}))
     assert told.startswith(f"model.{key}")
     assert "its tokens are not those of model.policy (policy)" in told
+    for file in (here / "other").glob("tokenizer*"):
+        file.unlink()
+    config = config_of(recipe, model={key: "other"})
+    if key == "teacher":
+        assert refusal(config).startswith("model.teacher.rows (other): transformers finds no")
+    else:
+        check(config)  # as many ids; nothing says that they mean something else
 
 
 def test_a_folder_without_a_tokenizer_is_told_by_key(here: Path):
@@ -187,6 +195,12 @@ def test_what_is_longer_than_the_positions_is_refused(here: Path):
     with_values(here / "other", max_position_embeddings=300)
     told = refusal(config_of("ppo", model={"reference": "other"}))
     assert "model.reference (other) has positions for 300 tokens. Lower the two by 20 toge" in told
+
+
+def test_a_reward_model_that_reads_the_policys_ids_has_positions_for_them(here: Path):
+    with_values(here / "reward", max_position_embeddings=300)
+    told = refusal(config_of("ppo", model={"reward": "reward"}))
+    assert "model.reward (reward) has positions for 300 tokens. Lower the two by 20 toge" in told
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
