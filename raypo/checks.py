@@ -36,6 +36,9 @@ from raypo.custom.loader import check_class, check_function
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
 from raypo.data.rows import read_rows
+from raypo.models.model_files import config_of as model_config_of
+from raypo.models.model_files import max_positions, refuse_quantized, stored_files
+from raypo.plan.estimate import max_model_len
 from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, served_roles, worker_bundles
@@ -67,10 +70,12 @@ def check_inputs(
     for spec in config.callbacks:
         check_function(spec, key="callbacks")
     for key, path in _models(config):
-        check_model(key, path)
+        check_model(key, path, is_trained=key in _TRAINED)
     if isinstance(config, OnlineConfig | PolicyExamplesConfig):
         check_extra(config.rollout.engine)
         _check_shards(config)
+    if isinstance(config, OnlineConfig) or getattr(config, "needs_engine", False):
+        _check_positions(config)
     num_prompts = _check_rows(config)
     notes: list[str] = []
     if isinstance(config, OnlineConfig):
@@ -84,6 +89,71 @@ def check_inputs(
     if on_this_machine:
         _check_cpus(config)
     return notes
+
+
+def check_models(config: AnyConfig) -> None:
+    """Refuse models that would be loaded wrongly, before Ray starts.
+
+    Reads headers, configs and tokenizers, no weights; it imports transformers. Of hub ids only
+    configs and tokenizers are looked at.
+
+    Raises:
+        ConfigError: a folder lacks weights of its model, or has others; the tokens of two models
+            that read the same ids differ; a token has no row in the embedding; LoRA cannot train
+            the layers that it is to.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from raypo.models import checkpoint, loading, lora
+
+    model: Any = config.model
+    is_reward_model = isinstance(config, RewardModelConfig)
+    classifier, causal = AutoModelForSequenceClassification, AutoModelForCausalLM
+    for key, path in _models(config):
+        kind = {"model.critic": AutoModel, "model.reward": classifier}.get(key, causal)
+        if key == "model.policy" and is_reward_model:
+            kind = classifier
+        if kind is classifier:
+            loading.refuse_other_labels(key, path)
+        checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
+    kind = classifier if is_reward_model else causal
+    loading.check_tokens(model.policy)
+    for key, path in _models(config):
+        if key == "model.reward":
+            if isinstance(config, OnlineConfig) and loading.same_vocabulary(
+                path, model.policy, key=key
+            ):
+                _check_positions_of(config, key, path)
+        elif key != "model.policy":
+            _check_same_tokens(key, path, model.policy)
+    if model.lora is not None:
+        lora.check_targets(model.policy, kind, model.lora)
+        if getattr(config, "needs_critic", False) and model.critic is not None:
+            lora.check_targets(model.critic, AutoModel, model.lora, key="model.critic")
+
+
+def _check_same_tokens(key: str, path: str, policy: str) -> None:
+    """Refuse a model that would read the policy's token ids as other tokens.
+
+    A critic or a reference may have been saved without a tokenizer; then only the sizes of the
+    vocabularies are compared.
+    """
+    from raypo.models.loading import same_vocabulary, vocabulary_size
+
+    is_teacher = key.startswith("model.teacher")
+    try:
+        is_same = same_vocabulary(path, policy, key=key)
+    except ConfigError:
+        if is_teacher:
+            raise
+        is_same = vocabulary_size(path) == vocabulary_size(policy)
+    if is_same:
+        return
+    remedy = "or learn its texts by the recipe sft" if is_teacher else f"or remove {key}"
+    raise ConfigError(
+        f"{key} ({path}): its tokens are not those of model.policy ({policy}), whose token ids it "
+        f"reads. Give a model with the same tokenizer, {remedy}."
+    )
 
 
 def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) -> None:
@@ -393,19 +463,42 @@ def is_finished(files: RunFiles, config: RecipeConfig) -> bool:
     return "stopped" in summary and rules == config.stop.model_dump(mode="json")
 
 
-def check_model(key: str, path: str) -> None:
-    """Refuse a model that is neither a folder with a config.json nor a hub id.
+_TRAINED = ("model.policy", "model.critic")
+"""Keys of models that gradients change, or whose weights they replace in the engines."""
+
+
+def _check_positions(config: Any) -> None:
+    """Refuse prompts and responses that are longer than a model's positions, as vLLM would."""
+    for key, path in _models(config):
+        if key != "model.reward":  # which may encode the text anew
+            _check_positions_of(config, key, path)
+
+
+def _check_positions_of(config: Any, key: str, path: str) -> None:
+    folder, longest = Path(path).expanduser(), max_model_len(config)
+    if not (folder / "config.json").is_file():
+        return
+    positions = max_positions(model_config_of(folder, key))
+    if positions is not None and longest > positions:
+        response = config.rollout.length_key
+        raise ConfigError(
+            f"data.max_prompt_tokens + {response} ({longest}): {key} ({path}) has positions for "
+            f"{positions} tokens. Lower the two by {longest - positions} together."
+        )
+
+
+def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
+    """Refuse a model that is neither a hub id nor a folder whose files are whole.
 
     Raises:
         ConfigError: with the key, the path and what to give.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{key} ({path}): the folder has no config.json, so it is no Hugging Face model. "
-                f"Give a folder written by save_pretrained, or a hub id."
-            )
+        values = model_config_of(folder, key)
+        if is_trained:
+            refuse_quantized(values, path, key)
+        stored_files(folder, key)
         return
     looks_like_hub_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")

@@ -25,8 +25,9 @@ class DPOModelSection(TrainedModelSection):
     """The policy, and what it is compared with."""
 
     reference: str | None = None
-    """The model whose log-probs the policy's are compared with, a Hugging Face folder or a hub id;
-    null: the policy as it was at the start. It is asked once, before the first update."""
+    """The model whose log-probs the policy's are compared with, a Hugging Face folder or a hub id
+    with the policy's tokenizer; null: the policy as it was at the start. It is asked once, before
+    the first update."""
 
 
 class PreferencesSection(PairsSection):

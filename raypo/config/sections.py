@@ -21,7 +21,8 @@ class RewardModelEntry(Config):
     """One reward model of a run."""
 
     path: str
-    """A sequence classifier with one label: a Hugging Face folder or a hub id."""
+    """A sequence classifier with one label and its trained head: a Hugging Face folder or a hub
+    id."""
     weight: float = 1.0
     """What its score is multiplied by before the models' scores are added."""
 
@@ -54,7 +55,9 @@ class LoraSection(Config):
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = (
         "all-linear"
     )
-    """Names of linear layers, like [q_proj, v_proj]; all-linear: each one but the output head."""
+    """Names of linear layers, like [q_proj, v_proj]; all-linear: each one but the output head. A
+    mixture of experts needs names, for its experts are no linear layers; a vision tower gets no
+    adapter."""
 
     @property
     def scale(self) -> float:
@@ -90,7 +93,8 @@ class ModelSection(Config):
     reward: RewardModels = None
     """A reward model, or a list of them, each a path or {path, weight}."""
     reference: str | None = None
-    """The model that the KL penalty pulls to; null: the policy as it was at the start."""
+    """The model that the KL penalty pulls to, with the policy's tokenizer; null: the policy as it
+    was at the start."""
     dtype: Dtype = "auto"
     """Of the policy, the engine and the frozen models. Value and score heads, sums of gradients,
     master weights and AdamW's moments are float32 always. auto: bfloat16 where the learner workers

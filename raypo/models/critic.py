@@ -17,7 +17,7 @@ from raypo.config import ConfigError, ModelSection, PolicyLoraSection, RewardWei
 from raypo.models.heads import Float32Linear
 from raypo.models.loading import is_causal, load_backbone, load_reward_model, same_vocabulary
 from raypo.models.lora import add_adapter
-from raypo.models.packed_attention import hidden_states
+from raypo.models.packed_attention import hidden_states, state_size
 from raypo.models.packing import pack_padded
 from raypo.models.scores import has_score_head
 from raypo.types import Experience
@@ -84,11 +84,11 @@ class Critic(nn.Module):
     """A language model's backbone with a value head."""
 
     def __init__(self, backbone: Any) -> None:
-        """The value head starts at zero: V = 0 before training."""
+        """Put a value head on a backbone. It starts at zero: V = 0 before training."""
         super().__init__()
         self.backbone = backbone
         like = next(backbone.parameters())
-        self.value_head = Float32Linear(backbone.config.hidden_size, 1, like=like)
+        self.value_head = Float32Linear(state_size(backbone), 1, like=like)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -118,7 +118,7 @@ class Critic(nn.Module):
         return critic, f"{words}; an adapter and the value head learn"
 
     @classmethod
-    def _load_whole(cls, start: CriticStart, **loaded: str) -> tuple[Self, str]:
+    def _load_whole(cls, start: CriticStart, **loaded: Any) -> tuple[Self, str]:
         if start.reward_weight is not None:
             model = load_reward_model(start.path, **loaded)
             if has_score_head(model):
@@ -132,9 +132,23 @@ class Critic(nn.Module):
         critic = cls(load_backbone(start.path, **loaded))
         head = Path(start.path) / VALUE_HEAD_FILE
         if head.exists():
-            critic.value_head.load_state_dict(load_file(head))
+            critic._load_value_head(head)
             return critic, f"starts from the critic {start.path}, value head included"
         return critic, f"starts from {start.path}, with a value head of zeros"
+
+    def _load_value_head(self, file: Path) -> None:
+        weights, own = load_file(file), self.value_head.state_dict()
+        found, wanted = (
+            ", ".join(f"{name} {list(each.shape)}" for name, each in tensors.items())
+            for tensors in (weights, own)
+        )
+        if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in own.items()}:
+            raise ConfigError(
+                f"model.critic ({file.parent}): {file.name} has {found}, and a value head of this "
+                f"backbone is {wanted}. Rename its tensors, or remove the file for a value head "
+                f"that starts at zero."
+            )
+        self.value_head.load_state_dict(weights)
 
     def forward(self, batch: Experience, *, with_last: bool = False) -> Tensor:
         """Values [B, T] float32 of the states before each response token is chosen, 0 on padding.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -18,21 +20,24 @@ from transformers import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from raypo.config import ConfigError
+from raypo.models.checkpoint import check_loaded, first_line, network_class, read_config
 from raypo.models.heads import HEADS, with_float32_heads
 from raypo.models.linear import use_fastest_linear
+from raypo.models.model_files import max_positions
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
 from raypo.models.shares import whole_as_it_computes
 from raypo.models.token_log_probs import has_plain_head
+from raypo.types import Prompt
 
 
 def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
-    """The causal language model of a folder or hub id, dropout off, in training mode.
+    """Load the causal language model of a folder or hub id, dropout off, in training mode.
 
     Args:
         attention: `model.attention`.
 
     Raises:
-        ConfigError: the model or this machine does not have that attention.
+        ConfigError: weights are missing, or the model or this machine does not have that attention.
     """
     model = _load(AutoModelForCausalLM, path, dtype, attention)
     with whole_as_it_computes(model):
@@ -41,29 +46,49 @@ def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
 
 
 def load_backbone(path: str, *, dtype: str, attention: str = "auto") -> Any:
-    """The same network without its language-model head, dropout off."""
+    """Load the same network without its language-model head, dropout off."""
     return _load(AutoModel, path, dtype, attention)
 
 
-def load_reward_model(path: str, *, dtype: str, attention: str = "auto") -> Any:
-    """The sequence classifier with one label of a folder or hub id, dropout off.
+def load_reward_model(
+    path: str, *, dtype: str, attention: str = "auto", new_head: bool = False
+) -> Any:
+    """Load the sequence classifier with one label of a folder or hub id, dropout off.
 
-    Its head is read and multiplies in float32, whatever the dtype of the body. A causal language
-    model loads too: it gets a new score head, from torch's random state.
+    Its head is read and multiplies in float32, whatever the dtype of the body.
+
+    Args:
+        attention: `model.attention`.
+        new_head: Whether a model without a score head loads too, like a causal language model. It
+            gets a new one, from torch's random state.
 
     Raises:
-        ConfigError: the folder is a classifier with more than one label.
+        ConfigError: the folder is a classifier with more than one label, or weights are missing.
     """
-    config = AutoConfig.from_pretrained(path)
+    refuse_other_labels("model.reward", path)
+    model = _load(
+        AutoModelForSequenceClassification, path, dtype, attention, new_head=new_head, num_labels=1
+    )
+    return with_float32_heads(model)
+
+
+def refuse_other_labels(key: str, path: str) -> None:
+    """Refuse a sequence classifier with more than one label.
+
+    Raises:
+        ConfigError: the folder or hub id is one.
+    """
+    config = read_config(path, key=key)
     labels = getattr(config, "num_labels", 1)
     architectures = getattr(config, "architectures", None) or []
+    told, _ = PretrainedConfig.get_config_dict(path)
+    if not {"num_labels", "id2label"} & told.keys():
+        return  # 2 is transformers' default; the shape of the head tells
     if labels != 1 and any("SequenceClassification" in name for name in architectures):
         raise ConfigError(
-            f"model.reward ({path}): it is a classifier with {labels} labels. A reward model has "
-            f"one label: its score."
+            f"{key} ({path}): it is a classifier with {labels} labels. A reward model has one "
+            f"label: its score."
         )
-    model = _load(AutoModelForSequenceClassification, path, dtype, attention, num_labels=1)
-    return with_float32_heads(model)
 
 
 def release_memory() -> None:
@@ -72,26 +97,130 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def same_vocabulary(path: str, other: str) -> bool:
-    """Whether two folders or hub ids have tokenizers with the same tokens under the same ids."""
-    return path == other or load_tokenizer(path).get_vocab() == load_tokenizer(other).get_vocab()
+def same_vocabulary(path: str, other: str, *, key: str = "model.policy") -> bool:
+    """Return whether two folders or hub ids have tokenizers with the same tokens and ids.
+
+    Args:
+        key: The config key that names the first, for messages.
+    """
+    if path == other:
+        return True
+    return load_tokenizer(path, key=key).get_vocab() == load_tokenizer(other).get_vocab()
+
+
+def check_tokens(path: str) -> None:
+    """Refuse a policy whose special tokens have no row in its embedding.
+
+    A tokenizer may have more tokens than the model; what rows are made of is checked as they are
+    read.
+
+    Raises:
+        ConfigError: the tokenizer's first or last token, or a stop token, is such a one.
+    """
+    tokenizer, size = load_tokenizer(path), vocabulary_size(path)
+    ends = dict.fromkeys(stop_token_ids(path, tokenizer), "its stop token")
+    named = {tokenizer.bos_token_id: "its first token (bos)", tokenizer.eos_token_id: "its eos"}
+    for token, name in {**ends, **named}.items():
+        if token is not None and not 0 <= token < size:
+            raise ConfigError(
+                f"model.policy ({path}): {name} has the id {token}, and the model has embeddings "
+                f"for ids 0 to {size - 1}. Give the tokenizer and the generation_config.json that "
+                f"belong to the model, or resize its embeddings (resize_token_embeddings)."
+            )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What token ids a model can read: how large they may be, and how many in a row."""
+
+    path: str
+    vocabulary: int
+    """Rows of the embedding."""
+    positions: int | None
+    """Tokens that the model has positions for; None means no limit."""
+
+    @classmethod
+    def of(cls, path: str) -> Limits:
+        """Read the config of a folder or hub id."""
+        config = read_config(path)
+        return cls(path, vocabulary_size(path), max_positions(config.to_dict()))
+
+    def check(self, rows: Iterable[Sequence[np.ndarray]], tokenizer: Any, *, key: str) -> None:
+        """Refuse rows that the model cannot read; on a GPU they end in a device assert.
+
+        Args:
+            rows: The parts of each row, int [T] each: its prompt and a response.
+            key: The config key that they come from, for messages.
+
+        Raises:
+            ConfigError: a token has no row in the embedding, or a row has too many tokens.
+        """
+        for parts in rows:
+            largest = max((int(part.max()) for part in parts if len(part)), default=0)
+            length = sum(map(len, parts))
+            fits = self.positions is None or length <= self.positions
+            if largest < self.vocabulary and fits:
+                continue
+            start = tokenizer.decode(np.concatenate(parts)[:START])
+            row = f"{key}: the row that begins with {start!r}"
+            if largest >= self.vocabulary:
+                raise ConfigError(
+                    f"{row} has the token {tokenizer.convert_ids_to_tokens(largest)!r} "
+                    f"({largest}), and model.policy ({self.path}) has embeddings for ids 0 to "
+                    f"{self.vocabulary - 1}. Give the tokenizer of the model, or resize its "
+                    f"embeddings (resize_token_embeddings)."
+                )
+            raise ConfigError(
+                f"{row} has {length} tokens, and model.policy ({self.path}) has positions for "
+                f"{self.positions}. Lower data.max_prompt_tokens and data.max_response_tokens to "
+                f"{self.positions} together: longer rows are then skipped."
+            )
+
+    def check_prompts(self, prompts: Iterable[Prompt], tokenizer: Any, *, key: str) -> None:
+        """Refuse prompts with a token that has no row in the embedding.
+
+        Only a tokenizer that has such tokens makes all prompts be read.
+
+        Raises:
+            ConfigError: there is such a prompt.
+        """
+        if max(tokenizer.get_vocab().values(), default=0) >= self.vocabulary:
+            self.check(((prompt.token_ids,) for prompt in prompts), tokenizer, key=key)
+
+
+START = 16
+"""Tokens of a row that an error message shows."""
 
 
 def is_causal(path: str) -> bool:
-    """Whether no state of the backbone of a folder or hub id sees later tokens."""
+    """Return whether no state of the backbone of a folder or hub id sees later tokens."""
     with torch.device("meta"):
-        backbone = AutoModel.from_config(AutoConfig.from_pretrained(path))
+        backbone = AutoModel.from_config(read_config(path))
     return all(getattr(module, "is_causal", True) for module in backbone.modules())
 
 
 def vocabulary_size(path: str) -> int:
-    """How many token ids the model of a folder or hub id knows; its tokenizer may have fewer."""
-    return AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    """Return how many token ids a model knows; its tokenizer may have fewer."""
+    return read_config(path).get_text_config().vocab_size
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a folder or hub id."""
-    return AutoTokenizer.from_pretrained(path)
+def load_tokenizer(path: str, *, key: str = "model.policy") -> Any:
+    """Load the tokenizer of a folder or hub id.
+
+    Args:
+        key: The config key that names it, for messages.
+
+    Raises:
+        ConfigError: it has none that transformers reads.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{key} ({path}): transformers finds no tokenizer there that it can load: "
+            f"{first_line(error)} Save one beside the model (tokenizer.save_pretrained), like that "
+            f"of its base model."
+        ) from error
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -113,18 +242,34 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
-def _load(kind: Any, path: str, dtype: str, attention: str, **config_values: Any) -> nn.Module:
-    """A model with every dropout at 0: old and new log-probs must be of one function.
+def _load(
+    kind: Any,
+    path: str,
+    dtype: str,
+    attention: str,
+    *,
+    new_head: bool = False,
+    **config_values: Any,
+) -> nn.Module:
+    """Load a model with every dropout at 0: old and new log-probs must be of one function.
 
     The config is changed before the model is built, for many models keep the number itself.
     """
-    config = AutoConfig.from_pretrained(path, **config_values)
+    config = read_config(path, **config_values)
     _turn_dropout_off(config)
+    network = network_class(kind, config, path)
     if kind is AutoModelForSequenceClassification and not is_deepspeed_zero3_enabled():
-        _keep_heads_in_float32(kind, config)  # in shares DeepSpeed makes every weight in `dtype`
+        _keep_heads_in_float32(network)  # in shares DeepSpeed makes every weight in `dtype`
     chosen = {} if attention == "auto" else {"attn_implementation": attention}
     try:
-        model = kind.from_pretrained(path, config=config, dtype=getattr(torch, dtype), **chosen)
+        model, info = kind.from_pretrained(
+            path,
+            config=config,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_loaded` refuses them, by name
+            **chosen,
+        )
     except (ImportError, ValueError) as error:
         if not chosen:
             raise
@@ -132,6 +277,8 @@ def _load(kind: Any, path: str, dtype: str, attention: str, **config_values: Any
             f"model.attention ({attention}): {path} cannot be loaded with it: {error} "
             f"Set model.attention to auto."
         ) from error
+    check_loaded(model, info, path=path, new_head=new_head)
+    _make_saveable(model)
     for module in model.modules():  # those that do not ask the config
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -142,12 +289,24 @@ def _load(kind: Any, path: str, dtype: str, attention: str, **config_values: Any
     return model.train()
 
 
-def _keep_heads_in_float32(kind: Any, config: PretrainedConfig) -> None:
-    """Heads that a folder has in float32 are read so; transformers asks the model's class."""
-    with torch.device("meta"):  # only to learn which class it is
-        architecture = type(kind.from_config(config))
-    kept = set(architecture._keep_in_fp32_modules_strict or ())
-    architecture._keep_in_fp32_modules_strict = kept | {rf"^{name}\." for name in HEADS}
+def _make_saveable(model: Any) -> None:
+    """Take sampling values out of a generation config that does not sample.
+
+    They have no effect there, and transformers 5 refuses to save such a config: a run would end at
+    its first checkpoint.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None or config.do_sample:
+        return
+    for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, None)
+
+
+def _keep_heads_in_float32(network: Any) -> None:
+    """Read heads that a folder has in float32 so; transformers asks the model's class."""
+    kept = set(network._keep_in_fp32_modules_strict or ())
+    network._keep_in_fp32_modules_strict = kept | {rf"^{name}\." for name in HEADS}
 
 
 def _turn_dropout_off(config: PretrainedConfig) -> None:

@@ -7,6 +7,8 @@ Paper: Hu et al. 2021, arXiv:2106.09685, eq. 3.
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raypo.config import ConfigError, LoraSection, ModelSection, TrainedModelSection
+from raypo.models.checkpoint import network_class, read_config
 from raypo.models.heads import HEADS
+from raypo.models.linear import OneDnnLinear
 from raypo.models.loading import load_causal_lm
 
 NAME = "default"
@@ -55,27 +59,59 @@ def load_policy(section: ModelSection | TrainedModelSection) -> Any:
     return add_adapter(model, section.lora)
 
 
-def add_adapter(model: Any, section: LoraSection | None) -> Any:
-    """The model itself, its weights frozen and an adapter in its linear layers; B starts at zero.
+def check_targets(path: str, kind: Any, section: LoraSection, *, key: str = "model.policy") -> None:
+    """Put an adapter into a network without memory, to see that it can be done.
 
-    A classification head is new, so it is trained whole. A comes from torch's random state.
-    Without a section nothing changes.
+    Args:
+        path: Folder or hub id; only its config is read.
+        kind: One of transformers' Auto classes.
+        key: The config key that names the model, for messages.
 
     Raises:
-        ConfigError: `target_modules` names no layer, one that is not linear, or a tied head.
+        ConfigError: as `add_adapter`.
+    """
+    config = read_config(path, key=key)
+    with torch.device("meta"):
+        model = network_class(kind, config, path, key=key)(config)
+        add_adapter(model, section)
+
+
+def add_adapter(model: Any, section: LoraSection | None) -> Any:
+    """Freeze a model's weights and put an adapter into its linear layers; B starts at zero.
+
+    A classification head is new, so it is trained whole. A comes from torch's random state. A
+    vision tower or another part that texts do not pass gets no adapter. Without a section nothing
+    changes.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ConfigError: `target_modules` names no layer, one that is not linear, or a tied head, or the
+            model has experts that no adapter goes into.
     """
     if section is None:
         return model
     from peft import inject_adapter_in_model  # 3 s, for those who use it
 
+    fused = _fused_experts(model)
+    if fused and section.target_modules == "all-linear":
+        _refuse_experts(model, section, fused[0])
     try:
         inject_adapter_in_model(_peft_config(model, section), model, adapter_name=NAME)
     except ValueError as error:
         raise ConfigError(
-            f"model.lora.target_modules ({_told(section)}): {error} Name linear layers of "
+            f"model.lora.target_modules ({_told(section)}): {_reason(error)} Name linear layers of "
             f"{type(model).__name__}, or set it to all-linear."
         ) from None
-    _refuse_shared(model, section)
+    _refuse_layers(model, section)
+    blocks = tuple(f"{name.rpartition('.')[0]}." for name in fused)
+    if fused and any(name.startswith(blocks) for name in _layers(model)):
+        warnings.warn(
+            f"model.lora.target_modules ({_told(section)}): the shared experts get adapters, the "
+            f"others ({fused[0]}) stay as they are.",
+            stacklevel=2,
+        )
     for name in _heads(model):
         getattr(model, name).requires_grad_(True)
     return model
@@ -165,6 +201,7 @@ def _peft_config(model: Any, section: LoraSection) -> Any:
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=_not_of_texts(model),
         task_type=TaskType.SEQ_CLS if _heads(model) else task,
     )
 
@@ -187,14 +224,57 @@ def _is_of_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def _refuse_shared(model: nn.Module, section: LoraSection) -> None:
-    """A merged weight must be its layer's alone: an embedding tied to it would not follow."""
+def _not_of_texts(model: Any) -> str | None:
+    """Return a pattern for all modules outside the language model of a multimodal one."""
+    if model.config.get_text_config() is model.config:
+        return None
+    base, decoder = model.base_model, model.get_decoder()
+    others = [name for name, child in base.named_children() if child is not decoder]
+    return rf"(.*\.)?({'|'.join(map(re.escape, others))})\..*" if others else None
+
+
+def _fused_experts(model: nn.Module) -> list[str]:
+    """Return the names of modules that keep the weights of several experts in one tensor."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if "expert" in f"{name} {type(module).__name__}".lower()
+        and any(each.ndim == 3 for each in module.parameters(recurse=False))
+    ]
+
+
+def _refuse_experts(model: nn.Module, section: LoraSection, fused: str) -> None:
+    """Refuse to leave experts out in silence.
+
+    transformers keeps the weights of all experts of a layer in one tensor [experts, out, in], which
+    is no linear layer. peft can train such a tensor, but merging here and vLLM's adapters cannot.
+    """
+    names = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, OneDnnLinear) and "att" in name
+    ]
+    raise ConfigError(
+        f"model.lora.target_modules ({_told(section)}): the experts of {type(model).__name__} "
+        f"({fused}) lie in one tensor, and adapters go into linear layers. Name those of the "
+        f"attention, [{', '.join(dict.fromkeys(names))}], or train without model.lora."
+    )
+
+
+def _refuse_layers(model: nn.Module, section: LoraSection) -> None:
+    """Refuse layers whose adapter could not be merged into a weight of their own.
+
+    An embedding that shares the weight would not follow, and a subclass of a linear layer (a router
+    of experts, say) does more than multiply.
+    """
+    from transformers.pytorch_utils import Conv1D
+
     uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     for name, layer in _layers(model).items():
         base = layer.base_layer
-        if NAME not in layer.lora_A:
+        if type(base) not in (nn.Linear, OneDnnLinear, Conv1D):
             raise ConfigError(
                 f"model.lora.target_modules ({_told(section)}): {name} is a "
                 f"{type(base).__name__}, and adapters go into linear layers. Leave it out."
@@ -204,6 +284,12 @@ def _refuse_shared(model: nn.Module, section: LoraSection) -> None:
                 f"model.lora.target_modules ({_told(section)}): {name} shares its weight with "
                 f"the embedding, so its adapter could not be merged. Leave it out."
             )
+
+
+def _reason(error: ValueError) -> str:
+    """Return peft's reason without the printed module and the list of all classes that it has."""
+    told = " ".join(str(error).split()).partition(" Currently, only")[0]
+    return re.sub(r"^Target module (\w+)\(.*\) is not supported", r"\1 is no linear layer", told)
 
 
 def _told(section: LoraSection) -> str:

@@ -6,7 +6,8 @@ N packed tokens, H heads, D their size, n responses of a group.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -21,10 +22,13 @@ from transformers.masking_utils import sdpa_mask
 from raypo.models.compiled import compiled
 from raypo.models.packing import Layout, Packed, pack
 from raypo.models.shared_prompts import SharedPrompts
+from raypo.models.shares import whole_as_it_computes
 from raypo.types import to_device
 
 NAME = "raypo_packed"
 """As transformers knows it."""
+BY_ROWS = "raypo_by_rows"
+"""The same attention without a GPU's kernel; for the trial in float32."""
 UNDERSTOOD_LAYERS = {"full_attention", "sliding_attention"}
 WINDOW_IN_MASK = {"qwen2_moe", "phimoe", "moshi"}
 """Models that tell their sliding window to the mask alone, not to the attention."""
@@ -32,8 +36,11 @@ _TRIAL = (
     [np.arange(1, 6), np.arange(1, 6), np.arange(4, 6)],
     [np.arange(6, 10), np.arange(3, 6), np.arange(7, 9)],
 )
-MAX_GAP = 0.1
-"""Relative, of the trial: rounding in bfloat16 comes to 0.01, a wrong attention to 0.3 and more."""
+EXACT = 1e-4
+MAX_GAP = {torch.float32: EXACT, torch.bfloat16: 0.1}
+"""Largest relative gap of the trial's answers; in float32 of the worst one. Rounding comes to 1e-6
+and 0.01, a wrong attention to 0.3 and more. A recurrent state that runs from row to row may come to
+0.01, so every model is tried in float32."""
 BLOCK = 128
 """Tokens of a side of the blocks of flex attention."""
 KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
@@ -72,31 +79,82 @@ def _has_room_for_heads(config: Any) -> bool:
 
 
 def use_packed_attention(model: Any) -> None:
-    """From now on the model can read packed rows; what it reads otherwise, it reads as before.
+    """Let the model read packed rows from now on; what it reads otherwise, it reads as before.
 
     It is tried on three short rows first. A model whose answers are others than those of separate
     rows (it keeps the layout from its attention, or is recurrent) stays as it is, with a warning.
     """
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionInterface.register(BY_ROWS, attention_by_rows)
+    for name in (NAME, BY_ROWS):
+        AttentionMaskInterface.register(name, sdpa_mask)
     before = model.config._attn_implementation
-    backbone, packed = model.base_model, pack(*_TRIAL, device=model.device)
-    with torch.no_grad():
-        apart = hidden_states(backbone, packed)
-        model.set_attn_implementation(NAME)
-        try:
-            gap = (hidden_states(backbone, packed) - apart).float().norm() / apart.float().norm()
-            problem = None if gap <= MAX_GAP else f"its answers are {float(gap):.2g} of them off"
-        except (RuntimeError, TypeError, ValueError) as error:
-            problem = f"{type(error).__name__}: {error}"
+    with as_float32(model):
+        problem = _problem(model, BY_ROWS, torch.float32)
+    problem = problem or _problem(model, NAME, model.dtype)
+    model.set_attn_implementation(before if problem else NAME)
     if problem:
-        model.set_attn_implementation(before)
         warnings.warn(
             f"{type(model).__name__} cannot read packed rows ({problem}). Each response is read "
             f"with its prompt and padding, which takes longer. Set model.attention to {before} if "
             f"that is meant.",
             stacklevel=2,
         )
+
+
+def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
+    """Try an attention on packed rows; None if the answers are those of separate rows.
+
+    Args:
+        name: Of the attention; the model keeps its own.
+        dtype: The one that the model computes in.
+    """
+    before = model.config._attn_implementation
+    backbone, packed = model.base_model, pack(*_TRIAL, device=model.device)
+    with torch.no_grad():
+        apart = hidden_states(backbone, packed).float()
+        model.set_attn_implementation(name)
+        try:
+            states = _packed_states(backbone, packed).float()
+        except (RuntimeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            model.set_attn_implementation(before)
+    # In bfloat16 a single state may be off by more than 0.1; one that leaks hides among all.
+    dim = None if dtype == torch.bfloat16 else -1
+    gap = float(((states - apart).norm(dim=dim) / apart.norm(dim=dim)).max())
+    return None if gap <= MAX_GAP.get(dtype, EXACT) else f"its answers are {gap:.2g} of them off"
+
+
+@contextmanager
+def as_float32(model: nn.Module) -> Iterator[None]:
+    """Let each module have its own weights in float32 while it computes, one module at a time.
+
+    The weights themselves stay as they are.
+    """
+    kept: list[list[tuple[nn.Parameter, Tensor]]] = []
+
+    def widen(module: nn.Module, _: Any) -> None:
+        own = [each for each in module.parameters(recurse=False) if each.is_floating_point()]
+        kept.append([(each, each.data) for each in own])
+        for each in own:
+            each.data = each.data.float()
+
+    def give_back(*_: Any) -> None:
+        for parameter, data in kept.pop():
+            parameter.data = data
+
+    hooks: list[Any] = []
+    for module in model.modules():
+        own = module.parameters(recurse=False)
+        if any(each.is_floating_point() and each.dtype != torch.float32 for each in own):
+            hooks.append(module.register_forward_pre_hook(widen))
+            hooks.append(module.register_forward_hook(give_back, prepend=True, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def reads_packed(model: Any) -> bool:
@@ -112,9 +170,23 @@ def hidden_states(backbone: Any, packed: Packed) -> Tensor:
             reads a padded row for each response.
     """
     if reads_packed(backbone):
-        hidden = backbone(**packed_inputs(packed)).last_hidden_state[0]  # [N, H]
-        return _at(hidden, packed.states)
+        return _packed_states(backbone, packed)
     return _by_rows(lambda ids: backbone(input_ids=ids, use_cache=False).last_hidden_state, packed)
+
+
+def _packed_states(backbone: Any, packed: Packed) -> Tensor:
+    hidden = backbone(**packed_inputs(packed)).last_hidden_state[0]  # [N, H]
+    return _at(hidden, packed.states)
+
+
+def state_size(backbone: Any) -> int:
+    """Return the width H of a backbone's hidden states, as a short row has it.
+
+    Configs keep it under several names, and in some models it is not the embedding's width.
+    """
+    ids = pack([np.arange(1, 3)], [np.arange(1, 2)], device=backbone.device)
+    with torch.no_grad(), whole_as_it_computes(backbone):
+        return hidden_states(backbone, ids).shape[-1]
 
 
 def own_logits(model: Any, packed: Packed) -> Tensor:
@@ -157,17 +229,41 @@ def packed_attention(
     *,
     layout: Layout | None = None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for each layer: [1, N, H, D]; without a layout its own SDPA.
+    """Return a layer's attention, [1, N, H, D], for transformers; without a layout its own SDPA.
 
     On a GPU flex attention reads the blocks that the layout allows. Elsewhere attention shares
     prompts that are long enough (`SharedPrompts`); with short ones it alone works on whole rows,
     padded on the right, where no token looks, and everything else has each token once.
     """
+    if layout is not None and query.is_cuda:
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        attend = partial(_flex_attention(), scale=scale, kernel_options=KERNEL_OPTIONS)
+        mixed = flex(query, key, value, layout, attend, window=sliding_window, softcap=softcap)
+        return mixed.transpose(1, 2), None
+    more |= {"layout": layout, "scaling": scaling}
+    more |= {"sliding_window": sliding_window, "softcap": softcap}
+    return attention_by_rows(module, query, key, value, attention_mask, **more)
+
+
+def attention_by_rows(
+    module: nn.Module,
+    query: Tensor,  # [1, H, N, D]
+    key: Tensor,  # [1, H_kv, N, D]
+    value: Tensor,  # [1, H_kv, N, D]
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Return what `packed_attention` does where there is no GPU: [1, N, H, D]."""
     if layout is None:
         if attention_mask is not None and attention_mask.shape[-1] == 1 < query.shape[2]:
             raise ValueError(f"{type(module).__name__} is not told the layout of packed rows.")
@@ -175,10 +271,6 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     assert dropout == 0.0, "models are loaded with their dropout off"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if query.is_cuda:
-        attend = partial(_flex_attention(), scale=scale, kernel_options=KERNEL_OPTIONS)
-        mixed = flex(query, key, value, layout, attend, window=sliding_window, softcap=softcap)
-        return mixed.transpose(1, 2), None
     heads = query.shape[1] // key.shape[1]
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [N, H, D]
     if heads > 1:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypo.config import ConfigError, DistillationConfig, ResponsesSection, source_name
+from raypo.config import DistillationConfig, ResponsesSection, source_name
 from raypo.data.examples import load_examples
 from raypo.data.mixing import mix_of
 from raypo.data.stream import ShuffledStream
 from raypo.learner.distillation_task import DistillationTask
-from raypo.models.loading import same_vocabulary, stop_token_ids
+from raypo.models.loading import Limits, stop_token_ids
 from raypo.models.lora import load_policy
 from raypo.rollout.collect import is_trainable
 from raypo.run.rounds_run import Place, RoundsRun, place
@@ -28,26 +28,16 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
     """What is learned off-policy, each with the name of its source."""
 
     def __post_init__(self) -> None:
-        """Compares the vocabularies, and reads the texts.
-
-        Raises:
-            ConfigError: the teacher has another vocabulary than the policy.
-        """
+        """Read the texts."""
         super().__post_init__()
         config, data = self.config, self.config.data
-        policy = config.model.policy
-        for teacher in config.references.values():
-            if not same_vocabulary(teacher, policy):
-                raise ConfigError(
-                    f"model.teacher ({teacher}): its tokens are not those of model.policy "
-                    f"({policy}), so their probabilities cannot be compared. Give a teacher with "
-                    f"the same tokenizer, or learn its texts by the recipe sft."
-                )
         self._vocabulary = len(self.tokenizer)
         if data.response_key is not None:
             section = ResponsesSection.model_validate(data.model_dump())
-            end = stop_token_ids(policy, self.tokenizer)[0]
+            end = stop_token_ids(config.model.policy, self.tokenizer)[0]
             loaded = load_examples(section, self.tokenizer, end)
+            rows = ((text.prompt_ids, text.response_ids) for text in loaded.items)
+            Limits.of(config.model.policy).check(rows, self.tokenizer, key="data.prompts")
             for note in loaded.notes("data.prompts"):
                 self.tell.message(note)
             mix = mix_of(data, loaded.sizes, config.rollout.prompts_per_step)

@@ -25,9 +25,12 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
     def make_task(self) -> PairTask:
         """The policy's backbone with a new score head, or the classifier that it is already."""
         section = self.config.model
-        model = load_reward_model(section.policy, dtype=section.dtype, attention=section.attention)
+        model = load_reward_model(
+            section.policy, dtype=section.dtype, attention=section.attention, new_head=True
+        )
         model = add_adapter(model, section.lora)
         # Plain transformers looks for the padding id; where that is the end it would hide the end.
         padding, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-        model.config.pad_token_id = None if padding == end else padding
+        for config in (model.config, model.config.get_text_config()):  # the head asks the latter
+            config.pad_token_id = None if padding == end else padding
         return PairTask(model, centering_coef=self.config.reward_model.centering_coef)

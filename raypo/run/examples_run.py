@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+import numpy as np
 import torch
 
 from raypo.cluster.messenger import MonitorClient
@@ -21,7 +22,7 @@ from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.learner.trained_model import in_shares
 from raypo.metrics.clock import Clock
-from raypo.models.loading import load_tokenizer, stop_token_ids
+from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
 from raypo.rewards.functions import evaluation_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.dealing import balanced_shares
@@ -108,6 +109,9 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
             key = f"eval.{cls.held_out_key}"
             of_eval = read(section, tokenizer, end, key=key)
             held_out, notes = of_eval.items, notes + of_eval.notes(key)
+        limits = Limits.of(config.model.policy)
+        limits.check(sequences(loaded.items), tokenizer, key="data.prompts")
+        limits.check(sequences(held_out), tokenizer, key=f"eval.{cls.held_out_key}")
         for note in notes:
             tell.message(note)
         mix = mix_of(config.data, loaded.sizes, size)
@@ -189,6 +193,8 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         if config.needs_engine:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             prompts = load_prompts(section, self.tokenizer, key="eval.prompts").prompts
+            limits = Limits.of(config.model.policy)
+            limits.check_prompts(prompts, self.tokenizer, key="eval.prompts")
             self.held_out_prompts = prompts
         self.eval_function = evaluation_function(config.eval, None)
         self.sampling = Sampling.of(
@@ -255,6 +261,14 @@ def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> Supervise
         num_steps=config.num_steps,
         workers=workers,
     )
+
+
+def sequences(items: Iterable[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield prompt and response of every sequence that a pass reads of items."""
+    for item in items:
+        for name in ("response_ids", "chosen_ids", "rejected_ids", "other_ids"):
+            if (response := getattr(item, name, None)) is not None:
+                yield item.prompt_ids, response
 
 
 def lengths(item: Any) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from raypo.deployed import AnswerOfOne
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Span
 from raypo.metrics.process_memory import peak_memory
-from raypo.models.loading import load_tokenizer, stop_token_ids
+from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
 from raypo.plan.estimate import Models
 from raypo.rewards.functions import (
     close_function,
@@ -124,6 +124,9 @@ class OnlineRun(Run[AnyOnline]):
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             of_eval = load_prompts(section, tokenizer, key="eval.prompts")
             held_out, notes = of_eval.prompts, notes + of_eval.notes("eval.prompts")
+        limits = Limits.of(config.model.policy)
+        limits.check_prompts(loaded.prompts, tokenizer, key="data.prompts")
+        limits.check_prompts(held_out, tokenizer, key="eval.prompts")
         for note in notes:
             tell.message(note)
         stop = stop_token_ids(config.model.policy, tokenizer)

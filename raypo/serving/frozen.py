@@ -234,8 +234,8 @@ class RewardModel(TorchModel):
             super().__init__(
                 model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads
             )
-        is_shared = policy is not None and same_vocabulary(model, policy)
-        self._tokenizer = None if is_shared else load_tokenizer(model)
+        is_shared = policy is not None and same_vocabulary(model, policy, key="model.reward")
+        self._tokenizer = None if is_shared else load_tokenizer(model, key="model.reward")
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
         """A score for each rollout, in the order given; NaN for one without tokens."""

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from raypo.config import FrozenSection
-from raypo.models.loading import load_tokenizer, same_vocabulary
+from raypo.models.checkpoint import cached_folder, check_weights
+from raypo.models.loading import load_tokenizer, refuse_other_labels, same_vocabulary
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.sizes import default_cpu_kv_bytes
 from raypo.serving.frozen import FrozenModel, Ids, Told, frozen_memory_advice, sequence_ids
@@ -34,6 +35,7 @@ class VllmModel(FrozenModel):
         self,
         model: str,
         *,
+        kind: Any,
         section: FrozenSection,
         dtype: str,
         max_model_len: int,
@@ -44,6 +46,7 @@ class VllmModel(FrozenModel):
 
         Args:
             model: Folder or hub id.
+            kind: transformers' Auto class of the network, whose weights must all be there.
             section: Devices and memory.
             dtype: float32 or bfloat16.
             max_model_len: Most tokens of a sequence.
@@ -51,9 +54,11 @@ class VllmModel(FrozenModel):
             arguments: More of `vllm.LLM`'s.
 
         Raises:
+            ConfigError: weights are missing; vLLM would give a score head others at each start.
             RuntimeError: vLLM is missing or its version is not supported.
         """
         super().__init__(model, num_threads=num_threads)
+        check_weights("model", model, kind)
         self._max_model_len = max_model_len
         arguments |= {
             "model": model,
@@ -74,6 +79,8 @@ class VllmModel(FrozenModel):
             arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(a_token, max_model_len)
         with frozen_memory_advice(model):
             self._llm = start_llm(arguments)
+        if (folder := cached_folder(model)) is not None:  # of a hub id, which vLLM has fetched
+            check_weights("model", folder, kind)
         self._processes = VllmProcesses(self._llm)
         step = self._llm.llm_engine.step
 
@@ -143,6 +150,7 @@ class VllmReference(VllmModel):
         """Start it as `VllmModel` does, for log-probs at temperature 1."""
         super().__init__(
             model,
+            kind=AutoModelForCausalLM,
             section=section,
             dtype=dtype,
             max_model_len=max_model_len + 1,  # vLLM samples a token after each prompt
@@ -223,10 +231,12 @@ class VllmRewardModel(VllmModel):
         Raises:
             RuntimeError: vLLM is missing or its version is not supported.
         """
-        is_shared = policy is not None and same_vocabulary(model, policy)
-        self._tokenizer = None if is_shared else load_tokenizer(model)
+        refuse_other_labels("model.reward", model)
+        is_shared = policy is not None and same_vocabulary(model, policy, key="model.reward")
+        self._tokenizer = None if is_shared else load_tokenizer(model, key="model.reward")
         super().__init__(
             model,
+            kind=AutoModelForSequenceClassification,
             section=section,
             dtype=dtype,
             max_model_len=max_model_len if is_shared else longest_text(model, 2 * max_model_len),

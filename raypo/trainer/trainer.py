@@ -20,7 +20,13 @@ from ray.train import ControllerError, FailureConfig, Result, RunConfig, Scaling
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from raypo.checks import check_inputs, check_run_folder, is_finished, with_steps_of_epochs
+from raypo.checks import (
+    check_inputs,
+    check_models,
+    check_run_folder,
+    is_finished,
+    with_steps_of_epochs,
+)
 from raypo.cluster.connect import (
     cluster_address,
     connect,
@@ -157,6 +163,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     "with a higher num_steps it goes on, fresh=True starts over."
                 )
                 return self._with_every_step(Result.from_path(self._files.location))
+            config: Any = self.config
+            check_models(config)
             connected_here = connect(self.config.cluster)
             try:
                 return self._with_every_step(self._fit_watched())

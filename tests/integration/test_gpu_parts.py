@@ -46,7 +46,8 @@ def test_attention_agrees_and_windows_that_nobody_keeps_are_seen(monkeypatch: py
     whole = packed_attention._attend
     blind: Any = lambda *qkv, window, **kind: whole(*qkv, window=None, **kind)  # noqa: E731
     monkeypatch.setattr(packed_attention, "_attend", blind)
-    monkeypatch.setattr(packed_attention, "MAX_GAP", 10.0)  # or the trial at load would see it
+    # Else the trial at load would see it.
+    monkeypatch.setitem(packed_attention.MAX_GAP, torch.float32, 10.0)
     with pytest.raises(AssertionError, match="window_states"):
         parts.attention("float32", device="cpu", lengths=3)
 

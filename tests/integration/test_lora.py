@@ -127,7 +127,7 @@ def test_a_reward_model_learns_its_adapter_and_its_head(model: str, stage: int, 
     from raypo.config import LoraSection
 
     lora = LoraSection.model_validate(config)
-    network = add_adapter(load_reward_model(model, dtype="float32"), lora)
+    network = add_adapter(load_reward_model(model, dtype="float32", new_head=True), lora)
     head = network.score.weight.detach().clone()
     learning = SupervisedLearner(
         PairTask(network, centering_coef=0.0),

@@ -36,6 +36,7 @@ from raypo.trainer import (
     settings,
 )
 from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of, scaling_of
+from tests.tiny import tiny_policy
 
 
 def config() -> PPOConfig:
@@ -296,6 +297,7 @@ def test_python_is_told_how_python_starts_over(values: dict[str, Any]):
 
 def test_fresh_removes_the_run_that_is_there_before_anything_starts(values: dict[str, Any]):
     """Nothing listens at the address, so this is as far as it comes."""
+    tiny_policy(values["model"]["policy"])
     files = run_before(values, seed=7)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,13 +1,15 @@
 """Which weights a critic starts from, and on what scale its first values are."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModel, Gemma3Config, GPT2Config, Mistral3Config, OPTConfig
 
 from raypo.config import ConfigError, ModelSection, RewardWeights
-from raypo.models.critic import Critic, critic_start
+from raypo.models.critic import Critic, CriticStart, critic_start, save_value_head
 from raypo.models.loading import load_reward_model
 from raypo.models.scores import sequence_scores
 from tests.tiny import tiny_tokenizer
@@ -91,3 +93,55 @@ def test_under_running_normalisation_values_start_at_zero_on_the_reward_models_b
     )
     first = load_reward_model(folder, dtype="float32").base_model.state_dict()
     assert all(torch.equal(first[n], tensor) for n, tensor in critic.backbone.state_dict().items())
+
+
+TEXT = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+VISION = {
+    "hidden_size": 24,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+OF_OTHER_WIDTHS = {
+    "gemma3": Gemma3Config(text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4),
+    "mistral3": Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral"},
+        vision_config=VISION | {"model_type": "pixtral"},
+    ),
+    "opt-350m": OPTConfig(**TEXT, ffn_dim=16, word_embed_proj_dim=8, do_layer_norm_before=False),
+    "gpt2": GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_WIDTHS)
+def test_a_value_head_is_as_wide_as_the_states_that_it_reads(tmp_path: Path, name: str):
+    torch.manual_seed(0)
+    AutoModel.from_config(OF_OTHER_WIDTHS[name]).save_pretrained(tmp_path)
+    critic, _ = Critic.load(CriticStart(str(tmp_path)), dtype="float32")
+    assert critic.value_head.in_features == (8 if name == "opt-350m" else 16)
+    torch.nn.init.ones_(critic.value_head.weight)
+    values = critic(batch())
+    assert values.shape == (3, 6)
+    assert values.isfinite().all()
+
+
+def test_a_value_head_of_other_names_or_widths_is_refused_by_name(tmp_path: Path, folder: str):
+    """LLaMA-Factory calls its file so too."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    save_value_head(tmp_path, {"v_head.summary.weight": torch.ones(1, 16)})
+    with pytest.raises(ConfigError, match=r"has v_head.summary.weight \[1, 16\], .* weight \["):
+        Critic.load(CriticStart(str(tmp_path)), dtype="float32")
+    save_value_head(tmp_path, {"weight": torch.ones(1, 16), "bias": torch.ones(1)})
+    critic, words = Critic.load(CriticStart(str(tmp_path)), dtype="float32")
+    assert critic.value_head.bias.item() == 1.0
+    assert words.endswith("value head included")

@@ -1,5 +1,6 @@
 """What is loaded from a folder: one function, whatever dropout its config asks for."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,38 @@ def test_a_model_whose_responses_cannot_end_is_refused(tmp_path: Path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     with pytest.raises(ConfigError, match=r"model\.policy .* names an end-of-sequence token"):
         stop_token_ids(str(tmp_path), tokenizer)
+
+
+def test_a_generation_config_that_transformers_would_not_save_is_saved(tmp_path: Path):
+    """Else a run ended at its first checkpoint (huggingface/transformers refuses since 5.0)."""
+    config = CONFIGS["llama"]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    values = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 7]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(values))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        plain.save_pretrained(tmp_path / "plain")
+
+    load_causal_lm(str(tmp_path / "model"), dtype="float32").save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [2, 7]
+    assert not {"temperature", "top_p"} & saved.keys()
+
+
+def test_a_model_with_code_of_its_own_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    values = {"model_type": "own", "auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"cannot read its config.json: .* custom code"):
+        load_causal_lm(str(tmp_path), dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int8"])
+def test_the_dtype_of_the_folder_does_not_matter(tmp_path: Path, dtype: str):
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"dtype": dtype}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert load_causal_lm(str(tmp_path), dtype="float32").dtype == torch.float32

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +18,10 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    JambaConfig,
+    Lfm2Config,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     NemotronConfig,
     OPTConfig,
@@ -24,14 +29,17 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
+    RecurrentGemmaConfig,
 )
 
 from raypo.models import packed_attention, packing, shared_prompts
+from raypo.models.loading import load_causal_lm
 from raypo.models.packed_attention import (
     NAME,
     can_read_packed,
     hidden_states,
     own_logits,
+    reads_packed,
     use_packed_attention,
 )
 from raypo.models.packing import Packed, pack, pack_padded
@@ -335,3 +343,47 @@ def test_ids_on_the_cpu_are_packed_for_the_device_of_the_model():
     packed = pack_padded(ids, mask, ids, mask, device=torch.device("meta"))
     placed = (packed.input_ids, packed.position_ids, packed.states, packed.places)
     assert {each.device.type for each in (*placed, packed.response_ids)} == {"meta"}
+
+
+RECURRENT = {
+    "recurrent_gemma": RecurrentGemmaConfig(
+        **SIZES, lru_width=32, block_types=("recurrent", "attention"), attention_window_size=16
+    ),
+    "lfm2": Lfm2Config(**GATED, layer_types=["conv", "full_attention"]),
+    "mamba": MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2, state_size=4),
+    "jamba": JambaConfig(
+        **GATED, attn_layer_period=2, attn_layer_offset=1, num_experts=1, num_experts_per_tok=1,
+        mamba_d_state=4, mamba_dt_rank=4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_no_state_runs_from_row_to_row(tmp_path: Path, name: str, dtype: str) -> None:
+    """RecurrentGemma's says that it is causal and lets its attention be stood in for."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(RECURRENT[name])
+    for parameter in model.parameters():  # a leak of less than what bfloat16 rounds
+        parameter.data.mul_(0.5 if parameter.dim() == 2 else 1.0)
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        read = load_causal_lm(str(tmp_path), dtype=dtype)
+    assert not reads_packed(read)
+    assert any("cannot read packed rows" in str(each.message) for each in told) == (
+        name == "recurrent_gemma"
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_a_trial_in_float32_leaves_weights_in_bfloat16_as_they_are(config) -> None:
+    model = model_of(config).bfloat16()
+    before = {name: (each, each.data) for name, each in model.named_parameters()}
+    copies = {name: each.clone() for name, (each, _) in before.items()}
+    use_packed_attention(model)
+    assert reads_packed(model)
+    for name, (parameter, data) in before.items():
+        assert model.get_parameter(name) is parameter
+        assert parameter.data_ptr() == data.data_ptr()
+        assert torch.equal(parameter, copies[name])

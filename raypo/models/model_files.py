@@ -1,0 +1,157 @@
+"""Check the files of a model folder without importing torch or transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from raypo.config import ConfigError
+
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+"""Files that transformers and vLLM read weights from, the first that is there; in shards if there
+is `FILE.index.json`."""
+
+
+def config_of(folder: Path, key: str) -> dict[str, Any]:
+    """Return the content of a folder's config.json.
+
+    Raises:
+        ConfigError: there is none, it is no JSON object, or the folder is an adapter's.
+    """
+    has_adapter = (folder / "adapter_config.json").is_file()
+    if not (folder / "config.json").is_file():
+        what, remedy = "so it is no Hugging Face model", "Give a folder written by save_pretrained"
+        if has_adapter:
+            what = "only a LoRA adapter"
+            remedy = (
+                "Merge the adapter into its base model (merge_and_unload of peft, save_pretrained) "
+                "and give that folder"
+            )
+        raise ConfigError(
+            f"{key} ({folder}): the folder has no config.json, {what}. {remedy}, or a hub id."
+        )
+    if has_adapter:
+        raise ConfigError(
+            f"{key} ({folder}): the folder has an adapter_config.json beside its config.json, and "
+            f"transformers would load that adapter onto another base model. Merge the adapter "
+            f"(merge_and_unload of peft) and save the model into a folder of its own; if it is "
+            f"merged already, remove adapter_config.json."
+        )
+    try:
+        values = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{key} ({folder}): its config.json cannot be read: {error}. Correct the file."
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{key} ({folder}): its config.json is no JSON object. Correct the file.")
+    return values
+
+
+def refuse_quantized(values: dict[str, Any], path: str, key: str) -> None:
+    """Refuse to train quantised weights.
+
+    Args:
+        values: The content of config.json.
+        path: The model's folder, for messages.
+
+    Raises:
+        ConfigError: config.json has a quantization_config.
+    """
+    quantization = values.get("quantization_config") or values.get("compression_config")
+    if not quantization:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    raise ConfigError(
+        f"{key} ({path}): its weights are quantised ({method or 'quantization_config'}), and "
+        f"gradients need weights in float32 or bfloat16. Give the model before it was quantised, "
+        f"or load it with dequantize and save that."
+    )
+
+
+def max_positions(values: dict[str, Any]) -> int | None:
+    """Return how many tokens a sequence may have by a config.json; None if it sets no limit.
+
+    Args:
+        values: The content of config.json. Rotary positions that a factor stretches count times
+            that factor.
+    """
+    values = values.get("text_config") or values
+    limits = [values.get(name) for name in ("max_position_embeddings", "n_positions")]
+    limit = next((each for each in limits if isinstance(each, int) and each > 0), None)
+    if limit is None or values.get("alibi"):
+        return None
+    scaling = values.get("rope_scaling") or values.get("rope_parameters")
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    return int(limit * max(1.0, factor)) if isinstance(factor, int | float) else limit
+
+
+def weight_files(folder: Path, key: str) -> list[Path]:
+    """Return the files of a folder that hold its weights.
+
+    Raises:
+        ConfigError: there are none, one that the index names is absent, or one is damaged.
+    """
+    files = stored_files(folder, key)
+    if not files:
+        others = sorted(each.name for each in folder.iterdir())[:8]
+        raise ConfigError(
+            f"{key} ({folder}): the folder has no weights: no {' or '.join(SINGLE)}, nor an index "
+            f"of shards. It has {', '.join(others)}. Give a folder written by save_pretrained."
+        )
+    return files
+
+
+def stored_files(folder: Path, key: str) -> list[Path]:
+    """Return the files with weights, whole as far as their headers tell; none if there are none.
+
+    Raises:
+        ConfigError: one that the index names is absent, or one is damaged.
+    """
+    for name in SINGLE:
+        if (folder / name).is_file():
+            files = [folder / name]
+        elif (index := folder / f"{name}.index.json").is_file():
+            files = _shards(index, key)
+        else:
+            continue
+        for path in files:
+            _check_whole(path, key)
+        return files
+    return []
+
+
+def _shards(index: Path, key: str) -> list[Path]:
+    folder = index.parent
+    try:
+        weights: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(weights.values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{key} ({folder}): its {index.name} cannot be read: {error!r}. Copy the folder again."
+        ) from None
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise ConfigError(
+            f"{key} ({folder}): its {index.name} names {', '.join(absent)}, and {len(absent)} of "
+            f"these {len(names)} files are not there. Copy the folder again, or save it anew."
+        )
+    return [folder / name for name in names]
+
+
+def _check_whole(path: Path, key: str) -> None:
+    """Refuse a file that is cut off, or a pointer of Git LFS in its place."""
+    with path.open("rb") as file:
+        is_pointer = file.read(24) == b"version https://git-lfs."
+    problem = "is a pointer of Git LFS, not the weights themselves" if is_pointer else None
+    if problem is None and path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="numpy"):  # compares the header with the file's length
+                pass
+        except SafetensorError as error:
+            problem = f"cannot be read ({error})"
+    if problem:
+        raise ConfigError(f"{key} ({path.parent}): {path.name} {problem}. Copy the file again.")

@@ -1,0 +1,295 @@
+"""Models that a run could not use, refused before Ray starts or a weight is read."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
+
+from raypo.checks import check_inputs, check_model, check_models
+from raypo.collectives import Workers
+from raypo.config import ConfigError, FrozenSection, parse_run_config
+from raypo.models.loading import Limits, load_tokenizer
+from raypo.recipes.dpo import DPORun
+from raypo.recipes.reward_model import RewardModelRun
+from raypo.recipes.sft import SFTRun
+from raypo.serving.frozen import ReferenceModel, RewardModel
+from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
+from tests.tiny import tiny_policy
+
+RECIPES = {
+    "ppo": {"reward": {"function": "reward.py:score"}},
+    "sft": {},
+    "dpo": {},
+    "reward_model": {},
+    "distillation": {"model": {"teacher": "policy"}},
+    "rejection_sampling": {"reward": {"function": "reward.py:score"}},
+    "iterative_dpo": {"reward": {"function": "reward.py:score"}},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a policy, another one, and a reward model."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_policy(folder / "policy")
+    tiny_policy(folder / "other", seed=1)
+    shutil.copytree(folder / "policy", folder / "reward")
+    config = LlamaConfig.from_pretrained(folder / "policy", num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(folder / "reward")
+    return folder
+
+
+@pytest.fixture
+def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of these, in the current folder."""
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "reward.py").write_text("def score(rollouts):\n    return []\n")
+    row = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return tmp_path
+
+
+def config_of(recipe: str, **values: Any) -> Any:
+    model = {"policy": "policy", **RECIPES[recipe].get("model", {}), **values.pop("model", {})}
+    rest = {name: value for name, value in RECIPES[recipe].items() if name != "model"}
+    base = {"name": "run", "recipe": recipe, "data": {"prompts": "rows.jsonl"}}
+    return parse_run_config({**base, **rest, **values, "model": model}, origin="test")
+
+
+def check(config: Any) -> None:
+    check_inputs(config, on_this_machine=False)
+    check_models(config)
+
+
+def refusal(config: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    return str(caught.value)
+
+
+def with_values(folder: Path, name: str = "config.json", **values: Any) -> None:
+    file = folder / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def with_prefix(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    save_file({f"module.{name}": each for name, each in load_file(file).items()}, file)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_models_that_are_whole_pass(here: Path, recipe: str):
+    check(config_of(recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_policy_of_every_recipe_has_all_its_weights(here: Path, recipe: str):
+    with_prefix(here / "policy")
+    assert refusal(config_of(recipe)).startswith("model.policy (policy), read as Llama")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "value"),
+    [
+        ("ppo", "critic", "other"),
+        ("ppo", "reference", "other"),
+        ("ppo", "reward", [{"path": "other"}]),
+        ("dpo", "reference", "other"),
+        ("distillation", "teacher", "other"),
+    ],
+)
+def test_every_other_role_has_all_its_weights(here: Path, recipe: str, key: str, value: Any):
+    with_prefix(here / "other")
+    told = refusal(config_of(recipe, model={key: value}))
+    assert told.startswith(f"model.{key}")
+    assert "(other), read as Llama" in told
+    assert 'take "module." off the names' in told
+
+
+def test_a_causal_language_model_is_no_reward_model(here: Path):
+    told = refusal(config_of("ppo", model={"reward": "other"}))
+    assert told.startswith(
+        "model.reward (other), read as LlamaForSequenceClassification: its files"
+    )
+    check_models(config_of("ppo", model={"reward": "reward"}))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [("ppo", "reference"), ("ppo", "critic"), ("dpo", "reference"), ("distillation", "teacher")],
+)
+def test_ids_mean_the_same_tokens_to_all_who_read_them(here: Path, recipe: str, key: str):
+    file = here / "other" / "tokenizer.json"
+    values = json.loads(file.read_text())
+    vocabulary = values["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    file.write_text(json.dumps(values))
+    told = refusal(config_of(recipe, model={key: "other"}))
+    assert told.startswith(f"model.{key}")
+    assert "its tokens are not those of model.policy (policy)" in told
+    for file in (here / "other").glob("tokenizer*"):
+        file.unlink()
+    config = config_of(recipe, model={key: "other"})
+    if key == "teacher":
+        assert refusal(config).startswith("model.teacher.rows (other): transformers finds no")
+    else:
+        check(config)  # as many ids; nothing says that they mean something else
+
+
+def test_a_folder_without_a_tokenizer_is_told_by_key(here: Path):
+    for file in (here / "policy").glob("tokenizer*"):
+        file.unlink()
+    told = refusal(config_of("ppo"))
+    assert told.startswith("model.policy (policy): transformers finds no tokenizer there")
+    assert "Save one beside the model" in told
+
+
+def test_an_adapter_is_no_model_and_not_beside_one(here: Path):
+    (here / "policy" / "adapter_config.json").write_text("{}")
+    told = refusal(config_of("ppo"))
+    assert told.startswith("model.policy (policy): the folder has an adapter_config.json beside")
+    (here / "policy" / "config.json").unlink()
+    told = refusal(config_of("ppo"))
+    assert "has no config.json, only a LoRA adapter. Merge the adapter into its base model" in told
+
+
+def test_quantised_weights_are_not_trained(here: Path):
+    with_values(here / "policy", quantization_config={"quant_method": "fp8"})
+    told = refusal(config_of("ppo"))
+    assert told.startswith("model.policy (policy): its weights are quantised (fp8), and gradients")
+    check_model("model.reference", "policy")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_config_that_is_no_object_is_told(here: Path, text: str):
+    (here / "policy" / "config.json").write_text(text)
+    assert "config.json" in (told := refusal(config_of("ppo")))
+    assert told.startswith("model.policy (policy): its config.json")
+
+
+def test_what_is_longer_than_the_positions_is_refused(here: Path):
+    rollout = {"max_new_tokens": 257}
+    told = refusal(config_of("ppo", rollout=rollout))
+    assert told == (
+        "data.max_prompt_tokens + rollout.max_new_tokens (513): model.policy (policy) has "
+        "positions for 512 tokens. Lower the two by 1 together."
+    )
+    check_inputs(config_of("ppo", rollout={"max_new_tokens": 256}), on_this_machine=False)
+    with_values(here / "policy", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    check_inputs(config_of("ppo", rollout=rollout), on_this_machine=False)
+    with_values(here / "other", max_position_embeddings=300)
+    told = refusal(config_of("ppo", model={"reference": "other"}))
+    assert "model.reference (other) has positions for 300 tokens. Lower the two by 20 toge" in told
+
+
+def test_a_reward_model_that_reads_the_policys_ids_has_positions_for_them(here: Path):
+    with_values(here / "reward", max_position_embeddings=300)
+    told = refusal(config_of("ppo", model={"reward": "reward"}))
+    assert "model.reward (reward) has positions for 300 tokens. Lower the two by 20 toge" in told
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_stop_token_without_an_embedding_is_refused(here: Path, name: str):
+    if name == "generation_config.json":
+        with_values(here / "policy", name, eos_token_id=[2, 9999])
+        assert "its stop token has the id 9999, and the model has emb" in refusal(config_of("ppo"))
+        return
+    tokenizer = AutoTokenizer.from_pretrained("policy")
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.save_pretrained("policy")
+    (here / "policy" / "generation_config.json").unlink()
+    assert f"has the id {len(tokenizer) - 1}, and the model has" in refusal(config_of("sft"))
+
+
+def test_rows_that_the_model_cannot_read_are_shown(here: Path):
+    tokenizer = load_tokenizer("policy")
+    limits = Limits.of("policy")
+    good = np.array(tokenizer("1+1=")["input_ids"])
+    limits.check([(good, good)], tokenizer, key="data.prompts")
+    with pytest.raises(ConfigError, match=r"data\.prompts: the row .* '1\+1=1.* 514 tokens"):
+        limits.check([(good, np.resize(good, 510))], tokenizer, key="data.prompts")
+    tokenizer.add_tokens(["<|think|>"])
+    foreign = np.array(tokenizer("2<|think|>")["input_ids"])
+    with pytest.raises(ConfigError, match=r"has the token '<\|think\|>' \(\d+\), and model"):
+        limits.check([(good, foreign)], tokenizer, key="data.prompts")
+
+
+def test_adapters_are_tried_before_weights_are_read(here: Path):
+    told = refusal(config_of("sft", model={"lora": {"target_modules": ["nope"]}}))
+    assert told.startswith("model.lora.target_modules (nope): ")
+    for recipe in ("ppo", "sft", "reward_model"):
+        check_models(config_of(recipe, model={"lora": {}}))
+    assert not torch.cuda.is_initialized()
+
+
+def test_served_models_are_checked_before_they_start(here: Path):
+    """Engines and hub ids do not pass the checks of the start."""
+    for make in (
+        lambda: RewardModel("other", policy="policy", dtype="float32", max_batch_tokens=64),
+        lambda: VllmRewardModel(
+            "other", policy="policy", section=FrozenSection(), dtype="float32", max_model_len=64
+        ),
+    ):
+        with pytest.raises(ConfigError, match=r"\(other\), read as Llama.* lack score\.weight"):
+            make()
+    with_prefix(here / "other")
+    for make in (
+        lambda: ReferenceModel("other", dtype="float32", temperature=1.0, max_batch_tokens=64),
+        lambda: VllmReference("other", section=FrozenSection(), dtype="float32", max_model_len=64),
+    ):
+        with pytest.raises(ConfigError, match=r"\(other\), read as LlamaForCausalLM: its fi"):
+            make()
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "reward_model"])
+def test_examples_that_the_policy_cannot_read_end_the_run_before_it_is_loaded(
+    here: Path, recipe: str
+):
+    row = {"prompt": "1+1=", "response": "2" * 600, "chosen": "2" * 600, "rejected": "3"}
+    (here / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    kinds: dict[str, Any] = {"sft": SFTRun, "dpo": DPORun, "reward_model": RewardModelRun}
+    told: Any = SimpleNamespace(message=print)
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=r"data\.prompts: the row .*'1\+1=222.* 605 tokens, and"):
+        kinds[recipe].prepare(config_of(recipe), nothing, Workers(), nothing, told)
+
+
+def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):
+    """The head of transformers asks the text's config (huggingface/trl#7318)."""
+    tokenizer = load_tokenizer("policy")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    text = {**sizes, **heads, "vocab_size": len(tokenizer), "pad_token_id": 3}
+    vision = {**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, num_labels=1
+    )
+    Gemma3ForSequenceClassification(config).save_pretrained("composite")
+    tokenizer.save_pretrained("composite")
+    run: Any = SimpleNamespace(
+        config=config_of("reward_model", model={"policy": "composite"}).with_dtype(use_gpu=False),
+        tokenizer=tokenizer,
+    )
+    RewardModelRun.make_task(run).network.model.save_pretrained("trained")
+    model: Any = Gemma3ForSequenceClassification.from_pretrained("trained").eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    padded = torch.tensor([[5, 6, 7, 8, tokenizer.pad_token_id, tokenizer.pad_token_id]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        alone = model(ids).logits
+        torch.testing.assert_close(model(padded, attention_mask=mask).logits, alone)
