@@ -46,8 +46,8 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         self._vocabulary = len(self.tokenizer)
         if data.response_key is not None:
             section = ResponsesSection.model_validate(data.model_dump())
-            end = stop_token_ids(policy, self.tokenizer)[0]
-            loaded = load_examples(section, self.tokenizer, end)
+            stop = stop_token_ids(policy, self.tokenizer)
+            loaded = load_examples(section, self.tokenizer, stop)
             for note in loaded.notes("data.prompts"):
                 self.tell.message(note)
             mix = mix_of(data, loaded.sizes, config.rollout.prompts_per_step)
