@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from raypo.config import ConfigError, ResponsesSection
 from raypo.data.messages import check_roles, render
@@ -60,7 +61,7 @@ def conversation(
         check_roles(tokenizer, messages)
         found = read(messages, tokenizer, tools_of(row, section))
         last = max(at for at, each in enumerate(messages) if each["role"] == "assistant")
-        learns = found and stops.learned(*found, messages[: last + 1])
+        learns = found and stops.learned(*_tokenised(found, tokenizer), messages[: last + 1])
     except Exception as error:  # templates raise what they like
         key = "data.messages_key"
         raise template_error(row, key, column, section, tokenizer, error) from error
@@ -82,23 +83,29 @@ def conversation(
     return Example(tokens[:first], tokens[first:last], None if kept.all() else kept)
 
 
-_Turns = tuple[list[int], list[Run]]
-"""Token ids, and which runs of them the assistant wrote."""
+_Turns = tuple[str, list[int]]
+"""A whole conversation, and where turns of the assistant begin and end in it: begin, end, ..."""
 
 
 def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _Turns:
     """Read what the template marks by its own tags."""
-    found: Any = tokenizer.apply_chat_template(
-        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    # `return_assistant_tokens_mask` is not used: in transformers 5.19 it marks all that follows a
+    # turn whose last character no token holds (huggingface/transformers#47325).
+    special: Any = tokenizer.special_tokens_map
+    rendered: Any = render_jinja_template(
+        [messages],
+        tools=tools,
+        chat_template=tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=True,
+        **special,
     )
-    mask = np.asarray([0, *found["assistant_masks"], 0])
-    bounds = np.flatnonzero(np.diff(mask)).tolist()
-    return found["input_ids"], list(zip(bounds[::2], bounds[1::2], strict=True))
+    (whole,), (spans,) = rendered
+    return whole, [place for span in spans for place in span]
 
 
 def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _Turns | None:
     """Read what each message of the assistant adds; None where the template rewrites others."""
-    whole, cuts = render(tokenizer, messages, tools=tools), [0]
+    whole, cuts = render(tokenizer, messages, tools=tools), []
     for place, message in enumerate(messages):
         if message["role"] == "assistant" and place:
             before: Any = tokenizer.apply_chat_template(  # `render` would continue an answer here
@@ -108,10 +115,15 @@ def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) 
             if not (after.startswith(before) and whole.startswith(after)):
                 return None
             cuts += [len(before), len(after)]
-    parts = [whole[begin:stop] for begin, stop in pairwise([*cuts, len(whole)])]
-    # The first part is written by the template from its first character on, the others behind it.
+    return whole, cuts
+
+
+def _tokenised(turns: _Turns, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Run]]:
+    """Return token ids, and which runs of them the assistant wrote; each turn is by itself."""
+    whole, cuts = turns
+    parts = [whole[begin:stop] for begin, stop in pairwise([0, *cuts, len(whole)])]
     first: Any = tokenizer(parts[0], add_special_tokens=False, verbose=False)["input_ids"]
-    encoded = [first, *ids_behind(tokenizer, parts[1:])]
+    encoded = [first, *ids_behind(tokenizer, parts[1:], parts[:-1])]
     ends = np.cumsum([len(part) for part in encoded]).tolist()
     runs = list(pairwise(ends))[::2]  # others, assistant, others, ...
     return [token for part in encoded for token in part], runs

@@ -331,7 +331,8 @@ def _with_responses(
 
     rows = list(bad.each(written, chunk))
     texts = [one.text for _, writings in rows for one in writings]
-    encoded = iter(ids_behind(tokenizer, texts) if texts else [])
+    before = [prompt for (_, prompt, _), writings in rows for _ in writings]
+    encoded = iter(ids_behind(tokenizer, texts, before) if texts else [])
     with_ids = [(each, [(one, next(encoded)) for one in writings]) for each, writings in rows]
 
     def responded(each: tuple[Tokenised, list[tuple[_Written, list[int]]]]) -> _Responded:
@@ -389,8 +390,15 @@ def _written(
             "Write the response as one text, as the model shall write it."
         )
     content = bare["content"]
-    if content.lstrip().startswith(opened.strip()):
-        content = content.lstrip().removeprefix(opened.strip()).lstrip("\n")
+    mark = opened.strip()
+    if content.lstrip().startswith(mark):
+        content = content.lstrip().removeprefix(mark).lstrip("\n")
+    elif mark.startswith("<") and mark.replace("<", "</", 1) not in content:
+        raise RowError(
+            f"{config_key} ({column}): {row.where} has a response that neither repeats nor closes "
+            f"{mark}, which the template's generation prompt opens: it would be learned as what "
+            "stands inside. Write the response as the model shall write it."
+        )
     (behind,) = ids_behind(tokenizer, [whole[shared:]])
     end = next((token for token in behind if token in stops.ids), stops.default)
     return _Written(content, end, is_empty)

@@ -108,6 +108,11 @@ class StopTokens:
         return ids[0] if is_mark else self.default
 
 
+def without_end(ids: np.ndarray, stop_token_ids: Sequence[int]) -> np.ndarray:
+    """Return a sampled turn, int [T], without the stop token that may end it."""
+    return ids[:-1] if len(ids) and int(ids[-1]) in stop_token_ids else ids
+
+
 def prompt_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Tokenise text prompts, with the special tokens that the tokenizer writes before a text.
 
@@ -136,22 +141,30 @@ def _added(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def ids_behind(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenise texts that stand behind other tokens, without special tokens of the tokenizer.
+def ids_behind(
+    tokenizer: Any, texts: Sequence[str], before: Sequence[str] | None = None
+) -> list[list[int]]:
+    """Tokenise texts that stand behind others, without special tokens of the tokenizer.
 
-    Tokenizers of the SentencePiece kind write a space before the first word of what they are given.
-    Behind a prompt there is none: it would be learned, and never sampled.
+    Tokenizers of the SentencePiece kind write a space before the first word of what they are given,
+    and some of them behind each special token. Elsewhere it would be learned, and never sampled.
+
+    Args:
+        before: The text before each; None means that it ends with no special token.
     """
-    first = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])
-    anchor = "\n" if first and first[0][0] in "▁Ġ" else ""
-    encoded: Any = tokenizer(
-        [anchor + text for text in texts], add_special_tokens=False, verbose=False
-    )["input_ids"]
-    if not anchor:
-        return encoded
-    before = tokenizer(anchor, add_special_tokens=False)["input_ids"]
     plain: Any = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return [
-        ids[len(before) :] if ids[: len(before)] == before else alone
-        for ids, alone in zip(encoded, plain, strict=True)
+    first = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])
+    if not first or first[0][0] not in "▁Ġ":
+        return plain
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    anchors = [
+        next((token for token in special if text.endswith(token)), "\n")
+        for text in before or [""] * len(texts)
     ]
+    both = [anchor + text for anchor, text in zip(anchors, texts, strict=True)]
+    encoded: Any = tokenizer(both, add_special_tokens=False, verbose=False)["input_ids"]
+    found = []
+    for anchor, ids, alone in zip(anchors, encoded, plain, strict=True):
+        begin = tokenizer(anchor, add_special_tokens=False)["input_ids"]
+        found.append(ids[len(begin) :] if ids[: len(begin)] == begin else alone)
+    return found

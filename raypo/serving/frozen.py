@@ -260,6 +260,6 @@ def _encode(tokenizer: Any, rollout: Rollout) -> list[int]:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
     (ids,) = prompt_ids(tokenizer, [rollout.prompt])
-    ids = ids + ids_behind(tokenizer, [rollout.response])[0]
+    ids = ids + ids_behind(tokenizer, [rollout.response], [rollout.prompt])[0]
     end: int | None = tokenizer.eos_token_id
     return [*ids, end] if rollout.finish_reason == "stop" and end is not None else ids

@@ -1,5 +1,6 @@
 """What is loaded from a folder: one function, whatever dropout its config asks for."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,15 @@ from transformers import (
 )
 
 from raypo.config import ConfigError
-from raypo.models.loading import load_backbone, load_causal_lm, stop_token_ids
+from raypo.models.loading import (
+    load_backbone,
+    load_causal_lm,
+    load_tokenizer,
+    stop_token_ids,
+)
 from raypo.models.packed_attention import NAME, hidden_states
 from raypo.models.packing import pack
+from tests.tiny import tiny_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -85,3 +92,18 @@ def test_a_model_whose_responses_cannot_end_is_refused(tmp_path: Path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     with pytest.raises(ConfigError, match=r"model\.policy .* names an end-of-sequence token"):
         stop_token_ids(str(tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize("ids", [[], -1, [2, 999], [2, -1], "2"])
+def test_stop_tokens_that_are_no_tokens_are_refused(tmp_path: Path, ids: Any):
+    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path)))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ConfigError, match=rf"model\.policy \({tmp_path}\): .*eos_token_id"):
+        stop_token_ids(str(tmp_path), tokenizer)
+
+
+def test_every_stop_token_of_the_generation_config_counts(tmp_path: Path):
+    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path)))
+    for given, found in ((1, (1,)), ([2, 1], (2, 1))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+        assert stop_token_ids(str(tmp_path), tokenizer) == found
