@@ -44,7 +44,8 @@ def conversation(
     messages = row.values[column]
     if not tokenizer.chat_template:
         raise ConfigError(
-            str(_refused(row, column, "chat messages, and the tokenizer has no chat template"))
+            f"data.messages_key ({column}): {row.where} has chat messages, and the tokenizer has "
+            "no chat template. Use a chat model."
         )
     messages = [
         each | {"content": stops.bare(each["content"])} if each["role"] == "assistant" else each
@@ -56,10 +57,12 @@ def conversation(
             raise _refused(
                 row, column, f"the stop token {text} inside an answer, which it would cut"
             )
-    read = _marked if _MARKS_ASSISTANT.search(tokenizer.get_chat_template()) else _by_prefixes
+    tools: Any = tools_of(row, section)
+    template = tokenizer.get_chat_template(tools=tools)
+    read = _marked if _MARKS_ASSISTANT.search(template) else _by_prefixes
     try:
         check_roles(tokenizer, messages)
-        found = read(messages, tokenizer, tools_of(row, section))
+        found = read(messages, tokenizer, tools)
         last = max(at for at, each in enumerate(messages) if each["role"] == "assistant")
         learns = found and stops.learned(*_tokenised(found, tokenizer), messages[: last + 1])
     except Exception as error:  # templates raise what they like
@@ -95,7 +98,7 @@ def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _T
     rendered: Any = render_jinja_template(
         [messages],
         tools=tools,
-        chat_template=tokenizer.get_chat_template(),
+        chat_template=tokenizer.get_chat_template(tools=tools),
         return_assistant_tokens_mask=True,
         **special,
     )

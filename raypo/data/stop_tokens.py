@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class StopTokens:
     tokenizer: Any
     ids: Sequence[int]
     _after: dict[bool, int] = field(default_factory=dict)
+    """Cache of `after`, by whether the last turn calls a tool."""
 
     @property
     def default(self) -> int:
@@ -32,7 +34,7 @@ class StopTokens:
         end = self.tokenizer.eos_token_id
         return end if end in self.ids else self.ids[0]
 
-    @property
+    @cached_property
     def texts(self) -> tuple[str, ...]:
         """The stop tokens that a text can spell."""
         added = self.tokenizer.added_tokens_decoder
@@ -89,11 +91,8 @@ class StopTokens:
         behind a call), else the default.
         """
         calls = messages[-1].get("tool_calls")
-        if bool(calls) not in self._after:
-            self._after[bool(calls)] = self._mark_after(messages, calls)
-        return self._after[bool(calls)]
-
-    def _mark_after(self, messages: Sequence[Message], calls: Any) -> int:
+        if bool(calls) in self._after:
+            return self._after[bool(calls)]
         following: Message = {"role": "user", "content": "."}
         if calls:
             known = {"tool_call_id": calls[0].get("id"), "name": calls[0]["function"]["name"]}
@@ -105,7 +104,8 @@ class StopTokens:
             return self.default
         (ids,) = ids_behind(self.tokenizer, [longer.removeprefix(whole)])
         is_mark = longer.startswith(whole) and ids and ids[0] in self.ids
-        return ids[0] if is_mark else self.default
+        self._after[bool(calls)] = ids[0] if is_mark else self.default
+        return self._after[bool(calls)]
 
 
 def without_end(ids: np.ndarray, stop_token_ids: Sequence[int]) -> np.ndarray:
