@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypo.config import ConfigError, PairsSection, PreferencesSection, ResponsesSection
 from raypo.data.examples import load_examples, load_pairs, load_verdicts
 from raypo.data.prompts import load_prompts
+from raypo.data.turns import TurnTokens
 from raypo.types import Example
 from tests.chat_templates import FAMILIES, family_tokenizer, stop_ids
 from tests.unit.data.prompt_files import save_to_disk, section, write
@@ -302,3 +304,23 @@ def test_a_text_that_a_template_has_written_has_one_beginning(tmp_path, tokenize
     written, plain = load_prompts(section(path), tokenizer).prompts
     assert tokenizer.decode(written.token_ids) == text
     assert tokenizer.decode(plain.token_ids) == "<|begin_of_text|>a"
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_an_episode_has_the_tokens_of_its_conversation(tokenizers, name, is_cut_off):
+    """A turn that the policy ended has one end; one that was cut off is ended by the template."""
+    tokenizer, family = tokenizers[name], FAMILIES[name]
+    turns = TurnTokens(tokenizer, stop_ids(name, tokenizer))
+    _, first = turns.first([USER], chat=True)
+    header = "\n" if name == "GLM 4" else "<|message|>" if name == "gpt-oss" else ""
+    said = f"{header}yo{'' if is_cut_off else family.end}"
+    reply = np.array(tokenizer(said, add_special_tokens=False)["input_ids"])
+    between = turns.between(reply, "so?", chat=True)
+    followed = [USER, ANSWER, {"role": "user", "content": "so?"}]
+    whole = tokenizer.apply_chat_template(followed, tokenize=False, add_generation_prompt=True)
+    if name == "Mistral":
+        said = f" {said}"  # that the template writes it before an answer is not asked of the policy
+    if name == "gpt-oss" and not is_cut_off:
+        said = said.removesuffix(family.end)  # an answer that others follow has another end
+        assert tokenizer.decode(between).startswith("<|end|>")
+    assert tokenizer.decode(first) + said + tokenizer.decode(between) == whole
