@@ -10,7 +10,7 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from raypo.config import ConfigError, ResponsesSection
-from raypo.data.messages import check_roles, render
+from raypo.data.chat_messages import check_roles, render
 from raypo.data.prompts import template_error, tools_of
 from raypo.data.rows import Row, RowError
 from raypo.data.stop_tokens import Run, StopTokens, ids_behind

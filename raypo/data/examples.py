@@ -14,8 +14,8 @@ from raypo.config import (
     PreferencesSection,
     ResponsesSection,
 )
+from raypo.data.chat_messages import Message, answered, is_chat, render, says_more
 from raypo.data.conversations import conversation
-from raypo.data.messages import Message, answered, is_chat, render, says_more
 from raypo.data.prompts import (
     Tokenised,
     is_short,

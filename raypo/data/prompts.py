@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from raypo.config import ConfigError, DataSection, PromptSource, source_name
-from raypo.data.messages import (
+from raypo.data.chat_messages import (
     Message,
     MessageError,
     chat_messages,

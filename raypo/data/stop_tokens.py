@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from raypo.data.messages import Message, render, strings_of
+from raypo.data.chat_messages import Message, render, strings_of
 
 Run = tuple[int, int]
 """First token of an assistant's turn, and the one behind its last."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raypo.data.messages import Message, chat_messages, is_chat, render
+from raypo.data.chat_messages import Message, chat_messages, is_chat, render
 from raypo.data.stop_tokens import ids_behind, prompt_ids
 
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from raypo.data.messages import MessageError, chat_messages
+from raypo.data.chat_messages import MessageError, chat_messages
 from raypo.tools.calls import ToolCall
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from raypo.cluster.out_of_memory import FROZEN_REMEDY, memory_advice
 from raypo.config.paths import short_name
 from raypo.data.batching import batches_by_tokens
-from raypo.data.messages import answered, render
+from raypo.data.chat_messages import answered, render
 from raypo.data.stop_tokens import ids_behind, prompt_ids
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.host_memory import HostMemory

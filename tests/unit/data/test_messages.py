@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.config import ConfigError, ResponsesSection
+from raypo.data.chat_messages import MessageError, chat_messages, render
 from raypo.data.examples import load_examples
-from raypo.data.messages import MessageError, chat_messages, render
 from raypo.data.prompts import load_prompts
 from raypo.data.turns import TurnTokens
 from raypo.endpoint.protocol import RequestError, template_messages
