@@ -35,7 +35,7 @@ from raypo.config.base import RECORDED_BASE
 from raypo.custom.loader import check_class, check_function
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
-from raypo.data.rows import read_rows
+from raypo.data.rows import BadRows, read_rows
 from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_files import max_positions, refuse_quantized, stored_files
 from raypo.plan.estimate import max_model_len
@@ -343,7 +343,9 @@ def with_steps_of_epochs(config: Run) -> Run:
     """
     if not isinstance(config, ExamplesConfig) or config.num_epochs is None:
         return config
-    rows = sum(1 for source in config.data.prompts for _ in read_rows(source, key="data.prompts"))
+    bad = BadRows(config.data.on_error)
+    sources = config.data.prompts
+    rows = sum(1 for each in sources for _ in read_rows(each, key="data.prompts", bad=bad))
     if isinstance(config, DPOConfig) and config.dpo.loss == "kto" and not config.data.desirable_key:
         rows *= 2  # a pair is two verdicts
     steps = math.ceil(config.num_epochs * rows / config.learner.batch_size)

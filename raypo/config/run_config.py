@@ -446,6 +446,11 @@ class PPOConfig(OnlineConfig):
                 f"ppo.advantage: {self.ppo.advantage} credits the rewards of its turns. Remove "
                 f"it, and scale the environment's rewards."
             )
+        if self.data.tools_key and self.rollout.is_episodic:
+            yield (
+                f"data.tools_key ({self.data.tools_key}): has no effect, environments and agents "
+                "name the tools that the chat template describes. Remove it."
+            )
         if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
             yield (
                 "ppo.discount_by (turn): a response is one turn where there is no environment and "

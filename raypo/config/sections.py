@@ -133,10 +133,17 @@ class DataSection(Config):
     system_prompt: str | None = Field(default=None, min_length=1)
     """System message that is put before each row's chat messages, which must not bring one of their
     own; prompts that are plain text have no place for it, and are refused."""
+    tools_key: str | None = None
+    """Column of the tools that the chat template describes: a list of JSON schemas, or its JSON
+    text; null: none. Environments and agents name their own."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Longest prompt in tokens."""
     too_long: Literal["skip", "error"] = "skip"
     """What happens to longer prompts: skip (and count) or error."""
+    on_error: Literal["refuse", "drop"] = "refuse"
+    """What happens to a row that cannot be used (a broken line, a missing column, a message that is
+    none, a response with an end token in the middle): refuse to start, or drop it. The console says
+    how many were dropped, and names file and line of the first."""
 
 
 class RewardWeights(Config):

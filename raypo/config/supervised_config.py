@@ -57,7 +57,7 @@ class ResponsesSection(DataSection):
     """Column of whole conversations: chat messages, of which all of the assistant are learned, and
     no others; null: `prompt_key` and `response_key`. What the assistant wrote is what the chat
     template marks by `{% generation %}`, else what each of its messages adds behind the generation
-    prompt."""
+    prompt. Each of its turns is learned up to the stop token behind it."""
     max_response_tokens: int = Field(default=1024, ge=1)
     """Longest response in tokens, its end included; longer ones follow `too_long`. A conversation
     may have as many as max_prompt_tokens and this together."""

@@ -7,9 +7,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from raypo.config import ConfigError
-from raypo.data.rows import Row
+from raypo.config import ConfigError, ResponsesSection
+from raypo.data.chat_messages import check_roles, render
+from raypo.data.prompts import template_error, tools_of
+from raypo.data.rows import Row, RowError
+from raypo.data.stop_tokens import Run, StopTokens, ids_behind
 from raypo.types import Example
 
 if TYPE_CHECKING:
@@ -20,31 +24,51 @@ _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def conversation(
-    row: Row, column: str, tokenizer: PreTrainedTokenizerBase, end_token_id: int
+    row: Row, section: ResponsesSection, tokenizer: PreTrainedTokenizerBase, stops: StopTokens
 ) -> Example:
-    """An example in which every token of the assistant is learned, and no other.
+    """Return an example in which every token of the assistant is learned, and no other.
 
     The prompt is what comes before the first of these tokens, the response the rest up to the last
     one, with the others' turns masked.
 
-    Where the template marks the assistant's text (`{% generation %}`), that counts, and the end
-    token behind it. Else it is what the template writes from its generation prompt to the end of
-    the message, up to the end token, which the last message gets where it has none. Each turn is
-    tokenised by itself then, as it is when it is sampled.
+    Where the template marks the assistant's text (`{% generation %}`), that counts. Else it is what
+    the template writes from its generation prompt to the end of the message. Each turn is learned
+    up to its first stop token, also where that stands right behind it. Each turn is tokenised by
+    itself, as it is when it is sampled.
 
     Raises:
-        ConfigError: the template refuses it, leaves nothing that the assistant wrote, or
-            rewrites earlier turns, so that it is unknown what the assistant wrote.
+        RowError: the template refuses it, leaves nothing that the assistant wrote, or rewrites
+            earlier turns, so that it is unknown what the assistant wrote.
     """
+    column = str(section.messages_key)
     messages = row.values[column]
     if not tokenizer.chat_template:
-        raise _refused(row, column, "chat messages, and the tokenizer has no chat template")
-    read = _marked if _MARKS_ASSISTANT.search(tokenizer.get_chat_template()) else _by_prefixes
+        raise ConfigError(
+            f"data.messages_key ({column}): {row.where} has chat messages, and the tokenizer has "
+            "no chat template. Use a chat model."
+        )
+    messages = [
+        each | {"content": stops.bare(each["content"])} if each["role"] == "assistant" else each
+        for each in messages
+    ]
+    for place, message in enumerate(messages):
+        is_learned = place > 0 and message["role"] == "assistant"
+        if is_learned and (text := stops.inside(message)):
+            raise _refused(
+                row, column, f"the stop token {text} inside an answer, which it would cut"
+            )
+    tools: Any = tools_of(row, section)
+    template = tokenizer.get_chat_template(tools=tools)
+    read = _marked if _MARKS_ASSISTANT.search(template) else _by_prefixes
     try:
-        found = read(messages, tokenizer, end_token_id)
+        check_roles(tokenizer, messages)
+        found = read(messages, tokenizer, tools)
+        last = max(at for at, each in enumerate(messages) if each["role"] == "assistant")
+        learns = found and stops.learned(*_tokenised(found, tokenizer), messages[: last + 1])
     except Exception as error:  # templates raise what they like
-        raise _refused(row, column, f"a chat that the template refuses: {error}") from error
-    if found is None:
+        key = "data.messages_key"
+        raise template_error(row, key, column, section, tokenizer, error) from error
+    if learns is None:
         raise _refused(
             row,
             column,
@@ -52,7 +76,7 @@ def conversation(
             "the assistant's text in the template by {% generation %}, or give the last answer as "
             "a response (data.response_key)",
         )
-    ids, mask = (np.asarray(each) for each in found)
+    ids, mask = (np.asarray(each) for each in learns)
     learned = np.flatnonzero(mask)
     if not len(learned) or not learned[0]:
         raise _refused(row, column, "nothing of the assistant behind a prompt")
@@ -62,52 +86,53 @@ def conversation(
     return Example(tokens[:first], tokens[first:last], None if kept.all() else kept)
 
 
-_Masked = tuple[list[int], list[bool]]
-"""Token ids, and which of them the assistant wrote."""
+_Turns = tuple[str, list[int]]
+"""A whole conversation, and where turns of the assistant begin and end in it: begin, end, ..."""
 
 
-def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Masked:
-    """Reads what the template marks by its own tags."""
-    found: Any = tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True
+def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _Turns:
+    """Read what the template marks by its own tags."""
+    # `return_assistant_tokens_mask` is not used: in transformers 5.19 it marks all that follows a
+    # turn whose last character no token holds (huggingface/transformers#47325).
+    special: Any = tokenizer.special_tokens_map
+    rendered: Any = render_jinja_template(
+        [messages],
+        tools=tools,
+        chat_template=tokenizer.get_chat_template(tools=tools),
+        return_assistant_tokens_mask=True,
+        **special,
     )
-    ids, mask = found["input_ids"], [bool(each) for each in found["assistant_masks"]]
-    for place, (written, token) in enumerate(zip(mask[:-1], ids[1:], strict=True), 1):
-        mask[place] = mask[place] or (written and token == end and ids[place - 1] != end)
-    return ids, mask
+    (whole,), (spans,) = rendered
+    return whole, [place for span in spans for place in span]
 
 
-def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, end: int) -> _Masked | None:
-    """Reads what each message of the assistant adds; None where the template rewrites others."""
-
-    def text(count: int, *, prompting: bool = False) -> str:
-        found = tokenizer.apply_chat_template(
-            messages[:count], add_generation_prompt=prompting, tokenize=False
-        )
-        assert isinstance(found, str)
-        return found
-
-    whole, cuts = text(len(messages)), [0]
+def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _Turns | None:
+    """Read what each message of the assistant adds; None where the template rewrites others."""
+    whole, cuts = render(tokenizer, messages, tools=tools), []
     for place, message in enumerate(messages):
         if message["role"] == "assistant" and place:
-            before, after = text(place, prompting=True), text(place + 1)
+            before: Any = tokenizer.apply_chat_template(  # `render` would continue an answer here
+                messages[:place], tools=tools, add_generation_prompt=True, tokenize=False
+            )
+            after = render(tokenizer, messages[: place + 1], tools=tools)
             if not (after.startswith(before) and whole.startswith(after)):
                 return None
             cuts += [len(before), len(after)]
-    parts = [whole[begin:stop] for begin, stop in pairwise(cuts)]  # others, assistant, others, ...
-    encoded: Any = tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
-    if end not in encoded[-1]:
-        encoded[-1] = [*encoded[-1], end]
-    ids: list[int] = []
-    mask: list[bool] = []
-    for number, part in enumerate(encoded):
-        written = part.index(end) + 1 if end in part else len(part)
-        ids += part
-        mask += [number % 2 == 1 and place < written for place in range(len(part))]
-    return ids, mask
+    return whole, cuts
 
 
-def _refused(row: Row, column: str, what: str) -> ConfigError:
-    return ConfigError(
+def _tokenised(turns: _Turns, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Run]]:
+    """Return token ids, and which runs of them the assistant wrote; each turn is by itself."""
+    whole, cuts = turns
+    parts = [whole[begin:stop] for begin, stop in pairwise([0, *cuts, len(whole)])]
+    first: Any = tokenizer(parts[0], add_special_tokens=False, verbose=False)["input_ids"]
+    encoded = [first, *ids_behind(tokenizer, parts[1:], parts[:-1])]
+    ends = np.cumsum([len(part) for part in encoded]).tolist()
+    runs = list(pairwise(ends))[::2]  # others, assistant, others, ...
+    return [token for part in encoded for token in part], runs
+
+
+def _refused(row: Row, column: str, what: str) -> RowError:
+    return RowError(
         f"data.messages_key ({column}): {row.where} has {what}. Correct the row or remove it."
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,18 +14,20 @@ from raypo.config import (
     PreferencesSection,
     ResponsesSection,
 )
+from raypo.data.chat_messages import Message, answered, is_chat, render, says_more
 from raypo.data.conversations import conversation
 from raypo.data.prompts import (
     Tokenised,
-    is_allowed,
-    is_chat,
     is_short,
-    prepared_conversations,
-    prepared_rows,
+    prepared_conversation,
+    prepared_row,
+    template_error,
     tokenised,
+    tools_of,
     with_columns,
 )
-from raypo.data.rows import Row, read_rows
+from raypo.data.rows import BadRows, Row, RowError, read_rows
+from raypo.data.stop_tokens import StopTokens, ids_behind
 from raypo.types import Example, Pair, Verdict
 
 if TYPE_CHECKING:
@@ -45,33 +47,35 @@ class LoadedExamples(Generic[Item]):
     """Rows left out because their prompt or a response is too long."""
     num_unusable: int = 0
     """Pairs left out because their responses are equal, or one of them is empty."""
+    bad: BadRows = field(default_factory=lambda: BadRows("refuse"))
 
     def notes(self, key: str) -> list[str]:
-        """What was left out of a config key's rows, in words; nothing where all are there."""
+        """Return what was left out of a config key's rows, one line for each reason."""
         rows = f"of the {self.num_skipped + self.num_unusable + len(self.items)} rows of {key}"
         reasons = {
             "have a prompt longer than data.max_prompt_tokens or a response longer than "
             "data.max_response_tokens": self.num_skipped,
             "have equal or empty responses": self.num_unusable,
         }
-        return [f"{n} {rows} {why} and are skipped" for why, n in reasons.items() if n]
+        skipped = [f"{n} {rows} {why} and are skipped" for why, n in reasons.items() if n]
+        return skipped + self.bad.notes(key)
 
 
 def load_examples(
     section: ResponsesSection,
     tokenizer: PreTrainedTokenizerBase,
-    end_token_id: int,
+    stop_token_ids: Sequence[int],
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Example]:
-    """Reads and tokenises prompts and the responses to learn.
+    """Read and tokenise prompts and the responses to learn.
 
     Text prompts are tokenised as `load_prompts` does, text responses without special tokens and
-    with `end_token_id` behind them. After chat messages the response is what the chat template
-    makes of one more message of the assistant, up to the end token.
+    with an end token behind them. After chat messages the response is what the chat template makes
+    of one more message of the assistant, up to the stop token that it writes.
 
     Args:
-        end_token_id: The token that ends a response.
+        stop_token_ids: The tokens that end a response.
         key: The config key that the sources come from, for messages; evaluation has its own.
 
     Raises:
@@ -79,29 +83,33 @@ def load_examples(
             is left.
     """
     if section.messages_key is not None:
-        return _load_conversations(section, tokenizer, end_token_id, section.messages_key, key)
+        return _load_conversations(section, tokenizer, StopTokens(tokenizer, stop_token_ids), key)
 
-    def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> Example:
-        return Example(np.asarray(prompt, np.int32), *responses)
+    def build(row: Row, prompt: list[int], responses: list[_Response]) -> Example:
+        return Example(np.asarray(prompt, np.int32), responses[0].ids)
 
     columns = {"data.response_key": section.response_key}
-    return _load(section, tokenizer, end_token_id, columns, build, key)
+    return _load(section, tokenizer, stop_token_ids, columns, build, key)
 
 
 def _load_conversations(
     section: ResponsesSection,
     tokenizer: PreTrainedTokenizerBase,
-    end_token_id: int,
-    column: str,
+    stops: StopTokens,
     key: str,
 ) -> LoadedExamples[Example]:
     longest = section.max_prompt_tokens + section.max_response_tokens
     items: list[Example] = []
     sizes: list[int] = []
     num_skipped = 0
+    bad = BadRows(section.on_error)
+
+    def read(row: Row) -> tuple[Row, Example]:
+        row = prepared_conversation(row, source, section)
+        return row, conversation(row, section, tokenizer, stops)
+
     for source in section.prompts:
-        for row in prepared_conversations(read_rows(source, key=key), source, section):
-            item = conversation(row, column, tokenizer, end_token_id)
+        for row, item in bad.each(read, read_rows(source, key=key, bad=bad)):
             if item.num_tokens <= longest:
                 items.append(item)
                 continue
@@ -114,27 +122,29 @@ def _load_conversations(
                     f"{item.num_tokens - section.max_prompt_tokens}, or data.too_long to skip."
                 )
         sizes.append(len(items) - sum(sizes))
+    if not items and not num_skipped:
+        bad.refuse_all(key)
     if not items:
         raise ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): all {num_skipped} conversations have "
             f"more than {longest} tokens (data.max_prompt_tokens + data.max_response_tokens). "
             f"Raise them."
         )
-    return LoadedExamples(items, tuple(sizes), num_skipped)
+    return LoadedExamples(items, tuple(sizes), num_skipped, bad=bad)
 
 
 def load_pairs(
     section: PairsSection,
     tokenizer: PreTrainedTokenizerBase,
-    end_token_id: int,
+    stop_token_ids: Sequence[int],
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Pair]:
-    """Reads prompts with a better and a worse response; otherwise as `load_examples`."""
+    """Read prompts with a better and a worse response; otherwise as `load_examples`."""
 
-    def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> Pair | None:
-        chosen, rejected = responses
-        if np.array_equal(chosen, rejected) or min(len(chosen), len(rejected)) < 2:
+    def build(row: Row, prompt: list[int], responses: list[_Response]) -> Pair | None:
+        chosen, rejected = (each.ids for each in responses)
+        if np.array_equal(chosen, rejected) or any(each.is_empty for each in responses):
             return None
         margin = _number(row, "data.margin_key", section.margin_key) if section.margin_key else 0.0
         references = None
@@ -146,24 +156,24 @@ def load_pairs(
         return Pair(np.asarray(prompt, np.int32), chosen, rejected, margin, references)
 
     columns = {"data.chosen_key": section.chosen_key, "data.rejected_key": section.rejected_key}
-    return _load(section, tokenizer, end_token_id, columns, build, key)
+    return _load(section, tokenizer, stop_token_ids, columns, build, key)
 
 
 def load_verdicts(
     section: PreferencesSection,
     tokenizer: PreTrainedTokenizerBase,
-    end_token_id: int,
+    stop_token_ids: Sequence[int],
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Verdict]:
-    """Reads prompts with responses that are desirable or not; otherwise as `load_examples`.
+    """Read prompts with responses that are desirable or not; otherwise as `load_examples`.
 
     Without `desirable_key` each pair is two of them. `other_ids` of each is the response of the
     next row with another prompt, of the last one that of the first.
     """
     column = section.desirable_key
     if column is None:
-        pairs = load_pairs(section, tokenizer, end_token_id, key=key)
+        pairs = load_pairs(section, tokenizer, stop_token_ids, key=key)
         responses = [
             (pair.prompt_ids, response, response is pair.chosen_ids)
             for pair in pairs.items
@@ -171,23 +181,26 @@ def load_verdicts(
         ]
         sizes = tuple(2 * size for size in pairs.sizes)
         return LoadedExamples(
-            _with_others(responses, key), sizes, pairs.num_skipped, pairs.num_unusable
+            _with_others(responses, key), sizes, pairs.num_skipped, pairs.num_unusable, pairs.bad
         )
 
-    def build(row: Row, prompt: list[int], responses: list[np.ndarray]) -> _Judged | None:
+    def build(row: Row, prompt: list[int], responses: list[_Response]) -> _Judged | None:
         value = row.values[column]
         if value not in (True, False):  # 1 and 0 too
-            raise ConfigError(
+            raise RowError(
                 f"data.desirable_key ({column}): {row.where} has {value!r} there. A verdict is "
                 "true or false. Correct the row or remove it."
             )
-        is_empty = len(responses[0]) < 2
-        return None if is_empty else (np.asarray(prompt, np.int32), responses[0], bool(value))
+        (response,) = responses
+        judged = np.asarray(prompt, np.int32), response.ids, bool(value)
+        return None if response.is_empty else judged
 
     columns = {"data.response_key": section.response_key}
-    loaded = _load(section, tokenizer, end_token_id, columns, build, key)
+    loaded = _load(section, tokenizer, stop_token_ids, columns, build, key)
     verdicts = _with_others(loaded.items, key)
-    return LoadedExamples(verdicts, loaded.sizes, loaded.num_skipped, loaded.num_unusable)
+    return LoadedExamples(
+        verdicts, loaded.sizes, loaded.num_skipped, loaded.num_unusable, loaded.bad
+    )
 
 
 _Judged = tuple[np.ndarray, np.ndarray, bool]
@@ -211,104 +224,198 @@ def _with_others(rows: Sequence[_Judged], key: str) -> list[Verdict]:
     return [Verdict(*row, rows[other][1]) for row, other in zip(rows, others, strict=True)]
 
 
+class _Response(NamedTuple):
+    """A response as it is learned."""
+
+    ids: np.ndarray
+    """int32 [T], its end included."""
+    is_empty: bool
+
+
+class _Written(NamedTuple):
+    """A response before it is tokenised."""
+
+    text: str
+    end: int
+    """The stop token that ends it where the text has none."""
+    is_empty: bool
+
+
+_Responded = tuple[Row, list[int], list[_Response]]
+"""A row, its prompt in tokens, and its responses."""
+
+
 def _load(
     section: ResponsesSection | PairsSection,
     tokenizer: PreTrainedTokenizerBase,
-    end_token_id: int,
-    response_keys: dict[str, str],
-    build: Callable[[Row, list[int], list[np.ndarray]], Item | None],
+    stop_token_ids: Sequence[int],
+    response_keys: Mapping[str, str],
+    build: Callable[[Row, list[int], list[_Response]], Item | None],
     key: str,
 ) -> LoadedExamples[Item]:
+    stops = StopTokens(tokenizer, stop_token_ids)
     items: list[Item] = []
     sizes: list[int] = []
     num_skipped = num_unusable = 0
+    bad = BadRows(section.on_error)
     others = {
         f"data.{name}": column
         for name in ("margin_key", "desirable_key", "ref_chosen_key", "ref_rejected_key")
         if (column := getattr(section, name, None))
     }
+
+    def prepare(row: Row) -> Row:
+        return prepared_row(with_columns(row, source, others), source, section, response_keys)
+
+    def built(each: _Responded) -> tuple[bool, Item | None]:
+        """Return whether a row is short enough, and what it is built to."""
+        row, prompt, responses = each
+        fits = [is_short("prompt", row, len(prompt), section)]
+        fits += [is_short("response", row, len(one.ids), section) for one in responses]
+        return all(fits), build(row, prompt, responses) if all(fits) else None
+
     for source in section.prompts:
-        read = with_columns(read_rows(source, key=key), source, others)
-        rows = prepared_rows(read, source, section, response_keys)
-        for chunk in tokenised(rows, section, tokenizer):
-            by_column = [
-                _responses(chunk, column, section.prompt_key, tokenizer, end_token_id)
-                for column in response_keys.values()
-            ]
-            for (row, _, prompt), *responses in zip(chunk, *by_column, strict=True):
-                fits = is_allowed(row, len(prompt), section)
-                if not (
-                    fits and all(is_short("response", row, len(r), section) for r in responses)
-                ):
+        rows = bad.each(prepare, read_rows(source, key=key, bad=bad))
+        for chunk in tokenised(rows, section, tokenizer, bad):
+            responded = _with_responses(chunk, response_keys, section, stops, bad)
+            for fits, item in bad.each(built, responded):
+                if not fits:
                     num_skipped += 1
-                elif (item := build(row, prompt, responses)) is None:
+                elif item is None:
                     num_unusable += 1
                 else:
                     items.append(item)
         sizes.append(len(items) - sum(sizes))
-    if num_unusable and not items:
-        raise ConfigError(
+    if not items:
+        raise _nothing_left(section, response_keys, key, bad, num_skipped, num_unusable)
+    return LoadedExamples(items, tuple(sizes), num_skipped, num_unusable, bad)
+
+
+def _nothing_left(
+    section: ResponsesSection | PairsSection,
+    response_keys: Mapping[str, str],
+    key: str,
+    bad: BadRows,
+    num_skipped: int,
+    num_unusable: int,
+) -> ConfigError:
+    """Return the error of sources of which no row can be learned from."""
+    if num_unusable:
+        return ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} rows have equal or "
             "empty responses and no other row is left, so there is nothing to compare. Look at "
             f"the columns {' and '.join(response_keys.values())}."
         )
-    if not items:
-        raise ConfigError(
-            f"{key} ({', '.join(map(str, section.prompts))}): all {num_skipped} rows have a prompt "
-            f"or a response that is too long. Raise data.max_prompt_tokens "
-            f"({section.max_prompt_tokens}) or data.max_response_tokens "
-            f"({section.max_response_tokens})."
-        )
-    return LoadedExamples(items, tuple(sizes), num_skipped, num_unusable)
+    if not num_skipped:
+        bad.refuse_all(key)
+    return ConfigError(
+        f"{key} ({', '.join(map(str, section.prompts))}): all {num_skipped} rows have a prompt "
+        f"or a response that is too long. Raise data.max_prompt_tokens "
+        f"({section.max_prompt_tokens}) or data.max_response_tokens "
+        f"({section.max_response_tokens})."
+    )
 
 
-def _responses(
+def _with_responses(
     chunk: Sequence[Tokenised],
+    response_keys: Mapping[str, str],
+    section: ResponsesSection | PairsSection,
+    stops: StopTokens,
+    bad: BadRows,
+) -> Iterator[_Responded]:
+    """Yield rows with their responses, all of which are tokenised at once."""
+    tokenizer, columns = stops.tokenizer, list(response_keys.items())
+
+    def written(each: Tokenised) -> tuple[Tokenised, list[_Written]]:
+        return each, [_written(each, *column, section, tokenizer, stops) for column in columns]
+
+    rows = list(bad.each(written, chunk))
+    texts = [one.text for _, writings in rows for one in writings]
+    before = [prompt for (_, prompt, _), writings in rows for _ in writings]
+    encoded = iter(ids_behind(tokenizer, texts, before) if texts else [])
+    with_ids = [(each, [(one, next(encoded)) for one in writings]) for each, writings in rows]
+
+    def responded(each: tuple[Tokenised, list[tuple[_Written, list[int]]]]) -> _Responded:
+        (row, _, prompt), writings = each
+        is_text = isinstance(row.values[section.prompt_key], str)
+        responses = []
+        for (config_key, column), (one, ids) in zip(columns, writings, strict=True):
+            cut = next((token for token in ids[:-1] if token in stops.ids), None)
+            if is_text and cut is not None:  # a stop token that is an ordinary word
+                raise _inside(row, config_key, column, repr(tokenizer.decode([cut])))
+            responses.append(_Response(stops.ended(ids, one.end), one.is_empty))
+        return row, prompt, responses
+
+    yield from bad.each(responded, with_ids)
+
+
+def _written(
+    each: Tokenised,
+    config_key: str,
     column: str,
-    prompt_key: str,
+    section: ResponsesSection | PairsSection,
     tokenizer: PreTrainedTokenizerBase,
-    end_token_id: int,
-) -> list[np.ndarray]:
-    """Token ids [T] of each row's response, its end included."""
-    texts = [
-        _after_chat(row.values[prompt_key], prompt, _content(row.values[column]), tokenizer)
-        if is_chat(row.values[prompt_key])
-        else _content(row.values[column])
-        for row, prompt, _ in chunk
-    ]
-    encoded: Any = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return [_ended(ids, end_token_id) for ids in encoded]
+    stops: StopTokens,
+) -> _Written:
+    """Return the text of a row's response, as it stands behind the prompt."""
+    row, prompt, _ = each
+    message: Message = row.values[column]
+    messages = row.values[section.prompt_key]
+    bare = message | {"content": stops.bare(message["content"])}
+    is_empty = not (says_more(bare) or bare["content"].strip())
+    if text := stops.inside(bare):
+        raise _inside(row, config_key, column, text)
+    if not is_chat(messages):
+        if says_more(message):
+            raise RowError(
+                f"{config_key} ({column}): {row.where} has tool calls or reasoning there, which "
+                "only a chat template writes, and a text as prompt. Write the prompt as chat "
+                "messages."
+            )
+        return _Written(message["content"], stops.default, is_empty)
+    said = answered(messages, bare)
+    try:
+        whole = render(tokenizer, said, tools=tools_of(row, section))
+    except Exception as error:  # templates raise what they like
+        raise template_error(row, config_key, column, section, tokenizer, error) from error
+    if whole.startswith(prompt):
+        return _Written(whole.removeprefix(prompt), stops.after(said), is_empty)
+    # Some generation prompts open what the template leaves out of messages, like <think>.
+    shared = next(at for at, each in enumerate(prompt) if whole[at : at + 1] != each)
+    opened = prompt[shared:]
+    if says_more(message):
+        raise RowError(
+            f"{config_key} ({column}): {row.where} has tool calls or reasoning there, and the "
+            f"template's generation prompt ends with {opened!r}, which it leaves out of messages. "
+            "Write the response as one text, as the model shall write it."
+        )
+    content = bare["content"]
+    mark = opened.strip()
+    if content.lstrip().startswith(mark):
+        content = content.lstrip().removeprefix(mark).lstrip("\n")
+    elif mark.startswith("<") and mark.replace("<", "</", 1) not in content:
+        raise RowError(
+            f"{config_key} ({column}): {row.where} has a response that neither repeats nor closes "
+            f"{mark}, which the template's generation prompt opens: it would be learned as what "
+            "stands inside. Write the response as the model shall write it."
+        )
+    (behind,) = ids_behind(tokenizer, [whole[shared:]])
+    end = next((token for token in behind if token in stops.ids), stops.default)
+    return _Written(content, end, is_empty)
 
 
-def _content(response: Any) -> str:
-    return response if isinstance(response, str) else response[0]["content"]
-
-
-def _after_chat(
-    messages: list[dict[str, Any]],
-    prompt: str,
-    response: str,
-    tokenizer: PreTrainedTokenizerBase,
-) -> str:
-    """What the chat template writes behind the prompt for the assistant's message."""
-    answered = [*messages, {"role": "assistant", "content": response}]
-    whole = tokenizer.apply_chat_template(answered, tokenize=False)
-    assert isinstance(whole, str)
-    # Some templates rewrite earlier turns; then the response itself is learned.
-    return whole.removeprefix(prompt) if whole.startswith(prompt) else response
-
-
-def _ended(ids: list[int], end_token_id: int) -> np.ndarray:
-    """The ids up to their first end token, which is added where there is none."""
-    kept = ids[: ids.index(end_token_id)] if end_token_id in ids else ids
-    return np.asarray([*kept, end_token_id], np.int32)
+def _inside(row: Row, config_key: str, column: str, text: str) -> RowError:
+    return RowError(
+        f"{config_key} ({column}): {row.where} has the stop token {text} inside the response, "
+        "which would end there. Correct the row or remove it."
+    )
 
 
 def _number(row: Row, config_key: str, column: str) -> float:
     value = row.values[column]
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    raise ConfigError(
+    raise RowError(
         f"{config_key} ({column}): {row.where} has {value!r} there, and it must be a number. "
         "Correct the row or remove it."
     )

@@ -8,7 +8,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from raypo.config import ConfigError, DataSection, PromptSource, source_name
-from raypo.data.rows import Row, RowsOnDisk, check_data_set, is_data_set, read_rows, rows_on_disk
+from raypo.data.chat_messages import (
+    Message,
+    MessageError,
+    chat_messages,
+    is_chat,
+    render,
+    strings_of,
+    without_nulls,
+)
+from raypo.data.rows import (
+    BadRows,
+    Row,
+    RowError,
+    RowsOnDisk,
+    check_data_set,
+    is_data_set,
+    read_rows,
+    rows_on_disk,
+)
+from raypo.data.stop_tokens import prompt_ids
 from raypo.types import Prompt
 
 if TYPE_CHECKING:
@@ -47,12 +66,14 @@ class LoadedPrompts:
     """Prompts left out because they are longer than data.max_prompt_tokens."""
     sizes: tuple[int, ...]
     """Prompts of each source."""
+    bad: BadRows = field(default_factory=lambda: BadRows("refuse"))
 
     def notes(self, key: str) -> list[str]:
-        """What was left out of a config key's prompts, in words; nothing where all are there."""
+        """Return what was left out of a config key's prompts, one line for each reason."""
         number = self.num_skipped + len(self.prompts)
         words = f"{self.num_skipped} of the {number} prompts of {key} are longer than"
-        return [f"{words} data.max_prompt_tokens and skipped"] if self.num_skipped else []
+        long = [f"{words} data.max_prompt_tokens and skipped"] if self.num_skipped else []
+        return long + self.bad.notes(key)
 
 
 def peek(
@@ -81,13 +102,16 @@ def peek(
             check_data_set(source, key=key)
             num_rows = None
             continue
-        rows = islice(read_rows(source, key=key), PEEK_ROWS)
+        bad = BadRows(section.on_error)
+        rows = islice(read_rows(source, key=key, bad=bad), PEEK_ROWS)
+        prepare = partial(prepared_row, source=source, section=section, response_keys=response_keys)
         if getattr(section, "messages_key", None):
-            prepared = prepared_conversations(rows, source, section)
-        else:
-            prepared = prepared_rows(rows, source, section, response_keys)
-        seen = sum(1 for _ in prepared)
-        num_rows = None if num_rows is None or seen == PEEK_ROWS else num_rows + seen
+            prepare = partial(prepared_conversation, source=source, section=section)
+        seen = sum(1 for _ in bad.each(prepare, rows))
+        if not seen:
+            bad.refuse_all(key)
+        is_whole = seen + bad.count < PEEK_ROWS
+        num_rows = num_rows + seen if num_rows is not None and is_whole else None
     return num_rows
 
 
@@ -108,33 +132,45 @@ def load_prompts(
             `data.too_long` is `error`, or nothing left.
     """
     parts: list[tuple[Sequence[Any], Callable[[Any], Prompt]]] = []
-    first = num_skipped = shortest = 0
+    num_rows = num_skipped = shortest = 0
+    bad = BadRows(section.on_error)
     for source in section.prompts:
+        first = num_rows
         on_disk = rows_on_disk(source, key=key)
         read = partial(_prompts, section, source, tokenizer, first)
         kept: list[Prompt] = []
-        places, begin = array("q"), first
-        for row, prompt in read(read_rows(source, key=key) if on_disk is None else on_disk, 0):
-            first, length = prompt.index + 1, len(prompt.token_ids)
-            if not is_allowed(row, length, section):
+        places = array("q")
+
+        def counted(rows: Iterable[Row], first: int = first) -> Iterator[Row]:
+            nonlocal num_rows
+            for row in rows:
+                num_rows = first + row.number + 1
+                yield row
+
+        rows = read_rows(source, key=key, bad=bad) if on_disk is None else on_disk
+        for row, prompt in read(counted(rows), bad):
+            length = len(prompt.token_ids)
+            if not is_short("prompt", row, length, section):
                 num_skipped += 1
                 shortest = min(shortest or length, length)
             elif on_disk is None:
                 kept.append(prompt)
             else:
-                places.append(prompt.index - begin)
+                places.append(row.number)
         if on_disk is None:
             parts.append((kept, lambda prompt: prompt))
         else:
             parts.append((places, partial(_prompt_on_disk, on_disk, read)))
     sizes = tuple(len(items) for items, _ in parts)
+    if not sum(sizes) and not num_skipped:
+        bad.refuse_all(key)
     if not sum(sizes):
         raise ConfigError(
             f"data.max_prompt_tokens ({section.max_prompt_tokens}): all {num_skipped} prompts of "
             f"{key} are longer. Set data.max_prompt_tokens to at least {shortest}, the length of "
             f"the shortest."
         )
-    return LoadedPrompts(Prompts(parts), num_skipped, sizes)
+    return LoadedPrompts(Prompts(parts), num_skipped, sizes, bad)
 
 
 def _prompts(
@@ -143,16 +179,16 @@ def _prompts(
     tokenizer: PreTrainedTokenizerBase,
     first: int,
     rows: Iterable[Row],
-    place: int,
+    bad: BadRows,
 ) -> Iterator[tuple[Row, Prompt]]:
-    """The prompts of a source's rows from a place on; `first` is the index of its first row."""
-    prepared = prepared_rows(rows, source, section)
-    for row, text, token_ids in chain.from_iterable(tokenised(prepared, section, tokenizer)):
+    """Yield the prompts of a source's rows; `first` is the index of its first row."""
+    prepared = bad.each(partial(prepared_row, source=source, section=section), rows)
+    for row, text, token_ids in chain.from_iterable(tokenised(prepared, section, tokenizer, bad)):
         given = row.values[section.prompt_key]
         yield (
             row,
             Prompt(
-                index=first + place,
+                index=first + row.number,
                 text=text,
                 token_ids=np.asarray(token_ids, np.int32),
                 label=row.values[section.label_key] if section.label_key else None,
@@ -160,13 +196,12 @@ def _prompts(
                 data_source=source_name(source),
             ),
         )
-        place += 1
 
 
 def _prompt_on_disk(
     rows: RowsOnDisk, read: Callable[..., Iterator[tuple[Row, Prompt]]], place: int
 ) -> Prompt:
-    return next(read([rows[place]], place))[1]
+    return next(read([rows[place]], BadRows("refuse")))[1]
 
 
 class Prompts(Sequence[Prompt]):
@@ -187,80 +222,167 @@ class Prompts(Sequence[Prompt]):
         return prompt_of(items[number - self._ends[part] + len(items)])
 
 
-def prepared_rows(
-    rows: Iterable[Row],
+def prepared_row(
+    row: Row,
     source: PromptSource,
     section: DataSection,
     response_keys: Mapping[str, str] | None = None,
-) -> Iterator[Row]:
-    """The rows of a source, checked as far as it takes no tokenizer, and with the system prompt."""
+) -> Row:
+    """Return a row checked as far as that takes no tokenizer, with the system prompt.
+
+    Its messages are normalised. So are responses: each becomes one message of the assistant.
+
+    Raises:
+        RowError: it cannot be used.
+    """
     responses = response_keys or {}
     columns = {"data.prompt_key": section.prompt_key, **responses}
     if section.label_key:
         columns["data.label_key"] = section.label_key
-    for row in with_columns(rows, source, columns):
-        value = row.values[section.prompt_key]
-        if not (isinstance(value, str) or is_chat(value)):
-            raise ConfigError(
-                f"data.prompt_key ({section.prompt_key}): {row.where} has {_short(value)} there. "
-                "A prompt is a text, or a list of chat messages with role and content. Correct "
-                "the row or remove it."
-            )
-        for config_key, column in responses.items():
-            value = row.values[column]
-            if not (isinstance(value, str) or (is_chat(value) and len(value) == 1)):
-                raise ConfigError(
-                    f"{config_key} ({column}): {row.where} has {_short(value)} there. A response "
-                    "is a text, or a list of one chat message with role and content. Correct the "
-                    "row or remove it."
-                )
-        yield _with_system_prompt(row, "data.prompt_key", section.prompt_key, section.system_prompt)
+    row = with_columns(row, source, columns | _tools_column(section))
+    name = section.prompt_key
+    value = row.values[name]
+    if is_chat(value):
+        row = _replaced(row, name, _chat(row, "data.prompt_key", name))
+    elif not isinstance(value, str):
+        raise RowError(
+            f"data.prompt_key ({name}): {row.where} has {_short(value)} there. "
+            "A prompt is a text, or a list of chat messages with role and content. Correct "
+            "the row or remove it."
+        )
+    for config_key, column in responses.items():
+        row = _replaced(row, column, _response(row, config_key, column))
+    row = _with_tools(row, "data.prompt_key", name, section)
+    return _with_system_prompt(row, "data.prompt_key", name, section.system_prompt)
 
 
-def prepared_conversations(
-    rows: Iterable[Row], source: PromptSource, section: Any
-) -> Iterator[Row]:
-    """The rows of a source, each with a conversation, and with the system prompt."""
+def prepared_conversation(row: Row, source: PromptSource, section: Any) -> Row:
+    """Return a row with a conversation, normalised, and with the system prompt.
+
+    Raises:
+        RowError: it has no conversation in which the assistant answers.
+    """
     key, column = "data.messages_key", section.messages_key
-    for row in with_columns(rows, source, {key: column}):
-        messages = row.values[column]
-        if not is_chat(messages) or all(each["role"] != "assistant" for each in messages[1:]):
-            raise ConfigError(
-                f"{key} ({column}): {row.where} has no list of chat messages in which the "
-                "assistant answers. Correct the row or remove it."
-            )
-        yield _with_system_prompt(row, key, column, section.system_prompt)
+    row = with_columns(row, source, {key: column} | _tools_column(section))
+    messages = row.values[column]
+    if not is_chat(messages) or all(each["role"] != "assistant" for each in messages[1:]):
+        raise RowError(
+            f"{key} ({column}): {row.where} has no list of chat messages in which the "
+            "assistant answers. Correct the row or remove it."
+        )
+    row = _replaced(row, column, _chat(row, key, column))
+    row = _with_tools(row, key, column, section)
+    return _with_system_prompt(row, key, column, section.system_prompt)
 
 
-def with_columns(
-    rows: Iterable[Row], source: PromptSource, columns: Mapping[str, str]
-) -> Iterator[Row]:
-    """The rows, each with the wanted columns; one that the first row lacks is the config's.
+def _tools_column(section: DataSection) -> dict[str, str]:
+    return {"data.tools_key": section.tools_key} if section.tools_key else {}
+
+
+def _replaced(row: Row, column: str, value: Any) -> Row:
+    return row._replace(values=row.values | {column: value})
+
+
+def _chat(row: Row, config_key: str, column: str) -> list[Message]:
+    try:
+        return chat_messages(row.values[column])
+    except MessageError as error:
+        raise RowError(
+            f"{config_key} ({column}): {row.where}, {error}, or remove the row."
+        ) from None
+
+
+def _response(row: Row, config_key: str, column: str) -> Message:
+    """Return a response as a message of the assistant."""
+    value = row.values[column]
+    if isinstance(value, str):
+        return {"role": "assistant", "content": value}
+    if not is_chat(value) or len(value) != 1:
+        raise RowError(
+            f"{config_key} ({column}): {row.where} has {_short(value)} there. A response "
+            "is a text, or a list of one chat message with role and content. Correct the "
+            "row or remove it."
+        )
+    (message,) = _chat(row, config_key, column)
+    if message["role"] != "assistant":
+        raise RowError(
+            f"{config_key} ({column}): {row.where} has a message of the role {message['role']} "
+            "there. A response is the assistant's. Correct the row or remove it."
+        )
+    return message
+
+
+def _with_tools(row: Row, config_key: str, column: str, section: DataSection) -> Row:
+    """Return the row with its tools as a list of JSON schemas, or None for none."""
+    name = section.tools_key
+    if name is None:
+        return row
+    tools = row.values[name]
+    where = f"data.tools_key ({name}): {row.where} has "
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "[]")
+        except json.JSONDecodeError:
+            raise RowError(f"{where}{_short(tools)} there, which is no JSON. Correct it.") from None
+    else:
+        tools = without_nulls(tools)
+    if tools and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
+        raise RowError(
+            f"{where}{_short(tools)} there. Tools are a list of JSON schemas, or its JSON text. "
+            "Correct the row or remove it."
+        )
+    if tools and not is_chat(row.values[column]):
+        raise RowError(
+            f"{where}tools, and a text in {config_key} ({column}), in which nothing describes "
+            "them. Write it as chat messages, or remove the tools."
+        )
+    return _replaced(row, name, tools or None)
+
+
+def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> Row:
+    """Return the row if it has the wanted columns.
 
     Chat messages that stand in a row as JSON text, as they must in csv, come as a list; labels stay
     as they are.
+
+    Raises:
+        ConfigError: the first row lacks one: the config names another column than the source has.
+        RowError: another row lacks one, or a text in one cannot be tokenised.
     """
-    for number, row in enumerate(rows):
-        for config_key, name in columns.items():
-            if name in row.values:
-                continue
-            there = ", ".join(row.values) or "none"
-            if number:
-                raise ConfigError(
-                    f"{config_key} ({name}): {row.where} has no such key, it has {there}. "
-                    "Correct the row or remove it."
-                )
-            near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)
-            raise ConfigError(
-                f"{config_key} ({name}): {source} has no such column, it has {there}. "
-                f"Set {config_key} to {near[0] if near else 'one of them'}."
+    for config_key, name in columns.items():
+        if name in row.values:
+            _refuse_surrogates(row, config_key, name)
+            continue
+        there = ", ".join(row.values) or "none"
+        if row.number:
+            raise RowError(
+                f"{config_key} ({name}): {row.where} has no such key, it has {there}. "
+                "Correct the row or remove it."
             )
-        read = {
-            name: _chat_of_text(row, config_key, name)
-            for config_key, name in columns.items()
-            if config_key != "data.label_key"
-        }
-        yield row._replace(values=row.values | read)
+        near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"{config_key} ({name}): {source} has no such column, it has {there}. "
+            f"Set {config_key} to {near[0] if near else 'one of them'}."
+        )
+    read = {
+        name: _chat_of_text(row, config_key, name)
+        for config_key, name in columns.items()
+        if config_key not in ("data.label_key", "data.tools_key")
+    }
+    return row._replace(values=row.values | read)
+
+
+def _refuse_surrogates(row: Row, config_key: str, name: str) -> None:
+    """Refuse half of a character: JSON can spell it (`\\ud83d`), and no tokenizer reads it."""
+    for text in strings_of(row.values[name]):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start : error.end]
+            raise RowError(
+                f"{config_key} ({name}): {row.where} has {half!r} at character {error.start}, "
+                "which is half of a character (a lone surrogate). Correct the row or remove it."
+            ) from None
 
 
 def _chat_of_text(row: Row, config_key: str, name: str) -> Any:
@@ -274,7 +396,7 @@ def _chat_of_text(row: Row, config_key: str, name: str) -> Any:
         messages = None
     if is_chat(messages):
         return messages
-    raise ConfigError(
+    raise RowError(
         f"{config_key} ({name}): {row.where} has {_short(text)} there: chat messages as text, "
         "and no JSON list of objects with role and content. Write it as json.dumps does, or lists "
         "of messages into a jsonl or parquet file."
@@ -282,18 +404,18 @@ def _chat_of_text(row: Row, config_key: str, name: str) -> Any:
 
 
 def _with_system_prompt(row: Row, config_key: str, column: str, system_prompt: str | None) -> Row:
-    """The row with a system message before its chat messages."""
+    """Return the row with a system message before its chat messages."""
     if system_prompt is None:
         return row
     messages = row.values[column]
     where = f"data.system_prompt ({_short(system_prompt)}): {row.where} has "
     if not is_chat(messages):
-        raise ConfigError(
+        raise RowError(
             f"{where}a text in {config_key} ({column}), which no chat template reads. Write it as "
             f'[{{"role": "user", "content": TEXT}}], or remove data.system_prompt.'
         )
     if any(message["role"] in ("system", "developer") for message in messages):
-        raise ConfigError(
+        raise RowError(
             f"{where}a system message of its own in {config_key} ({column}). Remove it there, or "
             f"remove data.system_prompt."
         )
@@ -301,65 +423,105 @@ def _with_system_prompt(row: Row, config_key: str, column: str, system_prompt: s
     return row._replace(values=row.values | {column: [system, *messages]})
 
 
-def is_chat(value: Any) -> bool:
-    """Whether a value is a list of chat messages."""
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
-    )
-
-
-def prompt_text(row: Row, prompt_key: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What is tokenised: the text itself, or the chat messages through the template."""
-    value = row.values[prompt_key]
+def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text that is tokenised: the prompt itself, or its messages in the template."""
+    column = section.prompt_key
+    value = row.values[column]
     if isinstance(value, str):
         return value
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"data.prompt_key ({prompt_key}): {row.where} has chat messages, and the policy's "
+            f"data.prompt_key ({column}): {row.where} has chat messages, and the policy's "
             "tokenizer has no chat template. Use a chat model, or prompts that are text."
         )
     try:
-        text = tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
+        return render(tokenizer, value, prompting=True, tools=tools_of(row, section))
     except Exception as error:  # templates raise what they like
-        raise ConfigError(
-            f"data.prompt_key ({prompt_key}): the tokenizer's chat template refuses {row.where}: "
-            f"{error}. Correct the messages."
-        ) from error
-    assert isinstance(text, str)
-    return text
+        raise template_error(row, "data.prompt_key", column, section, tokenizer, error) from error
+
+
+def tools_of(row: Row, section: DataSection) -> list[dict[str, Any]] | None:
+    """Return the tools that the template of a row's messages describes."""
+    return row.values[section.tools_key] if section.tools_key else None
+
+
+def template_error(
+    row: Row,
+    config_key: str,
+    column: str,
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    error: Exception,
+) -> ConfigError:
+    """Return the error of a row that the template refuses: its system message, if that is why."""
+    messages = row.values[column]
+    if messages[0]["role"] == "system" and len(messages) > 1:
+        try:
+            render(tokenizer, messages[1:], prompting=config_key == "data.prompt_key")
+        except Exception:  # the others are refused too
+            pass
+        else:
+            refuses = f"the tokenizer's chat template refuses a system message: {error}."
+            if section.system_prompt is not None:
+                return ConfigError(
+                    f"data.system_prompt ({_short(section.system_prompt)}): {refuses} Remove it, "
+                    "or write it into the messages of the user."
+                )
+            return RowError(
+                f"{config_key} ({column}): {row.where} begins with one, and {refuses} Write it "
+                "into the first message of the user."
+            )
+    return RowError(
+        f"{config_key} ({column}): the tokenizer's chat template refuses {row.where}: "
+        f"{error}. Correct the messages."
+    )
 
 
 def tokenised(
-    rows: Iterator[Row], section: DataSection, tokenizer: PreTrainedTokenizerBase
+    rows: Iterable[Row],
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    bad: BadRows,
 ) -> Iterator[list[Tokenised]]:
-    """Prepared rows with their prompts, in chunks; text and chat of a chunk are tokenised apart."""
+    """Yield prepared rows with their prompts, in chunks; text and chat are tokenised apart."""
+
+    def with_text(row: Row) -> tuple[Row, str]:
+        return row, prompt_text(row, section, tokenizer)
+
+    def with_tokens(each: Tokenised) -> Tokenised:
+        row, _, ids = each
+        if not ids:
+            raise RowError(
+                f"data.prompt_key ({section.prompt_key}): {row.where} has a prompt without tokens. "
+                "Write a prompt there or remove the row."
+            )
+        return each
+
+    rows = iter(rows)
     while chunk := list(islice(rows, CHUNK)):
-        texts = [prompt_text(row, section.prompt_key, tokenizer) for row in chunk]
-        are_texts = [isinstance(row.values[section.prompt_key], str) for row in chunk]
-        ids: list[list[int]] = [[] for _ in chunk]
+        texts = list(bad.each(with_text, chunk))
+        are_texts = [isinstance(row.values[section.prompt_key], str) for row, _ in texts]
+        ids: list[list[int]] = [[] for _ in texts]
         for is_text in set(are_texts):
             places = [place for place, each in enumerate(are_texts) if each == is_text]
-            batch = [texts[place] for place in places]
-            encoded: Any = tokenizer(batch, add_special_tokens=is_text, verbose=False)
-            for place, tokens in zip(places, encoded["input_ids"], strict=True):
+            batch = [texts[place][1] for place in places]
+            if is_text:
+                encoded = prompt_ids(tokenizer, batch)
+            else:  # the template writes the special tokens
+                found: Any = tokenizer(batch, add_special_tokens=False, verbose=False)
+                encoded = found["input_ids"]
+            for place, tokens in zip(places, encoded, strict=True):
                 ids[place] = tokens
-        yield list(zip(chunk, texts, ids, strict=True))
-
-
-def is_allowed(row: Row, num_tokens: int, section: DataSection) -> bool:
-    """Whether a prompt is short enough; one without tokens is an error."""
-    if num_tokens == 0:
-        raise ConfigError(
-            f"data.prompt_key ({section.prompt_key}): {row.where} has a prompt without tokens. "
-            "Write a prompt there or remove the row."
-        )
-    return is_short("prompt", row, num_tokens, section)
+        whole = [(row, text, each) for (row, text), each in zip(texts, ids, strict=True)]
+        yield list(bad.each(with_tokens, whole))
 
 
 def is_short(what: Literal["prompt", "response"], row: Row, num_tokens: int, section: Any) -> bool:
-    """Whether a prompt or response is short enough; else an error, if `data.too_long` says so."""
+    """Return whether a prompt or response is short enough.
+
+    Raises:
+        ConfigError: it is too long, and `data.too_long` is `error`.
+    """
     key = f"max_{what}_tokens"
     most = getattr(section, key)
     if num_tokens > most and section.too_long == "error":

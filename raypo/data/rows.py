@@ -9,15 +9,16 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import glob, has_magic
 from importlib.util import find_spec
 from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeVar
 from urllib.parse import parse_qsl
 
 from raypo.config import ConfigError, PromptSource, SourceEntry
@@ -33,11 +34,66 @@ _BUFFER_BYTES = 1 << 20
 """One request to a remote storage asks for so many."""
 
 
+T = TypeVar("T")
+U = TypeVar("U")
+
+
 class Row(NamedTuple):
     """One row and where it stands: `prompts.jsonl:7` or `prompts.parquet, row 7`."""
 
     where: str
     values: dict[str, Any]
+    number: int = 0
+    """Its place among the rows of its source."""
+
+
+class RowError(ConfigError):
+    """One row is wrong, and the others of its source may be right; see `data.on_error`."""
+
+
+@dataclass
+class BadRows:
+    """The rows of a config key that cannot be used: refused at the first, or counted."""
+
+    on_error: str
+    """`data.on_error`."""
+    count: int = 0
+    first: str = ""
+    """The error of the first such row, which names its file and line."""
+
+    def add(self, error: RowError) -> None:
+        """Count a row, or raise its error where `data.on_error` is `refuse`."""
+        if self.on_error == "refuse":
+            raise error
+        self.count += 1
+        self.first = self.first or str(error)
+
+    def each(self, work: Callable[[T], U], rows: Iterable[T]) -> Iterator[U]:
+        """Yield what `work` makes of each row, without those that it refuses."""
+        for row in rows:
+            try:
+                done = work(row)
+            except RowError as error:
+                self.add(error)
+            else:
+                yield done
+
+    def notes(self, key: str) -> list[str]:
+        """Return how many rows of a config key were dropped and why, as a line for people."""
+        words = f"{self.count} bad rows of {key} are dropped (data.on_error). The first:"
+        return [f"{words} {self.first}"] if self.count else []
+
+    def refuse_all(self, key: str) -> None:
+        """Raise where rows were dropped, because no other row is left.
+
+        Raises:
+            ConfigError: with the first row's error.
+        """
+        if self.count:
+            raise ConfigError(
+                f"{key}: none of its rows is left, and {self.count} are bad. The first: "
+                f"{self.first}"
+            )
 
 
 class RowsOnDisk:
@@ -51,10 +107,10 @@ class RowsOnDisk:
 
     def __iter__(self) -> Iterator[Row]:
         for number, values in enumerate(self._rows, start=1):
-            yield Row(f"{self._source}, row {number}", dict(values))
+            yield Row(f"{self._source}, row {number}", dict(values), number - 1)
 
     def __getitem__(self, place: int) -> Row:
-        return Row(f"{self._source}, row {place + 1}", dict(self._rows[place]))
+        return Row(f"{self._source}, row {place + 1}", dict(self._rows[place]), place)
 
 
 def is_data_set(source: PromptSource) -> bool:
@@ -74,10 +130,13 @@ def is_data_set(source: PromptSource) -> bool:
     return is_id and _LOOKS_LIKE_A_FILE.fullmatch(path) is None
 
 
-def read_rows(source: PromptSource, *, key: str) -> Iterator[Row]:
-    """The rows of a source, read as they are asked for.
+def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> Iterator[Row]:
+    """Yield the rows of a source, read as they are asked for.
 
     In a csv file everything is text, so that a label 007 stays what it is.
+
+    Args:
+        bad: Takes the lines that are no rows. None refuses the first.
 
     Raises:
         ConfigError: a file is missing, has no rows, is of an unknown kind or cannot be read.
@@ -89,11 +148,12 @@ def read_rows(source: PromptSource, *, key: str) -> Iterator[Row]:
         rows = _reasoning_gym(path, key)
     else:
         kinds = {file: _kind_of(file, key) for file in _files_of(path, key)}
-        rows = chain.from_iterable(_READERS[kind](file, key) for file, kind in kinds.items())
-    number = 0
-    for number, row in enumerate(rows, start=1):  # noqa: B007 (asked for after the loop)
-        yield row
-    if not number:
+        bad = bad or BadRows("refuse")
+        rows = chain.from_iterable(_READERS[kind](file, key, bad) for file, kind in kinds.items())
+    number = -1
+    for number, row in enumerate(rows):
+        yield row._replace(number=number)
+    if number < 0 and not (bad and bad.count):
         raise _no_rows(source, key)
 
 
@@ -169,28 +229,53 @@ def is_saved(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def _jsonl(source: str, key: str) -> Iterator[Row]:
+def _jsonl(source: str, key: str, bad: BadRows) -> Iterator[Row]:
+    def row_of(numbered: tuple[int, str]) -> Row:
+        number, line = numbered
+        where = f"{source}:{number}"
+        try:
+            return Row(where, _object(json.loads(line), where, key))
+        except json.JSONDecodeError as error:
+            raise _bad_row(where, f"{error.msg} at column {error.colno}", key) from None
+
     with _opened(source, key) as file:
-        for number, line in enumerate(_decoded(file, source, key), start=1):
-            if line.strip():
-                where = f"{source}:{number}"
-                yield Row(where, _object(_parsed(line, where, key), where, key))
+        lines = enumerate(_decoded(file, source, key), start=1)
+        yield from bad.each(row_of, ((number, line) for number, line in lines if line.strip()))
 
 
-def _json(source: str, key: str) -> Iterator[Row]:
+def _json(source: str, key: str, bad: BadRows) -> Iterator[Row]:
+    def row_of(numbered: tuple[int, Any]) -> Row:
+        where = f"{source}, row {numbered[0]}"
+        return Row(where, _object(numbered[1], where, key))
+
     with _opened(source, key) as file:
-        rows = _parsed("".join(_decoded(file, source, key)) or "[]", source, key)
+        text = "".join(_decoded(file, source, key)) or "[]"
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        if _begins_with_an_object(text):
+            remedy = "It has one object a line, as .jsonl files do: rename it to .jsonl."
+            raise _unreadable(source, problem, key, remedy=remedy) from None
+        raise _unreadable(source, problem, key) from None
     if not isinstance(rows, list):
         raise ConfigError(
             f"{key} ({source}): a json file must hold one list of rows, this holds "
             f"{type(rows).__name__}. Write a list, or one object a line in a .jsonl file."
         )
-    for number, row in enumerate(rows, start=1):
-        where = f"{source}, row {number}"
-        yield Row(where, _object(row, where, key))
+    yield from bad.each(row_of, enumerate(rows, start=1))
 
 
-def _csv(source: str, key: str) -> Iterator[Row]:
+def _begins_with_an_object(text: str) -> bool:
+    """Return whether the first line is a JSON object of its own, and lines follow it."""
+    first, _, rest = text.strip().partition("\n")
+    try:
+        return isinstance(json.loads(first), dict) and bool(rest)
+    except json.JSONDecodeError:
+        return False
+
+
+def _csv(source: str, key: str, bad: BadRows) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     with _opened(source, key, newline="") as file:
         reader = csv.DictReader(_decoded(file, source, key), strict=True)
@@ -205,11 +290,12 @@ def _csv(source: str, key: str) -> Iterator[Row]:
             if None in values or None in values.values():
                 columns = len(reader.fieldnames or ())
                 problem = f"the row has not as many fields as the header ({columns})"
-                raise _unreadable(f"{source}:{reader.line_num}", problem, key)
+                bad.add(_bad_row(f"{source}:{reader.line_num}", problem, key))
+                continue
             yield Row(f"{source}:{reader.line_num}", dict(values))
 
 
-def _parquet(source: str, key: str) -> Iterator[Row]:
+def _parquet(source: str, key: str, _: BadRows) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -359,17 +445,10 @@ def _decoded(file: Iterator[str], source: str, key: str) -> Iterator[str]:
         raise _unreadable(source, str(error), key, remedy="Try again.") from error
 
 
-def _parsed(text: str, where: str, key: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _unreadable(where, f"{error.msg} at column {error.colno}", key) from None
-
-
 def _object(value: Any, where: str, key: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise _unreadable(where, f"a row must be an object, this is {type(value).__name__}", key)
+    raise _bad_row(where, f"a row must be an object, this is {type(value).__name__}", key)
 
 
 def _no_rows(source: PromptSource, key: str) -> ConfigError:
@@ -380,3 +459,7 @@ def _unreadable(
     where: str, problem: str, key: str, *, remedy: str = "Correct the file."
 ) -> ConfigError:
     return ConfigError(f"{key} ({where}): cannot be read: {problem}. {remedy}")
+
+
+def _bad_row(where: str, problem: str, key: str) -> RowError:
+    return RowError(str(_unreadable(where, problem, key)))

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from raypo.data.prompts import is_chat
+from raypo.data.chat_messages import Message, chat_messages, is_chat, render
+from raypo.data.stop_tokens import ids_behind, prompt_ids
 
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
 """A text, one or several chat messages, or token ids."""
@@ -55,10 +56,11 @@ class TurnTokens:
             ids = np.asarray(observation, np.int32)
             return self._tokenizer.decode(ids), _checked(ids, observation)
         if not chat and isinstance(observation, str):
-            ids = self._tokenizer(observation, verbose=False)["input_ids"]
+            (ids,) = prompt_ids(self._tokenizer, [observation])
             return observation, _checked(ids, observation)
         text = self._rendered(messages_of(observation), tools)
-        return text, _checked(self._ids(text), observation)
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return text, _checked(ids, observation)
 
     def between(
         self,
@@ -145,16 +147,10 @@ class TurnTokens:
     ) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError("these are chat messages, and the tokenizer has no chat template")
-        return self._tokenizer.apply_chat_template(
-            messages,
-            tools=None if tools is None else list(tools),
-            add_generation_prompt=goes_on,
-            tokenize=False,
-        )
+        return render(self._tokenizer, messages, prompting=goes_on, tools=tools)
 
     def _ids(self, text: str) -> np.ndarray:
-        encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
-        return np.asarray(encoded["input_ids"], np.int32)
+        return np.asarray(ids_behind(self._tokenizer, [text])[0], np.int32)
 
 
 def is_ids(observation: Any) -> bool:
@@ -166,8 +162,8 @@ def is_ids(observation: Any) -> bool:
     )
 
 
-def messages_of(observation: Any) -> list[dict[str, Any]]:
-    """An observation as chat messages; a text is the message of a user.
+def messages_of(observation: Any) -> list[Message]:
+    """Return an observation as chat messages, normalised; a text is the message of a user.
 
     Raises:
         ValueError: it is nothing of what an observation may be.
@@ -176,7 +172,7 @@ def messages_of(observation: Any) -> list[dict[str, Any]]:
         return [{"role": "user", "content": observation}]
     messages = [observation] if isinstance(observation, Mapping) else observation
     if is_chat(messages):
-        return [dict(message) for message in messages]
+        return chat_messages(messages)
     raise ValueError(
         f"an observation is a text, a chat message or a list of them, or a list of token ids, and "
         f"this is {observation!r:.100} of type {type(observation).__name__}"

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from raypo.data.chat_messages import MessageError, chat_messages
 from raypo.tools.calls import ToolCall
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
@@ -141,38 +142,15 @@ def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Want
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: contents are texts, arguments of tool calls objects.
+    """Return messages as chat templates take them: contents are texts, arguments objects.
 
     Raises:
         RequestError: a message has no role, or what is no text.
     """
-    return [_template_message(place, message) for place, message in enumerate(messages)]
-
-
-def _template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    where, content = f"messages.{place}", message.get("content")
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"{where}.role: a message has a role.")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise RequestError(f"{where}.content: only texts are served.")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str | None):
-        raise RequestError(f"{where}.content: must be a text.")
-    plain = {k: v for k, v in message.items() if v is not None} | {"content": content or ""}
-    if calls := message.get("tool_calls"):
-        try:
-            plain["tool_calls"] = [_template_call(call) for call in calls]
-        except (TypeError, KeyError, ValueError):
-            raise RequestError(f"{where}.tool_calls: these are no tool calls.") from None
-    return plain
-
-
-def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    return {**call, "function": {"name": call["function"]["name"], "arguments": arguments}}
+    try:
+        return chat_messages(messages)
+    except MessageError as error:
+        raise RequestError(f"{error}.") from None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
+from raypo.data.stop_tokens import without_end
 from raypo.tools.calls import MARKS, ToolCall, ToolError, Tools, parse_tool_calls
 
 
@@ -27,8 +30,8 @@ def text_and_calls(
         tools: That may be called. Special tokens are then text: to some models the marks of a call
             are special.
     """
-    kept = [each for each in token_ids if each not in stop_token_ids]
-    text = tokenizer.decode(kept, skip_special_tokens=tools is None)
+    kept = without_end(np.asarray(token_ids, np.int64), stop_token_ids)
+    text = tokenizer.decode(kept.tolist(), skip_special_tokens=tools is None)
     text = text[: min((text.find(each) for each in stop if each in text), default=len(text))]
     calls: list[ToolCall] = []
     if tools is not None:

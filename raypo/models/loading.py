@@ -224,22 +224,31 @@ def load_tokenizer(path: str, *, key: str = "model.policy") -> Any:
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the generation config's, else the tokenizer's end of sequence.
+    """Return the tokens that end a response: the generation config's, else the tokenizer's end.
 
     Raises:
-        ConfigError: neither names one; no response could ever end by itself.
+        ConfigError: neither names one, so no response could end by itself, or one of them is no
+            token of the tokenizer.
     """
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         ids = None
     ids = tokenizer.eos_token_id if ids is None else ids
-    if ids is None:
+    found = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+    if ids is None or not found:
         raise ConfigError(
             f"model.policy ({path}): neither generation_config.json nor the tokenizer names an "
             f"end-of-sequence token. Set eos_token_id in generation_config.json."
         )
-    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    for each in found:
+        if not isinstance(each, int) or each < 0 or tokenizer.convert_ids_to_tokens(each) is None:
+            raise ConfigError(
+                f"model.policy ({path}): eos_token_id of its generation_config.json names "
+                f"{each!r}, and its tokenizer, of {len(tokenizer)} tokens, has no such id. Correct "
+                "eos_token_id in generation_config.json."
+            )
+    return found
 
 
 def _load(

@@ -34,10 +34,10 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         self._vocabulary = len(self.tokenizer)
         if data.response_key is not None:
             section = ResponsesSection.model_validate(data.model_dump())
-            end = stop_token_ids(config.model.policy, self.tokenizer)[0]
-            loaded = load_examples(section, self.tokenizer, end)
+            stop = stop_token_ids(policy, self.tokenizer)
+            loaded = load_examples(section, self.tokenizer, stop)
             rows = ((text.prompt_ids, text.response_ids) for text in loaded.items)
-            Limits.of(config.model.policy).check(rows, self.tokenizer, key="data.prompts")
+            Limits.of(policy).check(rows, self.tokenizer, key="data.prompts")
             for note in loaded.notes("data.prompts"):
                 self.tell.message(note)
             mix = mix_of(data, loaded.sizes, config.rollout.prompts_per_step)

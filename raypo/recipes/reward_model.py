@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from raypo.config import RewardModelConfig
 from raypo.data.examples import load_pairs
 from raypo.learner.tasks import PairTask
-from raypo.models.loading import load_reward_model
+from raypo.models.loading import load_reward_model, stop_token_ids
 from raypo.models.lora import add_adapter
 from raypo.run.examples_run import ExamplesRun, Reader
 from raypo.types import Pair
@@ -29,8 +29,9 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
             section.policy, dtype=section.dtype, attention=section.attention, new_head=True
         )
         model = add_adapter(model, section.lora)
-        # Plain transformers looks for the padding id; where that is the end it would hide the end.
-        padding, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+        # Plain transformers looks for the padding id; where that ends responses it hides the end.
+        padding = self.tokenizer.pad_token_id
+        ends = (self.tokenizer.eos_token_id, *stop_token_ids(section.policy, self.tokenizer))
         for config in (model.config, model.config.get_text_config()):  # the head asks the latter
-            config.pad_token_id = None if padding == end else padding
+            config.pad_token_id = None if padding in ends else padding
         return PairTask(model, centering_coef=self.config.reward_model.centering_coef)

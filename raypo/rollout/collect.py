@@ -13,6 +13,7 @@ import numpy as np
 
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
+from raypo.data.stop_tokens import without_end
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.rewards.scoring import first_reason, too_many_failures
 from raypo.rollout.asking import Ask, PushAgain, Sampler, ask, ask_or_push
@@ -149,7 +150,7 @@ def sample(
     ]
     if not requests and push_again is None and asks is None:
         return []
-    groups = _Groups(draws, sampling.samples_per_prompt, tokenizer, heard)
+    groups = _Groups(draws, sampling.samples_per_prompt, tokenizer, sampling.stop_token_ids, heard)
     completions = ask_or_push(
         requests, asks or partial(ask, engine=engine), push_again, groups.hear if heard else None
     )
@@ -163,6 +164,7 @@ class _Groups:
     draws: Sequence[Draw]
     size: int
     tokenizer: Decoder
+    stop_token_ids: Sequence[int]
     heard: Callable[[list[Rollout]], None] | None
     _come: dict[int, Completion] = field(default_factory=dict)
     _whole: dict[int, list[Rollout]] = field(default_factory=dict)
@@ -192,7 +194,8 @@ class _Groups:
             return [each for draw in range(len(self.draws)) for each in self._whole[draw]]
 
     def _rollouts(self, draw: int, completions: Sequence[Completion]) -> list[Rollout]:
-        ids = [completion.token_ids for completion in completions]
+        # To some tokenizers the end of a turn is no special token, and would be part of the text.
+        ids = [without_end(each.token_ids, self.stop_token_ids) for each in completions]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [
             _rollout(self.draws[draw], number, completion, text)

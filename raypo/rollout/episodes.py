@@ -17,6 +17,7 @@ from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import as_tensor
 from raypo.config import OnlineConfig, RolloutSection
 from raypo.custom.errors import text_of
+from raypo.data.stop_tokens import without_end
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.models.loading import vocabulary_size
@@ -339,8 +340,7 @@ class _Seat:
         return await self.table.ask(_Call(order, request, self))
 
     def _decode(self, ids: np.ndarray, with_special: bool = False) -> str:
-        if with_special:
-            ids = ids[~np.isin(ids, self.sampling.stop_token_ids)]
+        ids = without_end(ids, self.sampling.stop_token_ids)
         return self.episodes.tokenizer.decode(ids, skip_special_tokens=not with_special)
 
     def _rollout(self, policy: Policy, episode: Episode, number: int, row: Recorded) -> Rollout:

@@ -63,12 +63,14 @@ def evaluate_model(
         )
     tokenizer = load_tokenizer(model)
     all_sources = [str(path) for path in paths]
-    prompts = {
-        str(path) if all_sources.count(str(path)) == 1 else source_name(path): load_prompts(
-            config.data.model_copy(update={"prompts": (path,)}), tokenizer, key="eval.prompts"
-        ).prompts
-        for path in paths
-    }
+    prompts = {}
+    for path in paths:
+        section = config.data.model_copy(update={"prompts": (path,)})
+        loaded = load_prompts(section, tokenizer, key="eval.prompts")
+        for note in loaded.notes("eval.prompts"):
+            tell(note)
+        is_unique = all_sources.count(str(path)) == 1
+        prompts[str(path) if is_unique else source_name(path)] = loaded.prompts
     stop = stop_token_ids(model, tokenizer)
     episodes = None
     if isinstance(config, OnlineConfig):

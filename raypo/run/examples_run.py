@@ -39,7 +39,7 @@ from raypo.weights.transport import Transport
 AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
 PolicyConfig = TypeVar("PolicyConfig", SFTConfig, DPOConfig)
 Reader = Callable[..., LoadedExamples[Item]]
-"""`load_examples` or one like it: (section, tokenizer, id of the end, key=)."""
+"""`load_examples` or one like it: (section, tokenizer, stop token ids, key=)."""
 
 
 def examples_loop(setup: dict[str, Any], kind: type[ExamplesRun[Any, Any]]) -> dict[str, Any]:
@@ -99,15 +99,15 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     ) -> Self:
         """Reads the examples; says what was left out and what repeats."""
         tokenizer = load_tokenizer(config.model.policy)
-        end, read = stop_token_ids(config.model.policy, tokenizer)[0], cls.reader(config)
-        loaded, size = read(config.data, tokenizer, end), config.learner.batch_size
+        stop, read = stop_token_ids(config.model.policy, tokenizer), cls.reader(config)
+        loaded, size = read(config.data, tokenizer, stop), config.learner.batch_size
         notes = loaded.notes("data.prompts")
         notes += few_rows_notes(config.data, loaded.sizes, size, key="learner.batch_size")
         held_out: Sequence[Item] = []
         if sources := getattr(config.eval, cls.held_out_key):
             section = config.data.model_copy(update={"prompts": sources})
             key = f"eval.{cls.held_out_key}"
-            of_eval = read(section, tokenizer, end, key=key)
+            of_eval = read(section, tokenizer, stop, key=key)
             held_out, notes = of_eval.items, notes + of_eval.notes(key)
         limits = Limits.of(config.model.policy)
         limits.check(sequences(loaded.items), tokenizer, key="data.prompts")

@@ -13,6 +13,8 @@ from torch import Tensor
 from raypo.cluster.out_of_memory import FROZEN_REMEDY, memory_advice
 from raypo.config.paths import short_name
 from raypo.data.batching import batches_by_tokens
+from raypo.data.chat_messages import answered, render
+from raypo.data.stop_tokens import ids_behind, prompt_ids
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.host_memory import HostMemory
 from raypo.models.loading import (
@@ -264,13 +266,11 @@ def _encode(tokenizer: Any, rollout: Rollout) -> list[int]:
     """Prompt and response in another vocabulary."""
     ids: list[int]
     if rollout.messages and tokenizer.chat_template:
-        answered = [*rollout.messages, {"role": "assistant", "content": rollout.response}]
-        text = tokenizer.apply_chat_template(answered, tokenize=False)
+        said = answered(rollout.messages, {"role": "assistant", "content": rollout.response})
+        text = render(tokenizer, said)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
-    ids = tokenizer(rollout.prompt)["input_ids"]
-    if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text
-        ids = ids[:-1]
-    ids = ids + tokenizer(rollout.response, add_special_tokens=False)["input_ids"]
+    (ids,) = prompt_ids(tokenizer, [rollout.prompt])
+    ids = ids + ids_behind(tokenizer, [rollout.response], [rollout.prompt])[0]
     end: int | None = tokenizer.eos_token_id
     return [*ids, end] if rollout.finish_reason == "stop" and end is not None else ids

@@ -39,6 +39,14 @@ def test_an_episode_needs_a_limit():
     assert "rollout.max_episode_tokens (3): must not be below rollout.max_new_tokens" in told
 
 
+def test_episodes_name_their_own_tools():
+    environment = {"rollout__environment": "guess.py:Guess", "rollout__max_episode_tokens": 200}
+    assert "data.tools_key (tools): has no effect" in refused(
+        **environment, data__tools_key="tools"
+    )
+    assert PPOConfig.parse(with_keys(data__tools_key="tools")).data.tools_key == "tools"
+
+
 def test_keys_of_episodes_act_only_where_there_are_any():
     assert (
         "rollout.max_turns (3): has no effect, rollout.environment is null. Remove "

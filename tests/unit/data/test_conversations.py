@@ -11,7 +11,7 @@ from raypo.data.examples import load_examples
 from raypo.types import Example
 from tests.tiny import tiny_tokenizer
 
-END = 2
+END = (2,)
 CHAT = [
     {"role": "system", "content": "be kind"},
     {"role": "user", "content": "hi"},

@@ -11,7 +11,7 @@ from raypo.config import ConfigError, PairsSection, ResponsesSection
 from raypo.data.examples import load_examples, load_pairs
 from tests.tiny import tiny_tokenizer
 
-END = 2
+END = (2,)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_a_text_response_ends_with_the_end_token(tmp_path, tokenizer):
 
 
 def test_an_end_that_is_there_is_not_doubled(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", {"prompt": "a", "response": "b<eos>c"})
+    path = write(tmp_path / "a.jsonl", {"prompt": "a", "response": "b<eos>"})
     (example,) = load_examples(section_of(ResponsesSection, path), tokenizer, END).items
     assert text(tokenizer, example.response_ids) == "b<eos>"
 

@@ -10,7 +10,7 @@ from raypo.config import ConfigError, PreferencesSection
 from raypo.data.examples import load_pairs, load_verdicts
 from tests.tiny import tiny_tokenizer
 
-END = 2
+END = (2,)
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ def test_examples_are_counted_by_source(tmp_path, tokenizer):
     rows = [{"prompt": "a", "response": "b"}]
     paths = [write(tmp_path / f"{n}.jsonl", rows * n) for n in (2, 3)]
     values = {"prompts": [{"path": path, "weight": 1.0} for path in paths]}
-    loaded = load_examples(ResponsesSection.model_validate(values), tokenizer, 1)
+    loaded = load_examples(ResponsesSection.model_validate(values), tokenizer, (1,))
     assert loaded.sizes == (2, 3)
 
 
@@ -193,7 +193,7 @@ def test_examples_and_conversations_have_it_too(tmp_path, chat_tokenizer, messag
     row = {"prompt": talk if messages_key else CHAT, "response": "ho"}
     path = write(tmp_path / "a.jsonl", [row])
     values = {"prompts": path, "messages_key": messages_key, "system_prompt": "Be brief."}
-    (item,) = load_examples(ResponsesSection.model_validate(values), chat_tokenizer, 1).items
+    (item,) = load_examples(ResponsesSection.model_validate(values), chat_tokenizer, (1,)).items
     assert chat_tokenizer.decode(item.prompt_ids).startswith(
         chat_tokenizer.apply_chat_template(
             [{"role": "system", "content": "Be brief."}], tokenize=False

@@ -175,7 +175,7 @@ def test_messages_are_made_as_templates_take_them():
     ("message", "told"),
     [
         ({}, "messages.0.role"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "only texts are served"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "only texts are read"),
         ({"role": "user", "content": 3}, "must be a text"),
         ({"role": "assistant", "tool_calls": [{}]}, "these are no tool calls"),
     ],

@@ -17,9 +17,15 @@ from transformers import (
 )
 
 from raypo.config import ConfigError
-from raypo.models.loading import load_backbone, load_causal_lm, stop_token_ids
+from raypo.models.loading import (
+    load_backbone,
+    load_causal_lm,
+    load_tokenizer,
+    stop_token_ids,
+)
 from raypo.models.packed_attention import NAME, hidden_states
 from raypo.models.packing import pack
+from tests.tiny import tiny_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -121,3 +127,18 @@ def test_the_dtype_of_the_folder_does_not_matter(tmp_path: Path, dtype: str):
     values = json.loads((tmp_path / "config.json").read_text()) | {"dtype": dtype}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert load_causal_lm(str(tmp_path), dtype="float32").dtype == torch.float32
+
+
+@pytest.mark.parametrize("ids", [[], -1, [2, 999], [2, -1], "2"])
+def test_stop_tokens_that_are_no_tokens_are_refused(tmp_path: Path, ids: Any):
+    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path)))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ConfigError, match=rf"model\.policy \({tmp_path}\): .*eos_token_id"):
+        stop_token_ids(str(tmp_path), tokenizer)
+
+
+def test_every_stop_token_of_the_generation_config_counts(tmp_path: Path):
+    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path)))
+    for given, found in ((1, (1,)), ([2, 1], (2, 1))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+        assert stop_token_ids(str(tmp_path), tokenizer) == found

@@ -1,0 +1,170 @@
+"""Token ids of prompts and responses: no end token behind a prompt, exactly one behind a response.
+
+Models have several stop tokens (Llama 3, Gemma 3, GLM), and which of them ends a turn is the chat
+template's choice. Whoever ends, masks or compares a response asks `StopTokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from raypo.data.chat_messages import Message, render, strings_of
+
+Run = tuple[int, int]
+"""First token of an assistant's turn, and the one behind its last."""
+
+
+@dataclass(frozen=True)
+class StopTokens:
+    """The tokens that end a response."""
+
+    tokenizer: Any
+    ids: Sequence[int]
+    _after: dict[bool, int] = field(default_factory=dict)
+    """Cache of `after`, by whether the last turn calls a tool."""
+
+    @property
+    def default(self) -> int:
+        """The token that ends a text: the tokenizer's end of sequence, if it stops the model."""
+        end = self.tokenizer.eos_token_id
+        return end if end in self.ids else self.ids[0]
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """The stop tokens that a text can spell."""
+        added = self.tokenizer.added_tokens_decoder
+        return tuple(str(added[each]) for each in self.ids if each in added)
+
+    def inside(self, message: Message) -> str | None:
+        """Return the text of a stop token that a message contains, or None."""
+        strings = strings_of({k: v for k, v in message.items() if k != "role"})
+        return next((text for text in self.texts if any(text in each for each in strings)), None)
+
+    def bare(self, text: str) -> str:
+        """Return a text without the one stop token that it may end with."""
+        for end in self.texts:
+            if text.endswith(end):
+                return text.removesuffix(end)
+        return text
+
+    def ended(self, ids: Sequence[int], default: int) -> np.ndarray:
+        """Return ids up to their first stop token; one that has none gets the default."""
+        for place, token in enumerate(ids):
+            if token in self.ids:
+                return np.asarray(ids[: place + 1], np.int32)
+        return np.asarray([*ids, default], np.int32)
+
+    def learned(
+        self, ids: Sequence[int], runs: Sequence[Run], messages: Sequence[Message]
+    ) -> tuple[list[int], list[bool]]:
+        """Return ids and the mask of what is learned: each run, up to its first stop token.
+
+        A stop token right behind a run ends it too: `{% generation %}` tags may leave it out, and
+        in some templates (GLM) the mark of the next role is what ends a turn. Where the template
+        writes nothing that ends the last run, its end takes the place of what follows.
+
+        Args:
+            ids: Token ids of a whole conversation.
+            runs: The turns of the assistant in it.
+            messages: The conversation, up to its last message of the assistant.
+        """
+        ids, mask = list(ids), [False] * len(ids)
+        for begin, stop in runs:
+            inside = next((at for at in range(begin, stop) if ids[at] in self.ids), None)
+            last = stop - 1 if inside is None else inside
+            if inside is None and stop < len(ids) and ids[stop] in self.ids:
+                last = stop
+            elif inside is None and (begin, stop) == runs[-1]:
+                ids[stop:], mask[stop:], last = [self.after(messages)], [False], stop
+            mask[begin : last + 1] = [True] * (last + 1 - begin)
+        return ids, mask
+
+    def after(self, messages: Sequence[Message]) -> int:
+        """Return the end of a last turn behind which the template writes none.
+
+        That is the mark of the next message where it stops the model (GLM: a user's, or a tool's
+        behind a call), else the default.
+        """
+        calls = messages[-1].get("tool_calls")
+        if bool(calls) in self._after:
+            return self._after[bool(calls)]
+        following: Message = {"role": "user", "content": "."}
+        if calls:
+            known = {"tool_call_id": calls[0].get("id"), "name": calls[0]["function"]["name"]}
+            following = {"role": "tool", "content": ".", **known}
+        try:
+            whole = render(self.tokenizer, messages)
+            longer = render(self.tokenizer, [*messages, following])
+        except Exception:  # templates raise what they like; such a one has no next message
+            return self.default
+        (ids,) = ids_behind(self.tokenizer, [longer.removeprefix(whole)])
+        is_mark = longer.startswith(whole) and ids and ids[0] in self.ids
+        self._after[bool(calls)] = ids[0] if is_mark else self.default
+        return self._after[bool(calls)]
+
+
+def without_end(ids: np.ndarray, stop_token_ids: Sequence[int]) -> np.ndarray:
+    """Return a sampled turn, int [T], without the stop token that may end it."""
+    return ids[:-1] if len(ids) and int(ids[-1]) in stop_token_ids else ids
+
+
+def prompt_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise text prompts, with the special tokens that the tokenizer writes before a text.
+
+    Those that it writes behind one are left out: a prompt that has ended is not answered. A text
+    that begins with the tokenizer's own beginning gets no second one.
+    """
+    begin, end = _added(tokenizer)
+    encoded: Any = tokenizer(list(texts), verbose=False)["input_ids"]
+    found = []
+    for ids in encoded:
+        if end and ids[-len(end) :] == end:
+            ids = ids[: -len(end)]
+        if begin and ids[len(begin) : 2 * len(begin)] == begin:
+            ids = ids[len(begin) :]
+        found.append(ids)
+    return found
+
+
+def _added(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the special tokens that a tokenizer writes before and behind a text."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for begin in range(len(whole) - len(plain) + 1):
+        if plain and whole[begin : begin + len(plain)] == plain:
+            return whole[:begin], whole[begin + len(plain) :]
+    return [], []
+
+
+def ids_behind(
+    tokenizer: Any, texts: Sequence[str], before: Sequence[str] | None = None
+) -> list[list[int]]:
+    """Tokenise texts that stand behind others, without special tokens of the tokenizer.
+
+    Tokenizers of the SentencePiece kind write a space before the first word of what they are given,
+    and some of them behind each special token. Elsewhere it would be learned, and never sampled.
+
+    Args:
+        before: The text before each; None means that it ends with no special token.
+    """
+    plain: Any = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    first = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])
+    if not first or first[0][0] not in "▁Ġ":
+        return plain
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    anchors = [
+        next((token for token in special if text.endswith(token)), "\n")
+        for text in before or [""] * len(texts)
+    ]
+    both = [anchor + text for anchor, text in zip(anchors, texts, strict=True)]
+    encoded: Any = tokenizer(both, add_special_tokens=False, verbose=False)["input_ids"]
+    found = []
+    for anchor, ids, alone in zip(anchors, encoded, plain, strict=True):
+        begin = tokenizer(anchor, add_special_tokens=False)["input_ids"]
+        found.append(ids[len(begin) :] if ids[: len(begin)] == begin else alone)
+    return found

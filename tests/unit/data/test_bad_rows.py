@@ -1,0 +1,153 @@
+"""`data.on_error`: one bad row of many ends the run, or is dropped, counted and named."""
+
+import json
+from typing import Any
+
+import pytest
+
+from raypo.config import PairsSection, PreferencesSection, ResponsesSection
+from raypo.data.examples import load_examples, load_pairs, load_verdicts
+from raypo.data.prompts import load_prompts
+from tests.tiny import CHAT_TEMPLATE
+from tests.unit.data.prompt_files import CHAT, peek, refused, save_to_disk, section, write
+
+END = (2,)
+ANSWER = {"role": "assistant", "content": "yo"}
+BAD_LINES = {
+    "broken JSON": ('{"prompt": "b"', "cannot be read: "),
+    "no object": ('["b"]', "cannot be read: a row must be an object"),
+    "no prompt": ('{"answer": "b"}', "has no such key"),
+    "a number": ('{"prompt": 3}', "has 3 there"),
+    "null content": ('{"prompt": [{"role": "user", "content": null}]}', "messages.0.content"),
+    "an unknown role": ('{"prompt": [{"role": "human", "content": "b"}]}', "knows no role 'human'"),
+    "no tokens": ('{"prompt": ""}', "has a prompt without tokens"),
+    "half a character": ('{"prompt": "a\\ud83d"}', "has '\\ud83d' at character 1"),
+    "half a character in a chat": (
+        '{"prompt": [{"role": "user", "content": "\\udc00"}]}',
+        "which is half of a character (a lone surrogate)",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def template(tokenizer):
+    tokenizer.chat_template = CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
+def test_a_bad_line_is_refused_or_dropped_with_its_place(tmp_path, tokenizer, bad):
+    line, problem = BAD_LINES[bad]
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n{{"prompt": "c"}}\n')
+    told = refused(load_prompts, section(str(path)), tokenizer)
+    assert f"{path}:2" in told
+    assert problem in told
+    loaded = load_prompts(section(str(path), on_error="drop"), tokenizer)
+    assert [each.text for each in loaded.prompts] == ["a", "c"]
+    (note,) = loaded.notes("data.prompts")
+    assert note == (f"1 bad rows of data.prompts are dropped (data.on_error). The first: {told}")
+    assert peek(str(path), on_error="drop") in (2, 3), "what takes a tokenizer is seen later"
+
+
+def test_a_bad_row_keeps_its_number(tmp_path, tokenizer):
+    a = write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": 3}])
+    b = save_to_disk(tmp_path / "set", [{"prompt": p} for p in ("", "b", "", "c")])
+    loaded = load_prompts(section(a, b, on_error="drop"), tokenizer)
+    assert [(each.index, each.text) for each in loaded.prompts] == [(0, "a"), (3, "b"), (5, "c")]
+    assert (loaded.sizes, loaded.bad.count) == ((1, 2), 3)
+
+
+def test_a_csv_line_with_too_many_fields_is_dropped(tmp_path, tokenizer):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt\na\nb,c\nd\n")
+    loaded = load_prompts(section(str(path), on_error="drop"), tokenizer)
+    assert [each.text for each in loaded.prompts] == ["a", "d"]
+    assert f"{path}:3" in loaded.bad.first
+
+
+@pytest.mark.parametrize("line", ["{", '{"prompt": 3}', '{"prompt": ""}'])
+def test_where_no_row_is_left_the_first_is_shown(tmp_path, tokenizer, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{line}\n{line}\n")
+    told = refused(load_prompts, section(str(path), on_error="drop"), tokenizer)
+    assert told.startswith("data.prompts: none of its rows is left, and 2 are bad. The first: ")
+    assert f"{path}:1" in told
+    if line != '{"prompt": ""}':
+        assert refused(peek, str(path), on_error="drop") == told
+
+
+def test_a_column_that_no_row_has_is_the_configs_error(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"promt": "a"}, {"promt": "b"}])
+    told = refused(load_prompts, section(path, on_error="drop"), tokenizer)
+    assert told.endswith("Set data.prompt_key to promt.")
+
+
+GOOD = {"prompt": CHAT, "response": "yo", "chosen": "a", "rejected": "b", "chat": [*CHAT, ANSWER]}
+CASES: list[tuple[Any, Any, dict[str, Any], dict[str, Any], str]] = [
+    (load_examples, ResponsesSection, {}, {"response": 3}, "A response is a text"),
+    (load_examples, ResponsesSection, {}, {"response": "The <eos> token"}, "<eos> inside"),
+    (load_examples, ResponsesSection, {}, {"prompt": "q", "response": "a<eos>b"}, "<eos> inside"),
+    (load_examples, ResponsesSection, {}, {"response": "\ud800"}, "lone surrogate"),
+    (load_pairs, PairsSection, {}, {"chosen": "a<eos>b", "rejected": "a<eos>c"}, "<eos> inside"),
+    (load_pairs, PairsSection, {"margin_key": "m"}, {"m": "x"}, "must be a number"),
+    (load_pairs, PreferencesSection, {}, {"rejected": None}, "A response is a text"),
+    (load_verdicts, PreferencesSection, {"desirable_key": "m"}, {"m": "x"}, "true or false"),
+    (
+        load_examples,
+        ResponsesSection,
+        {"messages_key": "chat"},
+        {"chat": CHAT},
+        "assistant answers",
+    ),
+    (
+        load_examples,
+        ResponsesSection,
+        {"messages_key": "chat"},
+        {"chat": [*CHAT, ANSWER | {"content": "a <eos> b"}, *CHAT, ANSWER]},
+        "the stop token <eos> inside an answer",
+    ),
+    (
+        load_examples,
+        ResponsesSection,
+        {"messages_key": "chat"},
+        {"chat": [{"role": "human", "content": "hi"}, ANSWER]},
+        "knows no role 'human'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("load", "kind", "keys", "wrong", "problem"), CASES)
+def test_rows_to_learn_from_are_refused_or_dropped(
+    tmp_path, tokenizer, load, kind, keys, wrong, problem
+):
+    good = [GOOD | {"m": True}, GOOD | {"m": False, "prompt": [CHAT[0] | {"content": "ho"}]}]
+    if keys.get("margin_key"):
+        good = [row | {"m": 1.0} for row in good]
+    path = tmp_path / "a.jsonl"
+    rows = [good[0], good[0] | wrong, good[1]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"prompts": str(path)} | keys
+    told = refused(load, kind.model_validate(values), tokenizer, END)
+    assert f"{path}:2" in told
+    assert problem in told
+    loaded = load(kind.model_validate(values | {"on_error": "drop"}), tokenizer, END)
+    assert (len(loaded.items), loaded.num_skipped, loaded.num_unusable) == (2, 0, 0)
+    (note,) = loaded.notes("eval.prompts")
+    assert note.endswith(told)
+
+
+def test_an_end_inside_a_pair_does_not_make_its_responses_equal(tmp_path, tokenizer):
+    row = {"prompt": "q", "chosen": "a<eos>b", "rejected": "a<eos>c"}
+    path = write(tmp_path / "a.jsonl", [row, row | {"chosen": "a", "rejected": "a<eos>"}])
+    values = PairsSection.model_validate({"prompts": path, "on_error": "drop"})
+    told = refused(load_pairs, values, tokenizer, END)
+    assert "1 rows have equal or empty responses" in told
+
+
+def test_json_lines_in_a_json_file_are_told_their_ending(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert refused(peek, str(path)) == (
+        f"data.prompts ({path}): cannot be read: Extra data at line 2, column 1. It has one object "
+        "a line, as .jsonl files do: rename it to .jsonl."
+    )
