@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from raypo.tools.calls import MARKS, ToolCall, ToolError, Tools, parse_tool_calls
+from raypo.tools.calls import ToolCall, ToolError, Tools, split_tool_calls
 
 
 def text_and_calls(
@@ -30,10 +30,8 @@ def text_and_calls(
     kept = [each for each in token_ids if each not in stop_token_ids]
     text = tokenizer.decode(kept, skip_special_tokens=tools is None)
     text = text[: min((text.find(each) for each in stop if each in text), default=len(text))]
-    calls: list[ToolCall] = []
     if tools is not None:
         with suppress(ToolError):
-            calls = parse_tool_calls(text, tools)
-    if calls:
-        text = text[: min((text.index(mark) for mark in MARKS if mark in text), default=0)]
-    return text, calls
+            said, calls = split_tool_calls(text, tools)
+            return (said, calls) if calls else (text, [])
+    return text, []
