@@ -14,7 +14,14 @@ from typing import Any
 
 from raypo.config import ConfigError
 from raypo.rewards.numbers import parse_number
-from raypo.rewards.verifiers import FORM_CREDIT, final_answer, has_answer, label_of
+from raypo.rewards.verifiers import (
+    FORM_CREDIT,
+    final_answer,
+    formula_of,
+    has_answer,
+    is_words,
+    plain_words,
+)
 from raypo.types import Rollout
 
 try:
@@ -30,8 +37,6 @@ except ImportError as error:
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-MAX_WORDS = 10
-"""Labels of more words are prose, which no response repeats."""
 _PRECISION = 100
 """Digits to which numbers that are no fractions are compared."""
 _ROUNDING = 5e-6
@@ -56,16 +61,10 @@ def graded_math_answer(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def _is_right(rollout: Rollout) -> bool:
-    label, given = label_of(rollout), final_answer(rollout.response)
-    label = final_answer(label) or label
-    words = _plain(label)
-    if len(words.split()) > MAX_WORDS and _is_words(words):
-        raise ValueError(
-            f"data.label_key: the label of row {rollout.prompt_index} is prose: {words[:80]!r}. A "
-            "label is a formula, a number or a few words. Correct the row or remove it, or set "
-            "data.label_key to the column of the answers."
-        )
-    answer = _plain(rollout.response if given is None else given)
+    label = formula_of(rollout.label, f"row {rollout.prompt_index}")
+    given = final_answer(rollout.response)
+    words = plain_words(label)
+    answer = plain_words(rollout.response if given is None else given)
     if words == answer:
         return True
     wanted = _parsed(_boxed(label))
@@ -83,19 +82,9 @@ def _is_right(rollout: Rollout) -> bool:
     )
 
 
-def _plain(text: str) -> str:
-    """Write a text without the LaTeX and the spaces that only change its look."""
-    text = re.sub(r"\\(?:text\w*|mathrm|mathbf)\s?\{([^{}]*)\}", r"\1", text.strip().strip("$"))
-    return " ".join(text.split()).removesuffix(".").casefold()
-
-
-def _is_words(text: str) -> bool:
-    return re.fullmatch(r"[^\W\d_]{3,}|[^\W\d_]+(?:[ ',-]+[^\W\d_]+)+", text) is not None
-
-
 def _is_text(text: str) -> bool:
     """Whether math-verify misreads a text: words as products, or without its dots."""
-    return _is_words(text) or re.search(r"\\[lcd]?dots|…|\.\.\.", text) is not None
+    return is_words(text) or re.search(r"\\[lcd]?dots|…|\.\.\.", text) is not None
 
 
 def _is_number(value: Any) -> bool:

@@ -28,6 +28,8 @@ from raypo.types import Rollout
 
 FORM_CREDIT = 0.1
 """Score of a wrong answer that stands where an answer should."""
+MAX_WORDS = 10
+"""Labels of more words are prose, which no response repeats."""
 
 
 def exact_match(rollouts: Sequence[Rollout]) -> list[float]:
@@ -126,6 +128,35 @@ def _number_of(label: Any, where: str) -> Fraction:
     return number
 
 
+def formula_of(label: Any, where: str) -> str:
+    """Return the answer of a label as text, if it is a formula, a number or a few words.
+
+    Raises:
+        ValueError: it is prose, or no text at all.
+    """
+    text = _text_of(label, where)
+    text = final_answer(text) or text
+    if len(text.split()) > MAX_WORDS and is_words(plain_words(text)):
+        raise ValueError(
+            f"data.label_key: the label of {where} is prose: {_short(text)}. A label is a formula, "
+            f"a number or at most {MAX_WORDS} words. Correct the row or remove it, or set "
+            "data.label_key to the column of the answers."
+        )
+    return text
+
+
+def plain_words(text: str) -> str:
+    """Write a text without the LaTeX, the spaces and the capitals that only change its look."""
+    text = re.sub(r"\\(?:text\w*|mathrm|mathbf)\s?\{([^{}]*)\}", r"\1", text.strip().strip("$"))
+    return " ".join(text.split()).removesuffix(".").casefold()
+
+
+def is_words(text: str) -> bool:
+    """Whether a text is words, one of them of three letters or more: `xy` is a product."""
+    words = re.split(r"[,.]?\s|'", text)
+    return max(map(len, words)) > 2 and all(re.fullmatch(r"[^\W\d_]+", word) for word in words)
+
+
 LABEL_CHECKS: dict[str, Callable[[Any, str], Any]] = {
     f"raypo.rewards.{name}": check
     for name, check in {
@@ -133,8 +164,8 @@ LABEL_CHECKS: dict[str, Callable[[Any, str], Any]] = {
         "verifiers:contains_answer": _text_of,
         "verifiers:number_answer": _number_of,
         "verifiers:graded_number_answer": _number_of,
-        "math_verifiers:math_answer": _text_of,
-        "math_verifiers:graded_math_answer": _text_of,
+        "math_verifiers:math_answer": formula_of,
+        "math_verifiers:graded_math_answer": formula_of,
     }.items()
 }
 """Import path of a reward function -> a check of a label, and where it stands, which raises
