@@ -56,12 +56,14 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _OPERAND_BEFORE = re.compile(
-    rf"""(?:{WORD}\.?|[0-9][,:]                                            # x2, No.5, 1,2, 12:30
-    |(?:{WORD}|[)\]}}%!]){_OPERATOR}+                                       # 10-7
-    |(?:[0-9)\]}}%]|(?<!{_LETTER}){_LETTER})[ \t]+{_OPERATOR}{{1,2}}[ \t]+   # 10 - 7
-    |[0-9][ \t]+(?:x[ \t]+)?                                               # 1 000, 2 x 3
-    |\^|(?<!\\)\{{|{WORD}[(\[]                                              # x^2, {{2}}, f(2)
-    |{_COMMAND}\s*|√\s*)\Z""",
+    rf"""(?:{WORD}\.?|[0-9][,:]                # x2, No.5, 1,2, 12:30
+    |(?:{WORD}|[)\]}}%!]){_OPERATOR}{{1,3}}     # 10-7
+    |[\^√]|(?<!\\)\{{|{WORD}[(\[])\Z           # x^2, {{2}}, f(2)""",
+    re.VERBOSE,
+)
+_OPERAND_BEFORE_SPACE = re.compile(
+    rf"""(?:(?:[0-9)\]}}%]|(?<!{_LETTER}){_LETTER})[ \t]+{_OPERATOR}{{1,2}}  # 10 - 7
+    |[0-9](?:[ \t]+x)?|[\^√]|(?<!\\)\{{|{_COMMAND})[ \t]+\Z                  # 1 000, 2 x 3""",
     re.VERBOSE,
 )
 _OPERAND_BEHIND = re.compile(
@@ -72,8 +74,8 @@ _OPERAND_BEHIND = re.compile(
     |[ \t]*{_COMMAND}""",
     re.VERBOSE,
 )
-_CONTEXT = 64
-"""Characters before a number that are looked at; no operator with its spaces is longer."""
+_CONTEXT = 32
+"""Characters before a number and its spaces that are looked at."""
 _WRAPPED = re.compile(
     r"\\(text\w*|math(?:bf|rm|it|sf)|boldsymbol|bm|boxed|fbox|emph|underline)\s?\{([^{}]*)\}"
 )
@@ -102,12 +104,18 @@ def numbers_in(text: str) -> Iterator[Number]:
     """Yield the numbers that stand alone in a text, the last one first."""
     text = _plain(text)
     for found in reversed(list(_NUMBER.finditer(text))):
-        before = text[max(0, found.start() - _CONTEXT) : found.start()]
-        if _OPERAND_BEFORE.search(before) or _OPERAND_BEHIND.match(text, found.end()):
+        if _follows_operand(text, found.start()) or _OPERAND_BEHIND.match(text, found.end()):
             continue
         if (value := _value(found)) is not None:
             sign = "-" if "-" in (found["sign"], found["inner_sign"]) else ""
             yield Number(sign + found["digits"], value)
+
+
+def _follows_operand(text: str, place: int) -> bool:
+    if text[place - 1 : place] in (" ", "\t"):
+        before = text[max(0, place - _CONTEXT) : place]
+        return _OPERAND_BEFORE_SPACE.search(before) is not None
+    return _OPERAND_BEFORE.search(text[max(0, place - 5) : place]) is not None
 
 
 def _plain(text: str) -> str:

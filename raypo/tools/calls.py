@@ -49,7 +49,7 @@ _VALUE_END = re.compile(
 _STRAY = re.compile(r"</parameter>|</function>|</tool_call>|<parameter=")
 _PYTHON = re.compile(
     r"""(?P<text>\"{3}.*?\"{3}|'{3}.*?'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')
-    |(?P<open>[(\[{])|[)\]}]""",
+    |(?P<open>[(\[{])|[)\]}]|(?P<unclosed>["'])""",
     re.DOTALL | re.VERBOSE,
 )
 _NO_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
@@ -100,10 +100,30 @@ def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]
     """
     if bare := _bare_calls(text):
         return "", bare
-    place = begin = _end_of_thought(text, tools)
+    thought, tag, rest = text.partition("</think>")
+    is_opened = thought.lstrip().startswith("<think>")
+    if not tag and not is_opened:
+        return _split(text, 0, tools)
+    if not is_opened and not _can_split(thought, tools):
+        # Either the tag stands in an argument of a call, which is whole with what follows, or the
+        # prompt has opened a thought in which a mark is mentioned.
+        with suppress(ToolError):
+            return _split(text, 0, tools)
+    return _split(text, len(text) - len(rest), tools)
+
+
+def _can_split(text: str, tools: Tools) -> bool:
+    with suppress(ToolError):
+        _split(text, 0, tools)
+        return True
+    return False
+
+
+def _split(text: str, begin: int, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Split a response from a place on, where its thought ends."""
     if bare := _bare_calls(text[begin:]):
         return text[:begin], bare
-    calls, first, can_end_early = [], None, False
+    calls, place, first, can_end_early = [], begin, None, False
     while True:
         mark = _MARK.search(text, place)
         # Where a value has the tags of its own form in it, the call may have ended there too early,
@@ -116,21 +136,6 @@ def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]
         can_end_early = text.startswith("<function=", _behind_space(text, mark.end()))
         found, place = _calls_at(text, mark.end(), MARKS[mark[0]], tools)
         calls += found
-
-
-def _end_of_thought(text: str, tools: Tools) -> int:
-    """Return where the thought ends that the response, or its prompt, has opened with `<think>`."""
-    thought, mark, _ = text.partition("</think>")
-    end = len(thought) + len(mark)
-    if thought.lstrip().startswith("<think>"):
-        return end
-    if not mark:
-        return 0
-    try:  # a call that is whole is a part of the thought; in another one the tag is in an argument
-        split_tool_calls(thought, tools)
-    except ToolError:
-        return 0
-    return end
 
 
 def _bare_calls(text: str) -> list[ToolCall]:
@@ -273,6 +278,8 @@ def _end_of_list(text: str, place: int) -> int | None:
     """Return where a list of Python's ends that begins at a place; None if it does not."""
     depth = 0
     for part in _PYTHON.finditer(text, place) if text.startswith("[", place) else ():
+        if part["unclosed"]:
+            return None
         if part["text"] is None:
             depth += 1 if part["open"] else -1
         if depth == 0:

@@ -2,6 +2,7 @@
 """Numbers are parsed, and found only where they stand alone."""
 
 import re
+import time
 from decimal import Decimal
 from fractions import Fraction
 
@@ -58,6 +59,7 @@ def test_what_is_no_number_is_none(text):
         (r"x \approx 5", ["5"]),
         ("42-year-old", []),
         ("so...42", ["42"]),
+        ("5\n7", ["7", "5"]),
         ("４２", ["42"]),
         ("US$5", ["5"]),
         (r"3\frac{1}{2}", [r"3\frac{1}{2}"]),
@@ -104,3 +106,13 @@ def test_any_text_is_read_and_what_is_a_number_is_found_in_it(text: str):
     values = [each.value for each in numbers_in(text)]
     if (value := parse_number(text)) is not None:
         assert values == [value]
+
+
+@pytest.mark.parametrize(
+    "part", ["9", "1,", "1+", "1 ", "1e", "1/", "-", " ", r"\text{", "1,234", "(5"]
+)
+def test_hostile_texts_take_no_more_time_than_their_length(part):
+    text = part * (20_000 // len(part))
+    begin = time.perf_counter()
+    list(numbers_in(text))
+    assert time.perf_counter() - begin < 5  # a quadratic search takes minutes

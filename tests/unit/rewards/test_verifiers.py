@@ -3,6 +3,7 @@
 
 import math
 import sys
+import time
 from datetime import date
 from decimal import Decimal
 
@@ -190,6 +191,13 @@ def test_a_wrong_answer_in_form_gets_a_tenth():
 )
 def test_thinking_comes_once_and_before_an_answer(response, score):
     assert thinking_format([rollout(response)]) == [score]
+
+
+def test_a_degenerate_response_takes_no_time():
+    response = "<think>a</think>" + " " * 50_000
+    begin = time.perf_counter()
+    assert thinking_format([rollout(response)]) == [0.0]
+    assert time.perf_counter() - begin < 1  # a quadratic pattern takes minutes
 
 
 @pytest.mark.parametrize(

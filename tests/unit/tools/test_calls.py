@@ -2,6 +2,8 @@ import asyncio
 import json
 import keyword
 import re
+import time
+from contextlib import suppress
 from typing import Any, cast
 
 import pydantic
@@ -234,6 +236,8 @@ def test_a_call_that_was_cut_off_is_not_made(text):
         (f"<think>I may call <tool_call>{ADD}</tool_call></think>No.", []),
         (f"I may call <tool_call>{ADD}</tool_call></think>No.", []),
         (f"<think>I may call <tool_call>{ADD}</tool_call>", []),
+        ("Others write <tool_call> or [TOOL_CALLS].</think>No.", []),
+        (f"Others write <tool_call>.</think><tool_call>{ADD}</tool_call>", [CALL]),
         (f"so</think><tool_call>{ADD}</tool_call>", [CALL]),
         (f"so</think>{ADD}", [CALL]),
         ('{"name": "f", "arguments": {"x": "</think>"}}', [ToolCall("f", {"x": "</think>"})]),
@@ -279,6 +283,23 @@ def test_a_thought_calls_nothing_and_marks_in_arguments_are_text(text, calls):
 def test_a_call_that_is_none_is_the_models_mistake(text, problem):
     with pytest.raises(ToolError, match=problem):
         parse_tool_calls(text)
+
+
+HOSTILE = [
+    "[" + "\\'" * 50_000,
+    "<|tool_call_start|>[f(x=" + "\"'" * 50_000,
+    '<tool_call>{"a":' * 5_000,
+    "<tool_call><function=f><parameter=x>" + "</parameter>\n" * 10_000,
+    "<tool_call>{}</tool_call></think>" * 5_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_texts_take_no_more_time_than_their_length(text):
+    begin = time.perf_counter()
+    with suppress(ToolError):
+        assert parse_tool_calls(text) == []
+    assert time.perf_counter() - begin < 5  # a quadratic search takes minutes
 
 
 async def typed(
