@@ -145,6 +145,21 @@ def formula_of(label: Any, where: str) -> str:
     return text
 
 
+def entry_of(label: Any, where: str) -> dict[str, Any]:
+    """Return a label that is an entry of reasoning-gym.
+
+    Raises:
+        ValueError: it is none.
+    """
+    metadata = label.get("metadata") if isinstance(label, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("source_dataset"), str):
+        raise ValueError(
+            f"data.label_key: the label of {where} is no entry of reasoning-gym. Set data.prompts "
+            "to reasoning_gym://TASK and data.label_key to entry."
+        )
+    return label
+
+
 def plain_words(text: str) -> str:
     """Write a text without the LaTeX, the spaces and the capitals that only change its look."""
     text = re.sub(r"\\(?:text\w*|mathrm|mathbf)\s?\{([^{}]*)\}", r"\1", text.strip().strip("$"))
@@ -166,6 +181,7 @@ LABEL_CHECKS: dict[str, Callable[[Any, str], Any]] = {
         "verifiers:graded_number_answer": _number_of,
         "math_verifiers:math_answer": formula_of,
         "math_verifiers:graded_math_answer": formula_of,
+        "gym_verifiers:reasoning_gym_score": entry_of,
     }.items()
 }
 """Import path of a reward function -> a check of a label, and where it stands, which raises

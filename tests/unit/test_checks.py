@@ -70,6 +70,12 @@ def test_labels_that_the_verifier_reads_pass(values: dict):
     check_inputs(PPOConfig.parse(with_labels(values, {}, function="thinking_format")))
 
 
+def test_labels_that_are_no_tasks_of_reasoning_gym_are_refused(values: dict):
+    values = with_labels(values, "24")
+    values["reward"]["function"] = "raypo.rewards.gym_verifiers:reasoning_gym_score"
+    assert "prompts.jsonl:1 is no entry of reasoning-gym" in refusal(values)
+
+
 def test_prose_is_no_label_of_the_verifier_of_formulas(values: dict):
     values = with_labels(
         values, "New York", "x^2", "We leave the proof to the reader. It is long but easy."

@@ -288,8 +288,10 @@ def test_tasks_of_reasoning_gym_are_read_and_judged_by_their_own_verifier():
     right = [rollout(f"#### {row['answer']}", row["entry"]) for row in rows]
     assert judge(right) == [1.0, 1.0, 1.0]
     assert judge([rollout("none of these", rows[0]["entry"])]) == [0.0]
-    with pytest.raises(ValueError, match=r"no entry of reasoning-gym.*data\.label_key to entry"):
-        judge([rollout("4")])
+    refusal = r"no entry of reasoning-gym.*data\.label_key to entry"
+    for label in ("24", {"metadata": None}, {"metadata": {"source_dataset": None}}):
+        with pytest.raises(ValueError, match=refusal):
+            judge([rollout("4", label)])
 
 
 @pytest.mark.parametrize("source", ["reasoning_gym://chain_sm", "reasoning_gym://chain_sum?foo=1"])
