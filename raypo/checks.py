@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,13 +36,14 @@ from raypo.config.base import RECORDED_BASE
 from raypo.custom.loader import check_class, check_function
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
-from raypo.data.rows import BadRows, read_rows
+from raypo.data.rows import BadRows, is_data_set, read_rows
 from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_files import max_positions, refuse_quantized, stored_files
 from raypo.plan.estimate import max_model_len
 from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, served_roles, worker_bundles
+from raypo.rewards.verifiers import LABEL_CHECKS
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.serving.vllm_arguments import check_extra
 from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint
@@ -49,6 +51,9 @@ from raypo.storage.run_files import RunFiles
 from raypo.tracking.sinks import check_installed
 
 Run = TypeVar("Run", bound=RecipeConfig)
+
+LABEL_ROWS = 20_000
+"""Rows of each source whose labels are checked before the start; of others, as they are scored."""
 
 
 def check_inputs(
@@ -80,10 +85,12 @@ def check_inputs(
     notes: list[str] = []
     if isinstance(config, OnlineConfig):
         _check_scoring(config, has_reward_fn=has_reward_fn)
+        _check_labels(config, None if has_reward_fn else config.reward.function)
         note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
         notes += [note] if note else []
     elif isinstance(config, PolicyExamplesConfig):
         _check_own_functions(config, common=None)
+        _check_labels(config, None)
     if isinstance(config, PPOConfig):
         notes += _seldom_meant(config)
     if on_this_machine:
@@ -165,8 +172,9 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
     check_model("MODEL", model)
     check_extra(config.rollout.engine)
     _peek(config.data, "eval.prompts", config.eval.prompts)
-    is_online = isinstance(config, OnlineConfig)
-    _check_own_functions(config, common=config.reward.function if is_online else None)
+    common = config.reward.function if isinstance(config, OnlineConfig) else None
+    _check_own_functions(config, common=common)
+    _check_labels(config, common, only_held_out=True)
 
 
 def _models(config: AnyConfig) -> Iterator[tuple[str, str]]:
@@ -319,6 +327,50 @@ def _check_own_functions(
     having = held_out if plays else trained | held_out
     if having and (plays or not common):
         _require_functions("eval.prompts", config.eval.prompts or (), having, "eval.function")
+
+
+def _check_labels(
+    config: OnlineConfig | PolicyExamplesConfig, common: str | None, *, only_held_out: bool = False
+) -> None:
+    """Refuse labels that a ready-made reward function cannot read; it would stop the run later.
+
+    Args:
+        common: The function for all sources that have none.
+        only_held_out: Leave `data.prompts` out.
+    """
+    trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
+    # Episodes of an environment or agent have their own scores, unless eval names a function.
+    plays = isinstance(config, OnlineConfig) and config.rollout.is_episodic
+    trained, common = ({}, None) if plays else (trained, common)
+    if not only_held_out:
+        for source in config.data.prompts:
+            function = trained.get(source_name(source), common)
+            _check_labels_of(source, "data.prompts", config.data.label_key, function)
+    for source in config.eval.prompts or ():
+        name, otherwise = source_name(source), trained.get(source_name(source), common)
+        function = held_out.get(name, config.eval.function or otherwise)
+        _check_labels_of(source, "eval.prompts", config.data.label_key, function)
+
+
+def _check_labels_of(
+    source: PromptSource, key: str, label_key: str | None, function: str | None
+) -> None:
+    check = LABEL_CHECKS.get(function or "")
+    if check is None:
+        return
+    if label_key is None:
+        raise ConfigError(
+            f"data.label_key (None): {function} compares the responses to {key} with labels. Set "
+            "data.label_key to the column of the answers."
+        )
+    if is_data_set(source):  # needs a library to be read
+        return
+    for row in islice(read_rows(source, key=key), LABEL_ROWS):
+        if label_key in row.values:
+            try:
+                check(row.values[label_key], row.where)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
 
 
 def _require_functions(

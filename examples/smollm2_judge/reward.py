@@ -61,8 +61,8 @@ async def grade(rollouts: list[Rollout]) -> list[float | APIError | None]:
 
 
 def parse(text: str) -> float | None:
-    """The first whole number, if it is a grade: 1 is 0.0, 5 is 1.0."""
-    found = re.search(r"\d+", text)
-    if found is None or int(found[0]) not in GRADES:
+    """Return the first number, if it is a grade: 1 is 0.0, 5 is 1.0; None for 1.5 or -3."""
+    found = re.search(r"-?\d+(?:\.\d+)?", text)
+    if found is None or float(found[0]) not in GRADES:
         return None
-    return (int(found[0]) - GRADES[0]) / (GRADES[-1] - GRADES[0])
+    return (float(found[0]) - GRADES[0]) / (GRADES[-1] - GRADES[0])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raypo.data.stop_tokens import without_end
-from raypo.tools.calls import MARKS, ToolCall, ToolError, Tools, parse_tool_calls
+from raypo.tools.calls import ToolCall, ToolError, Tools, split_tool_calls
 
 
 def text_and_calls(
@@ -33,10 +33,8 @@ def text_and_calls(
     kept = without_end(np.asarray(token_ids, np.int64), stop_token_ids)
     text = tokenizer.decode(kept.tolist(), skip_special_tokens=tools is None)
     text = text[: min((text.find(each) for each in stop if each in text), default=len(text))]
-    calls: list[ToolCall] = []
     if tools is not None:
         with suppress(ToolError):
-            calls = parse_tool_calls(text, tools)
-    if calls:
-        text = text[: min((text.index(mark) for mark in MARKS if mark in text), default=0)]
-    return text, calls
+            said, calls = split_tool_calls(text, tools)
+            return (said, calls) if calls else (text, [])
+    return text, []

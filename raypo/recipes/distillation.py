@@ -34,6 +34,7 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         self._vocabulary = len(self.tokenizer)
         if data.response_key is not None:
             section = ResponsesSection.model_validate(data.model_dump())
+            policy = config.model.policy
             stop = stop_token_ids(policy, self.tokenizer)
             loaded = load_examples(section, self.tokenizer, stop)
             rows = ((text.prompt_ids, text.response_ids) for text in loaded.items)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raypo.config import ConfigError
-from raypo.rewards.verifiers import final_answer
+from raypo.rewards.verifiers import entry_of, final_answer
 from raypo.types import Rollout
 
 try:
@@ -23,7 +23,7 @@ except ImportError as error:
 
 
 def reasoning_gym_score(rollouts: Sequence[Rollout]) -> list[float]:
-    """What each task's verifier says of the answer, 0.0 to 1.0; many give partial credit.
+    """Score each answer with its task's verifier, 0.0 to 1.0; many give partial credit.
 
     The answer stands in the last box or behind the last `####`; else it is the whole response.
     """
@@ -31,12 +31,7 @@ def reasoning_gym_score(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def _score(rollout: Rollout) -> float:
-    entry = rollout.label
-    if not isinstance(entry, dict) or "source_dataset" not in entry.get("metadata", {}):
-        raise ValueError(
-            f"the label of row {rollout.prompt_index} is no entry of reasoning-gym. Set "
-            "data.prompts to reasoning_gym://TASK and data.label_key to entry."
-        )
+    entry = entry_of(rollout.label, f"row {rollout.prompt_index}")
     answer = final_answer(rollout.response) or rollout.response.strip()
     # Its annotation names a function without arguments.
     score: Any = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])

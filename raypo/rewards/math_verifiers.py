@@ -7,16 +7,26 @@ from a large model gives them processes and a time limit (`reward.processes`, `r
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from raypo.config import ConfigError
-from raypo.rewards.verifiers import FORM_CREDIT, final_answer, has_answer, label_of
+from raypo.rewards.numbers import parse_number
+from raypo.rewards.verifiers import (
+    FORM_CREDIT,
+    final_answer,
+    formula_of,
+    has_answer,
+    is_words,
+    plain_words,
+)
 from raypo.types import Rollout
 
 try:
     import math_verify
+    import sympy
 except ImportError as error:
     raise ConfigError(
         f"raypo.rewards.math_verifiers: needs the package math-verify ({error}). "
@@ -27,11 +37,20 @@ except ImportError as error:
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
+_PRECISION = 100
+"""Digits to which numbers that are no fractions are compared."""
+_ROUNDING = 5e-6
+"""Largest relative error of a decimal that stands for a number without finitely many decimals."""
+
+
 def math_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    r"""1.0 where the answer equals the label as mathematics, else 0.0: 0.5 is \frac{1}{2}.
+    r"""Score 1.0 if the answer equals the label as mathematics, else 0.0: 0.5 is \frac{1}{2}.
 
     The answer stands in the last box or behind the last `####`; else it is the last formula or
-    number of the response.
+    number of the response. Numbers are compared exactly, but for a decimal that stands for a number
+    without finitely many decimals: 0.333333 is \frac{1}{3}. Words, lists that leave
+    terms out (`1, 2, \ldots`), and formulas that math-verify cannot read are compared as text, and
+    stand in a box, behind `####` or alone.
     """
     return [float(_is_right(rollout)) for rollout in rollouts]
 
@@ -42,11 +61,59 @@ def graded_math_answer(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def _is_right(rollout: Rollout) -> bool:
-    label = label_of(rollout)
-    wanted = _parsed(_boxed(final_answer(label) or label))
+    label = formula_of(rollout.label, f"row {rollout.prompt_index}")
     given = final_answer(rollout.response)
+    words = plain_words(label)
+    answer = plain_words(rollout.response if given is None else given)
+    if words == answer:
+        return True
+    wanted = _parsed(_boxed(label))
+    if not wanted or _is_text(words) or (given is not None and _is_text(answer)):
+        return False
     found = _parsed(rollout.response if given is None else _boxed(given))
-    return math_verify.verify(wanted, found, timeout_seconds=None)
+    if wanted and found and _is_number(wanted[0]) and _is_number(found[0]):
+        return _is_same_number(wanted[0], found[0])
+    return math_verify.verify(
+        wanted,
+        found,
+        float_rounding=12,
+        numeric_precision=_PRECISION,
+        timeout_seconds=None,
+    )
+
+
+def _is_text(text: str) -> bool:
+    """Whether math-verify misreads a text: words as products, or without its dots."""
+    return is_words(text) or re.search(r"\\[lcd]?dots|…|\.\.\.", text) is not None
+
+
+def _is_number(value: Any) -> bool:
+    # One in percent is left to math-verify, to which 50% is 50 and 0.5.
+    is_plain = isinstance(value, sympy.Expr) and not value.has(sympy.UnevaluatedExpr)
+    return is_plain and value.is_number is True
+
+
+def _is_same_number(wanted: Any, found: Any) -> bool:
+    are_fractions = wanted.is_Rational and found.is_Rational
+    if wanted == found or (are_fractions and _is_decimal(wanted) == _is_decimal(found)):
+        return wanted == found and wanted.is_finite is not False
+    size, error = (abs(each).evalf(_PRECISION) for each in (wanted, wanted - found))
+    if not (size.is_finite and error.is_finite):  # 1/0 is no number
+        return False
+    is_rounded = any(_is_decimal(each) and not each.is_Integer for each in (wanted, found))
+    allowed = _ROUNDING if is_rounded else sympy.Float(f"1e-{_PRECISION - 10}", _PRECISION)
+    return bool(error <= allowed * size)
+
+
+def _is_decimal(number: Any) -> bool:
+    """Whether a number was written as a decimal, or could be."""
+    if not number.is_Rational:
+        return number.has(sympy.Float)
+    rest = int(number.q)
+    for factor in (2, 5):
+        while rest % factor == 0:
+            rest //= factor
+    return rest == 1
 
 
 def _boxed(answer: str) -> str:
@@ -55,4 +122,7 @@ def _boxed(answer: str) -> str:
 
 @lru_cache(maxsize=4096)  # the samples of a prompt share their label
 def _parsed(text: str) -> list[Any]:
+    number = parse_number(final_answer(text) or text)
+    if number is not None and "%" not in text:
+        return [sympy.Rational(number.numerator, number.denominator)]
     return math_verify.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]

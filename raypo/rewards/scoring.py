@@ -11,6 +11,8 @@ from contextlib import suppress
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from raypo.custom.errors import text_of
 from raypo.custom.loader import function_name
 from raypo.types import Rollout
@@ -19,6 +21,10 @@ RewardFunction = Callable[[list[Rollout]], Any]
 """(list[Rollout]) -> a score each; a coroutine function is awaited."""
 SCORE = "score"
 """In an answer of named parts: what is trained on."""
+
+
+LARGEST = float(np.finfo(np.float32).max)
+"""Training computes in float32, where larger scores are infinite."""
 
 
 class RewardError(RuntimeError):
@@ -74,7 +80,7 @@ def score(function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:
 
     Raises:
         RewardError: the function raises (its error is the cause), or returns something else than
-            one number per rollout.
+            one number per rollout, or one that float32 cannot hold.
     """
     if not rollouts:
         return []
@@ -178,8 +184,18 @@ def _number(answer: Any, place: int, name: str) -> float:
             f"{name} returned {_short(answer)} ({type(answer).__name__}) as score {place}. "
             "Return a number, or None where there is none."
         )
+    if is_too_large(answer):
+        raise RewardError(
+            f"{name} returned {_short(answer)} as score {place}. Scores are at most {LARGEST:.2g}, "
+            "the largest number of float32. Return smaller numbers, or None where there is none."
+        )
     value = float(answer)
     return value if math.isfinite(value) else math.nan
+
+
+def is_too_large(score: Real) -> bool:
+    """Whether a finite number, of any size, is no score."""
+    return LARGEST < abs(score) != math.inf  # pyright: ignore[reportOperatorIssue]
 
 
 def _with_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:

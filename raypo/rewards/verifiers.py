@@ -1,20 +1,35 @@
 r"""Ready-made reward functions: `reward.function: raypo.rewards.verifiers:exact_match`.
 
 Answers and labels may be bare (`42`), end as GSM8K's solutions do (`#### 42`), or stand in a box as
-MATH's do (`\boxed{42}`).
+MATH's do (`\boxed{42}`). `raypo.rewards.numbers` has a table of what is read as a number.
+
+| response | its answer for `number_answer` |
+|---|---|
+| `... \boxed{42}`, `#### 42 apples` | 42: the number in the last box, else behind the last `####` |
+| `\boxed{2, 3}`, `#### 3 of 5`, `\boxed{x^2}` | none: not one number |
+| `First 40, then 42.` | 42: without a box or `####`, the last number that stands alone |
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from collections.abc import Callable, Sequence
+from datetime import date, time
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Number
+from typing import Any
 
+import numpy as np
+
+from raypo.rewards.numbers import WORD, numbers_in, parse_number
 from raypo.types import Rollout
 
 FORM_CREDIT = 0.1
 """Score of a wrong answer that stands where an answer should."""
-_NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
+MAX_WORDS = 10
+"""Labels of more words are prose, which no response repeats."""
 
 
 def exact_match(rollouts: Sequence[Rollout]) -> list[float]:
@@ -23,17 +38,18 @@ def exact_match(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def contains_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    """1.0 where the label stands in the response by itself, else 0.0; case does not matter.
+    """Score 1.0 if the label stands in the response by itself, else 0.0; case does not matter.
 
-    By itself: 12 is found in `it is 12.` and in `x=12`, not in 112, 12.5 or 3.12.
+    By itself: 12 is found in `it is 12.` and in `x=12`, not in 112, 12.5, 3.12, -12 or 1/12.
+    Scripts without spaces (Chinese, Japanese, Thai, ...) have no such bounds around their letters.
     """
     return [float(_stands_in(label_of(r).strip(), r.response)) for r in rollouts]
 
 
 def number_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    """1.0 where the answer is the label's number, else 0.0; 1,234.0 is 1234.
+    """Score 1.0 if the answer is the label's number, else 0.0; 1,234.0 is 1234.
 
-    Without `####` or a box the last number of the response is its answer.
+    Without `####` or a box the last number that stands alone in the response is its answer.
     """
     return [float(_is_number(r)) for r in rollouts]
 
@@ -49,22 +65,20 @@ def answer_format(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def thinking_format(rollouts: Sequence[Rollout]) -> list[float]:
-    """1.0 where the response is `<think>...</think>` and an answer behind it, else 0.0.
+    """Score 1.0 if the response is `<think>...</think>` and an answer behind it, else 0.0.
+
+    A prompt that ends with `<think>`, as some chat templates end it, has opened the thought.
 
     Paper: DeepSeek-AI 2025, arXiv:2501.12948, section 2.2.2.
     """
-    form = re.compile(
-        r"\s*<think>(?:(?!</?think>).)+</think>\s*(?:(?!</?think>).)*\S\s*", re.DOTALL
-    )
-    return [float(form.fullmatch(r.response) is not None) for r in rollouts]
+    return [float(_thinks_first(r)) for r in rollouts]
 
 
 def final_answer(text: str) -> str | None:
-    r"""What a solution gives as its answer: in its last `\boxed{}`, else behind its last `####`."""
-    start = text.rfind("\\boxed{")
-    if start >= 0:
-        first = start + len("\\boxed{")
-        return _balanced(text[first:])
+    r"""Return the answer of a solution: in its last `\boxed{}`, else behind its last `####`."""
+    *_, box = [None, *_BOX.finditer(text)]
+    if box:
+        return _balanced(text[box.end() :]) if box[1] == "{" else box[1]
     _, marker, behind = text.rpartition("####")
     line = behind.strip().split("\n")[0].strip()
     return line if marker and line else None
@@ -76,26 +90,119 @@ def has_answer(text: str) -> bool:
 
 
 def label_of(rollout: Rollout) -> str:
-    """The label as text.
+    """Return the label as text.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the label is no text, number or date, or it is empty.
     """
-    if rollout.label is None:
+    return _text_of(rollout.label, f"row {rollout.prompt_index}")
+
+
+def _text_of(label: Any, where: str) -> str:
+    if label is None:
         raise ValueError(
-            f"the prompt of row {rollout.prompt_index} has no label. Set data.label_key to the "
+            f"data.label_key: the prompt of {where} has no label. Set data.label_key to the column "
+            "of the answers."
+        )
+    is_missing = isinstance(label, float | Decimal | np.floating) and not math.isfinite(label)
+    is_plain = isinstance(label, str | Number | np.generic | date | time) and not is_missing
+    text = str(label) if is_plain else ""
+    if not text.strip():
+        raise ValueError(
+            f"data.label_key: the label of {where} is {_short(label)}. A label is a text that is "
+            "not empty, or a number. Correct the row or remove it, or set data.label_key to the "
             "column of the answers."
         )
-    return str(rollout.label)
+    return text
+
+
+def _number_of(label: Any, where: str) -> Fraction:
+    text = _text_of(label, where)
+    number = parse_number(final_answer(text) or text)
+    if number is None:
+        raise ValueError(
+            f"data.label_key: the label of {where} is no number: {_short(text)}. Correct the row "
+            "or remove it, or set reward.function to raypo.rewards.math_verifiers:math_answer, "
+            "which reads formulas too."
+        )
+    return number
+
+
+def formula_of(label: Any, where: str) -> str:
+    """Return the answer of a label as text, if it is a formula, a number or a few words.
+
+    Raises:
+        ValueError: it is prose, or no text at all.
+    """
+    text = _text_of(label, where)
+    text = final_answer(text) or text
+    if len(text.split()) > MAX_WORDS and is_words(plain_words(text)):
+        raise ValueError(
+            f"data.label_key: the label of {where} is prose: {_short(text)}. A label is a formula, "
+            f"a number or at most {MAX_WORDS} words. Correct the row or remove it, or set "
+            "data.label_key to the column of the answers."
+        )
+    return text
+
+
+def entry_of(label: Any, where: str) -> dict[str, Any]:
+    """Return a label that is an entry of reasoning-gym.
+
+    Raises:
+        ValueError: it is none.
+    """
+    metadata = label.get("metadata") if isinstance(label, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("source_dataset"), str):
+        raise ValueError(
+            f"data.label_key: the label of {where} is no entry of reasoning-gym. Set data.prompts "
+            "to reasoning_gym://TASK and data.label_key to entry."
+        )
+    return label
+
+
+def plain_words(text: str) -> str:
+    """Write a text without the LaTeX, the spaces and the capitals that only change its look."""
+    text = re.sub(r"\\(?:text\w*|mathrm|mathbf)\s?\{([^{}]*)\}", r"\1", text.strip().strip("$"))
+    return " ".join(text.split()).removesuffix(".").casefold()
+
+
+def is_words(text: str) -> bool:
+    """Whether a text is words, one of them of three letters or more: `xy` is a product."""
+    words = re.split(r"[,.]?\s|'", text)
+    return max(map(len, words)) > 2 and all(re.fullmatch(r"[^\W\d_]+", word) for word in words)
+
+
+LABEL_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    f"raypo.rewards.{name}": check
+    for name, check in {
+        "verifiers:exact_match": _text_of,
+        "verifiers:contains_answer": _text_of,
+        "verifiers:number_answer": _number_of,
+        "verifiers:graded_number_answer": _number_of,
+        "math_verifiers:math_answer": formula_of,
+        "math_verifiers:graded_math_answer": formula_of,
+        "gym_verifiers:reasoning_gym_score": entry_of,
+    }.items()
+}
+"""Import path of a reward function -> a check of a label, and where it stands, which raises
+ValueError for one that the function cannot read."""
 
 
 def _stands_in(label: str, response: str) -> bool:
-    by_itself = rf"(?<!\w)(?<!\d[.,]){re.escape(label)}(?!\w)(?![.,]\d)"
-    return bool(label) and re.search(by_itself, response, re.IGNORECASE) is not None
+    if parse_number(label) is not None:
+        wanted, *_ = [*numbers_in(label), None]
+        return wanted is not None and any(
+            each.text.lower() == wanted.text.lower() for each in numbers_in(response)
+        )
+    by_itself = rf"(?<!{WORD})(?<!\d[.,]){re.escape(label)}(?!{WORD})(?![.,]\d)"
+    return re.search(by_itself, response, re.IGNORECASE) is not None
+
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)")
 
 
 def _balanced(text: str) -> str | None:
-    """The text up to the brace that closes one before it; None where it stays open."""
+    """Return the text up to the brace that closes one before it; None if it stays open."""
     depth = 1
     for place, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -104,19 +211,27 @@ def _balanced(text: str) -> str | None:
     return None
 
 
+def _thinks_first(rollout: Rollout) -> bool:
+    text = rollout.response.strip()
+    if not rollout.prompt.rstrip().endswith("<think>"):
+        if not text.startswith("<think>"):
+            return False
+        text = text.removeprefix("<think>")
+    thought, _, answer = text.partition("</think>")
+    has_tags = any(tag in part for tag in ("<think>", "</think>") for part in (thought, answer))
+    return bool(thought.strip() and answer.strip()) and not has_tags
+
+
 def _is_number(rollout: Rollout) -> bool:
-    label = label_of(rollout)
-    try:
-        wanted = _decimal((final_answer(label) or label).strip(" $%"))
-    except InvalidOperation:
-        raise ValueError(
-            f"the label of row {rollout.prompt_index} is no number: {label!r}. Set reward.function "
-            "to raypo.rewards.math_verifiers:math_answer, which reads formulas too."
-        ) from None
+    wanted = _number_of(rollout.label, f"row {rollout.prompt_index}")
     given = final_answer(rollout.response)
-    numbers = _NUMBER.findall(rollout.response if given is None else given)
-    return bool(numbers) and _decimal(numbers[-1]) == wanted
+    if given is not None:
+        return {each.value for each in numbers_in(given)} == {wanted}
+    prose = re.sub(r"!(?!\S)", ".", rollout.response)  # ends a sentence; in a box it is a factorial
+    last = next(numbers_in(prose), None)
+    return last is not None and last.value == wanted
 
 
-def _decimal(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -12,14 +12,17 @@ With a token the client sends `Authorization: Bearer <token>`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import date, time
+from decimal import Decimal
 from numbers import Real
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from raypo.rewards.scoring import SCORE, parts_of
+from raypo.rewards.scoring import LARGEST, SCORE, RewardError, is_too_large, parts_of
 from raypo.types import Rollout
 
 TOKEN_VARIABLE = "RAYPO_REWARD_TOKEN"
@@ -51,7 +54,11 @@ class _Request(BaseModel):
 
 
 def to_request(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """The body of a request for the scores of some rollouts."""
+    """Return the body of a request for the scores of some rollouts.
+
+    Raises:
+        RewardError: JSON cannot hold a label or a message.
+    """
     return {"samples": [_sample(rollout) for rollout in rollouts]}
 
 
@@ -84,6 +91,8 @@ def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
             continue
         if score is not None and (isinstance(score, str) or not isinstance(score, Real)):
             raise WireError(f"a score must be a number or null, one is {score!r:.200}")
+        if score is not None and is_too_large(score):
+            raise WireError(f"a score is at most {LARGEST:.2g} (float32), one has more digits")
     return [score if score is None or isinstance(score, dict) else float(score) for score in scores]
 
 
@@ -98,11 +107,45 @@ def _answered(score: float) -> float | dict[str, float]:
 
 
 def _sample(rollout: Rollout) -> dict[str, Any]:
-    sample = {name: getattr(rollout, name) for name in Sample.model_fields}
-    for name, value in sample.items():
-        if isinstance(value, np.ndarray | np.generic):
-            sample[name] = value.tolist()
+    sample = {}
+    for name in Sample.model_fields:
+        try:
+            sample[name] = _plain(getattr(rollout, name))
+        except ValueError as error:
+            key = "data.label_key" if name == "label" else "data.prompt_key"
+            raise RewardError(
+                f"{key}: the {name} of row {rollout.prompt_index} has {error}, which JSON cannot "
+                "hold, and reward.url sends JSON. Write it as text or a number, or set "
+                "reward.function in place of reward.url."
+            ) from None
     return sample
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; dates and decimals, which parquet has too, as text.
+
+    Raises:
+        ValueError: there is no such form; its text is what has none.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, str):
+        with suppress(UnicodeEncodeError):
+            value.encode()
+            return value
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(each) for key, each in value.items()}
+    raise ValueError(f"{value!r:.80} ({type(value).__name__})")
 
 
 def _rollout(sample: Sample) -> Rollout:

@@ -55,7 +55,7 @@ async def calculator(expression: str) -> str:
         raise ToolError(f"an expression has at most {MAX_CHARS} characters")
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
-        return str(value) if isinstance(value, int) else f"{value:.12g}"
+        return str(value) if isinstance(value, int) else f"{value:.15g}"
     except (SyntaxError, RecursionError, MemoryError):
         raise ToolError(f"this is no arithmetic expression: {expression:.100}") from None
     except OverflowError:
@@ -80,6 +80,8 @@ def _value(node: ast.expr) -> int | float:
             raise ToolError(f"the calculator does not know: {ast.unparse(node):.100}")
     if isinstance(value, complex):
         raise ToolError("the result is not a real number")
+    if not isinstance(value, int) and not math.isfinite(value):  # 1e400, which Python reads as inf
+        raise ToolError("a number is too large")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ToolError("a number is too large")
     return value
@@ -90,4 +92,8 @@ def _of_two(sign: type[ast.operator], left: float, right: float) -> Any:
     is_power = sign is ast.Pow and is_whole and abs(left) > 1
     if is_power and int(left).bit_length() * abs(right) > 2 * MAX_BITS:
         raise ToolError("a number is too large")
-    return _BINARY[sign](left, right)
+    result = _BINARY[sign](left, right)
+    is_small = (sign in (ast.Div, ast.Pow) and left) or (sign is ast.Mult and left and right)
+    if is_small and isinstance(result, float) and result == 0:
+        raise ToolError("a number is too small")
+    return result

@@ -29,18 +29,29 @@ Tools = Sequence[Tool | Mapping[str, Any]]
 
 MARKS = {
     "<tool_call>": "</tool_call>",  # Hermes, Qwen, SmolLM
-    "[TOOL_CALLS]": r"(?=\[TOOL_CALLS\])",  # Mistral
-    "<|tool_call_start|>": r"<\|tool_call_end\|>",  # LFM2
-    "<|python_start|>": r"<\|python_end\|>",  # Llama 4
+    "[TOOL_CALLS]": "",  # Mistral
+    "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
+    "<|python_start|>": "<|python_end|>",  # Llama 4
 }
-"""What tool calls begin with -> a pattern of what ends them, where the response does not."""
+"""What tool calls begin with -> what ends them, unless the response ends or another call begins."""
 PYTHON_TAG = "<|python_tag|>"
 """What Llama 3 may write before a call."""
-_FUNCTION = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|$)", re.DOTALL)
-_PARAMETER = re.compile(
-    r"<parameter=([^>]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL
+_MARK = re.compile("|".join(map(re.escape, MARKS)))
+_SPACE = re.compile(r"\s*")
+_NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+# A value is written as it is, and may have any of these tags in it: it ends where the rest of the
+# call follows, and nothing else.
+_VALUE_END = re.compile(
+    r"\n?</parameter>\s*(?=<parameter=[^>\n]+>|</function>\s*(?:</tool_call>|<function=|\Z))"
 )
-_NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+_STRAY = re.compile(r"</parameter>|</function>|</tool_call>|<parameter=")
+_PYTHON = re.compile(
+    r"""(?P<text>\"{3}.*?\"{3}|'{3}.*?'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')
+    |(?P<open>[(\[{])|[)\]}]|(?P<unclosed>["'])""",
+    re.DOTALL | re.VERBOSE,
+)
 _NO_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 """What Python's parser raises of a text; TypeError where a dictionary is a key."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -61,13 +72,14 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
-    """The tool calls in a response, in order; none where it does not call any.
+    """Return the tool calls in a response, in order; none if it does not call any.
 
     Known by their marks are the forms of Hermes and Qwen (JSON in `<tool_call>`, also a list of
     calls as SmolLM2 writes it), Qwen3-Coder (`<function=...>` there), Mistral (`[TOOL_CALLS]`) and
-    LFM2 (`<|tool_call_start|>[f(x=1)]`). Without marks a response is a call where it is nothing
+    LFM2 (`<|tool_call_start|>[f(x=1)]`). Without marks a response is a call if it is nothing
     else: JSON as Llama 3 writes it, a list of Python's calls as Llama 4 does. Marks may be special
-    tokens, so the text is one that was decoded with them.
+    tokens, so the text is one that was decoded with them. What stands in a thought, before
+    `</think>`, calls nothing.
 
     Args:
         text: The response.
@@ -75,17 +87,64 @@ def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
             they become numbers, lists and so on.
 
     Raises:
-        ToolError: a call has begun and has none of these forms.
+        ToolError: a call has begun and has none of these forms, is cut off, gives an argument
+            twice, or can be read in two ways.
     """
-    for opening, closing in MARKS.items():
-        if opening in text:
-            bodies = re.findall(rf"{re.escape(opening)}(.*?)(?:{closing}|$)", text, re.DOTALL)
-            return [each for body in bodies for each in _marked(body.strip(), tools)]
-    bare = text.strip().removeprefix(PYTHON_TAG)
-    found = []
-    if bare.startswith(("{", "[")):
+    return split_tool_calls(text, tools)[1]
+
+
+def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]:
+    """Return what a response says before its first tool call, and the calls.
+
+    Arguments and errors are those of `parse_tool_calls`.
+    """
+    if bare := _bare_calls(text):
+        return "", bare
+    thought, tag, rest = text.partition("</think>")
+    is_opened = thought.lstrip().startswith("<think>")
+    if not tag and not is_opened:
+        return _split(text, 0, tools)
+    if not is_opened and not _can_split(thought, tools):
+        # Either the tag stands in an argument of a call, which is whole with what follows, or the
+        # prompt has opened a thought in which a mark is mentioned.
         with suppress(ToolError):
-            found = _objects(bare)
+            return _split(text, 0, tools)
+    return _split(text, len(text) - len(rest), tools)
+
+
+def _can_split(text: str, tools: Tools) -> bool:
+    with suppress(ToolError):
+        _split(text, 0, tools)
+        return True
+    return False
+
+
+def _split(text: str, begin: int, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Split a response from a place on, where its thought ends."""
+    if bare := _bare_calls(text[begin:]):
+        return text[:begin], bare
+    calls, place, first, can_end_early = [], begin, None, False
+    while True:
+        mark = _MARK.search(text, place)
+        # Where a value has the tags of its own form in it, the call may have ended there too early,
+        # and the true ones are left over.
+        if can_end_early and _STRAY.search(text[place : mark.start() if mark else len(text)]):
+            raise ToolError("a tool call can be read in two ways: its tags stand in a value too")
+        if mark is None:
+            return text[:first], calls
+        first = mark.start() if first is None else first
+        can_end_early = text.startswith("<function=", _behind_space(text, mark.end()))
+        found, place = _calls_at(text, mark.end(), MARKS[mark[0]], tools)
+        calls += found
+
+
+def _bare_calls(text: str) -> list[ToolCall]:
+    text = text.strip().removeprefix(PYTHON_TAG).lstrip()
+    found = []
+    if text.startswith(("{", "[")):
+        with suppress(ToolError):
+            found, end = _objects_at(text, 0)
+            found = found if end == len(text) else []
     keys = [set(each) if isinstance(each, dict) else set() for each in found]
     if not all("name" in own and own & {"arguments", "parameters"} for own in keys):
         return []  # an answer in JSON may have a name too
@@ -149,35 +208,95 @@ async def answer_calls(response: str, tools: Sequence[Tool]) -> list[str]:
     return answers
 
 
-def _marked(body: str, tools: Tools) -> list[ToolCall]:
-    """The calls between two marks."""
-    if body.startswith("<function="):
-        return [
-            _call({"name": name, "arguments": _typed(dict(found), _parameters(name, tools))})
-            for name, text in _FUNCTION.findall(body)
-            for found in [_PARAMETER.findall(text)]
-        ]
-    if named := _NAMED.fullmatch(body):
-        return [_call({"name": named[1], "arguments": named[2]})]
-    return [_call(each) for each in _objects(body)]
+def _calls_at(text: str, place: int, closing: str, tools: Tools) -> tuple[list[ToolCall], int]:
+    """Read the calls between two marks, from behind the first one; return the place behind them."""
+    place = _behind_space(text, place)
+    if text.startswith("<function=", place):
+        found, place = _functions_at(text, place, tools)
+    elif named := _NAMED.match(text, place):
+        arguments, place = _json_at(text, named.end(), f"the arguments of {named[1]} are")
+        found = [{"name": named[1], "arguments": arguments}]
+    else:
+        found, place = _objects_at(text, place)
+    place = _behind_space(text, place)
+    if closing and text.startswith(closing, place):
+        place += len(closing)
+    elif place < len(text) and not _MARK.match(text, place):
+        raise ToolError(f"a tool call ends with {closing or 'its arguments'}: {text[place:]:.100}")
+    return [_call(each) for each in found], place
 
 
-def _objects(text: str) -> list[Any]:
-    """JSON, an object or a list of them, or a list of Python's calls as such objects."""
+def _functions_at(text: str, place: int, tools: Tools) -> tuple[list[Any], int]:
+    """Read calls as Qwen3-Coder writes them."""
+    found: list[Any] = []
+    while function := _FUNCTION.match(text, place):
+        name, place, arguments = function[1], function.end(), {}
+        while parameter := _PARAMETER.match(text, place):
+            begin, key = parameter.end(), parameter[1]
+            end = _VALUE_END.search(text, begin)
+            if end is None:
+                raise ToolError(f"the argument {key} of {name} does not end with </parameter>")
+            if key in arguments:
+                raise ToolError(f"the argument {key} of {name} is given twice")
+            arguments[key], place = text[begin : end.start()], end.end()
+        if not text.startswith("</function>", place):
+            raise ToolError(f"the call of {name} does not end with </function>")
+        place = _behind_space(text, place + len("</function>"))
+        found.append({"name": name, "arguments": _typed(arguments, _parameters(name, tools))})
+    return found, place
+
+
+def _objects_at(text: str, place: int) -> tuple[list[Any], int]:
+    """Read JSON, an object or a list of them, or a list of Python's calls as such objects."""
     try:
-        found = json.loads(text)
-        return found if isinstance(found, list) else [found]
+        found, end = _json_at(text, place, "a tool call is")
+        return (found if isinstance(found, list) else [found]), end
+    except ToolError:
+        if (end := _end_of_list(text, place)) is not None:
+            with suppress(*_NO_PYTHON):
+                match ast.parse(text[place:end], mode="eval").body:
+                    case ast.List(elts=calls) if all(isinstance(each, ast.Call) for each in calls):
+                        return [_of_python(each) for each in calls], end  # pyright: ignore
+        raise
+
+
+def _json_at(text: str, place: int, what: str) -> tuple[Any, int]:
+    try:
+        return json.JSONDecoder(object_pairs_hook=_no_key_twice).raw_decode(text, place)
     except (ValueError, RecursionError) as error:
-        with suppress(*_NO_PYTHON):
-            match ast.parse(text, mode="eval").body:
-                case ast.List(elts=calls) if all(isinstance(each, ast.Call) for each in calls):
-                    return [_of_python(each) for each in calls]  # pyright: ignore
-        raise ToolError(f"a tool call is not JSON: {error}") from None
+        raise ToolError(f"{what} not JSON: {error}") from None
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key is given twice: {', '.join(key for key, _ in pairs):.100}")
+    return found
+
+
+def _end_of_list(text: str, place: int) -> int | None:
+    """Return where a list of Python's ends that begins at a place; None if it does not."""
+    depth = 0
+    for part in _PYTHON.finditer(text, place) if text.startswith("[", place) else ():
+        if part["unclosed"]:
+            return None
+        if part["text"] is None:
+            depth += 1 if part["open"] else -1
+        if depth == 0:
+            return part.end()
+    return None
+
+
+def _behind_space(text: str, place: int) -> int:
+    return _SPACE.match(text, place).end()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _of_python(call: ast.Call) -> dict[str, Any]:
-    if call.args or not all(each.arg for each in call.keywords):
+    names = [each.arg for each in call.keywords]
+    if call.args or not all(names):
         raise ToolError(f"arguments of a tool call have names: {ast.unparse(call):.100}")
+    if len(set(names)) < len(names):
+        raise ToolError(f"an argument is given twice: {ast.unparse(call):.100}")
     return {
         "name": ast.unparse(call.func),
         "arguments": {str(each.arg): _literal(each.value) for each in call.keywords},
@@ -222,10 +341,10 @@ def _call(found: Any) -> ToolCall:
     if isinstance(found, dict) and isinstance(found.get("name"), str):
         arguments = found.get("arguments", found.get("parameters", {}))
         if isinstance(arguments, str):  # some models quote them
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
-                raise ToolError(f"the arguments of {found['name']} are not JSON: {error}") from None
+            what, text = f"the arguments of {found['name']} are", arguments.strip()
+            arguments, end = _json_at(text, 0, what)
+            if end < len(text):
+                raise ToolError(f"{what} not JSON alone: {text[end:]:.100}")
     if not isinstance(arguments, dict):
         raise ToolError('a tool call is {"name": "...", "arguments": {...}}')
     try:  # as whoever reads JSON gets it

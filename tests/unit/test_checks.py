@@ -51,6 +51,61 @@ def test_an_empty_prompt_file_is_named(values: dict, tmp_path: Path):
     assert "prompts.jsonl" in refusal(values)
 
 
+def with_labels(values: dict, *labels: object, function: str = "number_answer") -> dict:
+    rows = [json.dumps({"prompt": "1+1=", "answer": label}) for label in labels]
+    Path(values["data"]["prompts"]).write_text("\n".join(rows))
+    return values | {"reward": {"function": f"raypo.rewards.verifiers:{function}"}}
+
+
+@pytest.mark.parametrize("label", ["", "x^2", None, {"a": 2}, float("nan"), "prose"])
+def test_a_label_that_the_verifier_cannot_read_is_refused_with_its_line(values: dict, label):
+    text = refusal(with_labels(values, *["2"] * 1500, label))
+    assert "prompts.jsonl:1501" in text
+    assert text.startswith("data.label_key: ")
+
+
+def test_labels_that_the_verifier_reads_pass(values: dict):
+    check_inputs(PPOConfig.parse(with_labels(values, "2", 2, "#### 1,000", r"\boxed{\frac12}")))
+    check_inputs(PPOConfig.parse(with_labels(values, "any text", function="exact_match")))
+    check_inputs(PPOConfig.parse(with_labels(values, {}, function="thinking_format")))
+
+
+def test_labels_that_are_no_tasks_of_reasoning_gym_are_refused(values: dict):
+    values = with_labels(values, "24")
+    values["reward"]["function"] = "raypo.rewards.gym_verifiers:reasoning_gym_score"
+    assert "prompts.jsonl:1 is no entry of reasoning-gym" in refusal(values)
+
+
+def test_prose_is_no_label_of_the_verifier_of_formulas(values: dict):
+    values = with_labels(
+        values, "New York", "x^2", "We leave the proof to the reader. It is long but easy."
+    )
+    values["reward"]["function"] = "raypo.rewards.math_verifiers:math_answer"
+    assert "prompts.jsonl:3 is prose" in refusal(values)
+
+
+def test_a_verifier_without_a_label_key_is_told_what_to_set(values: dict):
+    values = with_labels(values, "2")
+    del values["data"]["label_key"]
+    assert refusal(values).startswith(
+        "data.label_key (None): raypo.rewards.verifiers:number_answer"
+    )
+
+
+def test_labels_are_read_by_the_function_of_their_source(values: dict, tmp_path: Path):
+    values = with_labels(values, "x^2")
+    verifier = values["reward"]["function"]
+    check_inputs(PPOConfig.parse(values), has_reward_fn=True)  # it judges
+    own = {"path": values["data"]["prompts"], "function": f"{tmp_path}/reward.py:exact"}
+    values["data"]["prompts"] = [own]
+    check_inputs(PPOConfig.parse(values))
+    values["eval"] = {"prompts": own["path"], "function": verifier}
+    assert "prompts.jsonl:1 is no number: 'x^2'" in refusal(values)
+    config = PPOConfig.parse(values)
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:1 is no number"):
+        check_evaluation(values["model"]["policy"], config)
+
+
 def test_a_wrong_prompt_key_names_the_columns(values: dict):
     values["data"]["prompt_key"] = "promt"
     text = refusal(values)

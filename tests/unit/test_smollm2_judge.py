@@ -16,7 +16,7 @@ def test_the_first_number_is_the_grade(text, grade):
     assert parse(text) == grade
 
 
-@pytest.mark.parametrize("text", ["", "very friendly", "0", "6", "15", "-"])
+@pytest.mark.parametrize("text", ["", "very friendly", "0", "6", "15", "-", "-3", "1.5"])
 def test_what_is_no_grade_fails_the_sample(text):
     assert parse(text) is None
 

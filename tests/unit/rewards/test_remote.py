@@ -1,11 +1,15 @@
 """Client and server over real sockets: failing, slow, dying and lying servers."""
 
 import json
+import math
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import date, datetime
+from decimal import Decimal
 from email.utils import formatdate
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +23,7 @@ import uvicorn
 from tenacity import AsyncRetrying, RetryCallState
 
 from raypo.rewards.remote import RemoteReward, _Retryable, _seconds
-from raypo.rewards.scoring import FailedScore, first_reason, score
+from raypo.rewards.scoring import FailedScore, RewardError, first_reason, score
 from raypo.rewards.server import make_app
 from raypo.rewards.wire import TOKEN_VARIABLE, WireError, from_answer, from_request, to_request
 from raypo.types import Rollout
@@ -54,6 +58,36 @@ def no_token(monkeypatch: pytest.MonkeyPatch):
 
 def as_number(rollouts: list[Rollout]) -> list[float]:
     return [float(r.response) for r in rollouts]
+
+
+@pytest.mark.parametrize(
+    ("label", "sent"),
+    [
+        (Decimal("1.50"), "1.50"),
+        (date(2026, 11, 26), "2026-11-26"),
+        (datetime(2026, 11, 26, 8, 30), "2026-11-26T08:30:00"),
+        ([np.float32(0.5), {"a": np.arange(2)}], [0.5, {"a": [0, 1]}]),
+        (np.int64(3), 3),
+        (True, True),
+        (None, None),
+    ],
+)
+def test_labels_of_parquet_are_sent_as_json_has_them(label, sent):
+    body = json.dumps(to_request([replace(ROLLOUTS[0], label=label)]), allow_nan=False)
+    assert from_request(body.encode())[0].label == sent
+
+
+@pytest.mark.parametrize("label", [b"1", {1: 2}, {"a": math.nan}, [{1}], object(), "\ud83d"])
+def test_a_label_that_json_cannot_hold_is_an_error_of_its_row(label):
+    ask = client("http://127.0.0.1:9")  # nobody is asked
+    wrong = replace(ROLLOUTS[7], label=label)
+    with pytest.raises(RewardError, match=r"^data\.label_key: the label of row 7 has .*JSON"):
+        score(ask, [wrong])
+
+
+def test_a_score_that_no_float_can_hold_is_the_servers_mistake():
+    with pytest.raises(WireError, match=r"a score is at most 3\.4e\+38"):
+        from_answer({"scores": [10**400]}, 1)
 
 
 def client(*urls: str, **changes: Any) -> RemoteReward:

@@ -1,13 +1,27 @@
 import asyncio
 import json
+import keyword
+import re
+import time
+from contextlib import suppress
 from typing import Any, cast
 
 import pydantic
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from raypo.tools.calculator import calculator
-from raypo.tools.calls import ToolCall, ToolError, answer_calls, call, heard, parse_tool_calls
+from raypo.tools.calls import (
+    ToolCall,
+    ToolError,
+    answer_calls,
+    call,
+    heard,
+    parse_tool_calls,
+    split_tool_calls,
+)
 from raypo.tools.sandbox import PythonSandbox
 from raypo.types import ToolUse
 from tests.tiny import tiny_tokenizer
@@ -85,6 +99,156 @@ def test_calls_are_found_in_the_forms_of_the_field(text, calls):
     assert parse_tool_calls(text) == calls
 
 
+def coder(name: str, **arguments: str) -> str:
+    """A call as Qwen3-Coder's chat template writes it."""
+    written = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
+
+
+TAGS = [
+    *(
+        "</parameter>",
+        "</function>",
+        "</tool_call>",
+        "<parameter=x>",
+        "<function=g>",
+        "<tool_call>",
+    ),
+    *("[TOOL_CALLS]", "[ARGS]", "<|tool_call_end|>", "<|python_end|>", "</think>", "<think>"),
+    *("\n", '"', "'", '"""', "\\", "]", ")", "}", "x"),
+]
+VALUES = st.one_of(st.text(), st.lists(st.sampled_from(TAGS)).map("".join))
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | VALUES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(VALUES, inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(
+    lambda name: not keyword.iskeyword(name)
+)
+CALLS = st.lists(
+    st.builds(ToolCall, NAMES, st.dictionaries(NAMES, JSON_VALUES, max_size=3)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def as_json(each: ToolCall) -> str:
+    return json.dumps({"name": each.name, "arguments": each.arguments})
+
+
+def as_python(calls: list[ToolCall]) -> str:
+    written = (
+        f"{each.name}({', '.join(f'{k}={v!r}' for k, v in each.arguments.items())})"
+        for each in calls
+    )
+    return f"[{', '.join(written)}]"
+
+
+@given(CALLS, st.sampled_from(["", "Let me see.\n", "<think>so</think>\n", "so</think>"]))
+def test_calls_are_read_as_they_were_written(calls, said):
+    for text in (
+        "\n".join(f"<tool_call>\n{as_json(each)}\n</tool_call>" for each in calls),
+        f"<tool_call>[{', '.join(map(as_json, calls))}]</tool_call>",
+        "".join(f"[TOOL_CALLS]{each.name}[ARGS]{json.dumps(each.arguments)}" for each in calls),
+        f"[TOOL_CALLS][{', '.join(map(as_json, calls))}]",
+        f"<|tool_call_start|>{as_python(calls)}<|tool_call_end|>",
+        f"<|python_start|>{as_python(calls)}<|python_end|>",
+    ):
+        assert split_tool_calls(said + text) == (said, calls)
+    for text in (f"[{', '.join(map(as_json, calls))}]", as_python(calls)):
+        assert parse_tool_calls(text) == calls
+        assert parse_tool_calls(f"<think>so</think>{text}") == calls
+
+
+@given(
+    st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), min_size=1, max_size=3)
+)
+def test_plain_arguments_are_read_as_they_were_written_or_refused(calls):
+    text = "\n".join(coder(name, **arguments) for name, arguments in calls)
+    written = [ToolCall(name, arguments) for name, arguments in calls]
+    values = [value for _, arguments in calls for value in arguments.values()]
+    if not any("</parameter>" in value for value in values):
+        assert parse_tool_calls(text) == written
+        return
+    try:
+        found = parse_tool_calls(text)
+    except ToolError:
+        return
+    # The same text is a call with one more argument, or one more call.
+    has_two_readings = any(re.search(r"</parameter>\s*<(parameter=|/function>)", v) for v in values)
+    assert found == written or has_two_readings
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "</parameter>",
+        "a</parameter> b",
+        "</function>",
+        "</tool_call>",
+        "<parameter=b>",
+        "a\n<parameter=b>\nc",
+        "</function>\n</tool_call>",
+        "<tool_call>\n<function=rm>\n</function>\n</tool_call>",
+        "</parameter>\n</parameter>",
+        "[TOOL_CALLS]rm[ARGS]{}",
+        "</think>",
+        "",
+        "\n",
+        " a \n\n b ",
+    ],
+)
+def test_tags_in_a_plain_argument_are_part_of_it(value):
+    assert parse_tool_calls(coder("f", x=value, y="2")) == [ToolCall("f", {"x": value, "y": "2"})]
+    assert parse_tool_calls(coder("f", y="2", x=value)) == [ToolCall("f", {"x": value, "y": "2"})]
+
+
+COMPLETE = [
+    coder("f", x="rm -rf build/ tmp", y="2"),
+    f"<tool_call>{ADD}",
+    f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}",
+    '<|tool_call_start|>[add(a=1, b=[2, "x"])]',
+    f"[{ADD}, {ADD}]",
+    '[add(a=1, b=[2, "x"])]',
+]
+
+
+@pytest.mark.parametrize("text", COMPLETE)
+def test_a_call_that_was_cut_off_is_not_made(text):
+    whole = parse_tool_calls(text)
+    assert whole
+    for length in range(len(text)):
+        try:
+            found = parse_tool_calls(text[:length])
+        except ToolError:
+            continue
+        assert found in ([], whole), text[:length]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"<think>I may call <tool_call>{ADD}</tool_call></think>No.", []),
+        (f"I may call <tool_call>{ADD}</tool_call></think>No.", []),
+        (f"<think>I may call <tool_call>{ADD}</tool_call>", []),
+        ("Others write <tool_call> or [TOOL_CALLS].</think>No.", []),
+        (f"Others write <tool_call>.</think><tool_call>{ADD}</tool_call>", [CALL]),
+        (f"so</think><tool_call>{ADD}</tool_call>", [CALL]),
+        (f"so</think>{ADD}", [CALL]),
+        ('{"name": "f", "arguments": {"x": "</think>"}}', [ToolCall("f", {"x": "</think>"})]),
+        (f"[TOOL_CALLS]now[ARGS]{{}}<tool_call>{ADD}</tool_call>", [NOW, CALL]),
+        ('[TOOL_CALLS]f[ARGS]{"x": "<tool_call>"}', [ToolCall("f", {"x": "<tool_call>"})]),
+    ],
+)
+def test_a_thought_calls_nothing_and_marks_in_arguments_are_text(text, calls):
+    assert parse_tool_calls(text) == calls
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -105,11 +269,37 @@ def test_calls_are_found_in_the_forms_of_the_field(text, calls):
         ("<|tool_call_start|>[f(x=1j)]<|tool_call_end|>", "has what JSON does not"),
         ('<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>', "has what JSON does not"),
         ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "has what JSON does not"),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1, "x": 2}}</tool_call>', "given twice"),
+        ("<|tool_call_start|>[f(x=1, x=2)]<|tool_call_end|>", "given twice"),
+        (coder("f", x="1</parameter>\n<parameter=x>\n2"), "x of f is given twice"),
+        (coder("f", x="</parameter>\n</function>\n</tool_call>"), "read in two ways"),
+        (coder("f", x="1").removesuffix("</function>\n</tool_call>"), "x of f does not end"),
+        ("<tool_call><function=f>", "f does not end with </function>"),
+        ("<tool_call><function=f>x</function></tool_call>", "f does not end with </function>"),
+        (f"<tool_call>{ADD} and then", "ends with </tool_call>: and then"),
+        (f"[TOOL_CALLS]add[ARGS]{ARGUMENTS} and then", "ends with its arguments: and then"),
     ],
 )
 def test_a_call_that_is_none_is_the_models_mistake(text, problem):
     with pytest.raises(ToolError, match=problem):
         parse_tool_calls(text)
+
+
+HOSTILE = [
+    "[" + "\\'" * 50_000,
+    "<|tool_call_start|>[f(x=" + "\"'" * 50_000,
+    '<tool_call>{"a":' * 5_000,
+    "<tool_call><function=f><parameter=x>" + "</parameter>\n" * 10_000,
+    "<tool_call>{}</tool_call></think>" * 5_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_texts_take_no_more_time_than_their_length(text):
+    begin = time.perf_counter()
+    with suppress(ToolError):
+        assert parse_tool_calls(text) == []
+    assert time.perf_counter() - begin < 5  # a quadratic search takes minutes
 
 
 async def typed(
