@@ -88,7 +88,7 @@ def read_rows(source: PromptSource, *, key: str) -> Iterator[Row]:
     elif path.startswith(GYM):
         rows = _reasoning_gym(path, key)
     else:
-        kinds = {file: _kind_of(file, key) for file in _files_of(path, key)}
+        kinds = {file: _kind_of(file, key) for file in files_of(path, key)}
         rows = chain.from_iterable(_READERS[kind](file, key) for file, kind in kinds.items())
     number = 0
     for number, row in enumerate(rows, start=1):  # noqa: B007 (asked for after the loop)
@@ -114,7 +114,7 @@ def rows_on_disk(source: PromptSource, *, key: str) -> RowsOnDisk | None:
     return RowsOnDisk(source, rows)
 
 
-def _files_of(path: str, key: str) -> list[str]:
+def files_of(path: str, key: str) -> list[str]:
     """What a path names: itself, or what matches it as a pattern, by name."""
     if not _is_pattern(path):
         return [path]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
+_INPUTS = "inputs.json"
 _ROLLOUTS, _LOGS, _TIMELINE = "rollouts", "logs", "timeline"
 BEST = "best"
 """The models of the best step, by `checkpoint.best_by`, and which one that is."""
@@ -210,6 +211,15 @@ class RunFiles:
         content = self._folder.read(_CONFIG)
         return None if content is None else unescaped(yaml.safe_load(content))
 
+    def write_inputs(self, text: str) -> None:
+        """Write `inputs.json`: digests of what the config names (see `raypo.inputs`)."""
+        replace_file(self.folder / _INPUTS, text.encode())
+
+    def inputs(self) -> dict[str, Any] | None:
+        """Return the content of `inputs.json`, or None if there is none."""
+        content = self._folder.read(_INPUTS)
+        return None if content is None else json.loads(content)
+
     def write(self, name: str, content: bytes) -> None:
         """Replace a file as a whole."""
         replace_file(self.folder / name, content)
@@ -227,7 +237,12 @@ class RunFiles:
         return self._folder.names()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`; what is not finite is written as null."""
+        """Write `summary.json`; what is not finite is written as null.
+
+        It also gets the changed inputs that the run has accepted, whoever writes it.
+        """
+        if accepted := (self.inputs() or {}).get("accepted"):
+            summary = {**summary, "accepted_inputs": accepted}
         text = json.dumps(finite(summary), indent=2) + "\n"
         replace_file(self.folder / _SUMMARY, text.encode())
 

@@ -34,6 +34,7 @@ from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.concurrency import daemon_future
 from raypo.config import OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
+from raypo.inputs import record_inputs
 from raypo.plan.placement import lay_out, worker_bundles
 from raypo.ray_internals import leave_out_callbacks
 from raypo.rewards.scoring import RewardFunction
@@ -170,6 +171,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         leave_out_callbacks(self, self._unused_callbacks())
         self._tell_workers()
         self._files.write_config(self.config.model_dump(mode="json"))
+        resumes = self._files.last_step() > 0
+        accepted = record_inputs(
+            self.config, self._files, resumes=resumes, given=self._given_functions
+        )
         self._files.sync()
         earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
         began = time.monotonic()
@@ -188,6 +193,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 self._files.location,
                 dashboard_token(),
             )
+            for change in accepted:
+                console.message(f"changed input, accepted: {change}")
             dedicated = self._start_dedicated(monitor)
             self._wait_for_room(monitor)
             self.train_loop_config = {
@@ -225,7 +232,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return {"DatasetsCallback"} | (set() if has_cluster else {"PlacementGroupCleanerCallback"})
 
     def _check_folder(self) -> None:
-        check_run_folder(self.config, self._files, start_over="fresh=True")
+        given = self._given_functions
+        check_run_folder(self.config, self._files, start_over="fresh=True", given=given)
+
+    @property
+    def _given_functions(self) -> dict[str, RewardFunction]:
+        return {} if self._reward_fn is None else {"reward.function": self._reward_fn}
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
         return run_config_of(self.config, given)
