@@ -28,7 +28,13 @@ from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
 from raypo.run.callbacks import StepView, ask_callbacks
 from raypo.run.rollout_metrics import speed_metrics
 from raypo.run.setup import Runtime, open_setup
-from raypo.run.watched import Watched, check_measured, of_its_kind, reason_to_stop
+from raypo.run.watched import (
+    Watched,
+    best_in_words,
+    check_measured,
+    of_its_kind,
+    reason_to_stop,
+)
 from raypo.storage.checkpoints import BEST_STEP, STATE, find_checkpoint
 from raypo.storage.folder import link_tree
 from raypo.storage.run_files import RunFiles
@@ -288,11 +294,9 @@ class Run(ABC, Generic[AnyConfig]):
         is_done = self.last_step == self.config.num_steps or self.stopped
         status = "finished" if is_done else "interrupted"
         own: dict[str, Any] = {"stopped": self.stopped} if self.stopped else {}
-        if best := self._best_of_all():
+        if self._best and (best := self._best_of_all()):
             own["best"] = best
-            self.tell.message(
-                "best: step {step}, {metric} {value:.4g}, its models in best/".format(**best)
-            )
+            self.tell.message(best_in_words(self._best, self.files.metrics()))
         if self.workers.rank == 0:
             self.files.write_summary(
                 summarize(

@@ -92,6 +92,13 @@ def check_arguments(
         raise ConfigError(
             "ScalingConfig.use_tpu (True): raypo runs on CPUs and GPUs. Leave it out."
         )
+    if scaling is not None and scaling.elasticity_enabled:
+        raise ConfigError(
+            f"ScalingConfig.num_workers ({scaling.num_workers}): a run keeps its number of "
+            f"workers, because a checkpoint is of as many, so elastic training does not work. Set "
+            f"it to one number, like {max(scaling.max_workers, 1)}; with max_failures a run whose "
+            f"worker is lost goes on by itself, once there is room for all of them."
+        )
     if run is not None and run.storage_filesystem is not None:
         raise ConfigError(
             f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): metrics and "

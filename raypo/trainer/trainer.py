@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -28,6 +29,7 @@ from raypo.cluster.connect import (
     dashboard_url,
     untold_environment,
 )
+from raypo.cluster.janitor import start_janitor
 from raypo.cluster.messenger import start_monitor
 from raypo.cluster.resources import alive_nodes
 from raypo.cluster.torch_config import CheckedTorchConfig
@@ -116,10 +118,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         read = read_config(config, kind, datasets)
         resolved = resolve(read, scaling_config, run_config, reward_fn)
         resolved = with_rows(resolved, datasets or {})
-        check_inputs(resolved, has_reward_fn=reward_fn is not None)
+        self._notes = check_inputs(resolved, has_reward_fn=reward_fn is not None)
         self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._reward_fn = reward_fn
+        self._janitor: ActorHandle | None = None
+        self._outlives_us = False
         self._datasets, self._fresh = dict(datasets or {}), fresh
         scaling = scaling_of(self.config, scaling_config)
         self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
@@ -158,7 +162,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     "with a higher num_steps it goes on, fresh=True starts over."
                 )
                 return self._with_every_step(Result.from_path(self._files.location))
+            for note in self._notes:
+                Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
+            is_own = connected_here and cluster_address(self.config.cluster)[0] is None
+            self._outlives_us = not is_own  # a Ray that was started here ends with this process
             try:
                 return self._with_every_step(self._fit_watched())
             finally:
@@ -168,7 +176,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _fit_watched(self) -> Result:
         self._check_cluster()
-        leave_out_callbacks(self, self._unused_callbacks())
+        # Each starts a process that imports ray.train, seconds on a small machine. No recipe reads
+        # Ray Data sets, and `self._janitor` removes the placement groups of a run that was killed.
+        leave_out_callbacks(self, {"DatasetsCallback", "PlacementGroupCleanerCallback"})
         self._tell_workers()
         self._files.write_config(self.config.model_dump(mode="json"))
         resumes = self._files.last_step() > 0
@@ -182,6 +192,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         about = {"location": self._files.location}
         about |= self.config.model_dump(include={"recipe", "num_steps"})
         monitor = start_monitor(self.config.name, about=about)
+        self._janitor = self._start_janitor(monitor)
         console = Console(config=self.config.model_dump())
         dedicated = Dedicated()
         status = "failed"
@@ -192,11 +203,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 dashboard_url(),
                 self._files.location,
                 dashboard_token(),
+                self._files.metrics(),
             )
             for change in accepted:
                 console.message(f"changed input, accepted: {change}")
-            dedicated = self._start_dedicated(monitor)
-            self._wait_for_room(monitor)
+            dedicated = self._start_dedicated(monitor, console.message)
+            self._wait_for_room(monitor, console.message)
             self.train_loop_config = {
                 **self.config.model_dump(),
                 RUNTIME_KEY: self._runtime(monitor, dedicated),
@@ -220,16 +232,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             given["env_vars"] = {**variables, **given.get("env_vars", {})}
             self.run_config.worker_runtime_env = given
 
-    def _unused_callbacks(self) -> set[str]:
-        """Ray Train's own callbacks whose process this run does not need.
-
-        Each such process imports ray.train, which is seconds of start-up on a small machine. One
-        hands out Ray Data sets, which no recipe reads. One removes the workers' placement group
-        where driver and controller die and the cluster lives on: a Ray that was started here ends
-        with this process.
-        """
-        has_cluster = cluster_address(self.config.cluster)[0] is not None
-        return {"DatasetsCallback"} | (set() if has_cluster else {"PlacementGroupCleanerCallback"})
+    def _start_janitor(self, monitor: ActorHandle) -> ActorHandle | None:
+        return start_janitor(until=monitor) if self._outlives_us else None
 
     def _check_folder(self) -> None:
         given = self._given_functions
@@ -248,6 +252,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             storage_path=self.config.absolute_storage_path,
             working_dir=os.getcwd(),
             monitor=monitor,
+            janitor=self._janitor,
             reward_fn=self._reward_fn,
             dedicated=dedicated.handles,
         )
@@ -308,7 +313,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 "message",
                 "Ray Train's controller was lost; the run goes on from its last checkpoint.",
             )
-            self._wait_for_room(monitor)
+            self._wait_for_room(monitor, partial(monitor.tell.remote, "message"))
             self._allow_failures(left)
 
     def _allow_failures(self, count: int) -> None:
@@ -326,7 +331,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self._recipe, alive_nodes(), use_gpu=self._use_gpu, each_worker=self._worker_resources
         )
 
-    def _wait_for_room(self, monitor: ActorHandle) -> None:
+    def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
         """Wait until the learner workers' group could be placed, which Ray Train then makes.
 
         It would not say which bundle waits, for what, or who has it.
@@ -337,6 +342,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             name=f"raypo:{self.config.name}:workers",
             placement=self.config.placement,
             on_asked=lambda group: self._hold(monitor, group),
+            say=say,
         )
         remove_placement_group(group)
 
@@ -356,7 +362,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         }
         return {name: amount for name, amount in resources.items() if amount}
 
-    def _start_dedicated(self, monitor: ActorHandle) -> Dedicated:
+    def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
         """Step 2 of what outlives the workers: before they start."""
         if not isinstance(self.config, OnlineConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
@@ -368,10 +374,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             logs_dir=str(self._files.logs_dir),
             use_gpu=self._use_gpu,
             on_asked=lambda group: self._hold(monitor, group),
+            say=say,
         )
 
     def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
-        """Called with a group that has been asked for; it ends with this process's job."""
+        """Have the group removed if this process is killed, before anything waits for it."""
+        if self._janitor is not None:
+            ray.get(self._janitor.hold.remote(monitor, group))
 
     @property
     def _use_gpu(self) -> bool:

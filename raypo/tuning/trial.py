@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ import ray
 from ray import tune
 from ray.actor import ActorHandle
 from ray.train import Checkpoint, RunConfig, UserCallback
-from ray.util.placement_group import PlacementGroup
 
 from raypo.checks import check_recorded_inputs, is_finished
 from raypo.config import AnyConfig, parse_run_config
@@ -128,21 +127,19 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         runtime = super()._runtime(monitor, dedicated)
         return dataclasses.replace(
             runtime,
-            janitor=self._setup.janitor,
             shared=self._setup.shared,
             resume_from=self._segment.resume_from if self._segment else None,
         )
 
-    def _start_dedicated(self, monitor: ActorHandle) -> Dedicated:
-        if self.config.placement.is_dedicated and self._setup.janitor is not None:
-            take_turn = self._setup.janitor.take_turn
+    def _start_janitor(self, monitor: ActorHandle) -> ActorHandle | None:
+        return self._setup.janitor
+
+    def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
+        if self.config.placement.is_dedicated and self._janitor is not None:
+            take_turn = self._janitor.take_turn
             while not ray.get(take_turn.remote(self.config.name, monitor)):
                 time.sleep(TURN_S)
-        return super()._start_dedicated(monitor)
-
-    def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
-        if self._setup.janitor is not None:  # the job goes on when this trial is killed
-            ray.get(self._setup.janitor.hold.remote(monitor, group))
+        return super()._start_dedicated(monitor, say)
 
     def _is_unwanted(self) -> bool:
         # One that pbt has stopped begins again where it was stopped.

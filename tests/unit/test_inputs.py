@@ -31,7 +31,8 @@ def values_of(recipe: str, folder: Path) -> dict:
     (folder / "mine.py").write_text(
         "import math\nfrom words import GOOD\n\n\ndef score(each):\n    return GOOD\n"
     )
-    function, model = f"{folder}/mine.py:score", {"policy": str(folder / "policy")}
+    function: str = f"{folder}/mine.py:score"
+    model: dict = {"policy": str(folder / "policy")}
     values: dict = {
         "name": "run",
         "recipe": recipe,

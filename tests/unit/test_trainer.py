@@ -87,6 +87,31 @@ def test_workers_of_a_critic_are_counted_by_ray_with_the_others():
         resolve(apart, ScalingConfig(num_workers=2), None)
 
 
+@pytest.mark.parametrize("count", [(1, 4), (2, 2), (0, 4)])
+def test_elastic_workers_are_refused_with_what_works(values: dict[str, Any], count: Any):
+    text = refusal(values, reward_fn=judge, scaling_config=ScalingConfig(num_workers=count))
+    assert text.startswith(f"ScalingConfig.num_workers ({count}): ")
+    assert f"Set it to one number, like {count[1]}" in text
+    assert "max_failures" in text
+
+
+def test_what_is_seldom_meant_is_said_before_anything_starts(
+    values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    """Nothing listens at the address, so this is as far as it comes."""
+    old_as_new = {
+        "rollout": {"mode": "async", "max_staleness": 1},
+        "placement": {"mode": "dedicated"},
+        "cluster": {"address": "127.0.0.1:1"},
+    }
+    trainer = PPOTrainer(PPOConfig.parse(values | old_as_new), reward_fn=judge)
+    with pytest.raises(ConfigError, match="nothing listens there"):
+        trainer.fit()
+    assert "Note: rollout.max_staleness (1): old samples are learned from as if" in (
+        capsys.readouterr().out
+    )
+
+
 def test_gpus_that_are_asked_for_and_that_torch_cannot_use_are_refused_before_ray_starts(
     monkeypatch: pytest.MonkeyPatch,
 ):
