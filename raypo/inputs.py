@@ -54,12 +54,19 @@ def inputs_of(
     for key in config.paths:
         read = _model_files if key.startswith("model.") else partial(_data_files, key)
         found[key] = {str(source): read(source) for source in _values(config, key)}
-    for key in ("callbacks", *config.functions):
-        specs = [spec for spec in _values(config, key) if is_import_path(spec)]
-        found[key] = {spec: _python_files(spec) for spec in specs}
+    for key, spec in functions_of_user(config):
+        found.setdefault(key, {})[spec] = _python_files(spec)
     for key, function in (given or {}).items():
         found[key] = {f"{source} in Python": _source(function) for source in _values(config, key)}
     return {key: sources for key, sources in found.items() if sources}
+
+
+def functions_of_user(config: AnyConfig | RecipeConfig) -> Iterator[tuple[str, str]]:
+    """Yield config key and import path of every function and class that the config names."""
+    for key in ("callbacks", *config.functions):
+        for spec in _values(config, key):
+            if is_import_path(spec):
+                yield key, spec
 
 
 def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None) -> list[str]:

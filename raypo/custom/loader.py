@@ -31,6 +31,7 @@ TAKES = {
     "callbacks": "the step",
 }
 """Config key -> the argument that its function is called with; of all others a list of rollouts."""
+_importing: list[str] = []
 _MODULE_OF_FILE = "raypo_function_file"
 """How the names of modules begin that are loaded from a `file.py:name`."""
 
@@ -168,6 +169,11 @@ def _neighbours(file: Path) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def imported_now() -> str | None:
+    """Return the import path that this process is importing at the moment, or None."""
+    return _importing[-1] if _importing else None
+
+
 def function_name(function: Callable[..., Any]) -> str:
     """The name of a function in messages: package.module.name, or file.py:name as in configs.
 
@@ -220,6 +226,7 @@ def _check_arguments(cls: Any, arguments: Mapping[str, Any], spec: str, key: str
 def _imported(spec: str, key: str) -> Any:
     """Imports the module and returns what is named."""
     place, name = _parts(spec, key)
+    _importing.append(spec)
     try:
         if place.endswith(".py"):
             module = _module_of_file(_existing(place, spec, key))
@@ -232,6 +239,8 @@ def _imported(spec: str, key: str) -> Any:
             f"{key} ({spec}): {place} cannot be imported: {type(error).__name__}: {error}. "
             "Correct it, or install what it needs on every node."
         ) from error
+    finally:
+        _importing.pop()
     found = getattr(module, name, None)
     if found is None:
         raise _no_such_name(name, [n for n in vars(module) if n[0] != "_"], spec, place, key)

@@ -47,6 +47,7 @@ from raypo.tracking.console import Console
 from raypo.trainer.settings import (
     Rows,
     check_arguments,
+    check_not_started_by_import,
     check_rows,
     read_config,
     resolve,
@@ -151,6 +152,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 `max_failures` allows.
             KeyboardInterrupt: a second Ctrl-C or SIGTERM.
         """
+        check_not_started_by_import(self.config)
         with self._files.lock():
             if self._fresh:
                 self._files.remove()

@@ -3,6 +3,8 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +24,7 @@ from ray.train import (
 
 from raypo.checks import with_steps_of_epochs
 from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
+from raypo.custom.loader import load_function
 from raypo.plan.hardware import Node
 from raypo.run import examples_run, rounds_run
 from raypo.storage.run_files import RunFiles
@@ -302,6 +305,57 @@ def test_devices_and_file_systems_that_raypo_does_not_reach_are_refused(values: 
         r"RunConfig.storage_filesystem \(LocalFileSystem\): .* Give storage_path as a URI",
         refusal(values, reward_fn=judge, run_config=own),
     )
+
+
+SCRIPT = """
+from raypo import PPOConfig, PPOTrainer
+
+
+def seen(step):
+    return {{}}
+
+
+def judge(rollouts):
+    return [0.0 for _ in rollouts]
+
+
+{guard}    PPOTrainer(PPOConfig.parse({values}), reward_fn=judge).fit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("guard", "said"),
+    [
+        (
+            "if True:\n",
+            r"callbacks \(.*script\.py:seen\): workers import this file, and line 14 of",
+        ),
+        ('if __name__ == "__main__":\n', "nothing listens there"),
+    ],
+)
+def test_a_script_that_its_workers_import_must_not_start_the_run_there(
+    values: dict[str, Any], tmp_path: Path, guard: str, said: str
+):
+    script = tmp_path / "script.py"
+    values |= {"callbacks": f"{script}:seen", "cluster": {"address": "127.0.0.1:1"}}
+    script.write_text(SCRIPT.format(guard=guard, values=values))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert re.search(said, done.stderr.splitlines()[-1])
+
+
+def test_an_import_that_starts_a_run_is_refused_before_it_touches_the_run(
+    values: dict[str, Any], tmp_path: Path
+):
+    """As in a worker, where the file is not the script."""
+    values["cluster"] = {"address": "127.0.0.1:1"}
+    script = tmp_path / "script.py"
+    text = SCRIPT.format(guard="if True:\n", values=values)
+    script.write_text(text.replace("reward_fn=judge)", "reward_fn=judge, fresh=True)"))
+    with pytest.raises(ConfigError, match=r"script\.py:seen: a run imports this file, which"):
+        load_function(f"{script}:seen", key="callbacks")
+    assert not (tmp_path / "runs").exists()
 
 
 def run_before(values: dict[str, Any], *, seed: int) -> RunFiles:

@@ -47,11 +47,12 @@ def test_a_janitor_of_one_run_ends_itself_with_what_the_run_held(
     monkeypatch.setattr(janitor.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(janitor.ray, "kill", ended.append)
     monkeypatch.setattr(janitor, "LOOK_EVERY_S", 0.01)
-    keeper: Any = Janitor("the lease of the run")
-    keeper.hold("the lease of the run", "its workers' group")
+    lease: Any = "the lease of the run"
+    keeper: Any = Janitor(lease)
+    keeper.hold(lease, "its workers' group")
     time.sleep(0.1)
     assert (removed, ended) == ([], [])
-    dead.add("the lease of the run")
+    dead.add(lease)
     deadline = time.monotonic() + 5.0
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
