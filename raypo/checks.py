@@ -319,7 +319,7 @@ def check_run_folder(
         return
     earlier = parse_run_config(recorded, origin=f"{files.location}/config.yaml")
     config = _decided_as(config, earlier.model_dump())
-    may_change = NUMBERS_DO_NOT_DEPEND_ON
+    may_change = (*NUMBERS_DO_NOT_DEPEND_ON, "num_epochs")  # it has become num_steps
     if config.may_change_length:
         may_change = (*may_change, "num_steps")
         if config.num_steps < done:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ from raypo.run.watched import (
     of_its_kind,
     reason_to_stop,
 )
-from raypo.storage.checkpoints import BEST_STEP, STATE, find_checkpoint
+from raypo.storage.checkpoints import BEST_STEP, STATE, damage_named, find_checkpoint
 from raypo.storage.folder import link_tree
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, summarize
@@ -267,7 +268,7 @@ class Run(ABC, Generic[AnyConfig]):
         self.files.sync()  # the checkpoint counts once it is reported, so its rollouts go first
         if to_ray or checkpoint is not None:
             ray.train.report(
-                {"step": step, **metrics, **clock.laps},
+                report_for_ray(step, metrics | clock.laps, self.config.checkpoint.best_by),
                 checkpoint=checkpoint,
                 checkpoint_upload_fn=_move_into_place if self.files.is_local else None,
             )
@@ -360,8 +361,9 @@ class Run(ABC, Generic[AnyConfig]):
         return self._earlier_s + time.monotonic() - self.started
 
     def _restore(self, directory: Path, learner: Saveable, *, is_own: bool) -> None:
-        learner.restore(directory)
-        state = json.loads((directory / STATE).read_text())
+        with damage_named(directory, self.files):
+            learner.restore(directory)
+            state = json.loads((directory / STATE).read_text())
         self.load_state_dict(state)
         if is_own:
             self.restore_share(directory)
@@ -398,6 +400,21 @@ class Run(ABC, Generic[AnyConfig]):
                 final.rename(old)
             new.rename(final)
             shutil.rmtree(old, ignore_errors=True)
+
+
+def report_for_ray(
+    step: int, metrics: Mapping[str, float], best_by: str | None
+) -> dict[str, float]:
+    """Return a step's metrics as Ray Train is told them.
+
+    Ray 2.60 gives a checkpoint without its score -inf and then negates it for the order `min`, so
+    that it ranks as the best one and the real best is deleted. NaN ranks last in either order.
+
+    Args:
+        best_by: `checkpoint.best_by`, which not every step measures.
+    """
+    unmeasured = {} if best_by is None else {best_by: math.nan}
+    return {"step": step, **unmeasured, **metrics}
 
 
 def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
