@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from raypo.cluster.devices import check_capability
 from raypo.cluster.messenger import MonitorClient
 from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.collectives import Workers
-from raypo.config import RecipeConfig
+from raypo.config import CheckpointSection, RecipeConfig
 from raypo.custom.loader import load_function
 from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
@@ -36,7 +37,7 @@ from raypo.run.watched import (
     of_its_kind,
     reason_to_stop,
 )
-from raypo.storage.checkpoints import BEST_STEP, STATE, damage_named, find_checkpoint
+from raypo.storage.checkpoints import BEST_STEP, SCORE, STATE, damage_named, find_checkpoint
 from raypo.storage.folder import link_tree
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, summarize
@@ -268,7 +269,7 @@ class Run(ABC, Generic[AnyConfig]):
         self.files.sync()  # the checkpoint counts once it is reported, so its rollouts go first
         if to_ray or checkpoint is not None:
             ray.train.report(
-                report_for_ray(step, metrics | clock.laps, self.config.checkpoint.best_by),
+                report_for_ray(step, metrics | clock.laps, self.config.checkpoint),
                 checkpoint=checkpoint,
                 checkpoint_upload_fn=_move_into_place if self.files.is_local else None,
             )
@@ -403,18 +404,20 @@ class Run(ABC, Generic[AnyConfig]):
 
 
 def report_for_ray(
-    step: int, metrics: Mapping[str, float], best_by: str | None
+    step: int, metrics: Mapping[str, float], section: CheckpointSection
 ) -> dict[str, float]:
-    """Return a step's metrics as Ray Train is told them.
+    """Return a step's metrics as Ray Train is told them, with the score that ranks checkpoints.
 
-    Ray 2.60 gives a checkpoint without its score -inf and then negates it for the order `min`, so
-    that it ranks as the best one and the real best is deleted. NaN ranks last in either order.
-
-    Args:
-        best_by: `checkpoint.best_by`, which not every step measures.
+    The score is the metric of `checkpoint.best_by` or its negative, so that more is better, and
+    the lowest number where a step did not measure it. Left to itself, Ray 2.60 ranks a checkpoint
+    without the metric as the best under the order `min` and deletes the real best, and it writes
+    NaN as null, at which each later resume fails with a TypeError.
     """
-    unmeasured = {} if best_by is None else {best_by: math.nan}
-    return {"step": step, **unmeasured, **metrics}
+    told = {"step": step, **metrics}
+    if section.best_by is not None:
+        value = metrics.get(section.best_by, math.nan) * (1 if section.best_mode == "max" else -1)
+        told[SCORE] = value if math.isfinite(value) else -sys.float_info.max
+    return told
 
 
 def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:

@@ -50,6 +50,10 @@ def find_checkpoint(place: str) -> str:
     return below(run.location, wanted[-1]["checkpoint_dir_name"])
 
 
+SCORE = "checkpoint/score"
+"""Metric by which Ray Train ranks checkpoints. More is better, whatever `best_mode` says."""
+
+
 class DamagedCheckpointError(RuntimeError):
     """A file of a checkpoint is missing or cannot be read."""
 

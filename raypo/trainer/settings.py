@@ -24,6 +24,7 @@ from raypo.inputs import functions_of_user
 from raypo.plan.hardware import this_machine
 from raypo.plan.placement import worker_resources
 from raypo.rewards.scoring import RewardFunction
+from raypo.storage.checkpoints import SCORE
 from raypo.storage.folder import TEMPORARY, below
 from raypo.storage.run_files import GIVEN_ROWS, RunFiles
 
@@ -255,8 +256,7 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
         storage_path=config.absolute_storage_path,
         checkpoint_config=CheckpointConfig(
             num_to_keep=config.checkpoint.keep,
-            checkpoint_score_attribute=config.checkpoint.best_by,
-            checkpoint_score_order=config.checkpoint.best_mode,
+            checkpoint_score_attribute=None if config.checkpoint.best_by is None else SCORE,
         ),
         failure_config=dataclasses.replace(
             failure,

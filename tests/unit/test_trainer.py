@@ -27,6 +27,7 @@ from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
 from raypo.custom.loader import load_function
 from raypo.plan.hardware import Node
 from raypo.run import examples_run, rounds_run
+from raypo.run.run import report_for_ray
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import (
     DistillationTrainer,
@@ -196,7 +197,11 @@ def test_the_number_of_checkpoints_from_python_is_recorded_and_kept():
     resolved = resolve(config(), None, given)
     assert resolved.checkpoint.keep == 1
     assert (resolved.checkpoint.best_by, resolved.checkpoint.best_mode) == ("kl/ref_mean", "min")
-    assert run_config_of(resolved, given).checkpoint_config == given.checkpoint_config
+    kept = run_config_of(resolved, given).checkpoint_config
+    assert kept is not None
+    assert (kept.num_to_keep, kept.checkpoint_score_order) == (1, "max")
+    told = report_for_ray(3, {"kl/ref_mean": 0.25}, resolved.checkpoint)
+    assert told[str(kept.checkpoint_score_attribute)] == -0.25
 
 
 @pytest.mark.parametrize(
