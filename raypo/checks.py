@@ -307,6 +307,7 @@ def check_run_folder(
     Raises:
         ConfigError: with every key that differs, or every file that has changed.
     """
+    files.check_unused()
     recorded, done = files.config(), files.last_step()
     if recorded is not None and RECORDED_BASE in recorded:
         raise ConfigError(

@@ -263,8 +263,7 @@ class RunFiles:
         is_mapping = isinstance(config, dict)
         found = "sweep" if is_mapping and RECORDED_BASE in config else "run"
         is_this_run = is_mapping and config.get("name") == self.name and found == kind
-        strangers = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
-        strangers.sort(key=_CONFIG.__eq__)  # another run's config says the least
+        strangers = self._foreign_names()
         if strangers and not is_this_run:
             raise ConfigError(
                 f"name ({self.name}): {self.location} is not the folder of such a {kind}, it holds "
@@ -272,6 +271,24 @@ class RunFiles:
                 "remove the folder yourself."
             )
         self._folder.remove()
+
+    def check_unused(self) -> None:
+        """Refuse a folder without a config that holds files which are no run's.
+
+        Raises:
+            ConfigError: there are some. A run would write its own files over those of its names.
+        """
+        if not self.exists() and (strangers := self._foreign_names()):
+            raise ConfigError(
+                f"name ({self.name}): {self.location} holds {strangers[0]}, and no config.yaml, so "
+                f"it is no run's folder and its files could be overwritten. Choose another name or "
+                f"storage_path, or move the files away."
+            )
+
+    def _foreign_names(self) -> list[str]:
+        """Return the names of what a run that died before its config does not leave."""
+        names = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
+        return sorted(names, key=_CONFIG.__eq__)  # another run's config says the least
 
     def is_running(self) -> bool | None:
         """Whether a process holds the run; None where that cannot be seen (at a URI)."""

@@ -50,6 +50,7 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
     Raises:
         ConfigError: with every key that differs, or every file that has changed.
     """
+    files.check_unused()
     if not files.exists():
         return
     recorded = recorded_sweep(files)

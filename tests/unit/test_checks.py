@@ -167,6 +167,18 @@ def test_a_run_folder_with_another_config_is_refused_with_the_difference(values:
     assert "tensorboard" not in str(caught.value)  # it changes no number
 
 
+@pytest.mark.parametrize("name", ["policy", "metrics.jsonl", "notes.txt"])
+def test_a_folder_of_somebody_elses_is_not_written_to(values: dict, name: str):
+    """Weights that another program has left under policy/ would be replaced by the run's."""
+    config = PPOConfig.parse(values)
+    files = RunFiles(config.storage_path, config.name)
+    (files.folder / "logs").mkdir(parents=True)
+    check_run_folder(config, files)  # what a run leaves that died at its start
+    (files.folder / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"name \(run\): .* holds {name}, and no config\.yaml"):
+        check_run_folder(config, files)
+
+
 def test_only_a_run_that_says_so_is_finished(values: dict):
     config = PPOConfig.parse(values)
     files = RunFiles(values["storage_path"], values["name"])
