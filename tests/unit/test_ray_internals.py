@@ -36,6 +36,7 @@ from raypo.ray_internals import (
     leave_out_callbacks,
     read_environment_again,
     run_controllers_here,
+    tune_session,
 )
 
 
@@ -84,6 +85,15 @@ def test_ray_train_makes_the_callbacks_that_a_run_goes_without():
     leave_out_callbacks(filtered, unused)
     after = {type(each).__name__ for each in filtered._create_default_callbacks()}
     assert after == before - unused
+
+
+def test_tune_drops_the_session_of_a_trial_that_it_stops():
+    from ray.train._internal.session import get_session
+    from ray.tune.trainable.function_trainable import FunctionTrainable
+
+    assert tune_session() is get_session() is None
+    assert "init_session(" in inspect.getsource(FunctionTrainable.setup)
+    assert "shutdown_session()" in inspect.getsource(FunctionTrainable.cleanup)
 
 
 def test_a_checkpoint_is_listed_in_the_file_and_under_the_keys_that_are_read():
