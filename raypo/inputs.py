@@ -267,8 +267,8 @@ def _commit(name: str, kind: str) -> Files:
             return {"commit": sha} if sha else {}
         except Exception:  # of whichever HTTP client; transformers then uses the cache, too
             pass
-    folder = repo_folder_name(repo_id=name, repo_type=kind)
     try:
+        folder = repo_folder_name(repo_id=name, repo_type=kind)
         return {"commit": Path(constants.HF_HUB_CACHE, folder, "refs", "main").read_text().strip()}
-    except OSError:
+    except (OSError, ValueError):  # not in the cache, or no hub id: the checks say it better
         return {}

@@ -215,6 +215,14 @@ def test_a_hub_id_is_the_commit_that_this_machine_has(tmp_path, monkeypatch):
     check_run_folder(RECIPES["sft"].parse(values), files)
 
 
+def test_a_model_that_is_not_there_is_left_to_the_checks_of_the_inputs(tmp_path):
+    values = values_of("sft", tmp_path)
+    values["model"]["policy"] = str(tmp_path / "no" / "such" / "model")
+    assert inputs.inputs_of(RECIPES["sft"].parse(values))["model.policy"] == {
+        values["model"]["policy"]: {}
+    }
+
+
 def test_a_function_from_python_is_its_text_and_not_the_rest_of_its_script(tmp_path):
     script = tmp_path / "script.py"
 
