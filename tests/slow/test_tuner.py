@@ -46,6 +46,7 @@ def test_a_trial_that_asha_stops_leaves_its_room_to_the_next_one(tmp_path: Path)
         run_config=tune.RunConfig(storage_path=str(tmp_path / "tune"), verbose=0),
     ).fit()
     assert [result.error for result in results] == [None, None]
-    assert all(result.metrics["step"] >= 1 for result in results)
-    left = [actor.class_name for actor in list_actors(filters=[("state", "=", "ALIVE")])]
+    assert all((result.metrics or {})["step"] >= 1 for result in results)
+    alive: list[Any] = list_actors(filters=[("state", "=", "ALIVE")])
+    left = [actor.class_name for actor in alive]
     assert "PlacementGroupCleaner" not in left
