@@ -104,6 +104,13 @@ def run_controllers_here(trainer: TorchTrainer) -> None:
     trainer._initialize_and_run_controller = run
 
 
+def is_driver() -> bool:
+    """Return whether Ray's job ends with this process, which no task and no actor runs."""
+    from ray._private.worker import SCRIPT_MODE, global_worker
+
+    return global_worker.mode == SCRIPT_MODE
+
+
 def tune_session() -> object | None:
     """Return what stands for the Ray Tune trial of this process, or None outside of a live trial.
 

@@ -4,8 +4,8 @@ A janitor removes the groups whose holder has died: Ray keeps a group that an ac
 whole job ends, and a trial that Ray Tune kills has no chance to clean up. It also lets one run at a
 time reserve: of two that held one group each, both might wait for their second one.
 
-A sweep has one janitor for all of its trials, owned by its driver. Every other run whose Ray
-outlives its process has one of its own, which is detached and ends itself after the run. Ray
+A sweep has one janitor for all of its trials, owned by its driver. Every other run that a task or
+an actor of Ray starts has one of its own, which is detached and ends itself after the run. Ray
 Train's PlacementGroupCleaner knows only the learner workers' group, and was seen to live on for
 minutes after its run.
 """

@@ -23,7 +23,6 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypo.checks import check_inputs, check_run_folder, is_finished, with_steps_of_epochs
 from raypo.cluster.connect import (
-    cluster_address,
     connect,
     dashboard_token,
     dashboard_url,
@@ -38,7 +37,7 @@ from raypo.config import OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.placement import lay_out, worker_bundles
-from raypo.ray_internals import leave_out_callbacks, tune_session
+from raypo.ray_internals import is_driver, leave_out_callbacks, tune_session
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
@@ -124,7 +123,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._reward_fn = reward_fn
         self._janitor: ActorHandle | None = None
-        self._outlives_us = False
         self._tune_session: object | None = None
         self._datasets, self._fresh = dict(datasets or {}), fresh
         scaling = scaling_of(self.config, scaling_config)
@@ -168,8 +166,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             for note in self._notes:
                 Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
-            is_own = connected_here and cluster_address(self.config.cluster)[0] is None
-            self._outlives_us = not is_own  # a Ray that was started here ends with this process
             try:
                 return self._with_every_step(self._fit_watched())
             finally:
@@ -236,7 +232,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self.run_config.worker_runtime_env = given
 
     def _start_janitor(self, monitor: ActorHandle) -> ActorHandle | None:
-        return start_janitor(until=monitor) if self._outlives_us else None
+        # Ray removes a job's groups when its driver ends. Those of a task or an actor, like a trial
+        # of Ray Tune, it keeps until then.
+        return None if is_driver() else start_janitor(until=monitor)
 
     def _check_folder(self) -> None:
         given = self._given_functions
