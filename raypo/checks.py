@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from raypo.custom.loader import check_class, check_function
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import peek
 from raypo.data.rows import BadRows, is_data_set, read_rows
+from raypo.inputs import changes, inputs_of, recorded_inputs
 from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_files import max_positions, refuse_quantized, stored_files
 from raypo.plan.estimate import max_model_len
@@ -47,6 +48,7 @@ from raypo.rewards.verifiers import LABEL_CHECKS
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.serving.vllm_arguments import check_extra
 from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint
+from raypo.storage.folder import parent_and_name
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.sinks import check_installed
 
@@ -413,15 +415,23 @@ def with_steps_of_epochs(config: Run) -> Run:
     return config.model_copy(update={"num_steps": steps})
 
 
-def check_run_folder(config: RecipeConfig, files: RunFiles, *, start_over: str = "--fresh") -> None:
-    """Refuse to go on in a folder that belongs to another config.
+def check_run_folder(
+    config: RecipeConfig,
+    files: RunFiles,
+    *,
+    start_over: str = "--fresh",
+    given: Mapping[str, Callable[..., Any]] | None = None,
+) -> None:
+    """Refuse to go on in a folder that belongs to another config, or with changed inputs.
 
     Args:
         start_over: The option or argument that starts over, in the caller's language.
+        given: Config key -> function that Python passed in place of a file.
 
     Raises:
-        ConfigError: with every key that differs.
+        ConfigError: with every key that differs, or every file that has changed.
     """
+    files.check_unused()
     recorded, done = files.config(), files.last_step()
     if recorded is not None and RECORDED_BASE in recorded:
         raise ConfigError(
@@ -434,7 +444,7 @@ def check_run_folder(config: RecipeConfig, files: RunFiles, *, start_over: str =
         return
     earlier = parse_run_config(recorded, origin=f"{files.location}/config.yaml")
     config = _decided_as(config, earlier.model_dump())
-    may_change = NUMBERS_DO_NOT_DEPEND_ON
+    may_change = (*NUMBERS_DO_NOT_DEPEND_ON, "num_epochs")  # it has become num_steps
     if config.may_change_length:
         may_change = (*may_change, "num_steps")
         if config.num_steps < done:
@@ -456,6 +466,30 @@ def check_run_folder(config: RecipeConfig, files: RunFiles, *, start_over: str =
             f"Change these keys back to go on, choose another name (with from_checkpoint: "
             f"{files.location} it begins where that run is), or start over with {start_over}."
         )
+    check_recorded_inputs(config, files, given=given, start_over=start_over)
+
+
+def check_recorded_inputs(
+    config: RecipeConfig,
+    files: RunFiles,
+    *,
+    given: Mapping[str, Callable[..., Any]] | None = None,
+    start_over: str = "--fresh",
+) -> None:
+    """Refuse inputs that have changed since a run or sweep began, unless its config accepts them.
+
+    Raises:
+        ConfigError: with every file that has changed.
+    """
+    if config.checkpoint.changed_inputs == "accept" or not (known := recorded_inputs(files)):
+        return
+    if found := changes(known, inputs_of(config, given)):
+        lines = "\n  ".join(found)
+        raise ConfigError(
+            f"checkpoint.changed_inputs (refuse): {files.location} was begun with other inputs:\n"
+            f"  {lines}\nPut them back to go on, set checkpoint.changed_inputs to accept to go on "
+            f"with what is there now, choose another name, or start over with {start_over}."
+        )
 
 
 def _decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
@@ -475,6 +509,15 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
         raise ConfigError(
             f"num_steps ({config.num_steps}): from_checkpoint ({place}) is of step "
             f"{state['step']}, and steps count on. Set num_steps above {state['step']}."
+        )
+    run = RunFiles.at(parent_and_name(checkpoint)[0])
+    # The state holds the changes of an adapter, or weights for the names of this very model.
+    now = {} if config.checkpoint.changed_inputs == "accept" else inputs_of(config)
+    if found := changes(recorded_inputs(run), now, keys=("model.policy",)):
+        lines = "\n  ".join(found)
+        raise ConfigError(
+            f"from_checkpoint ({place}): its run was begun with another model:\n  {lines}\nPut it "
+            f"back, or set checkpoint.changed_inputs to accept to begin with what is there now."
         )
     config = _decided_as(config, earlier)
     if earlier:  # with the defaults of keys that are younger than it

@@ -89,7 +89,7 @@ def connect(section: ClusterSection) -> bool:
         _probe(address, source)
         where = {"address": address, "runtime_env": {"env_vars": _beside_the_job(os.environ)}}
     else:
-        if running and _refusal(running) is None:
+        if running and refusal(running) is None:
             Console().message(
                 f"raypo: starting a Ray of its own beside the one that runs on this machine "
                 f"({running}); cluster.address=auto takes that one"
@@ -249,7 +249,7 @@ def _probe(address: str, source: str) -> None:
             f"{source} ({address}): an address is host:port. Correct it, or "
             f"leave it out for a local Ray."
         )
-    if error := _refusal(address):
+    if error := refusal(address):
         raise ConfigError(
             f"{source} ({address}): nothing listens there ({error}). Start the cluster "
             f"(ray start --head), correct the address, or leave it out for a local Ray."
@@ -257,8 +257,8 @@ def _probe(address: str, source: str) -> None:
     _authenticate(address, source)
 
 
-def _refusal(address: str) -> OSError | None:
-    """Why host:port cannot be reached; None: somebody listens there."""
+def refusal(address: str) -> OSError | None:
+    """Return why host:port cannot be reached, or None if somebody listens there."""
     host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()

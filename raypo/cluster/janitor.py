@@ -1,8 +1,13 @@
-"""Looks after the placement groups of runs that share a cluster, as the trials of a sweep do.
+"""Garbage collection of the placement groups of runs that share a cluster, as trials do.
 
-It removes those whose holder has died: Ray keeps a group that an actor made until the whole job
-ends, and a trial that Ray Tune kills has no chance to clean up. And it lets one run at a time
-reserve: of two that held one group each, both might wait for their second one.
+A janitor removes the groups whose holder has died: Ray keeps a group that an actor made until the
+whole job ends, and a trial that Ray Tune kills has no chance to clean up. It also lets one run at a
+time reserve: of two that held one group each, both might wait for their second one.
+
+A sweep has one janitor for all of its trials, owned by its driver. Every other run that a task or
+an actor of Ray starts has one of its own, which is detached and ends itself after the run. Ray
+Train's PlacementGroupCleaner knows only the learner workers' group, and was seen to live on for
+minutes after its run.
 """
 
 from __future__ import annotations
@@ -23,7 +28,13 @@ LOOK_EVERY_S = 1.0
 class Janitor:
     """Watches leases: actors that die with the process that started them. A zero-CPU actor."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: ActorHandle | None = None) -> None:
+        """Hold nothing yet.
+
+        Args:
+            until: The lease of the one run that it is for, after which it ends its own process.
+        """
+        self._until = until
         self._held: list[tuple[ActorHandle, PlacementGroup]] = []
         self._turn: tuple[str, ActorHandle] | None = None
         """Which run is reserving, and its lease."""
@@ -66,7 +77,12 @@ class Janitor:
     def _watch(self) -> None:
         while True:
             time.sleep(LOOK_EVERY_S)
+            is_over = self._until is not None and not is_alive(self._until)
             self._remove_dead()
+            if is_over:
+                self.close()
+                ray.kill(ray.get_runtime_context().current_actor)
+                return
 
     def _remove_dead(self) -> None:
         with self._lock:
@@ -78,7 +94,13 @@ class Janitor:
             self._held = [pair for pair in self._held if pair not in dead]
 
 
-def start_janitor() -> ActorHandle:
-    """A janitor that lives as long as this process."""
-    janitor: Any = ray.remote(Janitor).options(num_cpus=0, max_concurrency=16)
-    return janitor.remote()
+def start_janitor(*, until: ActorHandle | None = None) -> ActorHandle:
+    """Start a janitor that lives as long as this process.
+
+    Args:
+        until: A run's lease. If given, the janitor outlives this process and ends after the lease.
+    """
+    janitor: Any = ray.remote(Janitor).options(
+        num_cpus=0, max_concurrency=16, lifetime=None if until is None else "detached"
+    )
+    return janitor.remote(until)

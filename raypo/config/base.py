@@ -7,11 +7,19 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from yaml import YAMLError
 
 from raypo.config.paths import is_uri, make_absolute
@@ -51,6 +59,16 @@ class Config(BaseModel):
 
     def _problems(self) -> Iterator[str]:
         yield from ()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_not_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        # Pydantic reads true as 1. Its strict mode would also refuse the text 1e-5, which is what
+        # YAML makes of it, and lists where a tuple is meant.
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if _has_boolean(value) and _wants_number(annotation):
+            raise ValueError("must be a number, and true or false is none. Write the number.")
+        return value
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
@@ -252,11 +270,41 @@ def _endings(key: str) -> list[str]:
 def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel]]:
     """The sections that a field may hold; with `items` also those in its list."""
     if get_origin(annotation) is None:
-        is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        return [annotation] if is_section else []
+        return [annotation] if _is_section(annotation) else []
     if get_origin(annotation) is tuple and not items:
         return []
     return [s for each in get_args(annotation) for s in _sections_of(each, items=items)]
+
+
+def _has_boolean(value: Any) -> bool:
+    """Return whether a value is true or false, or a list or mapping with one in it."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(map(_has_boolean, value))
+    return isinstance(value, bool)
+
+
+def _wants_number(annotation: Any) -> bool:
+    """Return whether a field holds numbers and no booleans. Sections look at their own fields."""
+    kinds = set(_kinds(annotation))
+    has_others = any(kind in (bool, Any, object) or _is_section(kind) for kind in kinds)
+    return bool(kinds & {int, float}) and not has_others
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        yield from map(type, get_args(annotation))
+    elif origin is None:
+        yield annotation
+    else:
+        for each in get_args(annotation)[: 1 if origin is Annotated else None]:
+            yield from _kinds(each)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -384,6 +384,10 @@ class CheckpointSection(Periodic):
     and the models of the best one stand in `best/`; null: only the newest count."""
     best_mode: Literal["max", "min"] = "max"
     """Whether the best is the largest or the smallest."""
+    changed_inputs: Literal["refuse", "accept"] = "refuse"
+    """What happens when a run resumes and a data file, a Python file or a model that its config
+    names has changed since the run began: refuse, or accept, which goes on and notes in
+    `summary.json` what has changed and after which step."""
 
     def _problems(self) -> Iterator[str]:
         if self.best_by is None:

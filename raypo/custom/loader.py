@@ -31,6 +31,7 @@ TAKES = {
     "callbacks": "the step",
 }
 """Config key -> the argument that its function is called with; of all others a list of rollouts."""
+_importing: list[str] = []
 _MODULE_OF_FILE = "raypo_function_file"
 """How the names of modules begin that are loaded from a `file.py:name`."""
 
@@ -125,6 +126,54 @@ def load_class(
     return partial(cls, **arguments)
 
 
+def source_files(spec: str) -> list[Path]:
+    """Return the file that defines a function or class, then the files beside it that it imports.
+
+    A function of a module comes without them: what a package imports of itself may be all of it.
+    Empty if there is no such file, or only a compiled one.
+    """
+    place, _ = _parts(spec, "")
+    try:
+        found = _module_source(place, spec, "") if place[-3:] != ".py" else Path(place).expanduser()
+    except ConfigError:
+        return []
+    if found is None or not found.is_file():
+        return []
+    files = [found.absolute()]
+    for file in files if place.endswith(".py") else ():  # it grows
+        files += [each for each in _neighbours(file) if each not in files]
+    return files
+
+
+def _neighbours(file: Path) -> list[Path]:
+    """Return the files in a file's own folder, or below it, that its import statements name."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    found: list[Path] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            level, names = 0, [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = f"{node.module}." if node.module else ""
+            level, names = node.level, [f"{parent}{alias.name}" for alias in node.names]
+        else:
+            continue
+        folder = file.parents[min(max(level - 1, 0), len(file.parents) - 1)]
+        for name in names:
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                path = folder.joinpath(*parts[:end])
+                found += filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
+    return list(dict.fromkeys(found))
+
+
+def imported_now() -> str | None:
+    """Return the import path that this process is importing at the moment, or None."""
+    return _importing[-1] if _importing else None
+
+
 def function_name(function: Callable[..., Any]) -> str:
     """The name of a function in messages: package.module.name, or file.py:name as in configs.
 
@@ -177,6 +226,7 @@ def _check_arguments(cls: Any, arguments: Mapping[str, Any], spec: str, key: str
 def _imported(spec: str, key: str) -> Any:
     """Imports the module and returns what is named."""
     place, name = _parts(spec, key)
+    _importing.append(spec)
     try:
         if place.endswith(".py"):
             module = _module_of_file(_existing(place, spec, key))
@@ -189,6 +239,8 @@ def _imported(spec: str, key: str) -> Any:
             f"{key} ({spec}): {place} cannot be imported: {type(error).__name__}: {error}. "
             "Correct it, or install what it needs on every node."
         ) from error
+    finally:
+        _importing.pop()
     found = getattr(module, name, None)
     if found is None:
         raise _no_such_name(name, [n for n in vars(module) if n[0] != "_"], spec, place, key)

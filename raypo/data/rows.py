@@ -147,7 +147,7 @@ def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> 
     elif path.startswith(GYM):
         rows = _reasoning_gym(path, key)
     else:
-        kinds = {file: _kind_of(file, key) for file in _files_of(path, key)}
+        kinds = {file: _kind_of(file, key) for file in files_of(path, key)}
         bad = bad or BadRows("refuse")
         rows = chain.from_iterable(_READERS[kind](file, key, bad) for file, kind in kinds.items())
     number = -1
@@ -174,7 +174,7 @@ def rows_on_disk(source: PromptSource, *, key: str) -> RowsOnDisk | None:
     return RowsOnDisk(source, rows)
 
 
-def _files_of(path: str, key: str) -> list[str]:
+def files_of(path: str, key: str) -> list[str]:
     """What a path names: itself, or what matches it as a pattern, by name."""
     if not _is_pattern(path):
         return [path]

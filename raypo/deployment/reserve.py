@@ -13,8 +13,11 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from raypo.config import PlacementSection
 from raypo.deployment.handle import DeploymentHandle
 from raypo.plan.placement import Bundle, PlacementError, Resources, place, words
+from raypo.tracking.console import Console
 
 WAIT_S = 0.5
+SAY_AFTER_S = 5.0
+"""Seconds of silent waiting, after which a line says who holds the room."""
 
 
 @dataclass(frozen=True)
@@ -40,26 +43,39 @@ def reserve(
     name: str,
     placement: PlacementSection,
     on_asked: Callable[[PlacementGroup], object] = lambda group: None,
+    say: Callable[[str], object] | None = None,
 ) -> PlacementGroup:
-    """A placement group that is there when this returns; it ends with this process's job.
+    """Reserve a placement group and wait until it is placed. It ends with this process's job.
 
     Args:
         what: The group, for people.
         name: Readable, for the dashboard.
         placement: Its strategy, and the seconds to wait for what others hold.
         on_asked: Called before it waits.
+        say: Called with a line for people once it has waited `SAY_AFTER_S`. None prints the line.
 
     Raises:
         PlacementError: it was not there in time, with the bundle that waits and what is free.
     """
     resources = [dict(bundle.resources) for bundle in bundles]
     group = ray.util.placement_group(resources, placement.strategy, name=name)
-    deadline = time.monotonic() + placement.timeout_s
+    began, is_said = time.monotonic(), False
     try:
         on_asked(group)
         while not group.wait(WAIT_S):  # in pieces, between which Ctrl-C is heard
-            if time.monotonic() > deadline:
-                raise PlacementError(_why_it_waits(bundles, what, group, placement))
+            waited_s = time.monotonic() - began
+            if waited_s > placement.timeout_s:
+                raise PlacementError(
+                    f"placement.timeout_s ({placement.timeout_s:g}): "
+                    f"{_why_it_waits(bundles, what, group, placement)} Wait until they end, raise "
+                    f"placement.timeout_s, or use a larger cluster."
+                )
+            if waited_s > SAY_AFTER_S and not is_said:
+                is_said = True
+                (say or Console().message)(
+                    f"waiting for room, up to {placement.timeout_s:g} s (placement.timeout_s): "
+                    f"{_why_it_waits(bundles, what, group, placement)}"
+                )
     except BaseException:
         remove_placement_group(group)
         raise
@@ -82,15 +98,14 @@ def _why_it_waits(
     waiting = [index for index in range(len(bundles)) if index not in fitting]
     first = waiting[0] if waiting else len(bundles) - 1
     return (
-        f"placement.timeout_s ({placement.timeout_s:g}): bundle {first} of {what} "
-        f"({bundles[first]}) was not free in time; the group asks for {len(bundles)} bundles under "
-        f"placement.strategy {placement.strategy}, free are {words(free)}. {_holders(group)}Wait "
-        f"until they end, raise placement.timeout_s, or use a larger cluster."
+        f"bundle {first} of {what} ({bundles[first]}) is not free; the group asks for "
+        f"{len(bundles)} bundles under placement.strategy {placement.strategy}, free are "
+        f"{words(free)}. {_holders(group)}"
     )
 
 
 def _holders(group: PlacementGroup) -> str:
-    """A sentence that names the other placement groups and what they hold; empty without any."""
+    """Name the other placement groups and what they hold, in a sentence."""
     names = []
     for info in placement_group_table().values():
         if info["state"] == "CREATED" and info["placement_group_id"] != group.id.hex():
@@ -98,4 +113,6 @@ def _holders(group: PlacementGroup) -> str:
             for bundle in info["bundles"].values():
                 held |= {name: held.get(name, 0.0) + each for name, each in bundle.items()}
             names.append(f"{info['name'] or info['placement_group_id'][:8]} ({words(held)})")
-    return f"Placement groups that hold the rest: {', '.join(names)}. " if names else ""
+    if not names:
+        return "No placement group holds the rest: actors or tasks of other programs do."
+    return f"Placement groups that hold the rest: {', '.join(names)}."

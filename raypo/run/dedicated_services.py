@@ -22,6 +22,7 @@ def start_dedicated(
     use_gpu: bool,
     more: Mapping[str, Mapping[str, Any]] | None = None,
     on_asked: Callable[[PlacementGroup], object] = lambda group: None,
+    say: Callable[[str], object] | None = None,
 ) -> Dedicated:
     """Reserve the dedicated group and start the roles that live in it; the driver calls it.
 
@@ -29,6 +30,7 @@ def start_dedicated(
         config: With absolute paths.
         more: By role, further arguments of its class.
         on_asked: Called with the group before it is waited for.
+        say: Called with a line for people if there is no room yet. None prints the line.
 
     Raises:
         PlacementError: the group was not free within `placement.timeout_s`.
@@ -38,7 +40,12 @@ def start_dedicated(
         return Dedicated()
     name = f"raypo:{run_name}:dedicated"
     group = reserve(
-        bundles, "the dedicated group", name=name, placement=config.placement, on_asked=on_asked
+        bundles,
+        "the dedicated group",
+        name=name,
+        placement=config.placement,
+        on_asked=on_asked,
+        say=say,
     )
     dedicated = Dedicated(group=group)
     places = places_in(group, bundles)

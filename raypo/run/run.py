@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from raypo.cluster.devices import check_capability
 from raypo.cluster.messenger import MonitorClient
 from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.collectives import Workers
-from raypo.config import RecipeConfig
+from raypo.config import CheckpointSection, RecipeConfig
 from raypo.custom.loader import load_function
 from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
@@ -29,8 +31,14 @@ from raypo.run.background_writer import BackgroundWriter
 from raypo.run.callbacks import StepView, ask_callbacks
 from raypo.run.rollout_metrics import speed_metrics
 from raypo.run.setup import Runtime, decided_together, open_setup
-from raypo.run.watched import Watched, check_measured, of_its_kind, reason_to_stop
-from raypo.storage.checkpoints import BEST_STEP, STATE, find_checkpoint
+from raypo.run.watched import (
+    Watched,
+    best_in_words,
+    check_measured,
+    of_its_kind,
+    reason_to_stop,
+)
+from raypo.storage.checkpoints import BEST_STEP, SCORE, STATE, damage_named, find_checkpoint
 from raypo.storage.folder import link_tree
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, summarize
@@ -266,7 +274,7 @@ class Run(ABC, Generic[AnyConfig]):
         self.files.sync()  # the checkpoint counts once it is reported, so its rollouts go first
         if to_ray or checkpoint is not None:
             ray.train.report(
-                {"step": step, **metrics, **clock.laps},
+                report_for_ray(step, metrics | clock.laps, self.config.checkpoint),
                 checkpoint=checkpoint,
                 checkpoint_upload_fn=_move_into_place if self.files.is_local else None,
             )
@@ -303,11 +311,9 @@ class Run(ABC, Generic[AnyConfig]):
         is_done = self.last_step == self.config.num_steps or self.stopped
         status = "finished" if is_done else "interrupted"
         own: dict[str, Any] = {"stopped": self.stopped} if self.stopped else {}
-        if best := self._best_of_all():
+        if self._best and (best := self._best_of_all()):
             own["best"] = best
-            self.tell.message(
-                "best: step {step}, {metric} {value:.4g}, its models in best/".format(**best)
-            )
+            self.tell.message(best_in_words(self._best, self.files.metrics()))
         if self.workers.rank == 0:
             self.files.write_summary(
                 summarize(
@@ -373,8 +379,9 @@ class Run(ABC, Generic[AnyConfig]):
         return self._earlier_s + time.monotonic() - self.started
 
     def _restore(self, directory: Path, learner: Saveable, *, is_own: bool) -> None:
-        learner.restore(directory)
-        state = json.loads((directory / STATE).read_text())
+        with damage_named(directory, self.files):
+            learner.restore(directory)
+            state = json.loads((directory / STATE).read_text())
         self.load_state_dict(state)
         if is_own:
             self.restore_share(directory)
@@ -411,6 +418,23 @@ class Run(ABC, Generic[AnyConfig]):
                 final.rename(old)
             new.rename(final)
             shutil.rmtree(old, ignore_errors=True)
+
+
+def report_for_ray(
+    step: int, metrics: Mapping[str, float], section: CheckpointSection
+) -> dict[str, float]:
+    """Return a step's metrics as Ray Train is told them, with the score that ranks checkpoints.
+
+    The score is the metric of `checkpoint.best_by` or its negative, so that more is better, and
+    the lowest number where a step did not measure it. Left to itself, Ray 2.60 ranks a checkpoint
+    without the metric as the best under the order `min` and deletes the real best, and it writes
+    NaN as null, at which each later resume fails with a TypeError.
+    """
+    told = {"step": step, **metrics}
+    if section.best_by is not None:
+        value = metrics.get(section.best_by, math.nan) * (1 if section.best_mode == "max" else -1)
+        told[SCORE] = value if math.isfinite(value) else -sys.float_info.max
+    return told
 
 
 def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:

@@ -52,7 +52,7 @@ class Runtime:
     dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """What the driver has started in a placement group of its own, by role."""
     janitor: ActorHandle | None = None
-    """An actor of a sweep that removes the workers' placement group once the monitor is dead."""
+    """Removes the workers' placement group once the monitor is dead. None if Ray does it."""
     shared: Shared | None = None
     """Deployments that the trials of a sweep have in common."""
     resume_from: str | None = None

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from raypo.config import ConfigError, StopSection
+from raypo.metrics.catalogue import Row, reference
 
 EVAL = "eval/"
 
@@ -33,10 +34,14 @@ class Watched:
         if not math.isfinite(value):
             return self
         last = value if step else math.nan
-        gain = (value - self.best) if self.mode == "max" else (self.best - value)
-        if math.isnan(gain) or gain > self.min_change:
+        if math.isnan(self.best) or self.is_better(value, self.best):
             return replace(self, last=last, best=value, best_step=step, since_best=0)
         return replace(self, last=last, since_best=self.since_best + 1)
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Return whether a value is better than another by more than `min_change`."""
+        gain = (value - other) if self.mode == "max" else (other - value)
+        return gain > self.min_change
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -63,6 +68,22 @@ def reason_to_stop(watched: Watched, rules: StopSection) -> str | None:
             f"{watched.since_best} measurements (stop.patience)"
         )
     return None
+
+
+def best_in_words(watched: Watched, rows: Sequence[Row]) -> str:
+    """Name the best step, and the value before the first update if it was measured.
+
+    Args:
+        rows: The run's metrics by step.
+    """
+    words = f"best: step {watched.best_step}, {watched.metric} {watched.best:.4g}, its models in "
+    words += "best/"
+    start = reference(rows, watched.metric) if watched.metric.startswith(EVAL) else None
+    if start is None:
+        return words
+    if watched.is_better(watched.best, start):
+        return f"{words} ({start:.4g} before the first update)"
+    return f"{words}; no step was better than the {start:.4g} before the first update"
 
 
 def of_its_kind(metric: str, metrics: Mapping[str, float]) -> list[str]:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from json import JSONDecodeError
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from raypo.config import ConfigError
@@ -43,6 +48,44 @@ def find_checkpoint(place: str) -> str:
             f"its {BEST}/, or a checkpoint_* folder."
         )
     return below(run.location, wanted[-1]["checkpoint_dir_name"])
+
+
+SCORE = "checkpoint/score"
+"""Metric by which Ray Train ranks checkpoints. More is better, whatever `best_mode` says."""
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A file of a checkpoint is missing or cannot be read."""
+
+
+@contextmanager
+def damage_named(directory: Path, run: RunFiles) -> Iterator[None]:
+    """Turn what PyTorch, DeepSpeed or JSON say of a damaged file into an error with a remedy.
+
+    Args:
+        directory: The checkpoint as it lies on this machine.
+        run: The run that resumes.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or cannot be read.
+    """
+    try:
+        yield
+    except (EOFError, OSError, UnpicklingError, JSONDecodeError, RuntimeError, KeyError) as error:
+        if "out of memory" in str(error).lower():
+            raise
+        names = [name for name in run.names() if name.startswith("checkpoint_")]
+        others = [below(run.location, name) for name in names if name != directory.name]
+        remedy = (
+            f"Begin a run of another name with from_checkpoint: {others[-1]}"
+            if others
+            else "Restore its files from a copy"
+        )
+        raise DamagedCheckpointError(
+            f"{directory}: this checkpoint cannot be read, a file of it is missing or damaged "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}). {remedy}, or "
+            f"start over (--fresh; in Python fresh=True)."
+        ) from error
 
 
 def checkpoint_state(checkpoint: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
+_INPUTS = "inputs.json"
 _ROLLOUTS, _LOGS, _TIMELINE = "rollouts", "logs", "timeline"
 BEST = "best"
 """The models of the best step, by `checkpoint.best_by`, and which one that is."""
@@ -210,6 +211,15 @@ class RunFiles:
         content = self._folder.read(_CONFIG)
         return None if content is None else unescaped(yaml.safe_load(content))
 
+    def write_inputs(self, text: str) -> None:
+        """Write `inputs.json`: digests of what the config names (see `raypo.inputs`)."""
+        replace_file(self.folder / _INPUTS, text.encode())
+
+    def inputs(self) -> dict[str, Any] | None:
+        """Return the content of `inputs.json`, or None if there is none."""
+        content = self._folder.read(_INPUTS)
+        return None if content is None else json.loads(content)
+
     def write(self, name: str, content: bytes) -> None:
         """Replace a file as a whole."""
         replace_file(self.folder / name, content)
@@ -227,7 +237,12 @@ class RunFiles:
         return self._folder.names()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`; what is not finite is written as null."""
+        """Write `summary.json`; what is not finite is written as null.
+
+        It also gets the changed inputs that the run has accepted, whoever writes it.
+        """
+        if accepted := (self.inputs() or {}).get("accepted"):
+            summary = {**summary, "accepted_inputs": accepted}
         text = json.dumps(finite(summary), indent=2) + "\n"
         replace_file(self.folder / _SUMMARY, text.encode())
 
@@ -248,8 +263,7 @@ class RunFiles:
         is_mapping = isinstance(config, dict)
         found = "sweep" if is_mapping and RECORDED_BASE in config else "run"
         is_this_run = is_mapping and config.get("name") == self.name and found == kind
-        strangers = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
-        strangers.sort(key=_CONFIG.__eq__)  # another run's config says the least
+        strangers = self._foreign_names()
         if strangers and not is_this_run:
             raise ConfigError(
                 f"name ({self.name}): {self.location} is not the folder of such a {kind}, it holds "
@@ -257,6 +271,24 @@ class RunFiles:
                 "remove the folder yourself."
             )
         self._folder.remove()
+
+    def check_unused(self) -> None:
+        """Refuse a folder without a config that holds files which are no run's.
+
+        Raises:
+            ConfigError: there are some. A run would write its own files over those of its names.
+        """
+        if not self.exists() and (strangers := self._foreign_names()):
+            raise ConfigError(
+                f"name ({self.name}): {self.location} holds {strangers[0]}, and no config.yaml, so "
+                f"it is no run's folder and its files could be overwritten. Choose another name or "
+                f"storage_path, or move the files away."
+            )
+
+    def _foreign_names(self) -> list[str]:
+        """Return the names of what a run that died before its config does not leave."""
+        names = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
+        return sorted(names, key=_CONFIG.__eq__)  # another run's config says the least
 
     def is_running(self) -> bool | None:
         """Whether a process holds the run; None where that cannot be seen (at a URI)."""

@@ -47,7 +47,9 @@ class Console:
         self._watch = Watch(config)
         self._num_steps = self._step = 0
         self._folder = ""
-        self._scores: list[float] = []
+        self._rows: list[Mapping[str, float]] = []
+        """Every step of the run so far, those of earlier commands included."""
+        self._has_step = False
         self._closed = False
 
     def start(
@@ -57,9 +59,14 @@ class Console:
         dashboard_url: str | None,
         folder: str | Path,
         dashboard_token: str | None = None,
+        rows: Sequence[Mapping[str, float]] = (),
     ) -> None:
-        """Say what runs and where; only a terminal shows the token, for other lines are kept."""
-        self._num_steps, self._folder = num_steps, str(folder)
+        """Say what runs and where; only a terminal shows the token, for other lines are kept.
+
+        Args:
+            rows: Steps of earlier commands, with which a resumed run is compared.
+        """
+        self._num_steps, self._folder, self._rows = num_steps, str(folder), [*rows]
         if self._live:
             self._view = LiveView(self._stream, num_steps)
         self.message(f"raypo: {run_name}, {_count(num_steps, 'step')}, files in {folder}")
@@ -74,6 +81,8 @@ class Console:
     def resume(self, first_step: int) -> None:
         """Say which step comes first, counted from 1, where it is not the first of the run."""
         self._step = first_step - 1
+        self._rows = [row for row in self._rows if row["step"] < first_step]
+        self._watch.resume(self._rows)
         if self._step:
             self.message(f"Resuming after step {self._step}.")
         if self._view is not None:
@@ -83,7 +92,7 @@ class Console:
         """Say what is going on now; as plain lines only until the first step has ended."""
         if self._view is not None:
             self._view.update(self._view.task, phase=text)
-        elif not self._scores:
+        elif not self._has_step:
             self.message(text)
 
     def step(self, metrics: Mapping[str, float]) -> None:
@@ -92,9 +101,10 @@ class Console:
         Without the key `step` the steps are counted.
         """
         self._step = int(metrics.get("step", self._step + 1))
-        self._scores.append(metrics.get("rollout/score_mean", math.nan))
+        self._has_step = True
+        self._rows.append({**metrics, "step": self._step})
         self.message(step_line(self._step, self._num_steps, metrics))
-        for finding in self._watch.add({**metrics, "step": self._step}):
+        for finding in self._watch.add(self._rows[-1]):
             self.message(f"warning: {finding.text} {finding.remedy}")
         if self._view is not None:
             self._view.step(self._step, metrics)
@@ -121,8 +131,9 @@ class Console:
             self._view.stop()
         words = [f"{status} after {_count(self._step, 'step')}"]
         words += [] if wall_s is None else [f"in {duration(wall_s)}"]
-        if any(map(math.isfinite, self._scores)):
-            words.append(f"(score {self._scores[0]:+.3f} -> {self._scores[-1]:+.3f})")
+        scores = [row.get("rollout/score_mean", math.nan) for row in self._rows]
+        if finite := [score for score in scores if math.isfinite(score)]:
+            words.append(f"(score {finite[0]:+.3f} -> {finite[-1]:+.3f})")
         self.message(f"raypo: {' '.join(words)}, files in {self._folder}")
 
 

@@ -65,6 +65,12 @@ class Watch:
         self._rows: list[Row] = []
         self._reported: set[str] = set()
 
+    def resume(self, rows: Iterable[Row]) -> None:
+        """Take the rows before a resume for the history, and count their findings as reported."""
+        self._rows = []
+        for row in rows:
+            self.add(row)
+
     def add(self, row: Row) -> list[Finding]:
         """What this step shows for the first time."""
         self._rows.append(row)
@@ -154,6 +160,34 @@ def _held_out_falls(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
             "checkpoint.",
         )
     return None
+
+
+def _policy_dies(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
+    """Compare the newest scores with the start: a run may lose what the policy could before."""
+    name, label, patience = "eval/score_mean", "held-out", 2
+    start = _values(rows[:1], "eval/initial_score_mean")
+    if not start:  # no held-out score of the start: the first step samples before any update
+        name, label, patience = "rollout/score_mean", "training", PATIENCE
+        start = _values(rows[:1], name) if rows[0].get("step") == 1 else []
+    newest = _values(rows, name)[-patience:]
+    if not start or not newest or name not in rows[-1]:
+        return None
+    spread = rows[0].get("rollout/score_std", math.inf)
+    if min(newest) >= 0.0 and start[0] <= 1.0:  # what scores between 0 and 1 spreads at most
+        spread = min(spread, math.sqrt(max(start[0] * (1.0 - start[0]), 0.0)))
+    falls = [start[0] - value for value in newest]
+    is_lasting = len(falls) == patience and min(falls) > 0.5 * spread
+    is_total = name.startswith("eval/") and falls[-1] > 0.9 * spread
+    if not 0.0 < spread < math.inf or not (is_lasting or is_total):
+        return None
+    return (
+        f"the {label} score fell from {start[0]:.3f}, before the first update, to "
+        f"{newest[-1]:.3f}: the policy loses what it could.",
+        "Read the newest samples. Lower learner.policy_lr or ppo.num_epochs, or raise ppo.kl.coef, "
+        "and start over: later steps seldom mend it."
+        if "rollout/score_mean" in rows[-1]
+        else "Read the newest answers, and lower learner.lr.",
+    )
 
 
 def _length_explodes(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
@@ -268,6 +302,7 @@ def _beyond(metric: str, limit: float, text: str, remedy: str) -> Rule:
 _RULES: dict[str, Rule] = {
     "kl_drift": _kl_drift,
     "held_out_falls": _held_out_falls,
+    "policy_dies": _policy_dies,
     "length": _length_explodes,
     "truncated": _beyond(
         "rollout/truncated_fraction",

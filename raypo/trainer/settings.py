@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import ray
@@ -16,10 +19,12 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raypo.cluster.connect import cluster_address, connect
 from raypo.cluster.devices import check_accelerators, check_driver
 from raypo.config import ConfigError, OnlineConfig, RecipeConfig
-from raypo.custom.loader import check_callable
+from raypo.custom.loader import check_callable, imported_now, source_files
+from raypo.inputs import functions_of_user
 from raypo.plan.hardware import this_machine
 from raypo.plan.placement import worker_resources
 from raypo.rewards.scoring import RewardFunction
+from raypo.storage.checkpoints import SCORE
 from raypo.storage.folder import TEMPORARY, below
 from raypo.storage.run_files import GIVEN_ROWS, RunFiles
 
@@ -92,6 +97,13 @@ def check_arguments(
         raise ConfigError(
             "ScalingConfig.use_tpu (True): raypo runs on CPUs and GPUs. Leave it out."
         )
+    if scaling is not None and scaling.elasticity_enabled:
+        raise ConfigError(
+            f"ScalingConfig.num_workers ({scaling.num_workers}): a run keeps its number of "
+            f"workers, because a checkpoint is of as many, so elastic training does not work. Set "
+            f"it to one number, like {max(scaling.max_workers, 1)}; with max_failures a run whose "
+            f"worker is lost goes on by itself, once there is room for all of them."
+        )
     if run is not None and run.storage_filesystem is not None:
         raise ConfigError(
             f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): metrics and "
@@ -106,6 +118,44 @@ def check_arguments(
             f"out; eval.function of an SFTConfig or DPOConfig judges answers to held-out prompts."
         )
     check_callable(reward_fn, name=_function_name(reward_fn), key="reward_fn")
+
+
+def check_not_started_by_import(config: RecipeConfig) -> None:
+    """Refuse a script that starts a run whenever it is imported, as workers import it.
+
+    Raises:
+        ConfigError: this process is importing it, or is the script and stands at a statement that
+            the import would reach.
+    """
+    remedy = 'Put what starts the run below `if __name__ == "__main__":`.'
+    if (spec := imported_now()) is not None:
+        raise ConfigError(f"{spec}: a run imports this file, which starts a run. {remedy}")
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not _is_script(frame):
+        frame = frame.f_back
+    if frame is None:
+        return
+    script, line = Path(frame.f_code.co_filename).absolute(), frame.f_lineno
+    for key, spec in functions_of_user(config):
+        if script in source_files(spec)[:1] and not _is_guarded(script, line):
+            raise ConfigError(
+                f"{key} ({spec}): workers import this file, and line {line} of it would start the "
+                f"run once more. {remedy}"
+            )
+
+
+def _is_script(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
+
+
+def _is_guarded(script: Path, line: int) -> bool:
+    """Return whether a line is below a condition on `__name__`."""
+    return any(
+        isinstance(node, ast.If)
+        and any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test))
+        for node in ast.parse(script.read_bytes()).body
+        if node.lineno <= line <= (node.end_lineno or node.lineno)
+    )
 
 
 def resolve(
@@ -206,8 +256,7 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
         storage_path=config.absolute_storage_path,
         checkpoint_config=CheckpointConfig(
             num_to_keep=config.checkpoint.keep,
-            checkpoint_score_attribute=config.checkpoint.best_by,
-            checkpoint_score_order=config.checkpoint.best_mode,
+            checkpoint_score_attribute=None if config.checkpoint.best_by is None else SCORE,
         ),
         failure_config=dataclasses.replace(
             failure,

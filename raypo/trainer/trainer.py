@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -28,20 +29,21 @@ from raypo.checks import (
     with_steps_of_epochs,
 )
 from raypo.cluster.connect import (
-    cluster_address,
     connect,
     dashboard_token,
     dashboard_url,
     untold_environment,
 )
+from raypo.cluster.janitor import start_janitor
 from raypo.cluster.messenger import start_monitor
 from raypo.cluster.resources import alive_nodes
 from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.concurrency import daemon_future
 from raypo.config import OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
+from raypo.inputs import record_inputs
 from raypo.plan.placement import lay_out, worker_bundles
-from raypo.ray_internals import leave_out_callbacks
+from raypo.ray_internals import is_driver, leave_out_callbacks, tune_session
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
@@ -50,6 +52,7 @@ from raypo.tracking.console import Console
 from raypo.trainer.settings import (
     Rows,
     check_arguments,
+    check_not_started_by_import,
     check_rows,
     read_config,
     resolve,
@@ -121,10 +124,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         read = read_config(config, kind, datasets)
         resolved = resolve(read, scaling_config, run_config, reward_fn)
         resolved = with_rows(resolved, datasets or {})
-        check_inputs(resolved, has_reward_fn=reward_fn is not None)
+        self._notes = check_inputs(resolved, has_reward_fn=reward_fn is not None)
         self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._reward_fn = reward_fn
+        self._janitor: ActorHandle | None = None
+        self._tune_session: object | None = None
         self._datasets, self._fresh = dict(datasets or {}), fresh
         scaling = scaling_of(self.config, scaling_config)
         self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
@@ -152,6 +157,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 `max_failures` allows.
             KeyboardInterrupt: a second Ctrl-C or SIGTERM.
         """
+        check_not_started_by_import(self.config)
         with self._files.lock():
             if self._fresh:
                 self._files.remove()
@@ -165,6 +171,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 return self._with_every_step(Result.from_path(self._files.location))
             config: Any = self.config
             check_models(config)
+            for note in self._notes:
+                Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
             try:
                 return self._with_every_step(self._fit_watched())
@@ -175,9 +183,15 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _fit_watched(self) -> Result:
         self._check_cluster()
-        leave_out_callbacks(self, self._unused_callbacks())
+        # Each starts a process that imports ray.train, seconds on a small machine. No recipe reads
+        # Ray Data sets, and `self._janitor` removes the placement groups of a run that was killed.
+        leave_out_callbacks(self, {"DatasetsCallback", "PlacementGroupCleanerCallback"})
         self._tell_workers()
         self._files.write_config(self.config.model_dump(mode="json"))
+        resumes = self._files.last_step() > 0
+        accepted = record_inputs(
+            self.config, self._files, resumes=resumes, given=self._given_functions
+        )
         self._files.sync()
         earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
         began = time.monotonic()
@@ -185,6 +199,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         about = {"location": self._files.location}
         about |= self.config.model_dump(include={"recipe", "num_steps"})
         monitor = start_monitor(self.config.name, about=about)
+        self._janitor = self._start_janitor(monitor)
         console = Console(config=self.config.model_dump())
         dedicated = Dedicated()
         status = "failed"
@@ -195,9 +210,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 dashboard_url(),
                 self._files.location,
                 dashboard_token(),
+                self._files.metrics(),
             )
-            dedicated = self._start_dedicated(monitor)
-            self._wait_for_room(monitor)
+            for change in accepted:
+                console.message(f"changed input, accepted: {change}")
+            dedicated = self._start_dedicated(monitor, console.message)
+            self._wait_for_room(monitor, console.message)
             self.train_loop_config = {
                 **self.config.model_dump(),
                 RUNTIME_KEY: self._runtime(monitor, dedicated),
@@ -221,19 +239,18 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             given["env_vars"] = {**variables, **given.get("env_vars", {})}
             self.run_config.worker_runtime_env = given
 
-    def _unused_callbacks(self) -> set[str]:
-        """Ray Train's own callbacks whose process this run does not need.
-
-        Each such process imports ray.train, which is seconds of start-up on a small machine. One
-        hands out Ray Data sets, which no recipe reads. One removes the workers' placement group
-        where driver and controller die and the cluster lives on: a Ray that was started here ends
-        with this process.
-        """
-        has_cluster = cluster_address(self.config.cluster)[0] is not None
-        return {"DatasetsCallback"} | (set() if has_cluster else {"PlacementGroupCleanerCallback"})
+    def _start_janitor(self, monitor: ActorHandle) -> ActorHandle | None:
+        # Ray removes a job's groups when its driver ends. Those of a task or an actor, like a trial
+        # of Ray Tune, it keeps until then.
+        return None if is_driver() else start_janitor(until=monitor)
 
     def _check_folder(self) -> None:
-        check_run_folder(self.config, self._files, start_over="fresh=True")
+        given = self._given_functions
+        check_run_folder(self.config, self._files, start_over="fresh=True", given=given)
+
+    @property
+    def _given_functions(self) -> dict[str, RewardFunction]:
+        return {} if self._reward_fn is None else {"reward.function": self._reward_fn}
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
         return run_config_of(self.config, given)
@@ -244,6 +261,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             storage_path=self.config.absolute_storage_path,
             working_dir=os.getcwd(),
             monitor=monitor,
+            janitor=self._janitor,
             reward_fn=self._reward_fn,
             dedicated=dedicated.handles,
         )
@@ -254,6 +272,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Args:
             begun: When `stop.after_s` begins, by the monotonic clock.
         """
+        self._tune_session = tune_session()
         after_s = self.config.stop.after_s
         deadline = math.inf if after_s is None else begun + after_s
 
@@ -304,7 +323,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 "message",
                 "Ray Train's controller was lost; the run goes on from its last checkpoint.",
             )
-            self._wait_for_room(monitor)
+            self._wait_for_room(monitor, partial(monitor.tell.remote, "message"))
             self._allow_failures(left)
 
     def _allow_failures(self, count: int) -> None:
@@ -313,8 +332,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self.run_config = dataclasses.replace(self.run_config, failure_config=allowed)
 
     def _is_unwanted(self) -> bool:
-        """Whether a sweep wants the run to end after its step."""
-        return False
+        """Return whether Tune has stopped the trial that this run is."""
+        return self._tune_session is not None and tune_session() is not self._tune_session
 
     def _check_cluster(self) -> None:
         """Refuse what no waiting could ever place; Ray itself would wait without an end."""
@@ -322,7 +341,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self._recipe, alive_nodes(), use_gpu=self._use_gpu, each_worker=self._worker_resources
         )
 
-    def _wait_for_room(self, monitor: ActorHandle) -> None:
+    def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
         """Wait until the learner workers' group could be placed, which Ray Train then makes.
 
         It would not say which bundle waits, for what, or who has it.
@@ -333,6 +352,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             name=f"raypo:{self.config.name}:workers",
             placement=self.config.placement,
             on_asked=lambda group: self._hold(monitor, group),
+            say=say,
         )
         remove_placement_group(group)
 
@@ -352,7 +372,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         }
         return {name: amount for name, amount in resources.items() if amount}
 
-    def _start_dedicated(self, monitor: ActorHandle) -> Dedicated:
+    def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
         """Step 2 of what outlives the workers: before they start."""
         if not isinstance(self.config, OnlineConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
@@ -364,10 +384,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             logs_dir=str(self._files.logs_dir),
             use_gpu=self._use_gpu,
             on_asked=lambda group: self._hold(monitor, group),
+            say=say,
         )
 
     def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
-        """Called with a group that has been asked for; it ends with this process's job."""
+        """Have the group removed if this process is killed, before anything waits for it."""
+        if self._janitor is not None:
+            ray.get(self._janitor.hold.remote(monitor, group))
 
     @property
     def _use_gpu(self) -> bool:

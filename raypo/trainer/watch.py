@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError
 
 from raypo.cluster.actors import is_lost_actor
+from raypo.cluster.connect import refusal
 from raypo.metrics.process_memory import peak_memory
 from raypo.ray_internals import failed_to_start
 from raypo.tracking.console import Console
@@ -25,27 +28,62 @@ def show_events(console: Console, monitor: ActorHandle) -> None:
         shown.get(kind, console.message)(content)
 
 
+INTERRUPTED = 130
+"""Exit status of a process that a signal has ended."""
+LOOK_EVERY_S = 1.0
+GRACE_S = 5.0
+"""Seconds in which files are written before the process ends, once Ray is gone."""
+
+
 @contextmanager
 def stop_on_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks for an end, the second one raises KeyboardInterrupt."""
+    """Ask for an end at the first Ctrl-C or SIGTERM, and raise KeyboardInterrupt at the second.
+
+    From the first signal on a thread looks whether Ray's head is still there: one to the whole
+    process group, as `timeout` sends it, ends a local Ray too.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    count = 0
+    count, is_over = 0, threading.Event()
+    address = ray.get_runtime_context().gcs_address
 
     def stop(number: int, frame: Any) -> None:
         nonlocal count
         count += 1
         if count > 1:
             raise KeyboardInterrupt
+        threading.Thread(target=_end_with_ray, args=(address, is_over), daemon=True).start()
         ask()
 
     earlier = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
+        is_over.set()
         for each, handler in earlier.items():
             signal.signal(each, handler)
+
+
+def _end_with_ray(address: str, is_over: threading.Event) -> None:
+    """End this process if Ray's head is gone before the run has stopped.
+
+    Ray's client would try to reach the head for 60 s, and then abort the process with a C++ error.
+    """
+    while refusal(address) is None:
+        if is_over.wait(LOOK_EVERY_S):
+            return
+    if is_over.is_set():
+        return
+    Console().message(
+        "Ray has ended too, as at a signal to the whole process group, so this step has no "
+        "checkpoint. The same command goes on from the last one."
+    )
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)  # the second signal, also out of a call that blocks
+    time.sleep(GRACE_S)
+    os._exit(INTERRUPTED)
 
 
 def is_lost_controller(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from raypo.checks import check_recorded_inputs
 from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, AnyConfig, ConfigError, parse_run_config
 from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
@@ -18,7 +19,13 @@ from raypo.tuning.record import TRIALS, best_of, read_trials
 
 TRIALS_FOLDER = "trials"
 """Below a sweep's folder: the run folders of its trials."""
-TRIALS_DO_NOT_DEPEND_ON = ("max_concurrent", "num_samples", "resources", "storage_path")
+TRIALS_DO_NOT_DEPEND_ON = (
+    "max_concurrent",
+    "num_samples",
+    "overrides",  # compared as part of the base, which has them
+    "resources",
+    "storage_path",
+)
 """Keys of a sweep file that may change when it is resumed, or given more trials."""
 
 
@@ -38,11 +45,12 @@ def recorded_config(sweep: SweepConfig, base: AnyConfig) -> dict[str, Any]:
 
 
 def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> None:
-    """Refuse to go on in a folder that belongs to another sweep.
+    """Refuse to go on in a folder that belongs to another sweep, or with changed inputs.
 
     Raises:
-        ConfigError: with every key that differs.
+        ConfigError: with every key that differs, or every file that has changed.
     """
+    files.check_unused()
     if not files.exists():
         return
     recorded = recorded_sweep(files)
@@ -66,6 +74,8 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
             f"name ({sweep.name}): {files.location} holds another sweep:\n  {lines}\n"
             f"Change these keys back to go on, choose another name, or start over with --fresh."
         )
+    if read_trials(files):
+        check_recorded_inputs(base, files)
 
 
 def is_done(sweep: SweepConfig, files: RunFiles) -> bool:

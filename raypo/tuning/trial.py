@@ -9,20 +9,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray import tune
 from ray.actor import ActorHandle
 from ray.train import Checkpoint, RunConfig, UserCallback
-from ray.util.placement_group import PlacementGroup
 
-from raypo.checks import is_finished
+from raypo.checks import check_recorded_inputs, is_finished
 from raypo.config import AnyConfig, parse_run_config
 from raypo.config.sweep_config import with_values
 from raypo.deployment.reserve import Dedicated
+from raypo.inputs import learn_digests
 from raypo.ray_internals import run_controllers_here
 from raypo.run.setup import Runtime, Shared
 from raypo.storage.run_files import RunFiles
@@ -56,6 +56,8 @@ class TrialSetup:
     """Whether trials copy each other's checkpoints (pbt)."""
     janitor: ActorHandle | None = None
     shared: Shared | None = None
+    digests: Mapping[tuple[str, int, int, int], str] = field(default_factory=dict)
+    """Digests of the inputs that trials share, so that each is read once and not once a trial."""
 
     def config(self, name: str, point: Point) -> AnyConfig:
         """The run config of a trial."""
@@ -74,6 +76,7 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
     assert name is not None
     run, files = setup.config(name, config[POINT]), RunFiles(setup.storage_path, name)
     _wait_for_predecessor(files)
+    learn_digests(setup.digests)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
     known = known_metrics(files.metrics(), setup.goal)
     if is_finished(files, run):  # the driver was killed before it could note that
@@ -124,21 +127,19 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         runtime = super()._runtime(monitor, dedicated)
         return dataclasses.replace(
             runtime,
-            janitor=self._setup.janitor,
             shared=self._setup.shared,
             resume_from=self._segment.resume_from if self._segment else None,
         )
 
-    def _start_dedicated(self, monitor: ActorHandle) -> Dedicated:
-        if self.config.placement.is_dedicated and self._setup.janitor is not None:
-            take_turn = self._setup.janitor.take_turn
+    def _start_janitor(self, monitor: ActorHandle) -> ActorHandle | None:
+        return self._setup.janitor
+
+    def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
+        if self.config.placement.is_dedicated and self._janitor is not None:
+            take_turn = self._janitor.take_turn
             while not ray.get(take_turn.remote(self.config.name, monitor)):
                 time.sleep(TURN_S)
-        return super()._start_dedicated(monitor)
-
-    def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
-        if self._setup.janitor is not None:  # the job goes on when this trial is killed
-            ray.get(self._setup.janitor.hold.remote(monitor, group))
+        return super()._start_dedicated(monitor, say)
 
     def _is_unwanted(self) -> bool:
         # One that pbt has stopped begins again where it was stopped.
@@ -149,8 +150,10 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         return self._segment.run_config(run_config, self._files) if self._segment else run_config
 
     def _check_folder(self) -> None:
-        if self._segment is None:  # pbt changes the config of a run as it goes
+        if self._segment is None:
             super()._check_folder()
+        elif self._files.last_step():  # pbt changes the config of a run as it goes, not its files
+            check_recorded_inputs(self.config, self._files)
 
 
 class TrialReports(UserCallback):

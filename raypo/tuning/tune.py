@@ -19,10 +19,12 @@ from raypo.cluster.janitor import start_janitor
 from raypo.cluster.resources import alive_nodes
 from raypo.config import AnyConfig
 from raypo.config.sweep_config import SweepConfig
+from raypo.inputs import known_digests, record_inputs
 from raypo.plan.placement import takes_gpus
 from raypo.ray_internals import tell_past
 from raypo.storage.folder import below, open_folder
 from raypo.storage.run_files import RunFiles
+from raypo.tracking.console import Console
 from raypo.trainer.watch import stop_on_signal
 from raypo.tuning.board import Board
 from raypo.tuning.capacity import SweepPlan, describe, plan_sweep, trial_name
@@ -79,6 +81,8 @@ def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
         nodes = alive_nodes()
         plan = plan_sweep(sweep, base, nodes, use_gpu=takes_gpus(base, nodes))
         files.write_config(recorded_config(sweep, base))
+        for change in record_inputs(base, files, resumes=bool(read_trials(files))):
+            Console().message(f"changed input, accepted: {change}")
         files.sync()
         return _Sweep(sweep, base, files, plan).run()
     finally:
@@ -118,6 +122,7 @@ class _Sweep:
             working_dir=os.getcwd(),
             goal=self._goal,
             is_population=sweep.scheduler.kind == "pbt",
+            digests=known_digests(),
         )
         earlier = read_trials(files)
         self._ended = [record for record in earlier if record.has_ended]

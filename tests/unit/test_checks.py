@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from raypo.checks import check_evaluation, check_inputs, check_run_folder, is_finished
+from raypo.checks import (
+    check_evaluation,
+    check_inputs,
+    check_run_folder,
+    is_finished,
+    with_steps_of_epochs,
+)
 from raypo.config import ConfigError, PPOConfig, SFTConfig
 from raypo.plan.hardware import cpu_count
 from raypo.storage.checkpoints import find_checkpoint
@@ -216,6 +222,18 @@ def test_a_run_folder_with_another_config_is_refused_with_the_difference(values:
     assert "tensorboard" not in str(caught.value)  # it changes no number
 
 
+@pytest.mark.parametrize("name", ["policy", "metrics.jsonl", "notes.txt"])
+def test_a_folder_of_somebody_elses_is_not_written_to(values: dict, name: str):
+    """Weights that another program has left under policy/ would be replaced by the run's."""
+    config = PPOConfig.parse(values)
+    files = RunFiles(config.storage_path, config.name)
+    (files.folder / "logs").mkdir(parents=True)
+    check_run_folder(config, files)  # what a run leaves that died at its start
+    (files.folder / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"name \(run\): .* holds {name}, and no config\.yaml"):
+        check_run_folder(config, files)
+
+
 def test_only_a_run_that_says_so_is_finished(values: dict):
     config = PPOConfig.parse(values)
     files = RunFiles(values["storage_path"], values["name"])
@@ -225,6 +243,30 @@ def test_only_a_run_that_says_so_is_finished(values: dict):
     files.write_summary({"status": "finished", "steps": 40})
     assert is_finished(files, config)
     assert not is_finished(files, PPOConfig.parse(values | {"num_steps": 41}))
+
+
+def test_a_run_is_given_more_epochs_where_no_learning_rate_follows_from_them(values: dict):
+    """`num_epochs` is only another way to say `num_steps`."""
+    path = Path(values["data"]["prompts"])
+    path.write_text('{"prompt": "a", "response": "b"}\n' * 8)
+    sft = {key: values[key] for key in ("name", "storage_path", "model")}
+    sft |= {"recipe": "sft", "data": {"prompts": str(path)}, "num_epochs": 1}
+    sft["learner"] = {"batch_size": 4, "lr_schedule": "constant"}
+
+    def of(**changes: object) -> SFTConfig:
+        return with_steps_of_epochs(SFTConfig.parse(sft | changes))
+
+    files = RunFiles(sft["storage_path"], "run")
+    files.write_config(of().model_dump(mode="json"))
+    files.append_metrics(2, {})
+    check_run_folder(of(num_epochs=2), files)
+    check_run_folder(of(num_epochs=None, num_steps=3), files)
+    with pytest.raises(ConfigError, match=r"num_steps \(1\): the run in .* has done 2 steps"):
+        check_run_folder(of(num_epochs=0.5), files)
+    linear = sft["learner"] | {"lr_schedule": "linear"}
+    files.write_config(of(learner=linear).model_dump(mode="json"))
+    with pytest.raises(ConfigError, match="num_steps: 2 -> 4"):
+        check_run_folder(of(learner=linear, num_epochs=2), files)
 
 
 def test_a_run_that_its_rules_ended_is_finished_until_they_change(values: dict):

@@ -32,10 +32,12 @@ from raypo.ray_internals import (
     check_shared,
     checkpoint_folder,
     failed_to_start,
+    is_driver,
     kept_runs,
     leave_out_callbacks,
     read_environment_again,
     run_controllers_here,
+    tune_session,
 )
 
 
@@ -84,6 +86,23 @@ def test_ray_train_makes_the_callbacks_that_a_run_goes_without():
     leave_out_callbacks(filtered, unused)
     after = {type(each).__name__ for each in filtered._create_default_callbacks()}
     assert after == before - unused
+
+
+def test_a_process_outside_of_ray_is_no_driver():
+    """What `ray.init` sets, and what workers have, the slow test of Ray Tune shows."""
+    from ray._private.worker import SCRIPT_MODE, WORKER_MODE
+
+    assert SCRIPT_MODE != WORKER_MODE
+    assert not is_driver()
+
+
+def test_tune_drops_the_session_of_a_trial_that_it_stops():
+    from ray.train._internal.session import get_session
+    from ray.tune.trainable.function_trainable import FunctionTrainable
+
+    assert tune_session() is get_session() is None
+    assert "init_session(" in inspect.getsource(FunctionTrainable.setup)
+    assert "shutdown_session()" in inspect.getsource(FunctionTrainable.cleanup)
 
 
 def test_a_checkpoint_is_listed_in_the_file_and_under_the_keys_that_are_read():

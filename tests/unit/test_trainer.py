@@ -3,6 +3,8 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,8 +24,10 @@ from ray.train import (
 
 from raypo.checks import with_steps_of_epochs
 from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
+from raypo.custom.loader import load_function
 from raypo.plan.hardware import Node
 from raypo.run import examples_run, rounds_run
+from raypo.run.run import report_for_ray
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import (
     DistillationTrainer,
@@ -86,6 +90,31 @@ def test_workers_of_a_critic_are_counted_by_ray_with_the_others():
     assert scaling_of(resolve(apart, given, None), given).num_workers == 6
     with pytest.raises(ConfigError, match=r"ScalingConfig.num_workers \(2\): .* 3 or more"):
         resolve(apart, ScalingConfig(num_workers=2), None)
+
+
+@pytest.mark.parametrize("count", [(1, 4), (2, 2), (0, 4)])
+def test_elastic_workers_are_refused_with_what_works(values: dict[str, Any], count: Any):
+    text = refusal(values, reward_fn=judge, scaling_config=ScalingConfig(num_workers=count))
+    assert text.startswith(f"ScalingConfig.num_workers ({count}): ")
+    assert f"Set it to one number, like {count[1]}" in text
+    assert "max_failures" in text
+
+
+def test_what_is_seldom_meant_is_said_before_anything_starts(
+    values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    """Nothing listens at the address, so this is as far as it comes."""
+    old_as_new = {
+        "rollout": {"mode": "async", "max_staleness": 1},
+        "placement": {"mode": "dedicated"},
+        "cluster": {"address": "127.0.0.1:1"},
+    }
+    trainer = PPOTrainer(PPOConfig.parse(values | old_as_new), reward_fn=judge)
+    with pytest.raises(ConfigError, match="nothing listens there"):
+        trainer.fit()
+    assert "Note: rollout.max_staleness (1): old samples are learned from as if" in (
+        capsys.readouterr().out
+    )
 
 
 def test_gpus_that_are_asked_for_and_that_torch_cannot_use_are_refused_before_ray_starts(
@@ -169,7 +198,11 @@ def test_the_number_of_checkpoints_from_python_is_recorded_and_kept():
     resolved = resolve(config(), None, given)
     assert resolved.checkpoint.keep == 1
     assert (resolved.checkpoint.best_by, resolved.checkpoint.best_mode) == ("kl/ref_mean", "min")
-    assert run_config_of(resolved, given).checkpoint_config == given.checkpoint_config
+    kept = run_config_of(resolved, given).checkpoint_config
+    assert kept is not None
+    assert (kept.num_to_keep, kept.checkpoint_score_order) == (1, "max")
+    told = report_for_ray(3, {"kl/ref_mean": 0.25}, resolved.checkpoint)
+    assert told[str(kept.checkpoint_score_attribute)] == -0.25
 
 
 @pytest.mark.parametrize(
@@ -278,6 +311,57 @@ def test_devices_and_file_systems_that_raypo_does_not_reach_are_refused(values: 
         r"RunConfig.storage_filesystem \(LocalFileSystem\): .* Give storage_path as a URI",
         refusal(values, reward_fn=judge, run_config=own),
     )
+
+
+SCRIPT = """
+from raypo import PPOConfig, PPOTrainer
+
+
+def seen(step):
+    return {{}}
+
+
+def judge(rollouts):
+    return [0.0 for _ in rollouts]
+
+
+{guard}    PPOTrainer(PPOConfig.parse({values}), reward_fn=judge).fit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("guard", "said"),
+    [
+        (
+            "if True:\n",
+            r"callbacks \(.*script\.py:seen\): workers import this file, and line 14 of",
+        ),
+        ('if __name__ == "__main__":\n', "nothing listens there"),
+    ],
+)
+def test_a_script_that_its_workers_import_must_not_start_the_run_there(
+    values: dict[str, Any], tmp_path: Path, guard: str, said: str
+):
+    script = tmp_path / "script.py"
+    values |= {"callbacks": f"{script}:seen", "cluster": {"address": "127.0.0.1:1"}}
+    script.write_text(SCRIPT.format(guard=guard, values=values))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert re.search(said, done.stderr.splitlines()[-1])
+
+
+def test_an_import_that_starts_a_run_is_refused_before_it_touches_the_run(
+    values: dict[str, Any], tmp_path: Path
+):
+    """As in a worker, where the file is not the script."""
+    values["cluster"] = {"address": "127.0.0.1:1"}
+    script = tmp_path / "script.py"
+    text = SCRIPT.format(guard="if True:\n", values=values)
+    script.write_text(text.replace("reward_fn=judge)", "reward_fn=judge, fresh=True)"))
+    with pytest.raises(ConfigError, match=r"script\.py:seen: a run imports this file, which"):
+        load_function(f"{script}:seen", key="callbacks")
+    assert not (tmp_path / "runs").exists()
 
 
 def run_before(values: dict[str, Any], *, seed: int) -> RunFiles:

@@ -1,5 +1,7 @@
 """Whose turn it is to reserve, without Ray."""
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +36,27 @@ def test_one_run_at_a_time_reserves_its_groups(dead: set[str], removed: list[str
     keeper.end_turn("one")
     assert keeper.take_turn("two", "lease of two")
     assert not removed
+
+
+def test_a_janitor_of_one_run_ends_itself_with_what_the_run_held(
+    dead: set[str], removed: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """It outlives the process that started it, so nobody else would end it."""
+    ended: list[str] = []
+    context = SimpleNamespace(current_actor="the janitor")
+    monkeypatch.setattr(janitor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(janitor.ray, "kill", ended.append)
+    monkeypatch.setattr(janitor, "LOOK_EVERY_S", 0.01)
+    lease: Any = "the lease of the run"
+    keeper: Any = Janitor(lease)
+    keeper.hold(lease, "its workers' group")
+    time.sleep(0.1)
+    assert (removed, ended) == ([], [])
+    dead.add(lease)
+    deadline = time.monotonic() + 5.0
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (removed, ended) == (["its workers' group"], ["the janitor"])
 
 
 def test_a_run_that_dies_in_its_turn_leaves_neither_turn_nor_group(

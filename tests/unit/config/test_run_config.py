@@ -51,6 +51,47 @@ def file(tmp_path):
     return path
 
 
+# Numbers
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "seed",
+        "num_steps",
+        "max_failures",
+        "learner__policy_lr",
+        "learner__num_workers",
+        "rollout__temperature",
+        "rollout__engine__count",
+        "ppo__kl__coef",
+        "checkpoint__every",
+        "stop__after_s",
+        "placement__timeout_s",
+        "model__lora__rank",
+    ],
+)
+def test_a_boolean_is_no_number(key, value):
+    assert f"{key.replace('__', '.')} ({value}): must be a number" in refused(**{key: value})
+
+
+def test_a_boolean_in_a_list_or_an_entry_is_no_number():
+    assert "learner.adam_betas ([True, 0.9])" in refused(learner__adam_betas=[True, 0.9])
+    entry = [{"path": "a", "weight": True}]
+    assert "model.reward.0.weight (True): must be a number" in refused(model__reward=entry)
+    sources = [{"path": "a.jsonl", "weight": True}]
+    assert "data.prompts.0.weight (True): must be a number" in refused(data__prompts=sources)
+
+
+def test_numbers_as_yaml_writes_them_and_booleans_where_they_belong_are_taken():
+    """YAML reads 1e-5 as a text."""
+    config = PPOConfig.parse(
+        with_keys(learner__policy_lr="1e-5", learner__use_gpu=True, num_steps="3")
+    )
+    assert (config.learner.policy_lr, config.learner.use_gpu, config.num_steps) == (1e-5, True, 3)
+
+
 # Unknown and missing keys
 
 

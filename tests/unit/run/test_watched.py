@@ -3,7 +3,7 @@ import math
 import pytest
 
 from raypo.config import ConfigError, StopSection
-from raypo.run.watched import Watched, check_measured, of_its_kind, reason_to_stop
+from raypo.run.watched import Watched, best_in_words, check_measured, of_its_kind, reason_to_stop
 
 
 def after(values: list[float], rules: StopSection) -> tuple[Watched, str | None]:
@@ -59,6 +59,19 @@ def test_a_resumed_run_knows_its_best_unless_another_metric_is_meant():
     assert Watched("eval/score_mean", "max").restored(watched.state_dict()) == watched
     assert Watched("eval/loss", "min").restored(watched.state_dict()) == Watched("eval/loss", "min")
     assert Watched("eval/loss", "min").restored(None) == Watched("eval/loss", "min")
+
+
+@pytest.mark.parametrize(
+    ("best", "told"),
+    [
+        (0.6, "best: step 1, eval/score_mean 0.6, its models in best/ (0.531 before the first"),
+        (0.0, "; no step was better than the 0.531 before the first update"),
+    ],
+)
+def test_the_best_step_is_compared_with_the_start(best: float, told: str):
+    metrics = {"step": 1, "eval/initial_score_mean": 0.531, "eval/score_mean": best}
+    watched = Watched("eval/score_mean", "max").seen(1, metrics)
+    assert told in best_in_words(watched, [metrics])
 
 
 def test_a_metric_that_is_not_there_is_refused_where_it_could_be_known():

@@ -126,6 +126,38 @@ def test_a_warning_is_told_once_with_its_remedy():
     assert "Lower learner.policy_lr" in lines[0]
 
 
+def resumed(**options):
+    """A run of 8 steps whose second command redoes steps 5 and 6."""
+    stream = io.StringIO()
+    console = Console(stream)
+    rows = [{"step": n, **metrics(n, **options)} for n in range(1, 7)]
+    console.start("r", 8, None, "runs/r", rows=rows)
+    console.resume(5)
+    for step in range(5, 9):
+        console.step({"step": step, **metrics(step, **options), "rollout/score_mean": step / 10})
+    console.close("finished")
+    return stream.getvalue()
+
+
+def test_a_resumed_run_ends_with_what_it_gained_since_its_own_first_step():
+    first = metrics(1)["rollout/score_mean"]
+    assert f"finished after 8 steps (score {first:+.3f} -> +0.800)" in resumed()
+
+
+def test_a_resumed_run_does_not_repeat_the_warnings_of_its_first_command():
+    assert "warning: " not in resumed(**{"ppo/clip_fraction": 0.5})
+
+
+def test_a_run_that_loses_its_worker_is_judged_by_each_step_once():
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("r", 8, None, "runs/r")
+    for step in (1, 2, 3):
+        console.step({"step": step, "rollout/score_mean": 0.9})
+    console.resume(2)  # Ray Train began again, from the checkpoint of step 1
+    assert [row["step"] for row in console._rows] == [1]
+
+
 def test_other_recipes_have_their_own_metrics():
     row = {"train/loss": 1.5, "eval/accuracy": 0.75, "perf/samples_per_s": 12.0, "time/step_s": 2.0}
     assert step_line(2, 9, row) == (

@@ -87,6 +87,45 @@ def test_a_mismatch_that_comes_from_truncated_sampling_is_told_so():
     assert "Remove top_p and min_p from rollout" in finding.remedy
 
 
+def dying(scores: list[float], **changes: Any) -> list[str]:
+    """Rules that a run breaks whose held-out score starts at 0.531 and is measured each step."""
+    each = rows(len(scores), **{"rollout/score_mean": 0.5, **changes})
+    each[0]["eval/initial_score_mean"] = 0.531
+    for row, score in zip(each, scores, strict=True):
+        row["eval/score_mean"] = score
+    return [finding.rule for finding in findings(each)]
+
+
+def test_a_policy_that_dies_is_told_at_the_first_evaluation_that_shows_it():
+    assert dying([0.0]) == ["policy_dies"]
+    assert dying([0.5, 0.55, 0.0]) == ["policy_dies"]
+    assert dying([0.3, 0.25]) == ["policy_dies"]
+
+
+def test_one_poor_evaluation_is_chance():
+    assert dying([0.3, 0.5, 0.3, 0.6]) == []
+
+
+def test_a_policy_dies_by_the_spread_of_its_scores_on_any_scale():
+    def of_rewards(scores: list[float], **held_out: float) -> list[str]:
+        each = [
+            {"step": step, "rollout/score_mean": score, "rollout/score_std": 4.0, **held_out}
+            for step, score in enumerate(scores, start=1)
+        ]
+        return [finding.rule for finding in findings(each)]
+
+    assert of_rewards([-2.0, -3.0, -9.0, -9.0, -9.0]) == ["policy_dies"]
+    assert of_rewards([-2.0, -3.0, -3.5, -3.0, -3.5]) == []
+
+
+def test_a_fine_tuning_whose_answers_become_wrong_is_told_its_own_key():
+    (finding,) = findings(
+        [{"step": 1, "train/loss": 1.0, "eval/initial_score_mean": 0.5, "eval/score_mean": 0.0}]
+    )
+    assert finding.rule == "policy_dies"
+    assert "learner.lr" in finding.remedy
+
+
 def test_a_held_out_score_that_only_trembles_is_no_fall():
     """A tenth of the scores' spread, at a gain of as much: 256 answers differ so by chance."""
     trembling = [0.30, 0.34, 0.30, 0.29, 0.31, 0.29]

@@ -1,0 +1,274 @@
+"""Digests of what a run reads besides its config: data, Python files and models.
+
+A run records them in `inputs.json` when it starts, and a resume compares them before anything is
+loaded. A file up to `LARGE_BYTES` is hashed whole, and so is every local data file, which the run
+reads whole in any case. Of a larger file the size and evenly spread blocks are hashed: 16 MB of a
+15 GB model take less than a second, where reading all of it took 12 s from a local disk and would
+take more than a minute over a network.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from raypo.config import AnyConfig, RecipeConfig, SourceEntry, is_import_path
+from raypo.config.paths import is_uri
+from raypo.custom.loader import source_files
+from raypo.data.rows import GYM, files_of, is_data_set, is_saved
+from raypo.storage.folder import open_storage
+from raypo.storage.run_files import RunFiles
+
+Files = dict[str, str]
+"""File name -> digest. Empty if nothing is known of them."""
+Inputs = dict[str, dict[str, Files]]
+"""Config key -> source as the config names it -> its files."""
+
+LARGE_BYTES = 64 << 20
+_BLOCKS, _BLOCK_BYTES = 256, 64 << 10
+_HUB_TIMEOUT_S = 5.0
+_MISSING = "missing"
+
+_known: dict[tuple[str, int, int, int], str] = {}
+"""(path, size, mtime, ctime) -> digest, of files that this process has hashed."""
+
+
+def inputs_of(
+    config: AnyConfig | RecipeConfig, given: Mapping[str, Callable[..., Any]] | None = None
+) -> Inputs:
+    """Return the digests of every file that the config names.
+
+    Args:
+        config: Of any recipe. Relative paths start from the current folder.
+        given: Config key -> function that Python passed in place of a file.
+    """
+    found: Inputs = {}
+    for key in config.paths:
+        read = _model_files if key.startswith("model.") else partial(_data_files, key)
+        found[key] = {str(source): read(source) for source in _values(config, key)}
+    for key, spec in functions_of_user(config):
+        found.setdefault(key, {})[spec] = _python_files(spec)
+    for key, function in (given or {}).items():
+        found[key] = {f"{source} in Python": _source(function) for source in _values(config, key)}
+    return {key: sources for key, sources in found.items() if sources}
+
+
+def functions_of_user(config: AnyConfig | RecipeConfig) -> Iterator[tuple[str, str]]:
+    """Yield config key and import path of every function and class that the config names."""
+    for key in ("callbacks", *config.functions):
+        for spec in _values(config, key):
+            if is_import_path(spec):
+                yield key, spec
+
+
+def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None) -> list[str]:
+    """Return `key (source): file has changed` for each file that differs.
+
+    A source that only one side names is left to the comparison of configs.
+
+    Args:
+        keys: Config keys to compare. None compares all.
+    """
+    found: list[str] = []
+    for key, sources in now.items():
+        for source, files in sources.items():
+            earlier = recorded.get(key, {}).get(source)
+            if not earlier or not files or (keys is not None and key not in keys):
+                continue
+            for name in sorted(earlier.keys() | files.keys()):
+                if earlier.get(name) != files.get(name):
+                    found.append(f"{key} ({source}): {name} {_word(earlier, files, name)}")
+    return found
+
+
+def recorded_inputs(files: RunFiles) -> Inputs:
+    """Return the inputs that a run or sweep began with. Empty if its folder has no record."""
+    return (files.inputs() or {}).get("inputs", {})
+
+
+def record_inputs(
+    config: AnyConfig | RecipeConfig,
+    files: RunFiles,
+    *,
+    resumes: bool,
+    given: Mapping[str, Callable[..., Any]] | None = None,
+) -> list[str]:
+    """Write `inputs.json`, and return the changes that `checkpoint.changed_inputs` accepts.
+
+    Args:
+        resumes: Whether the run goes on from earlier steps. Otherwise an earlier record is dropped.
+        given: As `inputs_of` takes it.
+    """
+    now, record = inputs_of(config, given), (files.inputs() or {}) if resumes else {}
+    earlier, accepted = record.get("inputs", {}), record.get("accepted", [])
+    found = changes(earlier, now)
+    if found:
+        accepted = [*accepted, {"after_step": files.last_step(), "changes": found}]
+    for key, sources in now.items():  # a hub that does not answer today said more before
+        for source, of_source in sources.items():
+            sources[source] = of_source or earlier.get(key, {}).get(source, {})
+    content = {"inputs": now} | ({"accepted": accepted} if accepted else {})
+    files.write_inputs(json.dumps(content, indent=2))
+    return found
+
+
+def known_digests() -> dict[tuple[str, int, int, int], str]:
+    """Return what this process has hashed, for `learn_digests` in other processes."""
+    return dict(_known)
+
+
+def learn_digests(known: Mapping[tuple[str, int, int, int], str]) -> None:
+    """Reuse another process's digests of files whose size and times are still the same."""
+    _known.update(known)
+
+
+def _word(earlier: Files, now: Files, name: str) -> str:
+    if name not in earlier or earlier[name] == _MISSING:
+        return "is new"
+    return "is gone" if now.get(name, _MISSING) == _MISSING else "has changed"
+
+
+def _values(config: Any, key: str) -> list[Any]:
+    """Return the values at a dotted key, in every entry of a list and every value of a mapping."""
+    found = [config]
+    for name in key.split("."):
+        found = [value for each in found for value in _items(getattr(each, name, None))]
+    return found
+
+
+def _items(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _model_files(path: str) -> Files:
+    """Digest what transformers reads from a model's folder, or name the commit of a hub id."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        return _commit(path, "model")
+    templates = folder / "additional_chat_templates"
+    return _digests_below(folder, [*folder.glob("*"), *templates.glob("*")])
+
+
+def _digests_below(folder: Path, files: Sequence[Path]) -> Files:
+    """Digest the files that a program reads: none that is hidden or only for people."""
+    names = {str(file.relative_to(folder)): file for file in sorted(files) if file.is_file()}
+    return {
+        name: _digest(file)
+        for name, file in names.items()
+        if not any(part.startswith(".") for part in Path(name).parts)
+        and file.suffix != ".md"
+        and not file.name.startswith("LICENSE")
+    }
+
+
+def _data_files(key: str, source: str | SourceEntry) -> Files:
+    path = source if isinstance(source, str) else source.path
+    if path.startswith(GYM):
+        try:
+            return {"reasoning-gym": version("reasoning-gym")}
+        except PackageNotFoundError:
+            return {}
+    folder = Path(path).expanduser()
+    if is_saved(path) or (is_data_set(source) and folder.is_dir()):
+        # `datasets` writes its caches beside the data.
+        files = [file for file in folder.rglob("*") if not file.name.startswith("cache-")]
+        return _digests_below(folder, files)
+    if is_data_set(source):
+        return _commit(path, "dataset")
+    return {
+        name: _remote_digest(name, key) if is_uri(name) else _digest(Path(name), whole=True)
+        for name in files_of(path, key)
+    }
+
+
+def _python_files(spec: str) -> Files:
+    """Digest the file that defines a function and the files beside it that it imports.
+
+    Functions of raypo itself are left out: `summary.json` has its version.
+    """
+    found = source_files(spec)
+    if not found or spec.startswith("raypo."):
+        return {}
+    return {os.path.relpath(file, found[0].parent): _digest(file) for file in found}
+
+
+def _source(function: Callable[..., Any]) -> Files:
+    """Digest the text of a function. The rest of its script may change, like a `num_steps`."""
+    while isinstance(function, partial):
+        function = function.func
+    is_named = inspect.isroutine(function) or inspect.isclass(function)
+    try:
+        text = inspect.getsource(function if is_named else type(function))
+    except (OSError, TypeError):  # typed into a console
+        return {}
+    return {"its source": _hash(iter([text.encode()]), len(text))}
+
+
+def _digest(path: Path, *, whole: bool = False) -> str:
+    try:
+        status = path.stat()
+        name, size = os.path.abspath(path), status.st_size
+        key = (name, size, status.st_mtime_ns, status.st_ctime_ns)
+        if key not in _known:
+            with path.open("rb") as file:
+                _known[key] = _hash(_content(file, size, whole=whole), size)
+        return _known[key]
+    except OSError:  # the checks of the inputs say it better
+        return _MISSING
+
+
+def _remote_digest(uri: str, key: str) -> str:
+    system, path = open_storage(uri, key=key)
+    try:
+        with system.open_input_file(path) as file:
+            return _hash(_content(file, file.size()), file.size())
+    except OSError:
+        return _MISSING
+
+
+def _content(file: BinaryIO | Any, size: int, *, whole: bool = False) -> Iterator[bytes]:
+    """Read a file in pieces: all of it, or blocks spread over a large one, its ends included."""
+    if whole or size <= LARGE_BYTES:
+        while block := file.read(1 << 20):
+            yield block
+        return
+    for number in range(_BLOCKS):
+        file.seek((size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
+        yield file.read(_BLOCK_BYTES)
+
+
+def _hash(content: Iterator[bytes], size: int) -> str:
+    digest = xxhash.xxh3_128()
+    for block in content:
+        digest.update(block)
+    return f"{size} bytes, xxh3 {digest.hexdigest()}"
+
+
+def _commit(name: str, kind: str) -> Files:
+    """Return the commit that a hub id stands for: on the hub, else in this machine's cache."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            sha = HfApi().repo_info(name, repo_type=kind, timeout=_HUB_TIMEOUT_S).sha
+            return {"commit": sha} if sha else {}
+        except Exception:  # of whichever HTTP client; transformers then uses the cache, too
+            pass
+    try:
+        folder = repo_folder_name(repo_id=name, repo_type=kind)
+        return {"commit": Path(constants.HF_HUB_CACHE, folder, "refs", "main").read_text().strip()}
+    except (OSError, ValueError):  # not in the cache, or no hub id: the checks say it better
+        return {}
