@@ -300,7 +300,7 @@ def test_one_whose_object_cannot_be_made_still_has_a_name():
     unmade = object.__new__(Replica)
     with pytest.raises(TypeError, match="no_such_key"):
         unmade.__init__(Deployment("raypo:test:counter", Counter, {"no_such_key": 1}), index=0)
-    assert repr(unmade) == "Replica(not made)"
+    assert repr(unmade) == "Replica(not built)"
 
 
 def test_a_request_that_was_given_up_is_worked_on_when_it_is_asked_again():
@@ -351,5 +351,5 @@ def test_one_that_takes_turns_takes_its_memory_again_when_it_is_asked_to_work(
     for method in ("sleep", "wake_up"):
         assert run(ask(counter, method, method)) is None
     assert run(counter.health()) is None
-    assert repr(counter) == "Replica(not made)"
+    assert repr(counter) == "Replica(not built)"
     assert run(ask(counter, "a", "add", 1)) == 11
