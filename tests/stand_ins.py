@@ -1,47 +1,49 @@
-"""Stand-ins for what a step asks: engines, reference, reward models, a tokenizer, a transport.
+"""Stand-ins for engines, reference, reward models, a tokenizer and a transport.
 
-What is pushed to an engine in the test's own process is made here too. Each stand-in is typed by
-what its callers ask of it, so that a type checker tells when it is outgrown.
+Pushes to an engine in the test's own process are made here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from raypo.deployed import Here
+from raypo.pending import Done
+from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
+from raypo.weight_sync.transport import NamedTensors
 from raypo.weights.buckets import Bucket, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, checksums
+from raypo.weights.messages import WeightPush
 from raypo.weights.store import Kept
-from raypo.weights.transport import NamedTensors, PushedEngines, Receivers, WeightPush
 
 
 @dataclass
-class Engine:
-    """One engine, whose answers a test makes; every push has arrived."""
+class Engine(Engines):
+    """One engine whose completions a test makes; every push has arrived."""
 
     answers: Callable[[list[SamplingRequest]], list[Completion]]
 
-    @property
-    def generate(self) -> Here[[list[SamplingRequest]], list[Completion]]:
-        return Here(self.answers)
+    def generate(self, requests: Sequence[SamplingRequest]) -> Done[list[Completion]]:
+        return Done(self.answers(list(requests)))
 
     submit = generate
 
-    async def join(self, request: SamplingRequest) -> Completion:
+    async def sample(self, request: SamplingRequest) -> Completion:
         (completion,) = self.answers([request])
         return completion
 
-    def each_preferred(self) -> list[Engine]:
+    def per_engine(self) -> Sequence[Engines]:
         return [self]
 
-    def pinned(self) -> Receivers:
-        raise NotImplementedError("nothing is sent to it")
+    def generate_on_all(self, requests: Sequence[SamplingRequest]) -> list[Done[list[Completion]]]:
+        return [self.generate(requests)]
+
+    submit_on_all = generate_on_all
 
     def require(self, method: str | None, *args: object) -> None:
         pass
@@ -49,12 +51,18 @@ class Engine:
 
 @dataclass
 class Reference:
-    log_probs: Here[[list[Rollout]], list[np.ndarray]]
+    answers: Callable[[list[Rollout]], list[np.ndarray]]
+
+    def log_probs(self, rollouts: list[Rollout]) -> Done[list[np.ndarray]]:
+        return Done(self.answers(rollouts))
 
 
 @dataclass
 class RewardModel:
-    score: Here[[list[Rollout]], list[float]]
+    answers: Callable[[list[Rollout]], list[float]]
+
+    def score(self, rollouts: list[Rollout]) -> Done[list[float]]:
+        return Done(self.answers(rollouts))
 
 
 class Lossy:
@@ -64,20 +72,13 @@ class Lossy:
         return ["?"] * len(ids)
 
 
-class AskedInLots:
-    """Engines that no episode asks."""
-
-    async def join(self, request: SamplingRequest) -> Completion:
-        raise AssertionError(f"{request} was asked by itself")
-
-
 class NoTransport:
     """Weights never get anywhere."""
 
     kept: Kept | None = None
 
     def push(
-        self, named_tensors: NamedTensors, engines: PushedEngines, *, version: int, workers: object
+        self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: object
     ) -> None:
         pass
 

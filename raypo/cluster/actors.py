@@ -18,7 +18,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raypo.deployed import Answer
+from raypo.pending import Pending
 from raypo.ray_internals import readiness
 
 T = TypeVar("T")
@@ -42,18 +42,19 @@ class NoReplicaLeft(DeploymentError):
 
 
 def survivors(
-    answers: Iterable[Answer[T]], *, passing_over: type[DeploymentError] = ReplicaLost
+    calls: Iterable[Pending[T]], *, passing_over: type[DeploymentError] = ReplicaLost
 ) -> list[T]:
-    """What all replicas that were asked have answered, those left out that were lost meanwhile.
+    """Wait for calls to several replicas; leave out the replicas that were lost.
 
     Args:
-        passing_over: Which errors leave a replica out; all others are raised.
+        calls: One for each replica.
+        passing_over: Errors that leave a replica out. All others are raised.
     """
-    told: list[T] = []
-    for answer in answers:
+    values: list[T] = []
+    for call in calls:
         with suppress(passing_over):
-            told.append(answer.result())
-    return told
+            values.append(call.result())
+    return values
 
 
 def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[str, Any]) -> Any:

@@ -1,95 +1,117 @@
-"""How replicas are called: `handle.score.remote(rollouts).result()`."""
+"""Callers' side of a deployment: `handle.call(RewardModel.score, rollouts).result()`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
 from raypo.cluster.actors import DeploymentError
+from raypo.deployment.pending_call import PendingCall, PinnedCall, PinnedReplicas
 from raypo.deployment.replicas import PROBE_TIMEOUT_S, Deadline, Replicas
-from raypo.deployment.response import MethodOfAll, OneResponse, PinnedReplicas, Response
-from raypo.deployment.spec import Life, Request, Required
+from raypo.deployment.spec import Call, Incarnation, Prerequisite
 from raypo.ray_internals import failed_to_start
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Method = Callable[Concatenate[Any, P], T]
+"""A method of the deployment's class, as `Engine.generate`; its name is what travels."""
 
 
 @dataclass(eq=False)
-class _Requirement:
-    """What comes before each request of a handle, and of all that were made from it."""
+class _SharedPrerequisite:
+    """The prerequisite of a handle and of all handles that were derived from it."""
 
-    call: Required | None = None
+    call: Prerequisite | None = None
 
 
 @dataclass(eq=False)
 class DeploymentHandle:
     """Calls the replicas of a deployment; can be pickled and used anywhere in the cluster.
 
-    A request goes to a preferred replica, where there is one with room, else to the one with the
-    fewest requests; where all queues are full, it waits at its caller. Where a replica is lost on
-    the way, the request goes to another one, or to the same one when Ray has started it again.
+    A call goes to a preferred replica with room, else to the replica with the shortest queue. If
+    all queues are full, the caller waits. If the replica is lost, the call is retried on another
+    replica, or on the same one after Ray has restarted it.
     """
 
     _replicas: Replicas
     _prefer: tuple[int, ...] = ()
-    _requirement: _Requirement = field(default_factory=_Requirement)
-    _known_as: tuple[str, tuple[int, ...]] | None = None
-    _stays: bool = False
+    _prerequisite: _SharedPrerequisite = field(default_factory=_SharedPrerequisite)
+    _shared_call: tuple[str, tuple[int, ...]] | None = None
+    _is_sticky: bool = False
 
     def __repr__(self) -> str:
         return f"DeploymentHandle({self.name})"
-
-    def __getattr__(self, name: str) -> Method:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return Method(self, name)
 
     @property
     def name(self) -> str:
         """raypo:<run>:<role>."""
         return self._replicas.limits.name
 
-    def preferring(self, *indexes: int) -> DeploymentHandle:
-        """A handle that asks these replicas first, as long as one of them has room.
+    def call(self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[T]:
+        """Call a method on one replica."""
+        return self._pending(method, args, kwargs, waits=True)
 
-        What either of the two requires from now on, both do.
-        """
+    async def call_async(self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method on one replica without blocking the event loop while none is available."""
+        return await self._pending(method, args, kwargs, waits=False)
+
+    def call_all(
+        self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[PinnedCall[T]]:
+        """Call a method on every replica that is up, ahead of its queue."""
+        incarnations = self._replicas.incarnations()
+        pinned = PinnedReplicas(self._replicas, incarnations, self._prerequisite.call)
+        return pinned.call(method, *args, **kwargs)
+
+    def _pending(self, method: Any, args: Any, kwargs: Any, *, waits: bool) -> PendingCall[Any]:
+        call = Call(method.__name__, args, kwargs, self._prerequisite.call)
+        if self._shared_call is not None:
+            id, part = self._shared_call
+            call = replace(call, id=id, part=part)
+        return PendingCall(
+            self._replicas, call, self._prefer, is_sticky=self._is_sticky, waits=waits
+        )
+
+    def preferring(self, *indexes: int) -> DeploymentHandle:
+        """Derive a handle that tries these replicas first, as long as one of them has room."""
         return replace(self, _prefer=indexes)
 
-    def each_preferred(self) -> list[DeploymentHandle]:
-        """A handle for each replica that this one prefers; itself where there is none.
+    def per_replica(self) -> list[DeploymentHandle]:
+        """Derive a handle for each preferred replica; return this one if there is none.
 
-        Each stays with its replica as long as that is there, however many requests it has.
+        Each handle stays with its replica while that is up, however long its queue is.
         """
         if not self._prefer:
             return [self]
-        return [replace(self, _prefer=(index,), _stays=True) for index in self._prefer]
+        return [replace(self, _prefer=(index,), _is_sticky=True) for index in self._prefer]
 
     @property
     def preferred(self) -> tuple[int, ...]:
-        """Numbers of the replicas that it asks first."""
+        """Indices of the replicas that it tries first."""
         return self._prefer
 
-    def known_as(self, id: str, part: Sequence[int]) -> DeploymentHandle:
-        """A handle for one call that other processes make too, under the same id.
+    def sharing_call(self, id: str, part: Sequence[int]) -> DeploymentHandle:
+        """Derive a handle for one call that other processes make too, under the same id.
 
-        A replica works on it once, and each of them gets its part of the answer, which is a list.
+        The replica runs the call once. Each process gets its part of the value, which is a list.
         """
-        return replace(self, _known_as=(id, tuple(part)))
+        return replace(self, _shared_call=(id, tuple(part)))
 
     def require(self, method: str | None, *args: Any) -> None:
-        """Have every replica make a call before each request from now on; None: no call.
+        """Set the call that every replica makes to itself before each call. None means no call.
 
-        It has to cost nothing where there is nothing to do. So a replica that was started again
-        makes up for what it has missed when it is first asked.
+        A restarted replica thereby catches up when it is first called. The call must cost nothing
+        if there is nothing to catch up with. It applies to all derived handles of this process.
         """
-        self._requirement.call = (method, args) if method else None
+        self._prerequisite.call = (method, args) if method else None
 
     @property
     def required(self) -> tuple[Any, ...]:
-        """What `require` was last given."""
-        method, args = self._requirement.call or (None, ())
+        """The arguments that `require` was last called with."""
+        method, args = self._prerequisite.call or (None, ())
         return (method, *args)
 
     def wait(self, timeout_s: float) -> None:
@@ -113,31 +135,31 @@ class DeploymentHandle:
             )
 
     def is_lost(self) -> bool:
-        """Whether no replica is left or will ever be."""
+        """Return whether no replica is left or will ever be."""
         replicas = self._replicas
         replicas.ask("where", replicas.left(), PROBE_TIMEOUT_S)
         return not replicas.left()
 
-    def lives(self) -> list[Life]:
-        """Where each replica that is up lives; waits for one where none is."""
-        return list(self._replicas.lives().values())
+    def incarnations(self) -> list[Incarnation]:
+        """Return the replicas that are up; wait for one if none is."""
+        return list(self._replicas.incarnations().values())
 
     def pinned(self) -> PinnedReplicas:
-        """The replicas that are up now, for a conversation of several calls with all of them.
+        """Return the replicas that are up now, for several calls to all of them, such as a push.
 
-        One that is started again on the way is lost to it. The calls go without what the handle
-        requires. Where no replica is up, it waits for one.
+        A replica that restarts in between is lost to the conversation. The calls are made without
+        the prerequisite. If no replica is up, wait for one.
 
         Raises:
             DeploymentError: none is left, or none is up within `start_timeout_s`.
         """
-        return PinnedReplicas(self._replicas, self._replicas.lives())
+        return PinnedReplicas(self._replicas, self._replicas.incarnations())
 
     def shutdown(self, grace_s: float | None = None) -> None:
         """End the replicas.
 
         Args:
-            grace_s: Seconds for requests under way; None: `graceful_shutdown_timeout_s`.
+            grace_s: Seconds for ongoing calls. None means `graceful_shutdown_timeout_s`.
         """
         replicas = self._replicas
         limit = replicas.limits.graceful_shutdown_timeout_s if grace_s is None else grace_s
@@ -145,34 +167,3 @@ class DeploymentHandle:
         replicas.ask("drain", list(up), limit)
         for index in replicas.left():
             ray.kill(replicas.actor(index))
-
-
-@dataclass(frozen=True)
-class Method:
-    """A method of a deployment's class."""
-
-    _handle: DeploymentHandle
-    _name: str
-
-    def remote(self, *args: Any, **kwargs: Any) -> Response:
-        """Call the method on one replica."""
-        return self._response(args, kwargs, waits=True)
-
-    async def asked(self, *args: Any, **kwargs: Any) -> Any:
-        """The answer of one replica; the event loop goes on also while none can be asked."""
-        return await self._response(args, kwargs, waits=False)
-
-    def _response(self, args: Any, kwargs: Any, *, waits: bool) -> Response:
-        handle = self._handle
-        request = Request(self._name, args, kwargs, handle._requirement.call)
-        if handle._known_as is not None:
-            id, part = handle._known_as
-            request = replace(request, id=id, part=part)
-        return Response(handle._replicas, request, handle._prefer, stays=handle._stays, waits=waits)
-
-    def on_all(self, *args: Any, **kwargs: Any) -> list[OneResponse]:
-        """Call the method on every replica that is up, however full its queue is."""
-        handle = self._handle
-        required = handle._requirement.call
-        pinned = PinnedReplicas(handle._replicas, handle._replicas.lives(), required)
-        return MethodOfAll(pinned, self._name).on_all(*args, **kwargs)

@@ -1,4 +1,18 @@
-"""One replica of a deployment: a plain object behind a queue that is bounded and knows its ids."""
+"""One replica of a deployment: a Ray actor around a plain object.
+
+Concurrency. The actor's methods are coroutines on one event loop, which never blocks, so load and
+health are reported while the object works. The object itself runs in threads:
+
+- `_pool`, one thread for each ongoing call (`max_ongoing_requests`), builds the object and runs its
+  methods.
+- `_pinned_pool`, one thread for calls that are pinned to this incarnation (a push of weights). They
+  keep their order and never wait for ongoing calls. With one ongoing call at a time it is `_pool`.
+
+If a method returns futures, the coroutine awaits them and no thread waits.
+
+If the process ends, Ray starts the actor again, in the same bundle and with the same environment.
+The object then has none of its earlier state; each call brings the prerequisite that restores it.
+"""
 
 from __future__ import annotations
 
@@ -17,185 +31,185 @@ from typing import Any
 import ray
 
 from raypo.cluster.devices import narrowed
-from raypo.deployment.spec import Deployment, Life, Refused, Request, Unhealthy, Unprepared
+from raypo.deployment.spec import (
+    Call,
+    Deployment,
+    Incarnation,
+    Refused,
+    Unhealthy,
+    Unprepared,
+)
 from raypo.tracking.logs import log_to_file
 
-NEWS_S, LOOK_EVERY_S = 1.0, 0.05
-"""Seconds that one who listens for entries of an answer waits for some, and how often it looks."""
-KEPT_ANSWERS = 32
-"""Answers that a replica remembers, for callers that did not get theirs and ask again."""
+PARTIAL_WAIT_S, PARTIAL_POLL_S = 1.0, 0.05
+"""Longest time that `partial` waits for entries, and its polling interval, in seconds."""
+KEPT_RESULTS = 32
+"""Finished calls whose value is kept for callers that retry."""
 
 
 class Replica:
-    """Runs as a Ray actor whose event loop stays free: it tells its load and health at work.
-
-    The object is made and called in threads of a pool; with one ongoing request at a time, all
-    happens in one thread. With several, what is asked of this very life (a push) has a thread of
-    its own, so that it keeps its order and never waits for the others to end. Where a method
-    returns futures, the answer is what they come to, and no thread waits for them.
-
-    Where the process ends, Ray starts the actor again, in the same bundle and with the same
-    environment; the object then knows nothing of what it was told before, and each request says
-    what must be done first.
-    """
+    """One replica: it queues calls, runs each id once, and reports its load and health."""
 
     def __init__(self, deployment: Deployment, index: int, bundle: int = 0) -> None:
+        """Build the object, unless a restarted replica has to wait for its turn."""
         self._deployment, self._index, self._bundle = deployment, index, bundle
-        self._target: Any = None  # `repr` is asked even where it cannot be made
-        self._life = uuid.uuid4().hex
-        self._requests: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
-        self._come: dict[str, list[tuple[int, Any]]] = {}
-        """By request, entries of its answer with their places, in the order in which they came."""
+        self._target: Any = None  # before all else: Ray calls `repr` even if the constructor fails
+        self._incarnation = uuid.uuid4().hex
+        self._calls: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
+        self._ready: dict[str, list[tuple[int, Any]]] = {}
+        """By call id, entries of the value with their indices, in the order they became ready."""
         self._is_draining = False
-        self._making = threading.Lock()
-        """Held where the object is made, or told what it has to hold."""
+        self._preparing = threading.Lock()
+        """Held while the object is built or runs a prerequisite."""
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
-        has_one_thread = deployment.max_ongoing_requests == 1
-        self._line = self._pool if has_one_thread else ThreadPoolExecutor(1, "replica-line")
-        is_again = False
-        if ray.is_initialized():  # to ask where it is not would start it
+        self._pinned_pool = self._pool
+        if deployment.max_ongoing_requests > 1:
+            self._pinned_pool = ThreadPoolExecutor(1, "replica-pinned")
+        is_restart = False
+        if ray.is_initialized():  # `get_runtime_context` would start Ray otherwise
             context = ray.get_runtime_context()
-            is_again = context.was_current_actor_reconstructed
-            # Hide the devices of other actors before anything looks for some.
+            is_restart = context.was_current_actor_reconstructed
+            # Hide the devices of other actors before any library looks for them.
             os.environ.update(narrowed(context.get_accelerator_ids().get("GPU", [])))
-        if deployment.takes_turns and is_again:
+        if deployment.takes_turns and is_restart:
             return
         try:
-            self._pool.submit(self._made).result()
+            self._pool.submit(self._built).result()
         except Exception:
-            if not is_again:
+            if not is_restart:
                 raise
-            traceback.print_exc()  # the memory of its last life may not be free yet
-            os._exit(1)  # for Ray to start it again, as often as it may
+            traceback.print_exc()  # memory of the last incarnation may not be free yet
+            os._exit(1)  # Ray restarts it, up to `max_restarts` times
 
     def __repr__(self) -> str:
         if self._target is None:
-            return f"{type(self).__name__}(not made)"
+            return f"{type(self).__name__}(not built)"
         return repr(self._target)
 
-    async def call(self, request: Request) -> Any:
-        """What the object's method returns; a request that is known by its id is not run twice.
+    async def call(self, call: Call) -> Any:
+        """Run a method of the object; a known id is not run twice.
 
         Returns:
-            The answer; or `Refused` where the queue is full, `Unprepared` where what comes first
-            failed, `Unhealthy` where the request is not for this life, or the method failed and
-            the object says that it cannot go on.
+            The value; or `Refused` if the queue is full, `Unprepared` if the prerequisite failed,
+            `Unhealthy` if the call is for another incarnation, or the method failed and the object
+            cannot go on.
         """
-        if request.life not in (None, self._life):
-            return Unhealthy("it was started again in the middle of this", request.life or "")
-        answer = self._requests.get(request.id)
-        if answer is None or answer.cancelled():
-            if request.life is None and self._is_full():
+        if call.incarnation not in (None, self._incarnation):
+            return Unhealthy("it was restarted in the middle of this", call.incarnation or "")
+        value = self._calls.get(call.id)
+        if value is None or value.cancelled():
+            if call.incarnation is None and self._is_full():
                 return Refused()
-            answer = asyncio.ensure_future(self._answer(request))
-            self._requests[request.id] = answer
+            value = asyncio.ensure_future(self._value(call))
+            self._calls[call.id] = value
             self._forget_old()
-        if request.part is None:
-            return await answer  # a caller that gives up cancels it, and what it was promised
-        whole = await asyncio.shield(answer)  # others wait for it too
-        return [whole[place] for place in request.part] if isinstance(whole, list) else whole
+        if call.part is None:
+            return await value  # a caller that gives up cancels the call and its futures
+        whole = await asyncio.shield(value)  # other processes share this call
+        return [whole[index] for index in call.part] if isinstance(whole, list) else whole
 
-    async def news(
+    async def partial(
         self, id: str, part: tuple[int, ...] | None, num_seen: int
     ) -> tuple[int, dict[int, Any]]:
-        """Entries of a request's answer that have come, where it is a list of futures.
+        """Return entries of a call's value, a list of futures, that became ready.
 
         Args:
-            id: Of the request.
-            part: As that of the request.
-            num_seen: How many had come when this was last asked.
+            id: The call's id.
+            part: The call's part.
+            num_seen: Number of entries that were ready at the last call.
 
         Returns:
-            How many have come, and those that are new and wanted by their places in the part.
+            Number of entries that are ready, and the new ones by their index in the part.
         """
-        end = time.monotonic() + NEWS_S
-        while len(self._come.get(id, ())) <= num_seen and time.monotonic() < end:
-            await asyncio.sleep(LOOK_EVERY_S)
-        come = self._come.get(id, [])
-        news = dict(come[num_seen:])
+        end = time.monotonic() + PARTIAL_WAIT_S
+        while len(self._ready.get(id, ())) <= num_seen and time.monotonic() < end:
+            await asyncio.sleep(PARTIAL_POLL_S)
+        ready = self._ready.get(id, [])
+        new = dict(ready[num_seen:])
         if part is not None:
-            news = {place: news[number] for place, number in enumerate(part) if number in news}
-        return len(come), news
+            new = {place: new[index] for place, index in enumerate(part) if index in new}
+        return len(ready), new
 
-    async def where(self) -> Life:
-        """Which life of the replica this is, and where."""
+    async def where(self) -> Incarnation:
+        """Return this incarnation, and where it runs."""
         node_id = ray.get_runtime_context().get_node_id()
-        return Life(self._life, node_id, os.getpid(), self._bundle)
+        return Incarnation(self._incarnation, node_id, os.getpid(), self._bundle)
 
     async def load(self) -> int:
-        """Requests that are worked on or wait."""
+        """Return the number of ongoing and queued calls."""
         return self._count()
 
     async def health(self) -> Unhealthy | None:
-        """What is wrong, if the object says that it cannot go on."""
-        return await asyncio.get_running_loop().run_in_executor(None, self._what_is_wrong)
+        """Return the reason why the object cannot go on, or None."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._illness)
 
-    async def leave(self, life: str) -> None:
-        """End this process, for Ray to start the replica again; a later life goes on.
+    async def leave(self, incarnation: str) -> None:
+        """End this process, so that Ray restarts the replica; ignored by a later incarnation.
 
-        Processes that it has started may hang too, with a device in their hands.
+        Child processes may hang too, and hold a device: they are killed first.
         """
-        if life == self._life:
+        if incarnation == self._incarnation:
             for each in multiprocessing.active_children():
                 each.kill()
             os._exit(1)
 
     async def drain(self) -> None:
-        """Take no more requests, and return when the last one is answered."""
+        """Refuse new calls, and return when the last ongoing one has ended."""
         self._is_draining = True
-        under_way = [each for each in self._requests.values() if not each.done()]
-        await asyncio.gather(*under_way, return_exceptions=True)
+        ongoing = [each for each in self._calls.values() if not each.done()]
+        await asyncio.gather(*ongoing, return_exceptions=True)
 
-    async def _answer(self, request: Request) -> Any:
-        pool = self._pool if request.life is None else self._line
-        made = pool.submit(self._run, request)
+    async def _value(self, call: Call) -> Any:
+        pool = self._pool if call.incarnation is None else self._pinned_pool
+        running = pool.submit(self._run, call)
         try:
-            answer = await asyncio.wrap_future(made)
+            value = await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            made.add_done_callback(_cancel_promised)  # nobody waits for what it is about to promise
+            running.add_done_callback(_cancel_futures)  # the thread goes on, and may return some
             raise
-        if not isinstance(answer, list) or not any(isinstance(each, Future) for each in answer):
-            return answer
-        come = self._come[request.id] = []
+        if not isinstance(value, list) or not any(isinstance(each, Future) for each in value):
+            return value
+        ready = self._ready[call.id] = []
         try:
             return await asyncio.gather(
-                *(_noted(number, each, come) for number, each in enumerate(answer))
+                *(_recorded(index, each, ready) for index, each in enumerate(value))
             )
         except Exception:
-            if (wrong := self._what_is_wrong()) is not None:
-                return wrong
+            if (illness := self._illness()) is not None:
+                return illness
             raise
 
-    def _run(self, request: Request) -> Any:
-        if self._target is None and request.method in ("sleep", "wake_up"):
-            return None  # it has no memory to give, and takes what it needs when it is made
-        if self._target is None and request.method == "peak_memory":
-            return Unprepared("it is not made yet, and a look at it is no reason to make it")
+    def _run(self, call: Call) -> Any:
+        if self._target is None and call.method in ("sleep", "wake_up"):
+            return None  # it holds no memory, and takes what it needs when it is built
+        if self._target is None and call.method == "peak_memory":
+            return Unprepared("it is not built yet, and this call is no reason to build it")
         try:
-            target = self._made()
+            target = self._built()
         except Exception as error:
             traceback.print_exc()
-            return Unhealthy(f"it could not be made: {type(error).__name__}: {error}", self._life)
+            reason = f"it could not be built: {type(error).__name__}: {error}"
+            return Unhealthy(reason, self._incarnation)
         try:
-            if request.required is not None:
-                method, arguments = request.required
-                with self._making:
+            if call.prerequisite is not None:
+                method, arguments = call.prerequisite
+                with self._preparing:
                     getattr(target, method)(*arguments)
         except Exception as error:
-            return self._what_is_wrong() or Unprepared(f"{type(error).__name__}: {error}")
-        # No push meets a request that makes up for the one before.
-        of_this_life = self._making if request.life is not None else nullcontext()
+            return self._illness() or Unprepared(f"{type(error).__name__}: {error}")
+        # A push must not meet a prerequisite that still loads the push before.
+        exclusive = self._preparing if call.incarnation is not None else nullcontext()
         try:
-            with of_this_life:
-                return getattr(target, request.method)(*request.args, **request.kwargs)
+            with exclusive:
+                return getattr(target, call.method)(*call.args, **call.kwargs)
         except Exception:
-            if (wrong := self._what_is_wrong()) is not None:
-                return wrong
+            if (illness := self._illness()) is not None:
+                return illness
             raise
 
-    def _made(self) -> Any:
-        """The object itself; its process's log goes to a file of the run."""
-        with self._making:
+    def _built(self) -> Any:
+        """Return the object, built by the first caller; library logs go to a file of the run."""
+        with self._preparing:
             if self._target is None:
                 deployment, path = self._deployment, None
                 if deployment.logs_dir is not None:
@@ -203,20 +217,20 @@ class Replica:
                     log_to_file(path)
                 self._target = deployment.cls(**deployment.kwargs)
                 if path is not None:
-                    log_to_file(path)  # libraries have brought their own loggers meanwhile
+                    log_to_file(path)  # libraries have added loggers of their own meanwhile
         return self._target
 
-    def _what_is_wrong(self) -> Unhealthy | None:
+    def _illness(self) -> Unhealthy | None:
         try:
             getattr(self._target, "check_health", lambda: None)()
         except Exception as error:
-            return Unhealthy(str(error), self._life)
+            return Unhealthy(str(error), self._incarnation)
         limit = self._deployment.stall_timeout_s
         stalled_s = getattr(self._target, "stalled_s", lambda: 0.0)()
         if limit is None or stalled_s <= limit:
             return None
-        reason = f"it has not got on for {stalled_s:.0f} s (stall_timeout_s: {limit:g})"
-        return Unhealthy(reason, self._life)
+        reason = f"it made no progress for {stalled_s:.0f} s (stall_timeout_s: {limit:g})"
+        return Unhealthy(reason, self._incarnation)
 
     def _is_full(self) -> bool:
         queued = self._deployment.max_queued_requests
@@ -227,24 +241,25 @@ class Replica:
         )
 
     def _count(self) -> int:
-        return sum(not each.done() for each in self._requests.values())
+        return sum(not each.done() for each in self._calls.values())
 
     def _forget_old(self) -> None:
-        done = [id for id, answer in self._requests.items() if answer.done()]
-        for id in done[:-KEPT_ANSWERS]:
-            del self._requests[id]
-            self._come.pop(id, None)
+        done = [id for id, value in self._calls.items() if value.done()]
+        for id in done[:-KEPT_RESULTS]:
+            del self._calls[id]
+            self._ready.pop(id, None)
 
 
-def _cancel_promised(made: Future[Any]) -> None:
-    if not made.cancelled() and made.exception() is None and isinstance(made.result(), list):
-        for each in made.result():
+def _cancel_futures(running: Future[Any]) -> None:
+    if not running.cancelled() and running.exception() is None:
+        value = running.result()
+        for each in value if isinstance(value, list) else ():
             if isinstance(each, Future):
                 each.cancel()
 
 
-async def _noted(number: int, promised: Future[Any], come: list[tuple[int, Any]]) -> Any:
-    """What a future comes to, noted where others look for it."""
-    entry = await asyncio.wrap_future(promised)
-    come.append((number, entry))
+async def _recorded(index: int, future: Future[Any], ready: list[tuple[int, Any]]) -> Any:
+    """Wait for an entry, and record it for `partial`."""
+    entry = await asyncio.wrap_future(future)
+    ready.append((index, entry))
     return entry

@@ -1,4 +1,4 @@
-"""What a deployment is made of, and what its replicas say; plain data."""
+"""The description of a deployment, and the messages between its callers and its replicas."""
 
 from __future__ import annotations
 
@@ -9,117 +9,119 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
-Required = tuple[str, tuple[Any, ...]]
-"""Method and arguments of a call that comes before a request."""
+Prerequisite = tuple[str, tuple[Any, ...]]
+"""Method and arguments of a call that a replica makes to itself before it serves a call."""
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A plain class to run as replicas; the words are Ray Serve's.
+    """A plain class that runs as replicas; the words are Ray Serve's.
 
-    Where the class has a method `check_health`, it raises when the object cannot go on; the
-    replica then ends itself, and Ray starts it again.
+    If the class has a method `check_health`, it raises when the object cannot go on; the replica
+    then ends its process, and Ray restarts it.
     """
 
     name: str
-    """Readable, for the dashboard: raypo:<run>:<role>; replica i is <name>:<i>."""
+    """Readable, for the dashboard: raypo:<run>:<role>. Replica i is named <name>:<i>."""
     cls: type
     kwargs: dict[str, Any]
     """Arguments of the constructor."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of each replica's process."""
     logs_dir: str | None = None
-    """Where replica i writes what libraries say, into <role>_<i>.log; None: only to Ray's logs."""
+    """Folder in which replica i writes library logs to <role>_<i>.log. None means Ray's logs
+    only."""
     max_ongoing_requests: int = 1
-    """Requests that a replica works on at the same time, each in a thread while its method runs."""
+    """Calls that a replica works on at the same time, each in a thread while its method runs."""
     max_queued_requests: int | None = None
-    """Most requests that wait at a replica before it refuses more; None: no bound."""
+    """Longest queue of a replica before it refuses calls. None means no limit."""
     request_timeout_s: float | None = None
-    """Seconds that a caller waits for an answer, re-sends included; None: for ever."""
+    """Seconds that a caller waits for a value, retries included. None means no limit."""
     health_check_period_s: float = 10.0
-    """Seconds that a caller waits for an answer before it checks the replica, and again."""
+    """Seconds between a waiting caller's health checks of the replica."""
     health_check_timeout_s: float = 30.0
-    """Seconds without an answer to a check after which a replica is killed and started again."""
+    """Seconds without an answer to a health check after which a replica is killed and
+    restarted."""
     stall_timeout_s: float | None = None
-    """Seconds that the object may be at work without getting on, where the class has a method
-    `stalled_s` that says how long it has; then it counts as one that cannot go on; None: any."""
+    """Longest time without progress in seconds, as the class's method `stalled_s` reports it, after
+    which a replica counts as broken. None means no limit."""
     graceful_shutdown_timeout_s: float = 20.0
-    """Seconds that requests under way get when the deployment is shut down."""
+    """Seconds that ongoing calls get when the deployment shuts down."""
     start_timeout_s: float | None = None
-    """Seconds that callers wait for a replica that is started again; None: for ever."""
+    """Seconds that callers wait for a replica that restarts. None means no limit."""
     max_restarts: int = 3
-    """Times that Ray starts each replica again."""
+    """Restarts of each replica by Ray."""
     takes_turns: bool = False
-    """Whether a replica that is started again waits until it is asked to work before it takes
-    memory, because others may have it now."""
+    """Whether a restarted replica waits for its first call before it takes memory, because another
+    process may be using that memory now."""
 
     @property
     def role(self) -> str:
-        """The last word of the name: engine, reference."""
+        """Last word of the name: engine, reference."""
         return self.name.split(":")[-1]
 
     def limits(self) -> Deployment:
-        """What callers know: without the class, whose import takes seconds."""
+        """Return the part that callers need, without the class, whose import takes seconds."""
         return replace(self, cls=object, kwargs={}, env={})
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one replica lives; one without a group takes nothing and may be anywhere."""
+    """Where one replica runs. Without a group it reserves nothing and may run anywhere."""
 
     group: PlacementGroup | None = None
     bundle: int = 0
-    """Number of a bundle of the group."""
+    """Index of a bundle of the group."""
     num_cpus: float = 0.0
-    """Taken from the bundle; 0 beside a learner worker, which has all of it and takes turns."""
+    """CPUs taken from the bundle; 0 beside a learner worker, which holds all of them."""
     num_gpus: float = 0.0
     env: dict[str, str] = field(default_factory=dict)
-    """Like the devices of the learner worker that the replica lives beside."""
+    """Environment variables, for example the devices of the learner worker beside it."""
 
 
 @dataclass(frozen=True)
-class Life:
-    """A replica between two starts: where it is."""
+class Incarnation:
+    """A replica's process between two restarts, and where it runs."""
 
     id: str
     node_id: str
     pid: int
     """Process id on that node."""
     bundle: int
-    """Number of the bundle of its placement group."""
+    """Index of its bundle in the placement group."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """A call on its way to a replica; a re-send has the same id."""
+class Call:
+    """A method call to a replica. A retry has the same id, which makes the call idempotent."""
 
     method: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    required: Required | None = None
-    life: str | None = None
-    """The only life of the replica that it is meant for, whose line it jumps; None: any."""
+    prerequisite: Prerequisite | None = None
+    incarnation: str | None = None
+    """If set, the call is valid only for this incarnation of the replica and skips the queue."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     part: tuple[int, ...] | None = None
-    """Which entries of the answer, a list, the caller wants; None: all of it."""
+    """Indices of the list's entries that the caller wants. None means the whole value."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Answer of a replica that takes no more requests."""
+    """Reply of a replica whose queue is full."""
 
 
 @dataclass(frozen=True)
 class Unprepared:
-    """Answer of a replica that could not do what comes first: an engine without weights."""
+    """Reply of a replica whose prerequisite failed, for example an engine without weights."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Unhealthy:
-    """Answer of a replica that cannot do this any more; the request may be sent elsewhere."""
+    """Reply of a replica that cannot go on. The call may be retried on another one."""
 
     reason: str
-    life: str
-    """Which one has said it."""
+    incarnation: str
+    """The incarnation that replied."""

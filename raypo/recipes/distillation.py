@@ -62,7 +62,7 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         """Prompts of a round that the policy answers; the others come with texts."""
         return self.config.prompts_answered
 
-    def judging_reference(self, services: Services) -> None:
+    def scoring_reference(self, services: Services) -> None:
         """None: the teacher is asked for whole distributions instead."""
 
     def select(
@@ -88,7 +88,7 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         for role, path in self.config.references.items():
             if found := pupils[path]:
                 teacher, sequences = services.references[role], list(found.values())
-                answer = teacher.top_log_probs.remote(sequences, count, self._vocabulary)
+                answer = teacher.top_log_probs(sequences, count, self._vocabulary)
                 asked.append((found, answer))
         return {
             where: Taught(*sequence, *opinion)

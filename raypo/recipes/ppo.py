@@ -14,7 +14,6 @@ from raypo.data.stream import Draw
 from raypo.learner.learner import Learner
 from raypo.metrics.clock import Clock
 from raypo.rollout.collect import sample
-from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.experience import (
     AdvantageState,
     distance_to_engine,
@@ -24,6 +23,7 @@ from raypo.rollout.experience import (
     with_corrections,
     with_covariant_tokens,
 )
+from raypo.rollout.sharding import shard, to_experience
 from raypo.run.phases import Phase
 from raypo.run.ppo_run import PPORun
 from raypo.run.run import open_run
@@ -53,7 +53,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         for step in run.steps():
             clock = Clock()
             collected = run.rollouts.take(step, clock)  # 4. `generate_and_score`, below
-            dealt = deal(
+            dealt = shard(
                 collected.trained,
                 minibatch_size=config.ppo.minibatch_size,
                 seed=(seed, step),
@@ -139,18 +139,18 @@ def generate_and_score(
     that sample ahead threads call it, with clocks and a process group of their own.
     """
     run.enter(Phase.GENERATE)
-    judging = run.judging(services)
+    scoring = run.scoring(services)
     rollouts = sample(
         draws,
-        run.sampler(services),
+        run.engines(services),
         run.tokenizer,
         run.sampling,
         run.push_again,
-        asks=run.asks(services, workers),
-        heard=judging.hear if judging.hears else None,  # while others are still sampled
+        dispatcher=run.dispatcher(services, workers),
+        on_rollouts=scoring.add if scoring.scores_early else None,  # while others are still sampled
     )
     clock.lap("time/generate_s")
     run.enter(Phase.SCORE, before_push=not run.config.is_refilled)
-    scored = judging.scored(rollouts)
+    scored = scoring.results(rollouts)
     clock.lap("time/score_s")
     return scored

@@ -16,7 +16,8 @@ from raypo.config import RewardSection, SamplingSection
 from raypo.data.stop_tokens import without_end
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.rewards.scoring import first_reason, too_many_failures
-from raypo.rollout.asking import Ask, PushAgain, Sampler, ask, ask_or_push
+from raypo.rollout.dispatch import Dispatch, PushAgain, dispatch, dispatch_or_push_again
+from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
 
@@ -35,7 +36,7 @@ class Plays(Protocol):
     def play(
         self,
         draws: Sequence[Draw],
-        engine: Sampler,
+        engine: Engines,
         sampling: Sampling,
         push_again: PushAgain | None,
     ) -> list[Rollout]:
@@ -120,13 +121,13 @@ def next_draws(stream: ShuffledStream[Prompt], count: int, workers: Workers) -> 
 
 def sample(
     draws: Sequence[Draw],
-    engine: Sampler,
+    engine: Engines,
     tokenizer: Decoder,
     sampling: Sampling,
     push_again: PushAgain | None = None,
     *,
-    asks: Ask | None = None,
-    heard: Callable[[list[Rollout]], None] | None = None,
+    dispatcher: Dispatch | None = None,
+    on_rollouts: Callable[[list[Rollout]], None] | None = None,
 ) -> list[Rollout]:
     """Responses for this worker's draws: `samples_per_prompt` a draw, in order.
 
@@ -137,9 +138,9 @@ def sample(
     Args:
         push_again: Given: all workers call this together, and where one of them is left without
             an engine, all leave for one more push of the weights.
-        asks: How the engine is asked; None: by `ask`.
-        heard: Is given, from any thread, the rollouts of a draw that are there before others. Those
-            of an episode never are.
+        dispatcher: Sends the requests to engines. None means `dispatch` to `engine`.
+        on_rollouts: Callback that gets, in any thread, all rollouts of a draw that are ready before
+            others. It is not called for episodes.
     """
     if sampling.episodes is not None:
         return sampling.episodes.play(draws, engine, sampling, push_again)
@@ -148,53 +149,58 @@ def sample(
         for draw in draws
         for number in range(sampling.samples_per_prompt)
     ]
-    if not requests and push_again is None and asks is None:
+    if not requests and push_again is None and dispatcher is None:
         return []
-    groups = _Groups(draws, sampling.samples_per_prompt, tokenizer, sampling.stop_token_ids, heard)
-    completions = ask_or_push(
-        requests, asks or partial(ask, engine=engine), push_again, groups.hear if heard else None
+    groups = _Groups(
+        draws, sampling.samples_per_prompt, tokenizer, sampling.stop_token_ids, on_rollouts
+    )
+    completions = dispatch_or_push_again(
+        requests,
+        dispatcher or partial(dispatch, engines=engine),
+        push_again,
+        groups.add if on_rollouts else None,
     )
     return groups.all_of(completions)
 
 
 @dataclass
 class _Groups:
-    """Responses as they come, and the rollouts of each draw that has all of its own."""
+    """Collects completions, and turns a draw into rollouts as soon as all of its own are there."""
 
     draws: Sequence[Draw]
     size: int
     tokenizer: Decoder
     stop_token_ids: Sequence[int]
-    heard: Callable[[list[Rollout]], None] | None
-    _come: dict[int, Completion] = field(default_factory=dict)
-    _whole: dict[int, list[Rollout]] = field(default_factory=dict)
-    """By the draw's place."""
+    on_rollouts: Callable[[list[Rollout]], None] | None
+    _completions: dict[int, Completion] = field(default_factory=dict)
+    _rollouts: dict[int, list[Rollout]] = field(default_factory=dict)
+    """By index of the draw."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def hear(self, place: int, completion: Completion) -> None:
-        """A response has come, perhaps not for the first time."""
-        draw = place // self.size
-        places = range(draw * self.size, (draw + 1) * self.size)
+    def add(self, index: int, completion: Completion) -> None:
+        """Add a completion that is ready early; a repeated one is ignored."""
+        draw = index // self.size
+        indices = range(draw * self.size, (draw + 1) * self.size)
         with self._lock:
-            self._come.setdefault(place, completion)
-            if draw in self._whole or any(each not in self._come for each in places):
+            self._completions.setdefault(index, completion)
+            if draw in self._rollouts or any(each not in self._completions for each in indices):
                 return
-            rollouts = self._rollouts(draw, [self._come[each] for each in places])
-            self._whole[draw] = rollouts
-        assert self.heard is not None
-        self.heard(rollouts)
+            rollouts = self._made(draw, [self._completions[each] for each in indices])
+            self._rollouts[draw] = rollouts
+        assert self.on_rollouts is not None
+        self.on_rollouts(rollouts)
 
     def all_of(self, completions: Sequence[Completion]) -> list[Rollout]:
-        """The rollouts of all draws; what was heard of stays, whatever an engine said later."""
+        """Return the rollouts of all draws; those that `on_rollouts` got are not made again."""
         with self._lock:
             for draw in range(len(self.draws)):
                 of_draw = completions[draw * self.size : (draw + 1) * self.size]
-                if draw not in self._whole:
-                    self._whole[draw] = self._rollouts(draw, of_draw)
-            return [each for draw in range(len(self.draws)) for each in self._whole[draw]]
+                if draw not in self._rollouts:
+                    self._rollouts[draw] = self._made(draw, of_draw)
+            return [each for draw in range(len(self.draws)) for each in self._rollouts[draw]]
 
-    def _rollouts(self, draw: int, completions: Sequence[Completion]) -> list[Rollout]:
-        # To some tokenizers the end of a turn is no special token, and would be part of the text.
+    def _made(self, draw: int, completions: Sequence[Completion]) -> list[Rollout]:
+        # Some tokenizers do not count the end of a turn as special, and would decode it as text.
         ids = [without_end(each.token_ids, self.stop_token_ids) for each in completions]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [

@@ -22,11 +22,12 @@ from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.models.loading import vocabulary_size
 from raypo.plan.estimate import max_model_len
-from raypo.rollout.collect import PushAgain, Sampler, Sampling, request_of
+from raypo.rollout.collect import PushAgain, Sampling, request_of
 from raypo.rollout.event_loop import EventLoop, tasks_of
 from raypo.rollout.players import Agents, Environments, Player
 from raypo.rollout.policy import EpisodeLimit, Policy, Recorded
 from raypo.rollout.sessions import Sessions
+from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calls import heard
 from raypo.types import Episode, Rollout
@@ -66,7 +67,7 @@ class Episodes:
     def play(
         self,
         draws: Sequence[Draw],
-        engine: Sampler,
+        engine: Engines,
         sampling: Sampling,
         push_again: PushAgain | None,
     ) -> list[Rollout]:
@@ -133,8 +134,8 @@ class _Call:
 class _Table:
     """Where episodes ask the policy: each when it likes, or in step, when all of them wait."""
 
-    def __init__(self, engine: Sampler, *, in_step: bool) -> None:
-        self._engines, self._in_step = engine.each_preferred(), in_step
+    def __init__(self, engine: Engines, *, in_step: bool) -> None:
+        self._engines, self._in_step = engine.per_engine(), in_step
         self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
         """All that there are, also those that the user's code has made."""
         self._playing: set[asyncio.Task[None]] = set()
@@ -230,7 +231,7 @@ class _Table:
             if self._in_step:
                 completions = await asyncio.to_thread(self._together, lot)
             else:
-                completions = [await each.seat.engine.join(each.request) for each in lot]
+                completions = [await each.seat.engine.sample(each.request) for each in lot]
         except NoReplicaLeft as error:
             self._lost, self._why_lost = self._lost + lot, error
             return
@@ -243,7 +244,7 @@ class _Table:
         """The answers of one batch an engine, in the order of the calls."""
         lots = [[call for call in calls if call.seat.engine is each] for each in self._engines]
         pending = [
-            (lot, engine.generate.remote([call.request for call in lot]))
+            (lot, engine.generate([call.request for call in lot]))
             for engine, lot in zip(self._engines, lots, strict=True)
             if lot
         ]
@@ -291,7 +292,7 @@ class _Seat:
     sample_index: int
     sampling: Sampling
     table: _Table
-    engine: Sampler = field(init=False)
+    engine: Engines = field(init=False)
     waiting: frozenset[_Call] = frozenset()
     """Its calls that wait for an answer."""
     is_over: bool = False

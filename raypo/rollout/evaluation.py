@@ -1,4 +1,4 @@
-"""Held-out prompts: sampled by the engines, judged by `eval.function`."""
+"""Evaluation on held-out prompts: sampled by the engines, scored by `eval.function`."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.ppo.groups import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
-from raypo.rollout.asking import Ask, PushAgain, Sampler
 from raypo.rollout.collect import Decoder, Sampling, sample, samples_of
-from raypo.rollout.judges import Judges, named_numbers
+from raypo.rollout.dispatch import Dispatch, PushAgain
+from raypo.rollout.scoring import RewardSources, named_numbers
+from raypo.serving.client import Engines
 from raypo.types import Prompt, ScoredRollout
 
 EVALUATION_STREAM = 1
-"""Keeps the seeds of held-out samples apart from those of training."""
+"""Stream number that keeps the seeds of held-out samples apart from those of training."""
 PRIORITY = -1
-"""What is sampled ahead for training waits for held-out prompts, for which a step waits."""
+"""Evaluation requests take priority over look-ahead training rollouts, because the step is blocked
+on them."""
 
 
 def evaluate_policy(
     prompts: Sequence[Prompt],
-    engine: Sampler,
+    engine: Engines,
     tokenizer: Decoder,
     function: RewardFunction | None,
     *,
     section: EvalSection,
     sampling: Sampling,
     workers: Workers,
-    judges: Judges | None = None,
+    reward_sources: RewardSources | None = None,
     push_again: PushAgain | None = None,
-    asks: Ask | None = None,
-    before_judging: Callable[[], None] = lambda: None,
+    dispatcher: Dispatch | None = None,
+    before_scoring: Callable[[], None] = lambda: None,
     keep: Callable[[list[ScoredRollout]], None] | None = None,
 ) -> dict[str, float]:
     """`eval/score_mean`, also by source, and `eval/response_tokens_mean` of the engines' weights.
@@ -47,30 +49,32 @@ def evaluate_policy(
     seeds. A response that cannot be scored counts as nothing, and is counted.
 
     Args:
-        function: What the score is; None: what the judges say.
-        judges: Those of training; their reward models also give `eval/reward_model_mean`.
-        push_again: As in `sample`; so is `asks`.
-        before_judging: Called when the engines have done their part.
+        function: Gives the score. None means that the reward sources do.
+        reward_sources: The sources of training; their reward models also give
+            `eval/reward_model_mean`.
+        push_again: See `sample`; likewise `dispatcher`.
+        before_scoring: Called when the engines have done their part.
         keep: Called with this worker's samples, their score that of `eval/score_mean`.
     """
     sampling = _of_evaluation(section, sampling)
     mine = [prompts[place] for place in range(workers.rank, len(prompts), workers.count)]
     draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
-    rollouts = sample(draws, engine, tokenizer, sampling, push_again, asks=asks)
-    before_judging()
+    rollouts = sample(draws, engine, tokenizer, sampling, push_again, dispatcher=dispatcher)
+    before_scoring()
     means = WeightedMeans()
     judged: list[dict[str, float]] = []
-    if judges and (judges.models or function is None):
-        judged = judges.scores_by_source(rollouts)
-    if judges and judges.models:
-        by_models = [judges.model_total(by_source) for by_source in judged]
+    sources = reward_sources
+    if sources and (sources.models or function is None):
+        judged = sources.scores_by_source(rollouts)
+    if sources and sources.models:
+        by_models = [sources.model_total(by_source) for by_source in judged]
         finite = [value for value in by_models if math.isfinite(value)]
         means.add("eval/reward_model_mean", math.fsum(finite), len(finite))
     if function is not None:
         scores = score(function, rollouts)
     else:
-        assert judges is not None
-        scores = [judges.total(by_source) for by_source in judged]
+        assert sources is not None
+        scores = [sources.total(by_source) for by_source in judged]
     by_source = judged or [{}] * len(rollouts)
     rows = [ScoredRollout(*each) for each in zip(rollouts, scores, by_source, strict=True)]
     if keep is not None:

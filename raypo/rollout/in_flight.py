@@ -1,4 +1,9 @@
-"""Requests that are under way when weights are pushed: none is waited for, and none is lost."""
+"""Requests that stay in flight while weights are pushed: none delays the push, and none is lost.
+
+Concurrency. The worker's main thread pushes (`Pushes.push`). Other threads and event loops sample
+ahead through `EnginesInFlight`; they send nothing new during a push, and retry after it what an
+engine gave back or lost.
+"""
 
 from __future__ import annotations
 
@@ -7,151 +12,133 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from raypo.cluster.actors import NoReplicaLeft
-from raypo.deployed import AnswerOfEntries, MethodOfEntries
+from raypo.pending import PendingBatch
+from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 
 
-class Joinable(Protocol):
-    """Engines that requests can join at any step."""
-
-    @property
-    def submit(self) -> MethodOfEntries[[list[SamplingRequest]], Completion]:
-        """One response a request, in the order given."""
-        ...
-
-    async def join(self, request: SamplingRequest) -> Completion:
-        """One response; no thread waits for it."""
-        ...
-
-    def each_preferred(self) -> Sequence[Joinable]:
-        """This worker's engines, one by one; itself where it has but one."""
-        ...
-
-
 class Pushes:
-    """The pushes of this worker's main thread, for its threads that ask engines."""
+    """Counts the pushes of this worker's main thread, and makes its other threads wait for them."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._is_under_way = False
+        self._is_running = False
         self._changed = threading.Condition()
 
     @contextmanager
     def push(self) -> Iterator[None]:
-        """In the main thread: who asks anew waits meanwhile."""
+        """Hold back new requests of other threads; called by the main thread."""
         with self._changed:
-            self._is_under_way = True
+            self._is_running = True
         try:
             yield
         finally:
             with self._changed:
-                self._is_under_way = False
+                self._is_running = False
                 self._count += 1
                 self._changed.notify_all()
 
     def wait(self) -> int:
-        """Wait for the end of a push that is under way; how many there were."""
+        """Wait until no push is running; return the number of pushes so far."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_under_way)
+            self._changed.wait_for(lambda: not self._is_running)
             return self._count
 
-    async def end(self) -> int:
-        """As `wait`, in an event loop."""
-        return await asyncio.to_thread(self.wait) if self._is_under_way else self._count
+    async def wait_async(self) -> int:
+        """Wait as `wait` does, without blocking the event loop."""
+        return await asyncio.to_thread(self.wait) if self._is_running else self._count
 
 
 @dataclass(frozen=True)
-class EnginesInFlight:
-    """Engines whose requests stay under way while weights are pushed.
+class EnginesInFlight(Engines):
+    """Engines whose requests stay in flight while weights are pushed.
 
-    What is lost with an engine while nothing is kept that another one could load is asked anew when
-    the push has ended.
+    A request that is lost with an engine, while no other engine can load the weights, is retried
+    after the push.
     """
 
-    engine: Joinable
+    engines: Engines
     pushes: Pushes
 
-    @property
-    def generate(self) -> MethodOfEntries[[list[SamplingRequest]], Completion]:
-        """One response a request, in the order given; they join what is being sampled."""
-        return self
+    def generate(self, requests: Sequence[SamplingRequest]) -> PendingBatch[Completion]:
+        """Sample requests as `submit` does: a batch of its own would wait for all that run."""
+        return _RetriedBatch(self.engines, self.pushes, requests)
 
-    submit = generate
+    def submit(self, requests: Sequence[SamplingRequest]) -> PendingBatch[Completion]:
+        """Sample requests that join the running batch at any step."""
+        return _RetriedBatch(self.engines, self.pushes, requests)
 
-    async def join(self, request: SamplingRequest) -> Completion:
-        """One response; no thread waits for it."""
+    async def sample(self, request: SamplingRequest) -> Completion:
+        """Sample one request, which joins the running batch; no thread blocks."""
         while True:
-            asked_after = await self.pushes.end()
+            pushes_before = await self.pushes.wait_async()
             try:
-                completion = await self.engine.join(request)
+                completion = await self.engines.sample(request)
             except NoReplicaLeft:
-                if await self.pushes.end() == asked_after:
+                if await self.pushes.wait_async() == pushes_before:
                     raise
             else:
-                if _is_whole(completion):
+                if _is_complete(completion):
                     return completion
 
-    def remote(self, requests: list[SamplingRequest]) -> AnswerOfEntries[Completion]:
-        """Ask; see `generate`."""
-        return _Answer(self, requests)
-
-    def each_preferred(self) -> list[EnginesInFlight]:
-        """This worker's engines, one by one; itself where it has but one."""
-        return [EnginesInFlight(each, self.pushes) for each in self.engine.each_preferred()]
+    def per_engine(self) -> list[EnginesInFlight]:
+        """Return a client for each of this worker's engines; itself if there is one."""
+        return [EnginesInFlight(each, self.pushes) for each in self.engines.per_engine()]
 
 
-class _Answer:
-    def __init__(self, engines: EnginesInFlight, requests: list[SamplingRequest]) -> None:
-        self._engines, self._requests = engines, requests
-        self._answers: dict[int, Completion] = {}
-        self._ask()
+class _RetriedBatch:
+    """Future of a batch; requests that come back incomplete are sent once more."""
+
+    def __init__(
+        self, engines: Engines, pushes: Pushes, requests: Sequence[SamplingRequest]
+    ) -> None:
+        self._engines, self._pushes, self._requests = engines, pushes, requests
+        self._completions: dict[int, Completion] = {}
+        self._send()
 
     def result(self) -> list[Completion]:
-        while len(self._answers) < len(self._requests):
+        while len(self._completions) < len(self._requests):
             try:
-                answers = dict(enumerate(self._asked.answer.result()))
+                values = dict(enumerate(self._attempt.batch.result()))
             except NoReplicaLeft:
-                if self._engines.pushes.wait() == self._asked.after:
+                if self._pushes.wait() == self._attempt.pushes_before:
                     raise
             else:
-                self._answers |= self._asked.whole(answers)
-            self._ask()
-        return [self._answers[number] for number in range(len(self._requests))]
+                self._completions |= self._attempt.complete(values)
+            self._send()
+        return [self._completions[index] for index in range(len(self._requests))]
 
-    def news(self) -> dict[int, Completion]:
-        asked = self._asked
-        return asked.whole(asked.answer.news())
+    def partial(self) -> dict[int, Completion]:
+        attempt = self._attempt
+        return attempt.complete(attempt.batch.partial())
 
-    def _ask(self) -> None:
-        left = [n for n in range(len(self._requests)) if n not in self._answers]
-        if left:
-            after = self._engines.pushes.wait()
-            requests = [self._requests[number] for number in left]
-            answer = self._engines.engine.submit.remote(requests)
-            self._asked = _Asked(left, after, answer)
+    def _send(self) -> None:
+        missing = [n for n in range(len(self._requests)) if n not in self._completions]
+        if missing:
+            pushes_before = self._pushes.wait()
+            batch = self._engines.submit([self._requests[index] for index in missing])
+            self._attempt = _Attempt(missing, pushes_before, batch)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    places: list[int]
-    """Among all requests, those that were not answered before."""
-    after: int
-    """Pushes that there had been."""
-    answer: AnswerOfEntries[Completion]
+class _Attempt:
+    indices: list[int]
+    """Indices, among all requests, of those that were sent."""
+    pushes_before: int
+    batch: PendingBatch[Completion]
 
-    def whole(self, answers: Mapping[int, Completion]) -> dict[int, Completion]:
-        """Responses by place among all requests, without what was given back before its end."""
-        return {self.places[number]: each for number, each in answers.items() if _is_whole(each)}
+    def complete(self, values: Mapping[int, Completion]) -> dict[int, Completion]:
+        """Return the completions that are complete, by their index among all requests."""
+        return {self.indices[n]: each for n, each in values.items() if _is_complete(each)}
 
 
-def _is_whole(completion: Completion) -> bool:
-    """Whether it came to its end; else it is asked for anew.
+def _is_complete(completion: Completion) -> bool:
+    """Return whether a completion came to its end; otherwise it has to be sampled again.
 
     Raises:
-        RuntimeError: it was withdrawn, so no one may take it for one that ended.
+        RuntimeError: it was withdrawn, so it must not count as one that ended.
     """
     if completion.finish_reason in ("cancelled", "timeout"):
         raise RuntimeError(

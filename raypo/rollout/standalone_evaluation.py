@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -18,14 +18,15 @@ from raypo.config import (
     source_name,
 )
 from raypo.data.prompts import load_prompts
-from raypo.deployed import Here
 from raypo.models.loading import load_tokenizer, stop_token_ids
+from raypo.pending import Done
 from raypo.plan.estimate import max_model_len
 from raypo.rewards.functions import evaluation_function, open_function
 from raypo.rollout.collect import Sampling
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
-from raypo.rollout.judges import Judges
+from raypo.rollout.scoring import RewardSources
+from raypo.serving.client import Engines
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 
@@ -89,7 +90,7 @@ def evaluate_model(
                 section=config.eval,
                 sampling=sampling,
                 workers=Workers(),
-                judges=Judges(None, (), {}) if plays else None,
+                reward_sources=RewardSources(None, (), {}) if plays else None,
             ) | {"eval/prompts": float(len(held_out))}
     return results
 
@@ -107,23 +108,22 @@ def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class LocalEngine:
+class LocalEngine(Engines):
     """One engine of this process, asked as a deployment of engines is."""
 
     engine: Engine
 
-    @property
-    def generate(self) -> Here[[list[SamplingRequest]], list[Completion]]:
-        """`Engine.generate`."""
-        return Here(self.engine.generate)
+    def generate(self, requests: Sequence[SamplingRequest]) -> Done[list[Completion]]:
+        """Sample a batch (`Engine.generate`)."""
+        return Done(self.engine.generate(requests))
 
-    async def join(self, request: SamplingRequest) -> Completion:
-        """One response, which joins what the engine samples."""
-        (answer,) = self.engine.submit([request])
-        return await asyncio.wrap_future(answer)
+    async def sample(self, request: SamplingRequest) -> Completion:
+        """Sample one request, which joins the running batch."""
+        (future,) = self.engine.submit([request])
+        return await asyncio.wrap_future(future)
 
-    def each_preferred(self) -> list[LocalEngine]:
-        """Itself: there is no other one."""
+    def per_engine(self) -> list[LocalEngine]:
+        """Return itself, the only engine."""
         return [self]
 
 

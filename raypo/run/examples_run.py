@@ -25,16 +25,16 @@ from raypo.metrics.clock import Clock
 from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
 from raypo.rewards.functions import evaluation_function
 from raypo.rollout.collect import Sampling
-from raypo.rollout.dealing import balanced_shares
 from raypo.rollout.evaluation import evaluate_policy
-from raypo.run.handles import EngineHandle
+from raypo.rollout.sharding import balanced_shares
 from raypo.run.run import Run, open_run
 from raypo.run.services import start_deployments
 from raypo.run.setup import Runtime
+from raypo.serving.client import EngineClient
 from raypo.storage.run_files import RunFiles
 from raypo.types import Prompt
 from raypo.weight_sync.push import Probe, open_transport, push_weights
-from raypo.weights.transport import Transport
+from raypo.weight_sync.transport import Transport
 
 AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
 PolicyConfig = TypeVar("PolicyConfig", SFTConfig, DPOConfig)
@@ -139,12 +139,12 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         shares = even_shares([lengths(item) for item in batch], self.workers.count)
         return [batch[position] for position in shares[self.workers.rank]]
 
-    def start_engine(self) -> EngineHandle | None:
+    def start_engine(self) -> EngineClient | None:
         """The engines that answer held-out prompts; None where no function judges the answers."""
         return None
 
     def evaluate_before_first_update(
-        self, learner: SupervisedLearner[Item], engine: EngineHandle | None
+        self, learner: SupervisedLearner[Item], engine: EngineClient | None
     ) -> None:
         """Measures where the run starts from; the first step's metrics have it."""
         if engine is not None:
@@ -154,7 +154,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
             self.note_initial(self.evaluate(learner, engine, version=0))
 
     def evaluate(
-        self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
+        self, learner: SupervisedLearner[Item], engine: EngineClient | None, *, version: int
     ) -> dict[str, float]:
         """The loss and its other metrics on the held-out examples; empty where there are none.
 
@@ -207,7 +207,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             colocated=config.placement.group_of("engine") == "colocated",
         )
 
-    def start_engine(self) -> EngineHandle | None:
+    def start_engine(self) -> EngineClient | None:
         """The engines that answer held-out prompts; None where no function judges the answers."""
         if not self.config.needs_engine:
             return None
@@ -218,7 +218,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         return services.engine
 
     def evaluate(
-        self, learner: SupervisedLearner[Item], engine: EngineHandle | None, *, version: int
+        self, learner: SupervisedLearner[Item], engine: EngineClient | None, *, version: int
     ) -> dict[str, float]:
         """Loss on the held-out examples and, with an engine, the score of sampled answers."""
         metrics = super().evaluate(learner, engine, version=version)

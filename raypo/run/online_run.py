@@ -1,10 +1,10 @@
-"""What online runs share besides what all runs do: sampling, judging, pushes, evaluation."""
+"""The part of a run that all online recipes share: sampling, scoring, weight sync, evaluation."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,11 +21,11 @@ from raypo.custom.loader import load_function
 from raypo.data.mixing import few_rows_notes, mix_of
 from raypo.data.prompts import load_prompts
 from raypo.data.stream import ShuffledStream
-from raypo.deployed import AnswerOfOne
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Span
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
+from raypo.pending import Pending
 from raypo.plan.estimate import Models
 from raypo.rewards.functions import (
     close_function,
@@ -34,28 +34,28 @@ from raypo.rewards.functions import (
     open_remote,
 )
 from raypo.rewards.scoring import RewardFunction
-from raypo.rollout.accounts import Ledger
-from raypo.rollout.ahead import RolloutsAhead, RolloutsInTurn
-from raypo.rollout.asking import Ask, PushAgain, Sampler, ask, ask_together
+from raypo.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from raypo.rollout.collect import Sampling
+from raypo.rollout.dispatch import Dispatch, PushAgain, dispatch, dispatch_shared
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
-from raypo.rollout.judges import Judges, Judging
+from raypo.rollout.sample_counts import SampleCounts
+from raypo.rollout.scoring import RewardSources, Scoring
 from raypo.run.engines_load import EnginesLoad
-from raypo.run.handles import EngineHandle
 from raypo.run.phases import OffloadingLearner, Phase, Phases
 from raypo.run.rollout_metrics import sample_row
 from raypo.run.run import Run, Saveable, log_path
 from raypo.run.services import Services, start_deployments
 from raypo.run.setup import Runtime
 from raypo.run.utilization import models_of
+from raypo.serving.client import EngineClient, Engines
 from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.trace import note_call
 from raypo.types import Prompt, ScoredRollout
 from raypo.weight_sync.push import Probe, PushedLearner, open_transport, push_adapter, push_weights
-from raypo.weights.transport import Transport
+from raypo.weight_sync.transport import Transport
 
 AnyOnline = TypeVar("AnyOnline", bound=OnlineConfig)
 
@@ -79,7 +79,7 @@ class OnlineRun(Run[AnyOnline]):
     transport: Transport
     models: Models | None
     """Their shapes, for the arithmetic that they need; None where they are not known."""
-    rollouts: RolloutsInTurn | RolloutsAhead
+    rollouts: SyncRollouts | AsyncRollouts
     """Where those of the steps come from."""
     attempt: str
     """Which attempt of the run this is; engines may outlive one."""
@@ -92,7 +92,7 @@ class OnlineRun(Run[AnyOnline]):
     """Who trains policy and critic."""
     _engines_load: EnginesLoad = field(default_factory=EnginesLoad)
     _has_pushed: bool = False
-    _memory_asked: dict[str, Sequence[AnswerOfOne[dict[str, float]]]] = field(default_factory=dict)
+    _memory_asked: Mapping[str, Sequence[Pending[dict[str, float]]]] = field(default_factory=dict)
     _phases: Phases | None = None
     _elsewhere: frozenset[str] = frozenset()
     """Roles that do not live beside these workers."""
@@ -215,7 +215,7 @@ class OnlineRun(Run[AnyOnline]):
 
     def close(self) -> None:
         """Close what is open; safe to call in any state."""
-        if isinstance(self.rollouts, RolloutsAhead):
+        if isinstance(self.rollouts, AsyncRollouts):
             self.rollouts.close()
         close_function(self.reward_function)
         if self.sampling.episodes:
@@ -225,27 +225,27 @@ class OnlineRun(Run[AnyOnline]):
     @property
     def is_ahead(self) -> bool:
         """Whether rollouts are collected while the learner updates."""
-        return isinstance(self.rollouts, RolloutsAhead)
+        return isinstance(self.rollouts, AsyncRollouts)
 
-    def sampler(self, services: Services) -> Sampler:
-        """Who samples responses."""
+    def engines(self, services: Services) -> Engines:
+        """Return the engines, with retries after a push if requests stay in flight meanwhile."""
         if self.pushes or services.joins:
             return EnginesInFlight(services.engine, self.pushes or Pushes())
         return services.engine
 
-    def asks(self, services: Services, workers: Workers) -> Ask:
-        """How engines are asked for a batch: an engine of several workers, by all of them at once.
+    def dispatcher(self, services: Services, workers: Workers) -> Dispatch:
+        """Return how a batch is sent to the engines: as one batch of all workers if they share one.
 
         Args:
-            workers: Who asks at the same time.
+            workers: The workers that sample at the same time.
         """
         if services.shared_engine and not self.pushes and not services.joins:
-            return partial(ask_together, engine=services.engine, workers=workers)
-        return partial(ask, engine=self.sampler(services))
+            return partial(dispatch_shared, engines=services.engine, workers=workers)
+        return partial(dispatch, engines=self.engines(services))
 
-    def judges(self, services: Services) -> Judges:
+    def reward_sources(self, services: Services) -> RewardSources:
         """Who scores this run's responses."""
-        return Judges.of(
+        return RewardSources.from_config(
             self.reward_function,
             tuple(services.rewards.values()),
             servers=self.reward_servers,
@@ -253,10 +253,10 @@ class OnlineRun(Run[AnyOnline]):
             model=self.config.model,
         )
 
-    def judging(self, services: Services) -> Judging:
+    def scoring(self, services: Services) -> Scoring:
         """A batch's way to its scores and reference log-probs."""
-        return Judging(
-            self.judges(services), services.reference, models_apart=services.models_apart
+        return Scoring(
+            self.reward_sources(services), services.reference, models_apart=services.models_apart
         )
 
     def push_weights(
@@ -272,7 +272,7 @@ class OnlineRun(Run[AnyOnline]):
             self.tell.phase("waiting for the engine")
             services.wait(self.config.placement.timeout_s)
             if self.workers.rank == 0:  # what an attempt before it has asked dedicated engines
-                survivors(engine.pinned().answer_only.on_all(self.name, self.attempt))
+                survivors(engine.pinned().answer_only(self.name, self.attempt))
         if not self.is_ahead:
             self.push_again = PushAgain(
                 lambda: self.push_weights(learner, services, version=version), self.workers
@@ -280,7 +280,7 @@ class OnlineRun(Run[AnyOnline]):
         self.enter(Phase.LEARN)
         self.enter(Phase.PUSH)
         metrics: dict[str, float] = {}
-        if isinstance(self.rollouts, RolloutsAhead):
+        if isinstance(self.rollouts, AsyncRollouts):
             asked = time.perf_counter()
             self.rollouts.settle()
             metrics["perf/wait_for_engines_s"] = time.perf_counter() - asked
@@ -296,7 +296,7 @@ class OnlineRun(Run[AnyOnline]):
                 engine.require(*self.workers.broadcast(engine.required))
             self.enter(Phase.GENERATE)
         metrics |= self._memory(services)
-        if isinstance(self.rollouts, RolloutsAhead):
+        if isinstance(self.rollouts, AsyncRollouts):
             self.rollouts.arrived(version)
         return metrics
 
@@ -316,10 +316,10 @@ class OnlineRun(Run[AnyOnline]):
             return partial(push_adapter, name=self.name, engines_have_base=has_base, **common)
         return partial(push_weights, **common)
 
-    def _load(self, engine: EngineHandle) -> dict[str, float]:
+    def _load(self, engine: EngineClient) -> dict[str, float]:
         """`perf/engine_*` since the push before; when they had nothing to do, in the timeline."""
         up, stretches = engine.pinned(), {}
-        for name, answer in zip(up.names, up.stretch.on_all(), strict=True):
+        for name, answer in zip(up.names, up.stretch(), strict=True):
             for load, stretch in survivors([answer]):
                 stretches[name] = load, stretch
                 for begin, end in stretch.idle:
@@ -330,11 +330,11 @@ class OnlineRun(Run[AnyOnline]):
         """The learner is whole on its devices when it is saved."""
         self.enter(Phase.LEARN)
 
-    def _go_on(self, engine: EngineHandle) -> None:
+    def _go_on(self, engine: EngineClient) -> None:
         """The weights have arrived: engines wake for the probe, and what is in flight goes on."""
         self.enter(Phase.PROBE)
         if self.pushes and self.workers.rank == 0:
-            survivors(engine.pinned().resume.on_all())
+            survivors(engine.pinned().resume())
 
     def _write_rollouts(
         self,
@@ -376,26 +376,28 @@ class OnlineRun(Run[AnyOnline]):
         self.stream.load_state_dict(state["stream"])
         if self.workers.rank == 0:  # unless `restore_share` finds what became of it
             lost = int(state.get("metrics", {}).get("rollout/samples_carried", 0))
-            self.rollouts.ledger = Ledger(carried=lost, lost=lost)
+            self.rollouts.sample_counts = SampleCounts(carried=lost, lost=lost)
 
     def finish(self) -> dict[str, Any]:
-        """End the run as all runs do, and say what was sampled for steps that do not come."""
-        if self.stopped and (left := self.workers.sum(as_tensor(self.rollouts.ledger.carried))):
+        """End the run, and report samples that were requested ahead and are not trained."""
+        if self.stopped and (
+            left := self.workers.sum(as_tensor(self.rollouts.sample_counts.carried))
+        ):
             self.tell.message(f"{int(left)} samples were asked for ahead and are not trained")
         return super().finish()
 
     def save_share(self, directory: Path) -> None:
         """The rollouts that were collected ahead."""
-        if isinstance(self.rollouts, RolloutsAhead):
+        if isinstance(self.rollouts, AsyncRollouts):
             self.rollouts.save(directory, self.workers)
 
     def spans_beside(self) -> list[Span]:
         """What was collected ahead meanwhile."""
-        return self.rollouts.spans() if isinstance(self.rollouts, RolloutsAhead) else []
+        return self.rollouts.spans() if isinstance(self.rollouts, AsyncRollouts) else []
 
     def restore_share(self, directory: Path) -> None:
         """Go on with the rollouts that `save_share` has saved."""
-        if isinstance(self.rollouts, RolloutsAhead):
+        if isinstance(self.rollouts, AsyncRollouts):
             self.rollouts.restore(directory, self.workers)
 
     def _memory(self, services: Services) -> dict[str, float]:
@@ -423,33 +425,33 @@ class OnlineRun(Run[AnyOnline]):
             rows = partial(list, map(sample_row, scored))
             self.write_later(partial(self._write_rollouts, step, rows, held_out=True))
 
-        judges = self.judges(services)
+        sources = self.reward_sources(services)
         if self.eval_function is not None:  # only the reward models are asked besides
-            judges = replace(judges, function=None, servers=None)
+            sources = replace(sources, function=None, servers=None)
         self.enter(Phase.GENERATE)
         return evaluate_policy(
             self.held_out,
-            self.sampler(services),
+            self.engines(services),
             self.tokenizer,
             self.eval_function,
             section=self.config.eval,
             sampling=self.sampling,
             workers=self.workers,
-            judges=judges,
+            reward_sources=sources,
             push_again=self.push_again,
-            asks=self.asks(services, self.workers),
-            before_judging=lambda: self.enter(Phase.SCORE),
+            dispatcher=self.dispatcher(services, self.workers),
+            before_scoring=lambda: self.enter(Phase.SCORE),
             keep=keep,
         )
 
 
 def _rollouts(
     config: OnlineConfig, stream: ShuffledStream[Prompt], workers: Workers
-) -> RolloutsInTurn | RolloutsAhead:
+) -> SyncRollouts | AsyncRollouts:
     section = config.rollout
     if section.mode == "sync":
-        return RolloutsInTurn(stream, section.samples_per_prompt, workers)
-    return RolloutsAhead(
+        return SyncRollouts(stream, section.samples_per_prompt, workers)
+    return AsyncRollouts(
         stream,
         prompts_per_step=section.prompts_per_step,
         samples_per_prompt=section.samples_per_prompt,

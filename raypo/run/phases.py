@@ -13,7 +13,7 @@ from typing import Protocol
 
 from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
-from raypo.deployed import Answer
+from raypo.pending import Pending
 from raypo.plan.phase_table import (
     ALLOWED,
     ENGINE_WEIGHTS,
@@ -24,7 +24,7 @@ from raypo.plan.phase_table import (
     TRAINING_STATE,
     Phase,
 )
-from raypo.run.handles import EngineHandle, FrozenHandle
+from raypo.serving.client import EngineClient, FrozenClient
 
 
 class PhaseError(RuntimeError):
@@ -54,8 +54,8 @@ class Phases:
     workers: Workers
     offloads: bool
     """Learner, engines and frozen models share GPUs."""
-    engines: EngineHandle
-    frozen: Sequence[FrozenHandle] = ()
+    engines: EngineClient
+    frozen: Sequence[FrozenClient] = ()
     """Reward and reference models."""
     learner: OffloadingLearner | None = None
     """Known from its start on."""
@@ -94,23 +94,21 @@ class Phases:
         if learner is not None and PARAMETERS in leaving:
             learner.offload_parameters()
         if leaving & {ENGINE_WEIGHTS, KV_CACHE}:
-            self._ask(lambda: self.engines.pinned().sleep.on_all(before_push=before_push))
+            self._ask(lambda: self.engines.pinned().sleep(before_push=before_push))
         if FROZEN_MODELS in leaving:
-            self._ask(lambda: [one for each in self.frozen for one in each.pinned().sleep.on_all()])
+            self._ask(lambda: [one for each in self.frozen for one in each.sleep()])
 
     def _bring_back(self, coming: set[str]) -> None:
         if self.learner is not None and coming & {TRAINING_STATE, PARAMETERS}:
             self.learner.reload()  # else it is about to be made
         if ENGINE_WEIGHTS in coming:
-            self._ask(lambda: self.engines.pinned().wake_up.on_all("weights"))
+            self._ask(lambda: self.engines.pinned().wake_up("weights"))
         if KV_CACHE in coming:
-            self._ask(lambda: self.engines.pinned().wake_up.on_all("kv_cache"))
+            self._ask(lambda: self.engines.pinned().wake_up("kv_cache"))
         if FROZEN_MODELS in coming:
-            self._ask(
-                lambda: [one for each in self.frozen for one in each.pinned().wake_up.on_all()]
-            )
+            self._ask(lambda: [one for each in self.frozen for one in each.wake_up()])
 
-    def _ask(self, all_replicas: Callable[[], Sequence[Answer[None]]]) -> None:
+    def _ask(self, all_replicas: Callable[[], Sequence[Pending[None]]]) -> None:
         """Rank 0 asks for all workers."""
         if self.workers.rank == 0:
             survivors(all_replicas())  # one that is lost has no memory to give

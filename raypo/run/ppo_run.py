@@ -16,9 +16,9 @@ from raypo.learner.peak import peak_flops
 from raypo.learner.roles import Roles
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.models.critic import critic_start
-from raypo.rollout.accounts import account_metrics
+from raypo.rollout.dynamic_sampling import Collected, fill_step
 from raypo.rollout.experience import AdvantageState
-from raypo.rollout.refill import Collected, fill_step
+from raypo.rollout.sample_counts import sample_count_metrics
 from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase
 from raypo.run.rollout_metrics import rollout_metrics, rollout_rows, sample_row
@@ -103,7 +103,7 @@ class PPORun(OnlineRun[PPOConfig]):
         if self.sampling.episodes:
             waited = self.workers.max(as_tensor(self.sampling.episodes.waited_s()))
             metrics["perf/wait_for_environments_s"] = float(waited)
-        metrics |= account_metrics(
+        metrics |= sample_count_metrics(
             self.rollouts.counts(),
             collected,
             self.workers,

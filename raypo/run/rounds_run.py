@@ -18,7 +18,7 @@ from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.metrics.clock import Clock
 from raypo.rollout.collect import is_trainable, next_draws, refuse_too_many_failures, sample
-from raypo.rollout.judges import Judging, Reference
+from raypo.rollout.scoring import Reference, Scoring
 from raypo.run.examples_run import even_shares, lengths, new_learner, save_trained
 from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase
@@ -107,7 +107,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         """Prompts of a round that the policy answers, over all workers."""
         return self.config.rollout.prompts_per_step
 
-    def judging_reference(self, services: Services) -> Reference | None:
+    def scoring_reference(self, services: Services) -> Reference | None:
         """The reference that is asked for the log-probs of what was sampled, if any is."""
         return services.reference
 
@@ -122,21 +122,21 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         return learner
 
     def collect(self, services: Services, clock: Clock) -> list[ScoredRollout]:
-        """Samples and judges this worker's share of a round."""
+        """Sample and score this worker's share of a round."""
         draws = next_draws(self.stream, self.prompts_per_round, self.workers)
         self.enter(Phase.GENERATE)
         rollouts = sample(
             draws,
-            self.sampler(services),
+            self.engines(services),
             self.tokenizer,
             self.sampling,
             self.push_again,
-            asks=self.asks(services, self.workers),
+            dispatcher=self.dispatcher(services, self.workers),
         )
         clock.lap("time/generate_s")
         self.enter(Phase.SCORE, before_push=True)
-        judging = Judging(self.judges(services), self.judging_reference(services))
-        scored = judging.scored(rollouts)
+        scoring = Scoring(self.reward_sources(services), self.scoring_reference(services))
+        scored = scoring.results(rollouts)
         refuse_too_many_failures(scored, self.config.reward, self.workers)
         clock.lap("time/score_s")
         return scored

@@ -13,7 +13,6 @@ from raypo.cluster.actors import survivors
 from raypo.cluster.devices import together
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig, PolicyExamplesConfig
-from raypo.deployed import AnswerOfOne
 from raypo.deployment.deployment import (
     Deployment,
     DeploymentHandle,
@@ -22,6 +21,7 @@ from raypo.deployment.deployment import (
     start_deployment,
 )
 from raypo.deployment.reserve import nodes_of
+from raypo.pending import Pending
 from raypo.plan.placement import (
     PlacementError,
     ServedRole,
@@ -31,25 +31,20 @@ from raypo.plan.placement import (
     torn_apart,
     workers_beside,
 )
-from raypo.run.handles import (
-    EngineHandle,
-    FrozenHandle,
-    ReferenceHandle,
-    RewardModelHandle,
-)
 from raypo.run.served_roles import deployment_of
 from raypo.run.setup import Shared
 from raypo.run.shared_services import of_shared
+from raypo.serving.client import EngineClient, FrozenClient, ReferenceClient, RewardModelClient
 
 
 @dataclass(frozen=True)
 class Services:
-    """Handles to what samples and judges."""
+    """Clients of the engines and of the frozen models."""
 
-    engine: EngineHandle
-    references: dict[str, ReferenceHandle]
+    engine: EngineClient
+    references: dict[str, ReferenceClient]
     """Reference models by role: of PPO at most one, of a distillation one for each teacher."""
-    rewards: dict[str, RewardModelHandle] = field(default_factory=dict)
+    rewards: dict[str, RewardModelClient] = field(default_factory=dict)
     """Reward models by role, in the order of `model.reward`."""
     elsewhere: frozenset[str] = frozenset()
     """Roles that do not live beside these workers: engine, reference, reward_0, ..."""
@@ -64,19 +59,19 @@ class Services:
     trials of a sweep share has none on CPUs."""
 
     @property
-    def frozen(self) -> list[tuple[str, FrozenHandle]]:
+    def frozen(self) -> list[tuple[str, FrozenClient]]:
         """Reference and reward models that there are, by role."""
         return [*self.references.items(), *self.rewards.items()]
 
     @property
-    def reference(self) -> ReferenceHandle | None:
+    def reference(self) -> ReferenceClient | None:
         """What the policy is compared with, if a deployment holds it."""
         return self.references.get("reference")
 
-    def ask_peak_memory(self) -> dict[str, Sequence[AnswerOfOne[dict[str, float]]]]:
-        """Ask each replica for its `peak_memory`; the answers, by role, are not yet waited for."""
-        asked = {"engine": self.engine.pinned().peak_memory.on_all()}
-        return asked | {role: each.pinned().peak_memory.on_all() for role, each in self.frozen}
+    def ask_peak_memory(self) -> Mapping[str, Sequence[Pending[dict[str, float]]]]:
+        """Ask each replica for its peak memory; return the pending calls by role."""
+        asked = {"engine": self.engine.pinned().peak_memory()}
+        return asked | {role: each.peak_memory() for role, each in self.frozen}
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started.
@@ -153,9 +148,9 @@ def start_deployments(
     pool = shared if shared is not None and shared.pool and "engine" in elsewhere else None
     asked = [number for each in workers.gather(handles["engine"].preferred) for number in each]
     return Services(
-        engine=EngineHandle(handles["engine"]),
-        references={name: ReferenceHandle(h) for name, h in of_kind["reference"].items()},
-        rewards={name: RewardModelHandle(h) for name, h in of_kind["reward"].items()},
+        engine=EngineClient(handles["engine"]),
+        references={name: ReferenceClient(h) for name, h in of_kind["reference"].items()},
+        rewards={name: RewardModelClient(h) for name, h in of_kind["reward"].items()},
         elsewhere=frozenset(elsewhere),
         in_pool=pool is not None,
         joins=pool is not None and pool.share_batches,
@@ -233,7 +228,7 @@ def _start(
             if in_turn and each.start_timeout_s is not None:
                 handles[each.role].wait(each.start_timeout_s)
                 if sleeps:
-                    survivors(handles[each.role].pinned().sleep.on_all())
+                    survivors(FrozenClient(handles[each.role]).sleep())
     return workers.broadcast(handles)
 
 

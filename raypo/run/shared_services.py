@@ -18,6 +18,7 @@ from raypo.plan.placement import served_roles, with_dedicated
 from raypo.run.dedicated_services import start_dedicated
 from raypo.run.served_roles import class_and_arguments, deployment_of
 from raypo.run.setup import Shared
+from raypo.serving.client import EngineClient
 
 
 def start_shared(
@@ -104,7 +105,7 @@ def borrow(
         loan = ray.get(lender.lend.remote(run_name, this_worker, timeout_s))
         if loan is not None and shared.pool and loan.before is not None:
             # To make room for this run's adapter; others' successors never had that one.
-            survivors(loan.handle.pinned().drop_adapter.on_all(loan.before))
+            survivors(EngineClient(loan.handle).pinned().drop_adapter(loan.before))
     loan = workers.broadcast(loan)
     if loan is None:
         return None

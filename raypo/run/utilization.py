@@ -11,7 +11,7 @@ from raypo.plan.estimate import Models
 from raypo.plan.flops import Lengths, forward_flops
 from raypo.plan.model_shape import ModelShape
 from raypo.rollout.collect import samples_of
-from raypo.rollout.refill import Collected
+from raypo.rollout.dynamic_sampling import Collected
 from raypo.types import ScoredRollout
 
 

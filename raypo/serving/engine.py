@@ -32,9 +32,15 @@ from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.buckets import Bucket
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
-from raypo.weights.messages import OfferedBucket, Rendezvous, StoredBucket
+from raypo.weights.messages import (
+    OfferedBucket,
+    PushStart,
+    Ready,
+    Rendezvous,
+    StoredBucket,
+    WeightPush,
+)
 from raypo.weights.store import Kept
-from raypo.weights.transport import PushStart, Ready, WeightPush
 
 AnyBucket = Bucket | OfferedBucket
 
@@ -229,7 +235,7 @@ class Engine:
             ValueError: a request cannot be served; nothing was sampled, the engine stays usable.
             RuntimeError: it holds no whole weight version, or it is broken.
         """
-        answers = self.batch(requests)
+        answers = self.begin_generate(requests)
         try:
             return [each.result() for each in answers]
         except BaseException:  # of a caller that is interrupted: nobody waits for the others
@@ -237,8 +243,8 @@ class Engine:
                 each.cancel()
             raise
 
-    def batch(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
-        """As `generate`, for callers that do not want to wait for all of it."""
+    def begin_generate(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
+        """Start `generate` and return a future for each completion."""
         return [each.answer for each in self._ask(requests, alone=True)]
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
@@ -312,7 +318,7 @@ class Engine:
             self._paused_by = start.id
         self._was_pushed_to, self._arriving, self._arrived = True, start, []
         self._let_go(f"the push of version {start.version} failed half-way")
-        return Ready.together(self._ask_workers("raypo_begin_push"))
+        return Ready.merged(self._ask_workers("raypo_begin_push"))
 
     @_between_steps
     def load_bucket(self, bucket: AnyBucket) -> None:

@@ -13,12 +13,10 @@ from torch import nn
 
 from raypo.metrics.process_memory import peak_memory
 from raypo.serving.vllm_processes import Answer, leave_no_shared_memory
-from raypo.weights.broadcast import Group
 from raypo.weights.buckets import Bucket, Staged, unpack
-from raypo.weights.ipc import device_uuid
+from raypo.weights.group import Group
 from raypo.weights.manifest import TensorSpec, WeightError, summary
-from raypo.weights.messages import BroadcastBucket, IpcBucket, Rendezvous
-from raypo.weights.transport import Ready
+from raypo.weights.messages import BroadcastBucket, IpcBucket, Ready, Rendezvous, device_uuid
 
 PARENT_S = 1.0
 GREW = "Memory usage increased after sleeping"

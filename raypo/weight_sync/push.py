@@ -21,16 +21,16 @@ from raypo.cluster.actors import ReplicaLost, survivors
 from raypo.collectives import Workers
 from raypo.config import ConfigError, EngineSection, InFlight, OnlineConfig, PolicyExamplesConfig
 from raypo.data.padding import pad_right
-from raypo.deployed import MethodOfEach
 from raypo.learner.tasks import response_batch
+from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Example, Experience, Prompt
+from raypo.weight_sync.broadcast import BroadcastTransport
+from raypo.weight_sync.ipc import IpcTransport
+from raypo.weight_sync.transport import ObjectTransport, Transport
 from raypo.weights.adapter import AdapterPush
-from raypo.weights.broadcast import BroadcastTransport
-from raypo.weights.ipc import IpcTransport
 from raypo.weights.manifest import WeightError
 from raypo.weights.store import Kept
-from raypo.weights.transport import ObjectTransport, PushedEngines, Transport
 
 NUM_PROBES = 2
 """Prompts of a probe: a run's first ones."""
@@ -88,24 +88,6 @@ class AdaptedLearner(ProbedLearner, Protocol):
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights below the adapter; all workers iterate together."""
         ...
-
-
-class ProbedEngines(Protocol):
-    """What a probe asks of engines."""
-
-    @property
-    def generate(self) -> MethodOfEach[[list[SamplingRequest]], list[Completion]]:
-        """One response a request, in the order given; a batch that enters as a whole."""
-        ...
-
-    @property
-    def submit(self) -> MethodOfEach[[list[SamplingRequest]], list[Completion]]:
-        """The same, of requests that join what is being sampled."""
-        ...
-
-
-class SyncedEngines(PushedEngines, ProbedEngines, Protocol):
-    """What a push that is tried with a probe asks of engines."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +185,7 @@ def open_transport(
 
 def push_weights(
     learner: PushedLearner,
-    engine: SyncedEngines,
+    engine: Engines,
     *,
     version: int,
     transport: Transport,
@@ -234,7 +216,7 @@ def push_weights(
 
 def _send(
     weights: Callable[[], Iterator[tuple[str, Tensor]]],
-    engine: SyncedEngines,
+    engine: Engines,
     *,
     version: int,
     transport: Transport,
@@ -254,7 +236,7 @@ def _send(
 
 def push_adapter(
     learner: AdaptedLearner,
-    engine: SyncedEngines,
+    engine: Engines,
     *,
     name: str,
     version: int,
@@ -285,14 +267,14 @@ def push_adapter(
             required.append(transport.kept)
         required.append(transport.keeper.keep(push, id=uuid.uuid4().hex, adapter=name))
         up = engine.pinned()  # others hold it when they are next asked
-        survivors(up.hold.on_all(*required, in_flight=transport.in_flight))
+        survivors(up.hold(*required, in_flight=transport.in_flight))
     engine.require("hold", *workers.broadcast(required))
     on_arrival()
     return try_probe(learner, engine, replace(probe, adapter=name), version, workers)
 
 
 def try_probe(
-    learner: ProbedLearner, engine: ProbedEngines, probe: Probe, version: int, workers: Workers
+    learner: ProbedLearner, engine: Engines, probe: Probe, version: int, workers: Workers
 ) -> dict[str, float]:
     """`mismatch/probe_gap_max` and `mismatch/probe_gap_mean` of all engines, nats per token.
 
@@ -303,10 +285,11 @@ def try_probe(
     if workers.rank == 0:
         requests = probe.requests(version)
         # One that is lost just now is left out, and loads what the others hold when it is asked.
-        ask = engine.submit if probe.joins else engine.generate
-        by_engine = survivors(ask.on_all(requests))
-        answers = [each for own in by_engine for each in own]
-        answers = answers or ask.remote(requests).result()
+        on_all = engine.submit_on_all if probe.joins else engine.generate_on_all
+        answers = [each for own in survivors(on_all(requests)) for each in own]
+        if not answers:
+            on_one = engine.submit if probe.joins else engine.generate
+            answers = on_one(requests).result()
     completions: list[Completion] = workers.broadcast(answers)
     prompts = [request.prompt_ids for request in probe.requests(version)]
     prompts *= len(completions) // len(prompts)

@@ -1,7 +1,8 @@
-"""What the transports hand to engines in a push: buckets, and how to join a broadcast group."""
+"""Messages of a push of weights, between the learner's rank 0 and the engines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from raypo.config import InFlight
 from raypo.weights.buckets import Bucket, Entries, Specs, Staged
+from raypo.weights.manifest import Manifest
 
 Backend = Literal["nccl", "gloo"]
 
@@ -121,3 +124,56 @@ class BroadcastBucket:
 
 
 OfferedBucket = StoredBucket | IpcBucket | BroadcastBucket
+
+
+@dataclass(frozen=True)
+class PushStart:
+    """First message of a push."""
+
+    version: int
+    id: str = ""
+    """Identity of this push (`Kept.id`)."""
+    in_flight: InFlight | None = None
+    """Handling of requests that are being sampled: the engines pause until `resume`, and new
+    requests wait. None means that there are none in flight, and new ones are refused."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """An engine's reply to `begin_push`."""
+
+    num_workers: int
+    """vLLM workers; more than one if the engine is tensor parallel."""
+    epoch: int | None
+    """Number of the broadcast group that they are members of."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that they run on."""
+
+    @classmethod
+    def merged(cls, workers: Sequence[Ready]) -> Ready:
+        """Merge the replies of an engine's vLLM workers."""
+        epochs = {worker.epoch for worker in workers}
+        return cls(
+            len(workers),
+            epochs.pop() if len(epochs) == 1 else None,
+            tuple(gpu for worker in workers for gpu in worker.gpus),
+        )
+
+
+@dataclass(frozen=True)
+class WeightPush:
+    """A whole weight version that can be loaded again: plain data that fits into a call."""
+
+    version: int
+    manifest: Manifest
+    buckets: tuple[StoredBucket | Bucket, ...]
+    id: str = ""
+    """Identity of the push that brought it."""
+
+    def __repr__(self) -> str:
+        return f"WeightPush(v{self.version}, {len(self.manifest.tensors)} tensors)"
+
+
+def device_uuid(device: torch.device) -> str:
+    """Return the GPU's own id, which does not depend on a process's numbering."""
+    return str(torch.cuda.get_device_properties(device).uuid)

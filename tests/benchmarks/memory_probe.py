@@ -24,9 +24,9 @@ from torch import Tensor
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.types import Experience, Rollout
+from raypo.weight_sync.transport import BUCKET_BYTES
 from raypo.weights.buckets import as_bytes, grouped
 from raypo.weights.manifest import checksums
-from raypo.weights.transport import BUCKET_BYTES
 from tests.stand_ins import pack
 
 SMALL_BUCKET = 16 * 1024**2
@@ -187,7 +187,7 @@ def engine(config: PPOConfig) -> dict[str, int]:
     from raypo.serving.requests import SamplingRequest
     from raypo.serving.vllm_settings import prepare_environment
     from raypo.weights.manifest import Manifest
-    from raypo.weights.transport import PushStart
+    from raypo.weights.messages import PushStart
 
     prepare_environment(eager=True)
     import vllm  # noqa: F401

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from raypo.collectives import Workers
 from raypo.config import EngineSection
 from raypo.serving.engine import Engine
+from raypo.weight_sync.transport import ObjectTransport
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest
-from raypo.weights.messages import StoredBucket
-from raypo.weights.transport import ObjectTransport, PushStart, Ready
+from raypo.weights.messages import PushStart, Ready, StoredBucket
 from tests.integration.plain_handle import PlainHandle
 from tests.tiny import tiny_policy
 

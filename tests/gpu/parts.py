@@ -254,10 +254,10 @@ def group() -> Figures:
     """A broadcast group over NCCL, of this process alone, connects within its time-out."""
     import torch
 
-    from raypo.weights.broadcast import Group, _store
+    from raypo.weights.group import Group, group_store
     from raypo.weights.messages import Rendezvous
 
-    store = _store("127.0.0.1", 0, 60.0, is_host=True)
+    store = group_store("127.0.0.1", 0, 60.0, is_host=True)
     rendezvous = Rendezvous(1, "127.0.0.1", store.port, 1, "nccl", 60.0)
     begin = time.perf_counter()
     member = Group(rendezvous, rank=0, store=store, device="cuda:0")

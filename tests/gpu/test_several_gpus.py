@@ -58,7 +58,7 @@ def test_nccl_reaches_an_engine_on_another_gpu_and_survives_its_replacement(tmp_
     from transformers import AutoModelForCausalLM
 
     from raypo.collectives import Workers
-    from raypo.weights.broadcast import BroadcastTransport
+    from raypo.weight_sync.broadcast import BroadcastTransport
     from tests.integration.plain_handle import PlainHandle
     from tests.integration.test_engine import (
         MAX_MODEL_LEN,

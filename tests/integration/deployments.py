@@ -12,12 +12,11 @@ import ray
 import torch
 
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.weights.broadcast import Group
 from raypo.weights.buckets import unpack
+from raypo.weights.group import Group
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
-from raypo.weights.messages import Rendezvous, StoredBucket
+from raypo.weights.messages import PushStart, Ready, Rendezvous, StoredBucket, WeightPush
 from raypo.weights.store import Kept
-from raypo.weights.transport import PushStart, Ready, WeightPush
 
 
 class Doubler:
@@ -150,7 +149,7 @@ class Receiver:
                 self.load_bucket(bucket)
             self.finish_push(push.manifest)
 
-    def batch(self, requests: list[SamplingRequest]) -> list[Completion]:
+    def begin_generate(self, requests: list[SamplingRequest]) -> list[Completion]:
         """One token each, which is the version; it dies on the way if a file says so."""
         if self._dies.exists():
             self._dies.unlink()
@@ -166,10 +165,10 @@ class Receiver:
         return [answer] * len(requests)
 
     def submit(self, requests: list[SamplingRequest]) -> list[Completion]:
-        """As `batch`, as soon as nobody holds it up any more."""
+        """As `begin_generate`, as soon as nobody holds it up any more."""
         while self._dies.with_name("holds_up").exists():
             time.sleep(0.02)
-        return self.batch(requests)
+        return self.begin_generate(requests)
 
     def adapter(self) -> int | None:
         """The version of the adapter."""
@@ -193,11 +192,11 @@ class Client:
         self._handle = handle
 
     def double(self, numbers: list[int]) -> list[int]:
-        return [self._handle.double.remote(number).result() for number in numbers]
+        return [self._handle.call(Doubler.double, number).result() for number in numbers]
 
 
 def pids(handle: Any) -> list[int]:
-    return [response.result() for response in handle.pid.on_all()]
+    return [response.result() for response in handle.call_all(Doubler.pid)]
 
 
 def done(folder: Path) -> list[tuple[int, int]]:

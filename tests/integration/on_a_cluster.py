@@ -75,10 +75,10 @@ def placement() -> dict[str, Any]:
                 deployment = Deployment(f"raypo:run:{role}", Doubler, kwargs)
                 handle = start_deployment(deployment, places)
                 handle.wait(120)
-                answers = handle.environment.on_all("CUDA_VISIBLE_DEVICES")
+                answers = handle.call_all(Doubler.environment, "CUDA_VISIBLE_DEVICES")
                 found["replicas"][role] = [
                     (life.bundle, nodes_of(group)[life.bundle] == life.node_id, answer.result())
-                    for life, answer in zip(handle.lives(), answers, strict=True)
+                    for life, answer in zip(handle.incarnations(), answers, strict=True)
                 ]
                 handle.shutdown()
         remove_placement_group(group)
@@ -144,11 +144,12 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
             handle = start_deployment(deployment, of_role)
             handle.wait(120)
             devices = [
-                answer.result() for answer in handle.environment.on_all("CUDA_VISIBLE_DEVICES")
+                answer.result()
+                for answer in handle.call_all(Doubler.environment, "CUDA_VISIBLE_DEVICES")
             ]
             found[role] = [
-                {"node": life.node_id, "bundle": life.bundle, "gpus": shown.split(",")}
-                for life, shown in zip(handle.lives(), devices, strict=True)
+                {"node": life.node_id, "bundle": life.bundle, "gpus": (shown or "").split(",")}
+                for life, shown in zip(handle.incarnations(), devices, strict=True)
             ]
             handle.shutdown()
     workers.barrier()

@@ -93,7 +93,7 @@ def show_devices(setup: dict[str, Any]) -> dict[str, Any]:
     if workers.rank == 0:
         handles = {"engine": made.engine.handle} | {n: each.handle for n, each in made.frozen}
         for role, handle in handles.items():
-            for index, answer in enumerate(handle.devices.on_all()):
+            for index, answer in enumerate(handle.call_all(StandIn.devices)):
                 seen[f"{role}:{index}"] = answer.result()
     workers.barrier()
     return {"status": "finished", "step": 0, "seen": seen, "granted": granted}

@@ -1,24 +1,24 @@
-"""What a push asks of a deployment's handle, on bare actors, for tests that need no controller."""
+"""Engines for a push, as bare actors: for tests that need no deployment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
-from raypo.deployed import MethodOfAll
+from raypo.config import InFlight
+from raypo.serving.client import Engines, PinnedEngines
 from raypo.weights.manifest import Manifest
-from raypo.weights.messages import OfferedBucket, Rendezvous
-from raypo.weights.transport import PushStart, Ready
+from raypo.weights.messages import OfferedBucket, PushStart, Ready, Rendezvous
+from raypo.weights.store import Kept
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass
-class PlainResponse(Generic[T]):
+class PlainCall(Generic[T]):
     ref: ray.ObjectRef[T]
 
     def result(self) -> T:
@@ -34,39 +34,28 @@ class PlainResponse(Generic[T]):
         return None
 
 
-@dataclass
-class PlainMethod(Generic[P, T]):
-    actors: list[Any]
-    name: str
-
-    def on_all(self, *args: P.args, **kwargs: P.kwargs) -> list[PlainResponse[T]]:
-        calls = [getattr(actor, self.name) for actor in self.actors]
-        return [PlainResponse(call.remote(*args, **kwargs)) for call in calls]
-
-
-class PlainHandle:
+class PlainHandle(Engines, PinnedEngines):
     def __init__(self, actors: dict[str, ActorHandle]) -> None:
         self._actors = actors
 
-    @property
-    def begin_push(self) -> MethodOfAll[[PushStart], Ready]:
-        return PlainMethod(list(self._actors.values()), "begin_push")
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> list[PlainCall[Any]]:
+        methods = [getattr(actor, name) for actor in self._actors.values()]
+        return [PlainCall(method.remote(*args, **kwargs)) for method in methods]
 
-    @property
-    def join_group(self) -> MethodOfAll[[Rendezvous], None]:
-        return PlainMethod(list(self._actors.values()), "join_group")
+    def begin_push(self, start: PushStart) -> list[PlainCall[Ready]]:
+        return self._call("begin_push", start)
 
-    @property
-    def load_bucket(self) -> MethodOfAll[[OfferedBucket], None]:
-        return PlainMethod(list(self._actors.values()), "load_bucket")
+    def join_group(self, rendezvous: Rendezvous) -> list[PlainCall[None]]:
+        return self._call("join_group", rendezvous)
 
-    @property
-    def finish_push(self) -> MethodOfAll[[Manifest], Manifest]:
-        return PlainMethod(list(self._actors.values()), "finish_push")
+    def load_bucket(self, bucket: OfferedBucket) -> list[PlainCall[None]]:
+        return self._call("load_bucket", bucket)
 
-    @property
-    def hold(self) -> MethodOfAll[..., None]:
-        return PlainMethod(list(self._actors.values()), "hold")
+    def finish_push(self, manifest: Manifest) -> list[PlainCall[Manifest]]:
+        return self._call("finish_push", manifest)
+
+    def hold(self, *pushes: Kept, in_flight: InFlight | None = None) -> list[PlainCall[None]]:
+        return self._call("hold", *pushes, in_flight=in_flight)
 
     def pinned(self) -> PlainHandle:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
 from raypo.config import EngineSection, LoraSection
-from raypo.deployed import Here
 from raypo.models.lora import (
     adapter_config,
     adapter_off,
@@ -24,14 +23,18 @@ from raypo.models.lora import (
     merged_weights,
 )
 from raypo.models.token_log_probs import response_log_probs
+from raypo.pending import Done
 from raypo.serving.adapters import SHARED_MEMORY
+from raypo.serving.client import Engines
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience
 from raypo.weight_sync.push import Probe, push_adapter
+from raypo.weight_sync.transport import ObjectTransport
 from raypo.weights.adapter import AdapterPush
-from raypo.weights.manifest import WeightError
-from raypo.weights.transport import ObjectTransport
+from raypo.weights.manifest import Manifest, WeightError
+from raypo.weights.messages import OfferedBucket, PushStart
+from raypo.weights.store import Kept
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -232,21 +235,28 @@ class Adapted:
 
 
 @dataclass
-class InThisProcess:
-    """An engine, asked as a deployment's are."""
+class InThisProcess(Engines):
+    """An engine of this process, and the same engine as a push sees it."""
 
     engine: Engine
 
-    def __getattr__(self, name: str) -> Any:
-        return Here(getattr(self.engine, name))
+    def generate_on_all(self, requests: Sequence[SamplingRequest]) -> Any:
+        return [Done(self.engine.generate(requests))]
 
-    @property
-    def generate(self) -> Any:
-        return Here(self.engine.generate)
+    def submit_on_all(self, requests: Sequence[SamplingRequest]) -> Any:
+        return [Done([each.result() for each in self.engine.submit(requests)])]
 
-    @property
-    def submit(self) -> Any:
-        return Here(lambda given: [each.result() for each in self.engine.submit(given)])
+    def begin_push(self, start: PushStart) -> Any:
+        return [Done(self.engine.begin_push(start))]
+
+    def load_bucket(self, bucket: OfferedBucket) -> Any:
+        return [Done(self.engine.load_bucket(bucket))]
+
+    def finish_push(self, manifest: Manifest) -> Any:
+        return [Done(self.engine.finish_push(manifest))]
+
+    def hold(self, *pushes: Kept, in_flight: Any = None) -> Any:
+        return [Done(self.engine.hold(*pushes, in_flight=in_flight))]
 
     def pinned(self) -> Any:
         return self

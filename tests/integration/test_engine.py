@@ -18,7 +18,7 @@ from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.buckets import Bucket
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import PushStart, WeightPush
+from raypo.weights.messages import PushStart, WeightPush
 from tests.stand_ins import local_push, pack
 from tests.tiny import tiny_policy
 

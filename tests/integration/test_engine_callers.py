@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from raypo.config import EngineSection
 from raypo.deployment.deployment import Deployment, Place, start_deployment
-from raypo.run.handles import EngineHandle
+from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Load, SamplingRequest
 from raypo.weights.store import Keeper, Kept
@@ -40,7 +40,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(policy: Path, local_ray: None) -> Iterator[EngineHandle]:
+def engines(policy: Path, local_ray: None) -> Iterator[EngineClient]:
     kwargs: dict[str, Any] = {
         "model": str(policy),
         "section": EngineSection(kv_cache_gb=0.1),
@@ -53,22 +53,22 @@ def engines(policy: Path, local_ray: None) -> Iterator[EngineHandle]:
     )
     handle = start_deployment(deployment, [Place()])
     handle.wait(120.0)
-    yield EngineHandle(handle)
+    yield EngineClient(handle)
     handle.shutdown(0.0)
 
 
 @ray.remote(num_cpus=0)
-def from_another_process(engines: EngineHandle, seed: int) -> list[int]:
-    return engines.submit.remote([ask(20, seed)]).result()[0].token_ids.tolist()
+def from_another_process(engines: EngineClient, seed: int) -> list[int]:
+    return engines.submit([ask(20, seed)]).result()[0].token_ids.tolist()
 
 
-def test_many_callers_share_the_steps_of_one_engine(engines: EngineHandle):
+def test_many_callers_share_the_steps_of_one_engine(engines: EngineClient):
     """More calls than the replica has threads: those wait for responses in none."""
-    alone = [engines.generate.remote([ask(60, seed)]).result()[0] for seed in range(THREADS)]
-    before = engines.handle.load.remote().result()
+    alone = [engines.generate([ask(60, seed)]).result()[0] for seed in range(THREADS)]
+    before = engines.handle.call(Engine.load).result()
 
     def call(seed: int) -> list[int]:
-        return engines.submit.remote([ask(60, seed)]).result()[0].token_ids.tolist()
+        return engines.submit([ask(60, seed)]).result()[0].token_ids.tolist()
 
     elsewhere = from_another_process.remote(engines, 0)
     with ThreadPoolExecutor(THREADS) as threads:
@@ -76,30 +76,30 @@ def test_many_callers_share_the_steps_of_one_engine(engines: EngineHandle):
 
     assert answers == [each.token_ids.tolist() for each in alone]
     assert ray.get(elsewhere) == alone[0].token_ids[:20].tolist()
-    steps = engines.handle.load.remote().result().steps - before.steps
+    steps = engines.handle.call(Engine.load).result().steps - before.steps
     assert steps < 60 * THREADS / 2, "they did not share"
 
 
-def test_callers_are_not_in_the_way_of_a_pause(engines: EngineHandle):
-    under_way = [engines.submit.remote([ask(400, seed)]) for seed in range(THREADS)]
+def test_callers_are_not_in_the_way_of_a_pause(engines: EngineClient):
+    under_way = [engines.submit([ask(400, seed)]) for seed in range(THREADS)]
     up = engines.pinned()
-    [each.result() for each in up.replicas.pause.on_all("keep")]
-    whole = engines.generate.remote([ask(3, 0)])  # a batch waits for the pause to end too
-    [each.result() for each in up.resume.on_all()]
+    [each.result() for each in up.replicas.call(Engine.pause, "keep")]
+    whole = engines.generate([ask(3, 0)])  # a batch waits for the pause to end too
+    [each.result() for each in up.resume()]
     answers = [each.result()[0] for each in under_way]
     assert all(len(each.token_ids) == 400 for each in answers)
     assert len(whole.result()[0].token_ids) == 3
 
 
-def test_an_engine_gives_back_what_nobody_waits_for_any_more(engines: EngineHandle):
+def test_an_engine_gives_back_what_nobody_waits_for_any_more(engines: EngineClient):
     up = engines.pinned()
 
     def load() -> Load:
-        return up.replicas.load.on_all()[0].result()
+        return up.replicas.call(Engine.load)[0].result()
 
     async def leave() -> None:
-        left = asyncio.create_task(engines.join(ask(400, 0)))
-        stays = asyncio.create_task(engines.join(ask(400, 1)))
+        left = asyncio.create_task(engines.sample(ask(400, 0)))
+        stays = asyncio.create_task(engines.sample(ask(400, 1)))
         before = load().tokens
         while load().tokens < before + 20:
             await asyncio.sleep(0.01)
@@ -115,7 +115,7 @@ def test_an_engine_gives_back_what_nobody_waits_for_any_more(engines: EngineHand
 
 
 def test_what_requires_a_push_that_was_replaced_is_served_by_the_newer_one(
-    engines: EngineHandle, policy: Path
+    engines: EngineClient, policy: Path
 ):
     """It was on its way meanwhile; of what it requires nothing is kept any more."""
     model, keeper = AutoModelForCausalLM.from_pretrained(policy), Keeper()
@@ -126,8 +126,8 @@ def test_what_requires_a_push_that_was_replaced_is_served_by_the_newer_one(
 
     older = keep(7)
     engines.require("hold", older)
-    assert engines.generate.remote([ask(1, 0)]).result()[0].weight_version == 7
+    assert engines.generate([ask(1, 0)]).result()[0].weight_version == 7
     engines.require("hold", keep(8))
-    assert engines.generate.remote([ask(1, 0)]).result()[0].weight_version == 8
+    assert engines.generate([ask(1, 0)]).result()[0].weight_version == 8
     engines.require("hold", older)
-    assert engines.submit.remote([ask(1, 0)]).result()[0].weight_version == 8
+    assert engines.submit([ask(1, 0)]).result()[0].weight_version == 8

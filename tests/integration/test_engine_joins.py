@@ -21,8 +21,8 @@ from raypo.config import EngineSection, InFlight
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.manifest import WeightError
+from raypo.weights.messages import PushStart, WeightPush
 from raypo.weights.store import Kept
-from raypo.weights.transport import PushStart, WeightPush
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -354,7 +354,7 @@ def test_whole_batches_share_their_steps_with_nobody(engine: Engine):
 
 def test_health_and_load_do_not_wait_for_a_batch(engine: Engine):
     with ThreadPoolExecutor(2) as pool:
-        batch = engine.batch([ask(300, seed) for seed in range(4)])
+        batch = engine.begin_generate([ask(300, seed) for seed in range(4)])
         until(lambda: engine.load().running == 4)
         engine.check_health()
         assert engine.load().kv_cache_use > 0.0

@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM
 from raypo.collectives import Workers
 from raypo.config import EngineSection, FilterSection, InFlight, RewardSection
 from raypo.data.stream import Draw, ShuffledStream
-from raypo.deployed import AnswerOfEntries
 from raypo.metrics.clock import Clock
-from raypo.rollout.ahead import RolloutsAhead
+from raypo.pending import PendingBatch
+from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.collect import Sampling, next_draws, sample
+from raypo.rollout.dynamic_sampling import Collected, fill_step
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
-from raypo.rollout.refill import Collected, fill_step
+from raypo.serving import client
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
@@ -62,29 +63,25 @@ class Submitted:
     def result(self) -> list[Completion]:
         return [each.result() for each in self.answers]
 
-    def news(self) -> dict[int, Completion]:
+    def partial(self) -> dict[int, Completion]:
         done = [(place, each) for place, each in enumerate(self.answers) if each.done()]
         return {place: each.result() for place, each in done}
 
 
 @dataclass
-class Here:
+class Here(client.Engines):
     """The engine of this process, asked as a deployment's is."""
 
     engine: Engine
 
-    @property
-    def submit(self) -> Here:
-        return self
-
-    def remote(self, requests: list[SamplingRequest]) -> AnswerOfEntries[Completion]:
+    def submit(self, requests: Sequence[SamplingRequest]) -> PendingBatch[Completion]:
         return Submitted(self.engine.submit(requests))
 
-    async def join(self, request: SamplingRequest) -> Completion:
+    async def sample(self, request: SamplingRequest) -> Completion:
         (answer,) = self.engine.submit([request])
         return await asyncio.wrap_future(answer)
 
-    def each_preferred(self) -> list[Here]:
+    def per_engine(self) -> list[Here]:
         return [self]
 
 
@@ -103,7 +100,7 @@ class Run:
     def __post_init__(self) -> None:
         self.pushes = Pushes()
         self.engines = EnginesInFlight(Here(self.pair.engine), self.pushes)
-        self.ahead = RolloutsAhead(
+        self.ahead = AsyncRollouts(
             ShuffledStream(PROMPTS, seed=1),
             prompts_per_step=PROMPTS_PER_STEP,
             samples_per_prompt=SAMPLES,
@@ -250,8 +247,8 @@ def test_a_run_that_is_killed_and_resumed_trains_every_sample_once(pair: Pair, t
 
     second = Run(pair, "recompute", last_step=3)
     second.ahead.restore(tmp_path, Workers())
-    assert second.ahead.ledger.carried == carried == STALENESS * PROMPTS_PER_STEP * SAMPLES
-    lost = second.ahead.ledger.lost
+    assert second.ahead.sample_counts.carried == carried == STALENESS * PROMPTS_PER_STEP * SAMPLES
+    lost = second.ahead.sample_counts.lost
     second.go()
     asked, again, left = second.ahead.counts()
     assert (again, left) == (lost, 0)

@@ -19,7 +19,7 @@ from raypo.config import EngineSection
 from raypo.serving.engine import Engine
 from raypo.weights.buckets import Bucket
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import PushStart
+from raypo.weights.messages import PushStart
 from tests.integration.test_engine import AGREES, MAX_MODEL_LEN, PROMPTS, Pair, requests
 from tests.stand_ins import pack
 from tests.tiny import tiny_policy

@@ -26,8 +26,8 @@ from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
 from raypo.models import host_memory, token_log_probs
 from raypo.recipes.ppo import ppo_step
-from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.experience import AdvantageState
+from raypo.rollout.sharding import shard, to_experience
 from raypo.types import Rollout, ScoredRollout
 from tests.integration.learning import held_bytes
 from tests.integration.off_load import configure_as_on_a_gpu, off_and_back
@@ -97,7 +97,7 @@ def one_step(learner: Learner, roles: Roles, *, step: int = 1) -> dict[str, Any]
     """
     workers = roles.everyone
     mine = scored_rollouts() if workers.rank == 0 else []
-    dealt = deal(
+    dealt = shard(
         mine, minibatch_size=PPO.minibatch_size, seed=(0, 1), workers=workers, teams=roles.teams
     )
     _, figures, _ = ppo_step(

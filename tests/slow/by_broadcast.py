@@ -5,7 +5,7 @@ import ray
 from raypo import Rollout
 from raypo.config import InFlight
 from raypo.run import online_run
-from raypo.weights.broadcast import BroadcastTransport
+from raypo.weight_sync.broadcast import BroadcastTransport
 from tests.integration.task import digit_share
 
 opened: list[BroadcastTransport] = []

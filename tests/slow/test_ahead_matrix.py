@@ -24,7 +24,7 @@ from ray.train import FailureConfig, RunConfig
 from raypo import PPOConfig, PPOTrainer, Rollout
 from raypo.cluster.connect import connect
 from raypo.config import ClusterSection, ConfigError
-from raypo.deployment.spec import Request
+from raypo.deployment.spec import Call
 from raypo.serving.requests import Load
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.summary import FATES
@@ -151,7 +151,7 @@ def pid_of(replica: str) -> int:
 
 def load_of(replica: str) -> Load:
     actor: Any = ray.get_actor(replica, "raypo")
-    load = ray.get(actor.call.remote(Request("load", (), {})))
+    load = ray.get(actor.call.remote(Call("load", (), {})))
     assert isinstance(load, Load)
     return load
 

@@ -52,7 +52,7 @@ def kill(pid: int) -> None:
 def who_answers(handle: DeploymentHandle) -> int | None:
     """The replica that a request goes to; None where it waits behind another one there."""
     try:
-        return handle.pid.remote().result(5)
+        return handle.call(Doubler.pid).result(5)
     except DeploymentError:
         return None
 
@@ -78,7 +78,7 @@ def test_replicas_killed_under_load_lose_no_request_and_answer_none_twice(
 
     def ask(client: int) -> None:
         own = pickle.loads(pickle.dumps(handle))
-        answers[client] = [own.double.remote(1000 * client + i).result() for i in range(60)]
+        answers[client] = [own.call(Doubler.double, 1000 * client + i).result() for i in range(60)]
 
     clients = [threading.Thread(target=ask, args=[client]) for client in range(8)]
     for client in clients:
@@ -105,13 +105,13 @@ def test_awaited_calls_stay_with_their_replica_and_survive_it_without_a_thread_e
 ):
     """Also more of them than an actor of Ray's takes in by itself, which then hides its health."""
     handle = start(2, delays=(0.003,), max_restarts=10, health_check_period_s=0.5)
-    (own,) = handle.preferring(1).each_preferred()
+    (own,) = handle.preferring(1).per_replica()
     _, second = pids(handle)
     most_threads = 0
 
     async def ask(number: int) -> int:
         nonlocal most_threads
-        answer = await own.double.remote(number)
+        answer = await own.call(Doubler.double, number)
         most_threads = max(most_threads, threading.active_count())
         return answer
 
@@ -138,8 +138,8 @@ def test_an_awaited_call_outlives_a_replica_that_hangs(start: Start):
     os.kill(pid, signal.SIGSTOP)
 
     async def ask() -> list[int]:
-        (own,) = handle.preferring(0).each_preferred()
-        return await asyncio.gather(*(own.double.remote(number) for number in range(20)))
+        (own,) = handle.preferring(0).per_replica()
+        return await asyncio.gather(*(own.call(Doubler.double, number) for number in range(20)))
 
     assert asyncio.run(ask()) == [2 * number for number in range(20)]
     until(lambda: not is_there(pid))
@@ -155,7 +155,7 @@ def test_many_clients_leave_the_slow_replica_alone(start: Start, tmp_path: Path)
         [client.double.remote(each) for client, each in zip(clients, numbers, strict=True)]
     )
     assert answers == [[2 * number for number in each] for each in numbers]
-    delays = [response.result() for response in handle.delay_s.on_all()]
+    delays = [response.result() for response in handle.call_all(Doubler.delay_s)]
     by_pid = dict(zip(pids(handle), delays, strict=True))
     counts = Counter(pid for _, pid in done(tmp_path))
     slow = sum(count for pid, count in counts.items() if by_pid[pid] > 0.1)
@@ -170,17 +170,17 @@ def test_the_own_replica_comes_first_and_others_when_it_is_full_or_gone(
     handle = start(2, max_restarts=0)
     own = handle.preferring(1)
     first, second = pids(handle)
-    assert {own.pid.remote().result() for _ in range(10)} == {second}
+    assert {own.call(Doubler.pid).result() for _ in range(10)} == {second}
 
     gate = tmp_path / "gate"
-    busy = own.wait_for.remote(str(gate))
+    busy = own.call(Doubler.wait_for, str(gate))
     until(lambda: who_answers(own) == first)
     gate.touch()
     assert busy.result() == "seen"
     until(lambda: who_answers(own) == second)
 
     kill(second)
-    assert {own.pid.remote().result() for _ in range(10)} == {first}
+    assert {own.call(Doubler.pid).result() for _ in range(10)} == {first}
 
 
 def test_full_queues_let_their_callers_wait(start: Start, tmp_path: Path):
@@ -188,12 +188,12 @@ def test_full_queues_let_their_callers_wait(start: Start, tmp_path: Path):
     gate = tmp_path / "gate"
     under_way = []
     for count in range(1, 5):  # one that is worked on and one that waits, at each replica
-        under_way.append(handle.wait_for.remote(str(gate)))
+        under_way.append(handle.call(Doubler.wait_for, str(gate)))
         until(lambda count=count: load(handle, 2) == count)
-    assert len(handle.pid.on_all()) == 2  # what all are asked does not stand in line
+    assert len(handle.call_all(Doubler.pid)) == 2  # what all are asked does not stand in line
 
     waiting = pickle.loads(pickle.dumps(handle.preferring(1)))
-    patient = waiting.wait_for.remote(str(gate))
+    patient = waiting.call(Doubler.wait_for, str(gate))
     with pytest.raises(DeploymentError, match="no answer in 1 s"):
         patient.result(1.0)
     assert load(handle, 2) == 4 + 2, "the patient one waits at its caller"
@@ -204,7 +204,7 @@ def test_full_queues_let_their_callers_wait(start: Start, tmp_path: Path):
 def test_a_call_that_takes_too_long_is_told(start: Start, tmp_path: Path):
     handle = start(1, request_timeout_s=0.3)
     gate = tmp_path / "gate"
-    late = handle.wait_for.remote(str(gate))
+    late = handle.call(Doubler.wait_for, str(gate))
     with pytest.raises(DeploymentError, match=r"doubler:0: no answer in 0.3 s"):
         late.result()
     gate.touch()
@@ -215,7 +215,7 @@ def test_errors_of_a_method_are_the_callers(start: Start):
     handle = start(1)
     before = pids(handle)
     with pytest.raises(ValueError, match="a bad request"):
-        handle.fail.remote().result()
+        handle.call(Doubler.fail).result()
     assert pids(handle) == before
 
 
@@ -223,8 +223,8 @@ def test_a_replica_that_says_it_cannot_go_on_is_started_again(start: Start):
     handle = start(1)
     (before,) = pids(handle)
     with pytest.raises(ReplicaLost, match="the doubler is broken"):
-        handle.break_down.on_all()[0].result()
-    assert handle.double.remote(4).result() == 8
+        handle.call_all(Doubler.break_down)[0].result()
+    assert handle.call(Doubler.double, 4).result() == 8
     assert pids(handle) != [before]
 
 
@@ -234,7 +234,7 @@ def test_a_replica_that_hangs_fails_its_health_check(
     handle = start(1, health_check_period_s=0.2, health_check_timeout_s=0.5)
     (pid,) = pids(handle)
     os.kill(pid, signal.SIGSTOP)
-    assert handle.double.remote(3).result(60) == 6
+    assert handle.call(Doubler.double, 3).result(60) == 6
     until(lambda: not is_there(pid))
     assert "doubler:0: no answer to a health check in 0.5 s" in caplog.text
 
@@ -245,9 +245,9 @@ def test_a_replica_that_answers_and_does_not_get_on_is_started_again(
     handle = start(1, health_check_period_s=0.2, stall_timeout_s=0.5)
     (before,) = pids(handle)
     (sticks := tmp_path / "sticks").touch()
-    assert handle.get_stuck_once.remote(str(sticks)).result(60) == "done"
+    assert handle.call(Doubler.get_stuck_once, str(sticks)).result(60) == "done"
     assert pids(handle) != [before]
-    assert "doubler:0: it has not got on for" in caplog.text
+    assert "doubler:0: it made no progress for" in caplog.text
     assert "(stall_timeout_s: 0.5)" in caplog.text
 
 
@@ -257,47 +257,47 @@ def is_there(pid: int) -> bool:
 
 def test_a_replica_that_was_started_again_first_makes_the_call_that_is_required(start: Start):
     handle = start(2)
-    assert [response.result() for response in handle.load.on_all(7)] == [7, 7]
+    assert [response.result() for response in handle.call_all(Doubler.load, 7)] == [7, 7]
     handle.require("hold", 7)
     for pid in pids(handle):
         kill(pid)
-    assert handle.version.remote().result() == 7
-    until(lambda: len(handle.pid.on_all()) == 2)
+    assert handle.call(Doubler.version).result() == 7
+    until(lambda: len(handle.call_all(Doubler.pid)) == 2)
     other = pickle.loads(pickle.dumps(handle))
-    assert [response.result() for response in other.version.on_all()] == [7, 7]
+    assert [response.result() for response in other.call_all(Doubler.version)] == [7, 7]
     handle.require("hold", 8)
-    assert other.version.remote().result() == 7, "what another handle requires is its own"
-    assert handle.preferring(0).version.remote().result() == 8
+    assert other.call(Doubler.version).result() == 7, "what another handle requires is its own"
+    assert handle.preferring(0).call(Doubler.version).result() == 8
 
 
 def test_where_none_can_do_what_is_required_the_caller_is_told_to_push_again(start: Start):
     handle = start(2)
     handle.require("refuse")
     with pytest.raises(NoReplicaLeft, match=r"nothing is kept.*push the weights again"):
-        handle.version.remote().result()
-    assert handle.pinned().load.on_all(7)[0].result() == 7
+        handle.call(Doubler.version).result()
+    assert handle.pinned().call(Doubler.load, 7)[0].result() == 7
     handle.require(None)
-    assert {response.result() for response in handle.version.on_all()} <= {7, None}
+    assert {response.result() for response in handle.call_all(Doubler.version)} <= {7, None}
 
 
 def test_a_conversation_with_all_is_over_for_one_that_was_started_again(start: Start):
     handle = start(2)
     replicas = handle.pinned()
-    assert [response.result() for response in replicas.load.on_all(3)] == [3, 3]
+    assert [response.result() for response in replicas.call(Doubler.load, 3)] == [3, 3]
     kill(pids(handle)[1])
-    first, second = replicas.load.on_all(4)
+    first, second = replicas.call(Doubler.load, 4)
     assert first.result() == 4
     with pytest.raises(ReplicaLost, match="doubler:1: the replica was lost"):
         second.result()
     assert isinstance(second.failure(), ReplicaLost)
     assert first.failure() is None
     until(lambda: len(handle.pinned().names) == 2)
-    first, second = replicas.load.on_all(5)
+    first, second = replicas.call(Doubler.load, 5)
     assert first.result() == 5
-    with pytest.raises(ReplicaLost, match="doubler:1: it was started again"):
+    with pytest.raises(ReplicaLost, match="doubler:1: it was restarted"):
         second.result()
-    assert [response.result() for response in handle.version.on_all()] == [5, None]
-    assert [response.result() for response in handle.pinned().load.on_all(6)] == [6, 6]
+    assert [response.result() for response in handle.call_all(Doubler.version)] == [5, None]
+    assert [response.result() for response in handle.pinned().call(Doubler.load, 6)] == [6, 6]
 
 
 def test_a_replica_that_is_not_started_again_in_time_is_told(start: Start):
@@ -305,15 +305,15 @@ def test_a_replica_that_is_not_started_again_in_time_is_told(start: Start):
     kill(pids(handle)[0])
     match = r"doubler:0: not started again in 0.01 s \(placement.timeout_s\)"
     with pytest.raises(DeploymentError, match=match):
-        handle.double.remote(1).result(60)
+        handle.call(Doubler.double, 1).result(60)
 
 
 def test_the_budget_of_restarts_ends_with_the_last_reason(start: Start):
     handle = start(1, max_restarts=1)
     kill(pids(handle)[0])
-    kill(handle.pid.remote().result())
+    kill(handle.call(Doubler.pid).result())
     with pytest.raises(DeploymentError, match=r"max_restarts \(1\)") as caught:
-        handle.double.remote(1).result()
+        handle.call(Doubler.double, 1).result()
     assert "doubler:0, was lost: The actor" in str(caught.value)
     assert handle.is_lost()
 
@@ -328,16 +328,16 @@ def test_a_replica_whose_node_is_gone_is_passed_over(start: Start):
         ray.get(lost.pid.remote())
     known = handle._replicas
     both = DeploymentHandle(Replicas(known.limits, known.namespace, 2), (1, 0))
-    assert both.double.remote(2).result() == 4
-    assert len(both.lives()) == 1
+    assert both.call(Doubler.double, 2).result() == 4
+    assert len(both.incarnations()) == 1
 
 
 def test_what_a_replica_is_made_from_outlives_several_of_its_lives(start: Start):
     """Ray lets go of a constructor's large arguments before the second restart."""
     handle = start(1, delays=(0.0,) * 200_000)
     for number in range(3):
-        kill(handle.pid.remote().result())
-        assert handle.double.remote(number).result() == 2 * number
+        kill(handle.call(Doubler.pid).result())
+        assert handle.call(Doubler.double, number).result() == 2 * number
 
 
 def test_a_constructor_that_fails_is_told_at_once(request: pytest.FixtureRequest):
@@ -353,15 +353,15 @@ def test_a_constructor_that_fails_is_told_at_once(request: pytest.FixtureRequest
 def test_shutting_down_lets_requests_end_and_leaves_nothing(start: Start, tmp_path: Path):
     handle = start(1)
     gate = tmp_path / "gate"
-    under_way = handle.wait_for.remote(str(gate))
+    under_way = handle.call(Doubler.wait_for, str(gate))
     until(lambda: load(handle, 1) == 1)
     threading.Timer(0.3, gate.touch).start()
     handle.shutdown()
     assert under_way.result() == "seen"
     with pytest.raises(DeploymentError, match=r"(?s)no replica is left.*killed by `ray.kill`"):
-        handle.double.remote(1).result()
+        handle.call(Doubler.double, 1).result()
     with pytest.raises(DeploymentError, match="no replica is left"):
-        pickle.loads(pickle.dumps(handle)).double.remote(1).result()
+        pickle.loads(pickle.dumps(handle)).call(Doubler.double, 1).result()
 
     def is_gone() -> bool:
         actors: list[Any] = list_actors(own_ray(), filters=[("state", "=", "ALIVE")])

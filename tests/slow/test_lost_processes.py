@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer
-from raypo.deployment.spec import Request
+from raypo.deployment.spec import Call
 from tests.integration.task import kill_train_workers, numbers, read_metrics
 from tests.integration.test_ppo_run import wait_for_steps
 from tests.integration.test_vllm_frozen import tiny_reward_model
@@ -175,7 +175,7 @@ def test_an_engine_that_is_killed_between_pause_and_resume(config: PPOConfig, tm
             pid_of("raypo:paused:engine:0"),
             ray.get_actor("raypo:paused:engine:0", "raypo"),
         )
-        ray.get(actor.call.remote(Request("pause", ("recompute",))))
+        ray.get(actor.call.remote(Call("pause", ("recompute",))))
         os.kill(pid, signal.SIGKILL)
 
     figures = run(PPOConfig.model_validate(told), "paused", disturb)

@@ -22,12 +22,12 @@ from raypo.data.stream import Draw
 from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
 from raypo.rollout.collect import PushAgain, Sampling, sample
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
-from raypo.run.handles import EngineHandle
+from raypo.serving.client import EngineClient
 from raypo.types import Experience, Prompt, Rollout
+from raypo.weight_sync.broadcast import BroadcastTransport
 from raypo.weight_sync.push import Probe, push_adapter, push_weights
+from raypo.weight_sync.transport import ObjectTransport, Transport
 from raypo.weights.adapter import AdapterPush
-from raypo.weights.broadcast import BroadcastTransport
-from raypo.weights.transport import ObjectTransport, Transport
 from tests.integration.deployments import Receiver
 from tests.slow.test_deployment import until
 from tests.stand_ins import Lossy
@@ -85,7 +85,7 @@ class Fleet:
         weights = {f"w{i}": torch.randn(20) for i in range(6)}
         push_weights(
             Learner(weights),
-            EngineHandle(self.handle),
+            EngineClient(self.handle),
             version=version,
             transport=transport,
             probe=PROBE,
@@ -96,7 +96,7 @@ class Fleet:
     def held(self) -> list[tuple[int | None, float]]:
         """By those that hold something, or can load it."""
         answers = []
-        for response in self.handle.held.on_all():
+        for response in self.handle.call_all(Receiver.held):
             with suppress(ReplicaLost):
                 answers.append(response.result())
         return answers
@@ -143,7 +143,7 @@ def test_a_rollout_outlives_a_replica(fleet: Fleet, kind: str):
 
     fleet.dies.touch()
     rollouts = sample(
-        DRAWS, EngineHandle(fleet.handle), Lossy(), SAMPLING, PushAgain(push, Workers())
+        DRAWS, EngineClient(fleet.handle), Lossy(), SAMPLING, PushAgain(push, Workers())
     )
 
     assert not fleet.dies.exists(), "nobody died"
@@ -160,7 +160,7 @@ def test_requests_in_flight_outlive_all_engines_after_a_push(fleet: Fleet):
     fleet.push(transport, 1)
     holds_up = fleet.dies.with_name("holds_up")
     holds_up.touch()
-    engines = EnginesInFlight(EngineHandle(fleet.handle.preferring(0, 1)), pushes)
+    engines = EnginesInFlight(EngineClient(fleet.handle.preferring(0, 1)), pushes)
     rollouts: list[Rollout] = []
     sampling = threading.Thread(
         target=lambda: rollouts.extend(sample(DRAWS, engines, Lossy(), SAMPLING)), daemon=True
@@ -169,7 +169,7 @@ def test_requests_in_flight_outlive_all_engines_after_a_push(fleet: Fleet):
     until(lambda: all(ray.get(each.load.remote()) for each in actors(fleet)))
     with pushes.push():
         fleet.push(transport, 2)
-    for life in fleet.handle.lives():
+    for life in fleet.handle.incarnations():
         os.kill(life.pid, signal.SIGKILL)
     holds_up.unlink()
     sampling.join(60)
@@ -197,7 +197,7 @@ def test_the_weights_below_an_adapter_are_pushed_again_where_nothing_keeps_them(
     def push(version: int) -> None:
         push_adapter(
             learner,
-            EngineHandle(fleet.handle),
+            EngineClient(fleet.handle),
             name="lora",
             version=version,
             transport=transport,
@@ -207,7 +207,7 @@ def test_the_weights_below_an_adapter_are_pushed_again_where_nothing_keeps_them(
         )
         ((of_base, total),) = fleet.held()
         assert (of_base, total) == (pushed_with, pytest.approx(base))
-        assert fleet.handle.adapter.remote().result() == version
+        assert fleet.handle.call(Receiver.adapter).result() == version
 
     pushed_with = 0
     push(0)
@@ -215,6 +215,6 @@ def test_the_weights_below_an_adapter_are_pushed_again_where_nothing_keeps_them(
     assert transport.kept is not None
     assert transport.kept.store is not None
     ray.kill(ray.get_actor(transport.kept.store), no_restart=False)
-    os.kill(fleet.handle.lives()[0].pid, signal.SIGKILL)
+    os.kill(fleet.handle.incarnations()[0].pid, signal.SIGKILL)
     pushed_with = 2
     push(2)

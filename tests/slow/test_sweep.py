@@ -443,7 +443,7 @@ def test_trials_of_a_pool_share_the_steps_of_its_engine_if_they_may(task: Path, 
     """What they sample is what a trial samples alone, but for rounding."""
     import ray
 
-    from raypo.deployment.spec import Request
+    from raypo.deployment.spec import Call
     from raypo.tuning.tune import run_sweep
 
     path = write_sweep(
@@ -466,7 +466,7 @@ share_batches: true
         while not is_over.wait(0.1):
             with suppress(ValueError, RayError):  # it is not there yet, or no more
                 engine: Any = ray.get_actor("raypo:together-shared:engine:0")
-                load: Any = ray.get(engine.call.remote(Request("load")))
+                load: Any = ray.get(engine.call.remote(Call("load")))
                 running.append(load.running)
 
     watcher = threading.Thread(target=watch)

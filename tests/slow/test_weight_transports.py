@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
 from raypo.serving.engine import Engine
-from raypo.weights.broadcast import BroadcastTransport
+from raypo.weight_sync.broadcast import BroadcastTransport
+from raypo.weight_sync.transport import ObjectTransport, Transport
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import ObjectTransport, Transport
 from tests.integration.plain_handle import PlainHandle
 from tests.integration.test_engine import (
     AGREES,

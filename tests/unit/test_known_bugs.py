@@ -12,11 +12,10 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.data.batching import batches_by_tokens
 from raypo.data.stream import Draw
-from raypo.deployed import Here
 from raypo.ppo.estimators import estimate_advantages
 from raypo.rollout.collect import Sampling, sample
-from raypo.rollout.dealing import to_experience
-from raypo.rollout.judges import Judges, Judging
+from raypo.rollout.scoring import RewardSources, Scoring
+from raypo.rollout.sharding import to_experience
 from raypo.serving.requests import Completion
 from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.push import Probe, WeightError, push_weights
@@ -35,7 +34,7 @@ WHERE = {
     6: [(FORMULAS, "test_bug_6_")],
     7: [(KNOBS, "test_bug_7_")],
     8: [(HERE, "test_bug_8_"), ("integration/test_engine.py", "test_a_bad_push_is_refused")],
-    9: [("unit/rollout/test_dealing.py", "test_bug_9_")],
+    9: [("unit/rollout/test_sharding.py", "test_bug_9_")],
     10: [(HERE, "test_bug_10_")],
     11: [(HERE, "test_bug_11_")],
     12: [(HERE, "test_bug_12_")],
@@ -151,8 +150,8 @@ def test_bug_11_equal_prompts_drawn_twice_are_two_groups():
 def test_bug_12_what_is_trained_are_the_sampled_ids_whatever_the_text_says():
     rollouts = sampled(1)
     assert rollouts[0].response == "?"
-    judges = Judges(lambda given: [1.0] * len(given), (), {"function": 1.0})
-    scored = Judging(judges).scored(rollouts)
+    judges = RewardSources(lambda given: [1.0] * len(given), (), {"function": 1.0})
+    scored = Scoring(judges).results(rollouts)
     batch = to_experience(scored)
     assert batch.response_ids.tolist() == [SAMPLED.tolist()] * 2
     assert batch.prompt_ids.tolist() == [PROMPT.tolist()] * 2
@@ -170,7 +169,7 @@ def test_bug_15_frozen_models_get_the_policys_ids_and_functions_the_text():
         seen["reward"] = [r.response for r in rollouts]
         return [0.0] * len(rollouts)
 
-    judges = Judges(reward, (), {"function": 1.0})
-    Judging(judges, Reference(Here(log_probs))).scored(sampled(1))
+    judges = RewardSources(reward, (), {"function": 1.0})
+    Scoring(judges, Reference(log_probs)).results(sampled(1))
 
     assert seen == {"reference": [SAMPLED.tolist()] * 2, "reward": ["?", "?"]}

@@ -16,8 +16,8 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import PPOSection
 from raypo.learner.learner import Learner
-from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.experience import AdvantageState, with_advantages, with_corrections
+from raypo.rollout.sharding import shard, to_experience
 from raypo.types import Rollout, ScoredRollout
 from tests.unit.learner.plain import (
     TEMPERATURE,
@@ -88,7 +88,7 @@ def learned(ppo: PPOSection, *, sign: float) -> float:
         scored = sample(learner, generator)
         scores.append(np.mean([each.score for each in scored]))
         batch = to_experience(
-            deal(scored, minibatch_size=ppo.minibatch_size, seed=(0, step), workers=workers)
+            shard(scored, minibatch_size=ppo.minibatch_size, seed=(0, step), workers=workers)
         )
         batch, _, state = with_advantages(
             learner.with_log_probs_and_values(batch),

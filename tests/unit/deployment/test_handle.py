@@ -15,10 +15,11 @@ from ray.exceptions import ActorUnavailableError
 from raypo.deployment import handle as module
 from raypo.deployment.handle import DeploymentHandle
 from raypo.deployment.replicas import Replicas
-from raypo.deployment.spec import Deployment, Request, Required
-from raypo.rollout.collect import ask
+from raypo.deployment.spec import Call, Deployment, Prerequisite
+from raypo.rollout.dispatch import dispatch
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
-from raypo.run.handles import EngineHandle
+from raypo.serving.client import EngineClient
+from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
 
 
@@ -30,7 +31,7 @@ def handle_of_two() -> DeploymentHandle:
 def test_a_push_reaches_the_handles_of_single_replicas():
     handle = handle_of_two()
     handle.require("hold", 1)
-    first, second = handle.each_preferred()
+    first, second = handle.per_replica()
     handle.require("hold", 2)
     assert first.required == second.required == handle.required == ("hold", 2)
     elsewhere = pickle.loads(pickle.dumps(first))
@@ -40,7 +41,7 @@ def test_a_push_reaches_the_handles_of_single_replicas():
 
 
 def test_an_event_loop_goes_on_while_no_replica_can_be_asked(monkeypatch: pytest.MonkeyPatch):
-    handle, threads = handle_of_two().each_preferred()[0], set[int]()
+    handle, threads = handle_of_two().per_replica()[0], set[int]()
     handle._replicas.note_lost(0, ActorUnavailableError("restarting", None))
 
     def ask(*_: Any) -> Any:
@@ -51,7 +52,7 @@ def test_an_event_loop_goes_on_while_no_replica_can_be_asked(monkeypatch: pytest
 
     async def asked() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(handle.submit.asked([]), 0.3)
+            await asyncio.wait_for(handle.call_async(Engine.submit, []), 0.3)
 
     asyncio.run(asked())
     assert threads
@@ -61,16 +62,16 @@ def test_an_event_loop_goes_on_while_no_replica_can_be_asked(monkeypatch: pytest
 def test_who_asks_during_a_push_requires_what_was_pushed(monkeypatch: pytest.MonkeyPatch):
     """Its handles of single engines were made before the push has come to its end."""
     handle, pushes = handle_of_two(), Pushes()
-    asked: list[Required | None] = []
+    asked: list[Prerequisite | None] = []
 
-    def response(replicas: Replicas, request: Request, prefer: Any, **_: bool) -> Any:
-        asked.append(request.required)
+    def response(replicas: Replicas, call: Call, prefer: Any, **_: bool) -> Any:
+        asked.append(call.prerequisite)
         return SimpleNamespace(result=lambda: [SimpleNamespace(finish_reason="stop")])
 
-    monkeypatch.setattr(module, "Response", response)
+    monkeypatch.setattr(module, "PendingCall", response)
     requests = [SamplingRequest(np.array([5], np.int32), 4, 1.0, seed=n) for n in range(2)]
-    engines = EnginesInFlight(EngineHandle(handle), pushes)
-    asks = threading.Thread(target=ask, args=(requests, engines))
+    engines = EnginesInFlight(EngineClient(handle), pushes)
+    asks = threading.Thread(target=dispatch, args=(requests, engines))
     with pushes.push():
         handle.require(None)
         asks.start()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from raypo.deployment.replica import KEPT_ANSWERS, Replica
-from raypo.deployment.spec import Deployment, Refused, Request, Unhealthy, Unprepared
+from raypo.deployment.replica import KEPT_RESULTS, Replica
+from raypo.deployment.spec import Call, Deployment, Refused, Unhealthy, Unprepared
 
 
 class Counter:
@@ -59,7 +59,7 @@ def replica(**limits: Any) -> Replica:
 
 
 def ask(counter: Replica, id: str, method: str, *args: Any, **more: Any) -> Any:
-    return counter.call(Request(method, args, id=id, **more))
+    return counter.call(Call(method, args, id=id, **more))
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -82,11 +82,11 @@ def test_old_answers_are_forgotten():
     counter = replica()
 
     async def many() -> None:
-        for number in range(3 * KEPT_ANSWERS):
+        for number in range(3 * KEPT_RESULTS):
             await ask(counter, str(number), "add", 1)
 
     run(many())
-    assert len(counter._requests) <= KEPT_ANSWERS + 1
+    assert len(counter._calls) <= KEPT_RESULTS + 1
 
 
 def test_one_request_at_a_time_means_one_thread():
@@ -126,7 +126,7 @@ def test_whoever_does_not_get_on_counts_as_one_that_cannot_go_on():
     stalls._target.stalled = 5.1
     wrong = run(stalls.health())
     assert isinstance(wrong, Unhealthy)
-    assert "has not got on for 5 s (stall_timeout_s: 5)" in wrong.reason
+    assert "made no progress for 5 s (stall_timeout_s: 5)" in wrong.reason
     assert run(replica(stall_timeout_s=5.0).health()) is None, "it says nothing of itself"
 
 
@@ -137,12 +137,12 @@ def test_entries_of_an_answer_are_told_as_they_come():
         under_way = asyncio.create_task(ask(counter, "a", "promise_all", 3))
         await asyncio.sleep(0.05)
         counter._target.promised[2].set_result(20)
-        told = [await counter.news("a", None, 0)]
+        told = [await counter.partial("a", None, 0)]
         counter._target.promised[0].set_result(0)
-        told += [await counter.news("a", None, told[0][0])]
-        told += [await counter.news("a", (2, 1), 0), await counter.news("unknown", None, 0)]
+        told += [await counter.partial("a", None, told[0][0])]
+        told += [await counter.partial("a", (2, 1), 0), await counter.partial("unknown", None, 0)]
         counter._target.promised[1].set_result(10)
-        return [*told, await under_way, await counter.news("a", None, 2)]
+        return [*told, await under_way, await counter.partial("a", None, 2)]
 
     assert run(listens()) == [
         (1, {2: 20}),
@@ -211,7 +211,7 @@ def test_a_promise_that_breaks_the_object_is_no_error_of_the_request():
         counter._target.promised[0].set_exception(IndexError("out of range"))
         return await under_way
 
-    assert run(broken()) == Unhealthy("cannot go on", counter._life)
+    assert run(broken()) == Unhealthy("cannot go on", counter._incarnation)
 
 
 def test_among_several_requests_what_is_asked_of_this_life_waits_for_none_and_keeps_its_order():
@@ -220,9 +220,9 @@ def test_among_several_requests_what_is_asked_of_this_life_waits_for_none_and_ke
     async def told() -> list[int]:
         busy = [asyncio.create_task(ask(counter, i, "wait")) for i in "abcd"]
         await asyncio.sleep(0.05)
-        life = counter._life
+        life = counter._incarnation
         numbers = await asyncio.gather(
-            *(ask(counter, f"told {i}", "add", 1, life=life) for i in range(20))
+            *(ask(counter, f"told {i}", "add", 1, incarnation=life) for i in range(20))
         )
         counter._target.gate.set()
         await asyncio.gather(*busy)
@@ -239,7 +239,7 @@ def test_a_full_queue_refuses_and_says_its_length():
         await asyncio.sleep(0)
         refused = await ask(counter, "c", "wait")
         load = await counter.load()
-        told = asyncio.create_task(ask(counter, "d", "add", 1, life=counter._life))
+        told = asyncio.create_task(ask(counter, "d", "add", 1, incarnation=counter._incarnation))
         await asyncio.sleep(0)
         counter._target.gate.set()
         return refused, load, await told, [await each for each in under_way]
@@ -269,7 +269,7 @@ def test_an_error_of_the_request_is_the_callers_and_one_of_the_object_is_not():
         run(ask(counter, "a", "fail"))
     assert run(counter.health()) is None
 
-    wrong = Unhealthy("cannot go on", counter._life)
+    wrong = Unhealthy("cannot go on", counter._incarnation)
     assert run(ask(counter, "b", "breaks")) == wrong
     assert run(counter.health()) == wrong
 
@@ -300,7 +300,7 @@ def test_one_whose_object_cannot_be_made_still_has_a_name():
     unmade = object.__new__(Replica)
     with pytest.raises(TypeError, match="no_such_key"):
         unmade.__init__(Deployment("raypo:test:counter", Counter, {"no_such_key": 1}), index=0)
-    assert repr(unmade) == "Replica(not made)"
+    assert repr(unmade) == "Replica(not built)"
 
 
 def test_a_request_that_was_given_up_is_worked_on_when_it_is_asked_again():
@@ -324,19 +324,19 @@ def test_a_request_that_was_given_up_is_worked_on_when_it_is_asked_again():
 
 def test_what_is_required_comes_before_the_request_and_its_failure_is_told():
     counter = replica()
-    assert run(ask(counter, "a", "add", 1, required=("add", (100,)))) == 111
-    told = run(ask(counter, "b", "add", 1, required=("fail", ())))
+    assert run(ask(counter, "a", "add", 1, prerequisite=("add", (100,)))) == 111
+    told = run(ask(counter, "b", "add", 1, prerequisite=("fail", ())))
     assert told == Unprepared("ValueError: a bad request")
     assert counter._target.count == 111
-    told = run(ask(counter, "c", "add", 1, required=("breaks", ())))
-    assert told == Unhealthy("cannot go on", counter._life)
+    told = run(ask(counter, "c", "add", 1, prerequisite=("breaks", ())))
+    assert told == Unhealthy("cannot go on", counter._incarnation)
 
 
 def test_a_request_for_another_life_is_not_run():
     counter = replica()
-    assert run(ask(counter, "a", "add", 1, life=counter._life)) == 11
-    told = run(ask(counter, "b", "add", 1, life="of before"))
-    assert told == Unhealthy("it was started again in the middle of this", "of before")
+    assert run(ask(counter, "a", "add", 1, incarnation=counter._incarnation)) == 11
+    told = run(ask(counter, "b", "add", 1, incarnation="of before"))
+    assert told == Unhealthy("it was restarted in the middle of this", "of before")
     assert counter._target.count == 11
 
 
@@ -351,5 +351,5 @@ def test_one_that_takes_turns_takes_its_memory_again_when_it_is_asked_to_work(
     for method in ("sleep", "wake_up"):
         assert run(ask(counter, method, method)) is None
     assert run(counter.health()) is None
-    assert repr(counter) == "Replica(not made)"
+    assert repr(counter) == "Replica(not built)"
     assert run(ask(counter, "a", "add", 1)) == 11

@@ -33,11 +33,11 @@ def test_a_preferred_replica_is_asked_as_long_as_it_has_room():
 
 def test_who_stays_asks_its_replica_however_full_it_is_and_asks_nobody_before():
     replicas = Known(0, 9, 9)
-    assert replicas.choose((1,), avoid=(), stays=True) == 1
+    assert replicas.choose((1,), avoid=(), is_sticky=True) == 1
     assert replicas.num_asked == 0
 
-    assert replicas.choose((1,), avoid={1}, stays=True, waits=False) is None
+    assert replicas.choose((1,), avoid={1}, is_sticky=True, waits=False) is None
     assert replicas.num_asked == 0
-    assert replicas.choose((1,), avoid={1}, stays=True) == 0
+    assert replicas.choose((1,), avoid={1}, is_sticky=True) == 0
     replicas.note_lost(1, ActorDiedError())
-    assert replicas.choose((1,), avoid=(), stays=True) == 0
+    assert replicas.choose((1,), avoid=(), is_sticky=True) == 0

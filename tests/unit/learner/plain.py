@@ -27,9 +27,9 @@ from raypo.models import critic as critic_module
 from raypo.models import lora as lora_module
 from raypo.models.networks import Policy
 from raypo.recipes.ppo import ppo_step
-from raypo.rollout.dealing import deal, to_experience
+from raypo.rollout.dynamic_sampling import Collected, fill_step
 from raypo.rollout.experience import AdvantageState
-from raypo.rollout.refill import Collected, fill_step
+from raypo.rollout.sharding import shard, to_experience
 from raypo.types import Experience, Rollout, ScoredRollout
 
 VOCABULARY = 12
@@ -240,7 +240,7 @@ def one_step(
         workers=workers,
     )
     learner = plain_learner(ppo, workers, tokens=tokens, rate=rate, roles=roles)
-    dealt = deal(
+    dealt = shard(
         collected.trained,
         minibatch_size=ppo.minibatch_size,
         seed=(0, step),

@@ -8,7 +8,7 @@ import torch
 
 from raypo.config import PPOSection
 from raypo.models.networks import Policy
-from raypo.rollout.dealing import to_experience
+from raypo.rollout.sharding import to_experience
 from tests.unit.learner.plain import Outcome, one_step, plain_models
 from tests.unit.learner.test_knobs import section
 

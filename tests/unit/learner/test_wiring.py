@@ -10,7 +10,7 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.config import PPOSection
-from raypo.rollout.dealing import to_experience
+from raypo.rollout.sharding import to_experience
 from tests.unit.learner.plain import (
     Outcome,
     PlainModel,

@@ -16,12 +16,12 @@ from raypo.config import RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.rollout.collect import Sampling, sample
-from raypo.rollout.dealing import deal, to_experience
 from raypo.rollout.episodes import Episodes
-from raypo.rollout.judges import Judges, Judging
 from raypo.rollout.players import Agents
 from raypo.rollout.policy import EpisodeLimit, Policy
+from raypo.rollout.scoring import RewardSources, Scoring
 from raypo.rollout.sessions import Sessions
+from raypo.rollout.sharding import shard, to_experience
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
 from raypo.tools.calls import answer_calls
@@ -394,8 +394,8 @@ def test_an_agent_may_go_on_until_its_limit(tokenizer):
 
 def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):
     rollouts = played(tokenizer, "Splits", labels=(1, 2))
-    scored = Judging(Judges(None, (), {})).scored(rollouts)
-    dealt = deal(scored, minibatch_size=2, seed=(0, 1), workers=Workers())
+    scored = Scoring(RewardSources(None, (), {})).results(rollouts)
+    dealt = shard(scored, minibatch_size=2, seed=(0, 1), workers=Workers())
     assert len(dealt) == 12
     assert {each.minibatch for each in dealt} == {0, 1}  # four samples, two of them each
     experience = to_experience(dealt)

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.rollout.collect import is_trainable
-from raypo.rollout.judges import Judges, Judging
+from raypo.rollout.scoring import RewardSources, Scoring
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout.test_episodes import played
 
@@ -37,7 +37,7 @@ def test_what_goes_wrong_in_a_process_costs_its_episode_and_says_so(tokenizer):
         environment_processes=2,
         step_timeout_s=1,
     )
-    scored = Judging(Judges(None, (), {})).scored(rollouts)
+    scored = Scoring(RewardSources(None, (), {})).results(rollouts)
     assert [is_trainable(each) for each in scored] == [label == "good" for label in labels]
     for label, each in zip(labels, rollouts, strict=True):
         assert each.episode is not None

@@ -22,11 +22,11 @@ from raypo.data.turns import TurnTokens
 from raypo.report.samples import turns_of
 from raypo.rollout import event_loop
 from raypo.rollout.collect import PushAgain, Sampling, is_trainable, sample
-from raypo.rollout.dealing import to_experience
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.event_loop import LoopStandsStill
-from raypo.rollout.judges import Judges, Judging
 from raypo.rollout.players import Environments
+from raypo.rollout.scoring import RewardSources, Scoring
+from raypo.rollout.sharding import to_experience
 from raypo.run.rollout_metrics import sample_row
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
@@ -376,7 +376,7 @@ def test_a_turns_reward_stands_at_its_last_token(tokenizer):
     assert each.turn_rewards[ends].tolist() == [1.0, 2.0, 3.0]
     assert each.episode is not None
     assert (each.episode.score, each.episode.num_turns, each.finish_reason) == (6.0, 3, "stop")
-    (scored,) = Judging(Judges(None, (), {})).scored([each])
+    (scored,) = Scoring(RewardSources(None, (), {})).results([each])
     assert (scored.score, scored.scores_by_source) == (6.0, {"episode": 6.0})
 
 
@@ -440,7 +440,7 @@ def test_plain_methods_run_in_threads_beside_each_other(tokenizer):
 )
 def test_what_fails_fails_alone(tokenizer, label, reason):
     rollouts = played(tokenizer, labels=("good", label, "good"), name="Naughty", step_timeout_s=0.2)
-    scored = Judging(Judges(None, (), {})).scored(rollouts)
+    scored = Scoring(RewardSources(None, (), {})).results(rollouts)
     assert [is_trainable(each) for each in scored] == [True, True, False, False, True, True]
     for each in rollouts[2:4]:
         assert each.episode is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from raypo.cluster.actors import NoReplicaLeft
-from raypo.deployed import Given
+from raypo.pending import Done
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.serving import client
 from raypo.serving.requests import Completion, SamplingRequest
 
 Answers = Callable[[list[SamplingRequest]], list[Completion]]
@@ -28,25 +29,21 @@ def completion(request: SamplingRequest, reason: str = "stop") -> Completion:
 
 
 @dataclass
-class Engines:
+class Engines(client.Engines):
     """Each call is answered by the next of `calls`."""
 
     calls: list[Answers]
     asked: list[list[int]] = field(default_factory=list)
 
-    @property
-    def submit(self) -> Engines:
-        return self
-
-    def remote(self, requests: list[SamplingRequest]) -> Pending:
+    def submit(self, requests: Sequence[SamplingRequest]) -> Pending:
         self.asked.append([each.seed for each in requests])
-        return Pending(self.calls.pop(0), requests)
+        return Pending(self.calls.pop(0), list(requests))
 
-    async def join(self, request: SamplingRequest) -> Completion:
-        (answer,) = await asyncio.to_thread(self.remote([request]).result)
+    async def sample(self, request: SamplingRequest) -> Completion:
+        (answer,) = await asyncio.to_thread(self.submit([request]).result)
         return answer
 
-    def each_preferred(self) -> list[Engines]:
+    def per_engine(self) -> list[Engines]:
         return [self]
 
 
@@ -56,9 +53,9 @@ class Pending:
     requests: list[SamplingRequest]
 
     def result(self) -> list[Completion]:
-        return Given(self.answers(self.requests)).result()
+        return Done(self.answers(self.requests)).result()
 
-    def news(self) -> dict[int, Completion]:
+    def partial(self) -> dict[int, Completion]:
         """The last of them is there; the one before was given back."""
         last = len(self.requests) - 1
         told = {last: completion(self.requests[last])}
@@ -70,12 +67,12 @@ def whole(requests: list[SamplingRequest]) -> list[Completion]:
 
 
 def generated(asking: EnginesInFlight, *requests: SamplingRequest) -> list[Completion]:
-    return asking.generate.remote(list(requests)).result()
+    return asking.generate(requests).result()
 
 
 def joined(asking: EnginesInFlight, *requests: SamplingRequest) -> list[Completion]:
     """Each by itself."""
-    return [asyncio.run(asking.join(each)) for each in requests]
+    return [asyncio.run(asking.sample(each)) for each in requests]
 
 
 def seeds(answers: list[Completion]) -> list[int]:
@@ -88,7 +85,7 @@ def test_what_a_pause_gives_back_is_asked_for_anew_and_keeps_its_place():
         return [completion(*each) for each in zip(requests, reasons, strict=True)]
 
     engines = Engines([paused, lambda given: [completion(each, "paused") for each in given], whole])
-    answer = EnginesInFlight(engines, Pushes()).generate.remote([request(n) for n in range(4)])
+    answer = EnginesInFlight(engines, Pushes()).generate([request(n) for n in range(4)])
     assert seeds(answer.result()) == [0, 1, 2, 3]
     assert engines.asked == [[0, 1, 2, 3], [1, 3], [1, 3]]
 
@@ -98,13 +95,13 @@ def test_what_has_come_is_told_by_its_place_among_all_requests():
         return [completion(requests[0]), *(completion(each, "paused") for each in requests[1:])]
 
     def told_after(requests: list[SamplingRequest]) -> list[Completion]:
-        news.append(answer.news())
+        news.append(answer.partial())
         return whole(requests)
 
     news: list[Mapping[int, Completion]] = []
     engines = Engines([first_only, told_after])
-    answer = EnginesInFlight(engines, Pushes()).generate.remote([request(n) for n in range(4)])
-    news.append(answer.news())
+    answer = EnginesInFlight(engines, Pushes()).generate([request(n) for n in range(4)])
+    news.append(answer.partial())
     answer.result()
     assert [list(each) for each in news] == [[3], [3]]
     assert engines.asked[1] == [1, 2, 3]

@@ -99,7 +99,7 @@ def test_several_engines_of_one_worker_get_an_equal_lot_each():
         return Engine(answers)
 
     class Three(Engine):
-        def each_preferred(self) -> list[Engine]:
+        def per_engine(self) -> list[Engine]:
             return [one(0), one(1), one(2)]
 
     engine = Three(lambda requests: pytest.fail("one of the three is asked"))

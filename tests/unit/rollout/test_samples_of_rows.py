@@ -12,7 +12,7 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import EvalSection, ModelSection, PPOConfig, PPOSection, RewardSection
 from raypo.learner.objective import StepCounts
-from raypo.rollout.dealing import deal, to_experience
+from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.experience import (
     AdvantageState,
@@ -20,15 +20,15 @@ from raypo.rollout.experience import (
     with_advantages,
     with_covariant_tokens,
 )
-from raypo.rollout.judges import Judges
-from raypo.rollout.refill import Collected
+from raypo.rollout.scoring import RewardSources
+from raypo.rollout.sharding import shard, to_experience
 from raypo.run.rollout_metrics import rollout_metrics
 from raypo.run.utilization import step_work
 from raypo.types import Episode, Experience, Prompt, Rollout, ScoredRollout, ToolUse
 from tests.stand_ins import Engine, Lossy
 from tests.unit.config.test_run_config import with_keys
 from tests.unit.learner.plain import on_workers
-from tests.unit.rollout.test_refill import rollout
+from tests.unit.rollout.test_dynamic_sampling import rollout
 from tests.unit.test_known_bugs import SAMPLING
 
 TOKENS = [(0, 0, [4, 3, 5]), (0, 1, [2]), (1, 0, [3, 3]), (1, 1, [5, 1])]
@@ -145,7 +145,7 @@ def test_an_episode_counts_once_in_the_loss_whoever_holds_its_rows(count: int):
 
 def test_rows_of_a_sample_are_of_one_minibatch():
     for seed in range(20):
-        dealt = deal(rows(), minibatch_size=1, seed=(seed, 1), workers=Workers())
+        dealt = shard(rows(), minibatch_size=1, seed=(seed, 1), workers=Workers())
         of_sample: dict[tuple[int, int], set[int]] = {}
         for each in dealt:
             name = each.rollout.group_index, each.rollout.sample_index
@@ -219,7 +219,9 @@ def test_held_out_episodes_tell_their_length_and_what_a_reward_function_names():
         section=EvalSection(),
         sampling=replace(SAMPLING, samples_per_prompt=1, episodes=Twice()),
         workers=Workers(),
-        judges=Judges.of(judge, (), reward=RewardSection(), model=ModelSection(policy="p")),
+        reward_sources=RewardSources.from_config(
+            judge, (), reward=RewardSection(), model=ModelSection(policy="p")
+        ),
     )
     assert figures["eval/response_tokens_mean"] == 8.0
     assert figures["eval/episode/hits"] == 1.0

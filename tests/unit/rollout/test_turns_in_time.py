@@ -55,7 +55,7 @@ class Joined(Talking):
 
     most_threads = 0
 
-    async def join(self, request: SamplingRequest) -> Completion:
+    async def sample(self, request: SamplingRequest) -> Completion:
         await asyncio.sleep(0.001 * (request.seed % 7))
         self.most_threads = max(self.most_threads, threading.active_count())
         (completion,) = self._answer([request])
@@ -157,7 +157,7 @@ class Several(Joined):
         super().__init__()
         self.each = [Joined() for _ in range(3)]
 
-    def each_preferred(self) -> list[Any]:
+    def per_engine(self) -> list[Any]:
         return list(self.each)
 
 
@@ -180,10 +180,10 @@ def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, lost_a
     class Lost(Joined):
         is_pushed = False
 
-        async def join(self, request: SamplingRequest) -> Completion:
+        async def sample(self, request: SamplingRequest) -> Completion:
             if len(self.rounds) >= lost_at and not self.is_pushed:
                 raise NoReplicaLeft("nobody")
-            return await super().join(request)
+            return await super().sample(request)
 
         def push(self) -> None:
             self.is_pushed = True
@@ -221,7 +221,7 @@ def test_a_turn_that_nobody_waits_for_is_not_sampled_to_its_end(tokenizer, label
 
         num_asked, num_withdrawn = 0, 0
 
-        async def join(self, request: SamplingRequest) -> Completion:
+        async def sample(self, request: SamplingRequest) -> Completion:
             self.num_asked += 1
             if self.num_asked == 2:
                 try:
@@ -229,7 +229,7 @@ def test_a_turn_that_nobody_waits_for_is_not_sampled_to_its_end(tokenizer, label
                 except asyncio.CancelledError:
                     self.num_withdrawn += 1
                     raise
-            return await super().join(request)
+            return await super().sample(request)
 
     engine = Endless()
     rollouts = test_agents.played(
@@ -245,7 +245,7 @@ def test_a_turn_that_nobody_waits_for_is_not_sampled_to_its_end(tokenizer, label
 
 def test_an_engine_that_fails_otherwise_ends_the_run(tokenizer):
     class Broken(Joined):
-        async def join(self, request: SamplingRequest) -> Completion:
+        async def sample(self, request: SamplingRequest) -> Completion:
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):

@@ -9,7 +9,7 @@ import numpy as np
 from raypo.collectives import Workers
 from raypo.config import DistillationConfig
 from raypo.data.stream import ShuffledStream
-from raypo.deployed import Here
+from raypo.pending import Done
 from raypo.recipes.distillation import DistillationRun
 from raypo.types import Example, ScoredRollout
 from tests.unit.run.test_rejection_sampling import scored
@@ -33,12 +33,11 @@ def of_source(group: int, source: str) -> ScoredRollout:
 class Teacher:
     def __init__(self, number: int) -> None:
         self.number, self.responses = number, []
-        self.top_log_probs = Here(self.answer)
 
-    def answer(self, sequences: list, count: int, vocabulary: int) -> list:
+    def top_log_probs(self, sequences: list, count: int, vocabulary: int) -> Done[list]:
         self.responses += [bytes(response.astype(np.uint8)).decode() for _, response in sequences]
         told = [np.full((len(response), count), -1.0, np.float32) for _, response in sequences]
-        return [(each, np.full(each.shape, self.number, np.int32)) for each in told]
+        return Done([(each, np.full(each.shape, self.number, np.int32)) for each in told])
 
 
 def text(written: str) -> Example:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from raypo.collectives import Workers
-from raypo.deployed import Here
+from raypo.pending import Done
 from raypo.run.phases import ALLOWED, PRESENT, Phase, PhaseError, Phases
 
 STEP = [Phase.PUSH, Phase.PROBE, Phase.GENERATE, Phase.SCORE, Phase.LEARN]
@@ -49,20 +49,14 @@ class Handle:
     def pinned(self) -> Handle:
         return self
 
-    @property
-    def sleep(self) -> Here[..., None]:
-        def note(before_push: bool = False) -> None:
-            how = " without weights" if before_push else ""
-            self.recorder.log.append(f"{self.name}: sleep{how}")
+    def sleep(self, before_push: bool = False) -> list[Done[None]]:
+        how = " without weights" if before_push else ""
+        self.recorder.log.append(f"{self.name}: sleep{how}")
+        return [Done(None)]
 
-        return Here(note)
-
-    @property
-    def wake_up(self) -> Here[..., None]:
-        def note(*parts: str) -> None:
-            self.recorder.log.append(" ".join([f"{self.name}:", "wake_up", *parts]))
-
-        return Here(note)
+    def wake_up(self, *parts: str) -> list[Done[None]]:
+        self.recorder.log.append(" ".join([f"{self.name}:", "wake_up", *parts]))
+        return [Done(None)]
 
 
 def phases(recorder: Recorder, *, offloads: bool = True, at: Phase = Phase.LEARN) -> Phases:

@@ -15,7 +15,7 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.rewards.scoring import RewardError
 from raypo.rollout.collect import refuse_too_many_failures
-from raypo.rollout.judges import Judging
+from raypo.rollout.scoring import Scoring
 from raypo.run.ppo_run import PPORun
 from raypo.run.services import Services
 from raypo.run.setup import Runtime
@@ -92,7 +92,7 @@ def judged(values: dict[str, Any]) -> tuple[PPOConfig, list[ScoredRollout]]:
     run = PPORun.prepare(config, runtime, Workers(), files, MonitorClient(None))
     try:
         nobody: Any = None
-        return config, Judging(run.judges(Services(nobody, {}))).scored(ROLLOUTS)
+        return config, Scoring(run.reward_sources(Services(nobody, {}))).results(ROLLOUTS)
     finally:
         run.close()
         server.shutdown()

@@ -5,7 +5,7 @@ import pytest
 
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
-from raypo.rollout.refill import Collected
+from raypo.rollout.dynamic_sampling import Collected
 from raypo.run.utilization import Work, models_of, step_work, work_metrics
 from raypo.types import Rollout, ScoredRollout
 from tests.tiny import tiny_policy

@@ -9,11 +9,11 @@ import pytest
 from raypo.collectives import Workers
 from raypo.data.stream import ShuffledStream
 from raypo.learner.learner import minibatch_order
-from raypo.rollout.dealing import balanced_shares, deal, to_experience
+from raypo.rollout.sharding import balanced_shares, shard, to_experience
 from raypo.run.rollout_metrics import rollout_metrics
 from raypo.types import Prompt, ScoredRollout
 from tests.unit.learner.plain import on_workers
-from tests.unit.rollout.test_refill import rollout
+from tests.unit.rollout.test_dynamic_sampling import rollout
 
 
 def scored(count: int) -> list[ScoredRollout]:
@@ -32,11 +32,11 @@ def members(deals) -> dict[int, set[float]]:
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_minibatches_do_not_depend_on_the_workers(count):
     batch = scored(12)
-    alone = members([deal(batch, minibatch_size=4, seed=(0, 1), workers=Workers())])
+    alone = members([shard(batch, minibatch_size=4, seed=(0, 1), workers=Workers())])
 
     deals = on_workers(
         count,
-        lambda w: deal(batch[w.rank :: w.count], minibatch_size=4, seed=(0, 1), workers=w),
+        lambda w: shard(batch[w.rank :: w.count], minibatch_size=4, seed=(0, 1), workers=w),
     )
 
     assert members(deals) == alone
@@ -53,7 +53,7 @@ def test_conversations_of_one_group_with_other_prompts_are_dealt_one_by_one():
     ]
     batch += [ScoredRollout(rollout(1, n, 2), 0.0, {}) for n in range(4)]
     deals = on_workers(
-        2, lambda w: deal(batch[w.rank :: 2], minibatch_size=8, seed=(0, 1), workers=w)
+        2, lambda w: shard(batch[w.rank :: 2], minibatch_size=8, seed=(0, 1), workers=w)
     )
     read = [sum(len(one.rollout.prompt_ids) > 50 for one in each) for each in deals]
     assert read == [2, 2]
@@ -63,9 +63,9 @@ def test_each_team_is_dealt_the_whole_batch():
     batch, teams = scored(12), (range(2), range(2, 3))
     deals = on_workers(
         3,
-        lambda w: deal(batch[w.rank :: 3], minibatch_size=4, seed=(0, 1), workers=w, teams=teams),
+        lambda w: shard(batch[w.rank :: 3], minibatch_size=4, seed=(0, 1), workers=w, teams=teams),
     )
-    alone = members([deal(batch, minibatch_size=4, seed=(0, 1), workers=Workers())])
+    alone = members([shard(batch, minibatch_size=4, seed=(0, 1), workers=Workers())])
     assert members(deals[:2]) == members(deals[2:]) == alone
     assert sum(map(len, deals)) == 2 * len(batch)
 
@@ -74,7 +74,7 @@ def test_samples_of_a_prompt_are_trained_together_by_one_worker():
     batch = [ScoredRollout(rollout(n // 2, n % 2, 3), float(n), {}) for n in range(12)]
 
     deals = on_workers(
-        2, lambda w: deal(batch[w.rank :: 2], minibatch_size=4, seed=(0, 1), workers=w)
+        2, lambda w: shard(batch[w.rank :: 2], minibatch_size=4, seed=(0, 1), workers=w)
     )
 
     for each in deals:
@@ -86,7 +86,7 @@ def test_samples_of_a_prompt_are_trained_together_by_one_worker():
     ("responses", "sizes"), [(12, [4, 4, 4]), (9, [3, 3, 3]), (5, [3, 2]), (3, [3]), (0, [])]
 )
 def test_fewer_responses_than_planned_are_minibatches_of_like_size(responses, sizes):
-    cut = members([deal(scored(responses), minibatch_size=4, seed=(0,), workers=Workers())])
+    cut = members([shard(scored(responses), minibatch_size=4, seed=(0,), workers=Workers())])
     assert [len(cut[number]) for number in sorted(cut)] == sizes
 
 
@@ -95,7 +95,7 @@ def test_bug_9_a_worker_is_left_without_only_where_there_are_fewer_responses_tha
     assert sorted(map(sorted, shares)) == [[0], [1, 2, 3, 4]]
     assert balanced_shares([[0, 1]], [3, 3], [7, 7], 3) == [[0], [1], []]
     deals = on_workers(
-        3, lambda w: deal(scored(2)[w.rank :: 3], minibatch_size=4, seed=(0,), workers=w)
+        3, lambda w: shard(scored(2)[w.rank :: 3], minibatch_size=4, seed=(0,), workers=w)
     )
     batches = [to_experience(each) for each in deals]
     assert sorted(len(batch) for batch in batches) == [0, 1, 1]
@@ -115,7 +115,7 @@ def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
     stream = ShuffledStream(prompts, seed=0)
     drawn = [prompt.index for _, prompt in stream.take(2 * count)][count:]  # epoch 1
     batch = [ScoredRollout(rollout(n, 0, 1), float(n), {}) for n in range(count)]
-    dealt = deal(batch, minibatch_size=1, seed=(0, 1), workers=Workers())
+    dealt = shard(batch, minibatch_size=1, seed=(0, 1), workers=Workers())
     cut = [int(one.score) for one in dealt]
     orders = [drawn, cut, minibatch_order(0, 1, 0, count)]
 

@@ -1,4 +1,16 @@
-"""Where the rollouts of the steps come from: in turn with the updates, or ahead of them."""
+"""The sources of a step's rollouts: `sync` samples when the step asks, `async` ahead of the update.
+
+Concurrency of `AsyncRollouts`, on each worker:
+
+- The main thread trains: it calls `take` for each step, and `settle` and `arrived` around a push.
+- One thread (`_fill_steps`) fills one step after the other. It waits until the weights are new
+  enough and the trainer is close enough, then takes rollouts and filters groups.
+- If several batches may be in flight (`overlaps`), a second thread (`_start_chunks`) starts chunks
+  of prompts in order, each of which is sampled and scored in a thread of its own.
+
+All state is guarded by `_changed`. The threads use a process group of their own, because their
+collective operations run beside those of the main thread.
+"""
 
 from __future__ import annotations
 
@@ -14,144 +26,144 @@ from typing import Any
 from raypo.collectives import Workers
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.metrics.clock import Clock, Span
-from raypo.rollout.accounts import Ledger
 from raypo.rollout.collect import next_draws, samples_of
-from raypo.rollout.refill import Collected
+from raypo.rollout.dynamic_sampling import Collected
+from raypo.rollout.sample_counts import SampleCounts
 from raypo.types import Prompt, ScoredRollout
 
-Scored = Callable[[Sequence[Draw], Clock, Workers], list[ScoredRollout]]
-"""Samples and judges this worker's draws; where rollouts are collected in order, all workers call
-it together."""
+SampleAndScore = Callable[[Sequence[Draw], Clock, Workers], list[ScoredRollout]]
+"""Samples and scores this worker's draws. In order of steps, all workers call it together."""
 Fill = Callable[[Callable[[int], list[ScoredRollout]], Workers], Collected]
-"""Fills a step; all workers call it together. It is given what draws so many prompts over all
-workers, and returns this worker's rollouts of them."""
+"""Fills a step; all workers call it together. Its argument samples a number of prompts (over all
+workers) and returns this worker's rollouts of them."""
 
 
 class Closed(Exception):
-    """The run has ended, and nobody will train what is still collected."""
+    """The run has ended, and what is still sampled will not be trained."""
 
 
 @dataclass
-class RolloutsInTurn:
-    """Collected when they are asked for: `rollout.mode: sync`."""
+class SyncRollouts:
+    """Rollouts that are sampled when a step asks for them: `rollout.mode: sync`."""
 
     stream: ShuffledStream[Prompt]
     samples_per_prompt: int
     workers: Workers
-    ledger: Ledger = field(default_factory=Ledger)
-    _scored: Scored = field(init=False)
+    sample_counts: SampleCounts = field(default_factory=SampleCounts)
+    _sample_and_score: SampleAndScore = field(init=False)
     _fill: Fill = field(init=False)
 
-    def begin(self, scored: Scored, fill: Fill, *, last_step: int) -> None:
-        """Know what samples and judges, and what fills a step."""
-        self._scored, self._fill = scored, fill
+    def begin(self, sample_and_score: SampleAndScore, fill: Fill, *, last_step: int) -> None:
+        """Set the functions that sample and score, and that fill a step."""
+        self._sample_and_score, self._fill = sample_and_score, fill
 
     def take(self, step: int, clock: Clock) -> Collected:
-        """This worker's share of a step's rollouts; all workers call it together."""
+        """Return this worker's share of a step's rollouts; all workers call it together."""
 
         def next_ones(num_prompts: int) -> list[ScoredRollout]:
             draws = next_draws(self.stream, num_prompts, self.workers)
-            self.ledger.ask(len(draws) * self.samples_per_prompt)
-            return self._scored(draws, clock, self.workers)
+            self.sample_counts.ask(len(draws) * self.samples_per_prompt)
+            return self._sample_and_score(draws, clock, self.workers)
 
         collected = self._fill(next_ones, self.workers)
-        self.ledger.take(collected)
+        self.sample_counts.take(collected)
         return collected
 
     def counts(self) -> tuple[int, int, int]:
-        """See `Ledger.counts`."""
-        return self.ledger.counts()
+        """Return the counts since the last call (`SampleCounts.counts`)."""
+        return self.sample_counts.counts()
 
     def position(self) -> dict[str, Any]:
-        """Where the stream stands."""
+        """Return the position of the prompt stream."""
         return self.stream.state_dict()
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Prompts whose responses are sampled at the same time."""
+    """Consecutive draws that are sampled at the same time."""
 
     first: int
-    """Number of its first draw."""
+    """Index of its first draw."""
     until: int
-    """Number of the first draw after it."""
+    """Index of the first draw after it."""
     version: int
-    """Of the weights that it was begun under."""
+    """Version of the weights when it was started."""
     scored: Future[tuple[list[ScoredRollout], Clock]] = field(default_factory=Future)
 
 
 @dataclass(eq=False)
-class RolloutsAhead:
-    """Rollouts of the next steps, collected in order by threads of each worker.
+class AsyncRollouts:
+    """Rollouts that threads of each worker sample ahead of the update, in the order of steps.
 
-    Prompts are drawn in order, and a step takes the next of them: as many as it has prompts, and
-    for each group that `ppo.filter` leaves out one more. A prompt is only drawn when the engines'
-    weights are new enough for the last step that may come to take it. So no token that is trained
-    is staler than `max_staleness`, whatever takes how long and however often weights come while it
-    is sampled. Within that bound no more is begun than the learner needs: a batch more than
-    before when it has to wait for one, one less when the batch after next is whole already. A slow
-    answer is waited for and not overtaken, so what is trained has the lengths of what is sampled.
+    Prompts are drawn in order. A step takes the next ones: as many as it has prompts, and one more
+    for each group that `ppo.filter` drops. A prompt is drawn only when the engines' weights are new
+    enough for the last step that may train it. No trained token is therefore staler than
+    `max_staleness`, whatever the timing.
+
+    Within that bound, the number of batches in flight adapts to the learner: one more when it had
+    to wait for a batch, one less when the batch after next was complete already. A slow response
+    delays its step and is not overtaken, so trained lengths are distributed as sampled ones.
 
     Example: with `max_staleness` 1 and no filter, the prompts of step 3 are drawn under version 1
     at the earliest, that is, while step 2 updates from version 1 to version 2.
     """
 
     stream: ShuffledStream[Prompt]
-    """What is drawn from; nobody else does."""
+    """Prompt stream. Nothing else draws from it."""
     prompts_per_step: int
     samples_per_prompt: int
     max_staleness: int
     """Weight versions between the first token of a response and the update that trains it."""
     overlaps: bool
-    """Several batches may be sampled at the same time, over pushes."""
+    """Whether several batches may be in flight at the same time, also during pushes."""
     settles: bool
-    """Before each push, wait for the next batch as a whole: then a run does not depend on timing,
-    and each batch is of one version."""
+    """Whether a push waits for the next batch, so that a run does not depend on timing and each
+    batch has one version."""
     num_steps: int
     workers: Workers
-    """A process group that nobody else uses: collecting runs beside the main thread."""
-    ledger: Ledger = field(default_factory=Ledger)
-    _scored: Scored = field(init=False)
+    """Process group of these threads; the main thread has another one."""
+    sample_counts: SampleCounts = field(default_factory=SampleCounts)
+    _sample_and_score: SampleAndScore = field(init=False)
     _fill: Fill = field(init=False)
     _version: int = -1
     _last_step: int = 0
     """The last step whose batch was taken."""
     _filling: int = 0
-    """The last step whose batch takes prompts, or has taken them."""
+    """The last step whose batch is being filled or is complete."""
     _front: int = 0
-    """Number of the first draw that no step has taken."""
+    """Index of the first draw that no step has taken."""
     _depth: int = 1
-    """Batches after the last that was taken that are begun, as many as the bound admits."""
+    """How many batches ahead of the trainer may be in flight, within the staleness bound."""
     _chunks: list[_Chunk] = field(default_factory=list)
-    """In their order, those that were not taken as a whole."""
+    """Chunks, in order, of which some draws were not taken."""
     _batches: dict[int, Future[Collected]] = field(default_factory=dict)
-    """By step, those that were not taken yet."""
+    """Batches that were not taken yet, by step."""
     _begins: dict[int, int] = field(default_factory=dict)
-    """By step, the number of its first draw, of those that take prompts or are whole."""
+    """Index of the first draw of each batch that is being filled or is complete, by step."""
     _spans: list[Span] = field(default_factory=list)
-    """Of what was collected since the last look."""
+    """Time spans of sampling and scoring since the last call of `spans`."""
     _ended: BaseException | None = None
-    """Why nothing is begun any more."""
+    """The error that stopped sampling, or `Closed`."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    """Guards everything above."""
+    """Guards all fields above."""
 
-    def begin(self, scored: Scored, fill: Fill, *, last_step: int) -> None:
-        """Start to collect for the steps after `last_step`, whose weights the engines hold."""
-        self._scored, self._fill = scored, fill
+    def begin(self, sample_and_score: SampleAndScore, fill: Fill, *, last_step: int) -> None:
+        """Start to sample for the steps after `last_step`, whose weights the engines hold."""
+        self._sample_and_score, self._fill = sample_and_score, fill
         self._version = self._last_step = last_step
         self._filling = last_step + len(self._batches)
         self._front = self._drawn
         for step in range(self._filling + 1, self.num_steps + 1):
             self._batches[step] = Future()
-        threads = (self._fill_steps, self._begin_chunks) if self.overlaps else (self._fill_steps,)
+        threads = (self._fill_steps, self._start_chunks) if self.overlaps else (self._fill_steps,)
         for each in threads:
             threading.Thread(target=self._or_end, args=(each,), daemon=True).start()
 
     def take(self, step: int, clock: Clock) -> Collected:
-        """This worker's share of a step's rollouts, as soon as it is whole.
+        """Wait for this worker's share of a step's rollouts.
 
         Raises:
-            Exception: whatever ended the collecting.
+            Exception: whatever stopped sampling.
         """
         with self._changed:
             batch, following = self._batches[step], self._batches.get(step + 1)
@@ -164,51 +176,51 @@ class RolloutsAhead:
         with self._changed:
             del self._batches[step]
             self._begins.pop(step, None)
-            self.ledger.take(collected)
+            self.sample_counts.take(collected)
             self._last_step = step
             self._changed.notify_all()
         clock.lap("time/wait_for_rollouts_s")
         return collected
 
     def settle(self) -> None:
-        """In the main thread, before a push: wait for the next batch, where that is meant.
+        """Wait for the next batch before a push if `settles`; called by the main thread.
 
         Raises:
-            Exception: what ended the collecting. It is not kept for `take`: other workers may
+            Exception: whatever stopped sampling. `take` would raise it too late: other workers may
                 wait for this one by then.
         """
         if self.settles and (following := self._batches.get(self._last_step + 1)):
             following.result()
 
     def arrived(self, version: int) -> None:
-        """The engines hold a new version."""
+        """Note that the engines hold a new version."""
         with self._changed:
             self._version = version
             self._changed.notify_all()
 
     def spans(self) -> list[Span]:
-        """What the collecting did since it was last asked; their names say the first version."""
+        """Return the time spans since the last call; their names contain the chunk's version."""
         with self._changed:
             spans, self._spans = self._spans, []
         return spans
 
     def counts(self) -> tuple[int, int, int]:
-        """See `Ledger.counts`."""
+        """Return the counts since the last call (`SampleCounts.counts`)."""
         with self._changed:
-            return self.ledger.counts()
+            return self.sample_counts.counts()
 
     def close(self) -> None:
-        """Collect no more."""
+        """Stop sampling."""
         self._end(Closed())
 
     def save(self, directory: Path, workers: Workers) -> None:
-        """Write the whole batches that were not trained yet; the others are sampled again.
+        """Write the complete batches that were not trained yet; others will be sampled again.
 
         Args:
-            workers: Of the main thread; all call it together.
+            workers: Process group of the main thread; all call it together.
         """
-        with self._changed:  # so nothing is begun meanwhile
-            whole = [step for step, batch in self._batches.items() if _is_whole(batch)]
+        with self._changed:  # nothing may start meanwhile
+            whole = [step for step, batch in self._batches.items() if _is_complete(batch)]
             first = self._last_step + 1
             following = first + min(workers.gather(len(whole)))
             kept = {step: self._batches[step].result() for step in range(first, following)}
@@ -217,24 +229,24 @@ class RolloutsAhead:
                 "batches": kept,
                 "begins": {step: self._begins[step] for step in kept},
                 "stream": self._before(following),
-                "ledger": replace(self.ledger, lost=self.ledger.carried - num_kept),
+                "ledger": replace(self.sample_counts, lost=self.sample_counts.carried - num_kept),
             }
         with _file(directory, workers.rank).open("wb") as file:
             pickle.dump(state, file)
 
     def position(self) -> dict[str, Any]:
-        """Where the stream stood before the first batch that was not trained."""
+        """Return the position of the prompt stream before the first batch that was not trained."""
         with self._changed:
             return self._before(self._last_step + 1)
 
     def restore(self, directory: Path, workers: Workers) -> None:
-        """Read what `save` wrote, before `begin`."""
+        """Read the file that `save` wrote, before `begin`."""
         if not (path := _file(directory, workers.rank)).exists():
-            return  # of a run that collected in turn
+            return  # a run with mode sync wrote the checkpoint
         with path.open("rb") as file:
             state = pickle.load(file)
         self.stream.load_state_dict(state["stream"])
-        self.ledger = state["ledger"]
+        self.sample_counts = state["ledger"]
         self._begins |= state["begins"]
         for step, collected in state["batches"].items():
             self._batches[step] = Future()
@@ -254,12 +266,12 @@ class RolloutsAhead:
                 self._changed.notify_all()
 
     def _may_fill(self, step: int) -> bool:
-        """The learner needs it; where it is sampled in turn, its weights have come."""
+        """Return whether the trainer needs the step soon, and its weights are new enough."""
         is_new_enough = self.overlaps or self._version >= step - 1 - self.max_staleness
         return is_new_enough and step <= self._last_step + self._depth
 
     def _next_in_turn(self, num_prompts: int, laps: dict[str, float]) -> list[ScoredRollout]:
-        """This worker's rollouts of the next draws, sampled now."""
+        """Sample the next draws now; return this worker's rollouts."""
         with self._changed:
             chunk, draws = self._draw(num_prompts)
             self._front = chunk.until
@@ -267,7 +279,7 @@ class RolloutsAhead:
         return self._finished(chunk, laps)
 
     def _next_begun(self, num_prompts: int, laps: dict[str, float]) -> list[ScoredRollout]:
-        """This worker's rollouts of the next draws, which may be the first of a later step's."""
+        """Wait for the next draws, which chunks sample; return this worker's rollouts."""
         with self._changed:
             first, until = self._front, self._front + num_prompts
             self._front = until
@@ -279,11 +291,11 @@ class RolloutsAhead:
             self._chunks = [each for each in self._chunks if each.until > until]
         return [each for each in scored if first <= each.rollout.group_index < until]
 
-    def _begin_chunks(self) -> None:
-        """Chunk after chunk, on all workers the same."""
+    def _start_chunks(self) -> None:
+        """Start one chunk after the other, the same ones on all workers."""
         while True:
             with self._changed:
-                self._wait_for(self._may_begin)
+                self._wait_for(self._may_start)
                 chunk, draws = self._draw(self._num_next)
                 self._chunks.append(chunk)
                 self._changed.notify_all()
@@ -291,12 +303,12 @@ class RolloutsAhead:
 
     @property
     def _num_next(self) -> int:
-        """Prompts of the next chunk: as many as a step has, and for the last step what it lacks."""
+        """Prompts of the next chunk: those of a step, or what the last step still lacks."""
         is_last = self._filling == self.num_steps
         return self._front - self._drawn if is_last else self.prompts_per_step
 
-    def _may_begin(self) -> bool:
-        """It is needed, and the engines' weights are new enough for whatever step may take it."""
+    def _may_start(self) -> bool:
+        """Return whether a chunk is needed, and the weights are new enough for any step of it."""
         last = self._drawn + self._num_next - 1
         step = self._filling + 1 + (last - self._front) // self.prompts_per_step
         is_due = step <= min(self._last_step + self._depth, self.num_steps)
@@ -306,18 +318,18 @@ class RolloutsAhead:
     def _draw(self, num_prompts: int) -> tuple[_Chunk, Sequence[Draw]]:
         chunk = _Chunk(self._drawn, self._drawn + num_prompts, self._version)
         draws = next_draws(self.stream, num_prompts, self.workers)
-        self.ledger.ask(len(draws) * self.samples_per_prompt)
+        self.sample_counts.ask(len(draws) * self.samples_per_prompt)
         return chunk, draws
 
     def _score(self, chunk: _Chunk, draws: Sequence[Draw]) -> None:
         clock = Clock()
         try:
-            chunk.scored.set_result((self._scored(draws, clock, self.workers), clock))
-        except BaseException as error:  # whoever fills the step tells it
+            chunk.scored.set_result((self._sample_and_score(draws, clock, self.workers), clock))
+        except BaseException as error:  # raised in the thread that fills the step
             chunk.scored.set_exception(error)
 
     def _finished(self, chunk: _Chunk, laps: dict[str, float]) -> list[ScoredRollout]:
-        """Wait for a chunk; its laps are those of the first step that takes some of it."""
+        """Wait for a chunk; its times count for the first step that takes some of it."""
         scored, clock = chunk.scored.result()
         for name, seconds in clock.laps.items():
             name = name.replace("time/", "perf/")
@@ -331,7 +343,7 @@ class RolloutsAhead:
         return scored
 
     def _or_end(self, work: Callable[[], None]) -> None:
-        """What ends one of the threads ends the others, and the step that waits for them."""
+        """Run a thread's work; an error stops the other threads and the step that waits."""
         try:
             work()
         except BaseException as error:
@@ -352,15 +364,15 @@ class RolloutsAhead:
 
     @property
     def _drawn(self) -> int:
-        """Number of the next draw."""
+        """Index of the next draw."""
         return self.stream.state_dict()["position"]
 
     def _before(self, step: int) -> dict[str, Any]:
-        """Where the stream stood before a step's batch: the next one's, or one that is there."""
+        """Return the position of the prompt stream before a step's batch."""
         return self.stream.state_dict() | {"position": self._begins.get(step, self._front)}
 
 
-def _is_whole(batch: Future[Collected]) -> bool:
+def _is_complete(batch: Future[Collected]) -> bool:
     return batch.done() and batch.exception() is None
 
 

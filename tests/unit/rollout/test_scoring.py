@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from raypo.config import ModelSection, RewardSection
-from raypo.deployed import Here
 from raypo.rewards.scoring import FailedScore, RewardError
-from raypo.rollout.judges import Judges, Judging
+from raypo.rollout.scoring import RewardSources, Scoring
 from raypo.types import Rollout
 from tests.stand_ins import RewardModel
 
@@ -24,10 +23,10 @@ def rollouts(*labels: float) -> list[Rollout]:
 
 
 def model(factor: float) -> RewardModel:
-    return RewardModel(Here(lambda given: [factor * r.label for r in given]))
+    return RewardModel(lambda given: [factor * r.label for r in given])
 
 
-def judges(**changes) -> Judges:
+def judges(**changes) -> RewardSources:
     values = {
         "function": lambda given: [1.0] * len(given),
         "models": (model(10.0), model(100.0)),
@@ -36,7 +35,7 @@ def judges(**changes) -> Judges:
             {"policy": "p", "reward": ["a", {"path": "b", "weight": 0.5}]}
         ),
     } | changes
-    return Judges.of(
+    return RewardSources.from_config(
         values["function"], values["models"], reward=values["reward"], model=values["model"]
     )
 
@@ -64,7 +63,7 @@ def test_a_source_that_failed_makes_the_score_nan():
 
 
 def test_nothing_to_judge_asks_nobody():
-    broken = RewardModel(Here(lambda given: pytest.fail("asked")))
+    broken = RewardModel(lambda given: pytest.fail("asked"))
     assert judges(models=(broken, broken)).scores_by_source([]) == []
 
 
@@ -80,7 +79,9 @@ def test_servers_are_asked_while_the_function_works_and_add_by_their_weight():
         return [r.label for r in given[:1]] + [TimeoutError("no answer in 1 s")]
 
     reward = RewardSection.model_validate({"url": "http://a/score", "weights": {"url": 0.5}})
-    judge = Judges.of(function, (), reward=reward, model=ModelSection(policy="p"), servers=servers)
+    judge = RewardSources.from_config(
+        function, (), reward=reward, model=ModelSection(policy="p"), servers=servers
+    )
     first, second = judge.scores_by_source(rollouts(4.0, 5.0))
     assert first == {"function": 1.0, "url": 4.0}
     assert judge.total(first) == 1.0 + 0.5 * 4.0
@@ -113,16 +114,16 @@ def test_who_is_apart_judges_a_draw_while_others_are_sampled_and_whoever_is_not_
 
         return judge
 
-    judge = Judges(says("function"), (RewardModel(Here(says("model"))),), {}, says("url"))
+    judge = RewardSources(says("function"), (RewardModel(says("model")),), {}, says("url"))
     groups = draws(2, 1, 2)
-    judging = Judging(judge, models_apart=True)
-    assert judging.hears
-    judging.hear(groups[1])
-    judging.hear(groups[1])
+    scoring = Scoring(judge, models_apart=True)
+    assert scoring.scores_early
+    scoring.add(groups[1])
+    scoring.add(groups[1])
     assert first_is_judged.wait(10)
     assert asked["function"] == []
     everything = [rollout for group in groups for rollout in group]
-    scored = judging.scored(everything)
+    scored = scoring.results(everything)
     assert [each.rollout for each in scored] == everything
     assert [each.score for each in scored] == [3 * each.label for each in everything]
     assert asked["function"] == [[0.0, 1.0, 2.0, 3.0, 4.0]]
@@ -131,12 +132,12 @@ def test_who_is_apart_judges_a_draw_while_others_are_sampled_and_whoever_is_not_
 
 
 def test_models_beside_the_learner_are_asked_when_all_is_sampled():
-    model = RewardModel(Here(lambda given: [float(len(given))] * len(given)))
-    judging = Judging(Judges(None, (model,), {}))
-    assert not judging.hears
+    model = RewardModel(lambda given: [float(len(given))] * len(given))
+    scoring = Scoring(RewardSources(None, (model,), {}))
+    assert not scoring.scores_early
     groups = draws(2, 2)
-    judging.hear(groups[1])
-    assert [each.score for each in judging.scored([*groups[0], *groups[1]])] == [4.0] * 4
+    scoring.add(groups[1])
+    assert [each.score for each in scoring.results([*groups[0], *groups[1]])] == [4.0] * 4
 
 
 def test_a_function_with_processes_is_called_by_as_many_threads_and_its_error_is_told():
@@ -148,10 +149,10 @@ def test_a_function_with_processes_is_called_by_as_many_threads_and_its_error_is
             raise ValueError("no")
         return [1.0] * len(given)
 
-    judging = Judging(Judges(function, (), {}, processes=2))
+    scoring = Scoring(RewardSources(function, (), {}, processes=2))
     groups = draws(1, 1)
     for group in groups:
-        judging.hear(group)
+        scoring.add(group)
         time.sleep(0.02)
     with pytest.raises(RewardError, match="raised ValueError: no"):
-        judging.scored([*groups[0], *groups[1]])
+        scoring.results([*groups[0], *groups[1]])

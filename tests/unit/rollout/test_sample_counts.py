@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
 from raypo.metrics.clock import Clock
-from raypo.rollout.accounts import Ledger, account_metrics
-from raypo.rollout.ahead import RolloutsInTurn
-from raypo.rollout.refill import Collected, fill_step
+from raypo.rollout.async_rollouts import SyncRollouts
+from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.sample_counts import SampleCounts, sample_count_metrics
 from raypo.storage.summary import FATES, sample_totals
 from raypo.types import ScoredRollout
 from tests.unit.learner.plain import on_workers
-from tests.unit.rollout.test_ahead import Run, assert_accounts_close
-from tests.unit.rollout.test_refill import ON, fill, prompts, rollout
+from tests.unit.rollout.test_async_rollouts import Run, assert_accounts_close
+from tests.unit.rollout.test_dynamic_sampling import ON, fill, prompts, rollout
 
 
 def collected(*versions: int) -> Collected:
@@ -34,7 +34,7 @@ def test_a_sample_of_which_no_token_is_new_enough_is_dropped_and_not_trained():
     scored = collected(5, 4, 3, 2)
     late = replace(scored.scored[3].rollout, later_versions=((2, 4),))  # its last token is not
     scored.trained[3] = replace(scored.scored[3], rollout=late)
-    figures = account_metrics((4, 0, 0), scored, Workers(), step=6, max_staleness=1)
+    figures = sample_count_metrics((4, 0, 0), scored, Workers(), step=6, max_staleness=1)
     assert figures["rollout/samples_dropped"] == 1
     assert figures["rollout/samples_trained"] == 3
 
@@ -43,12 +43,12 @@ def test_conversations_of_an_episode_are_one_sample_and_dropped_only_together():
     both = collected(1, 5)
     second = replace(both.scored[1].rollout, sample_index=0, row_index=1)
     both.trained[1] = replace(both.scored[1], rollout=second)
-    figures = account_metrics((1, 0, 0), both, Workers(), step=6, max_staleness=1)
+    figures = sample_count_metrics((1, 0, 0), both, Workers(), step=6, max_staleness=1)
     assert figures["rollout/samples_dropped"] == 0
 
 
 def test_what_was_lost_at_a_checkpoint_is_asked_for_again_first():
-    ledger = Ledger(carried=12, lost=8)
+    ledger = SampleCounts(carried=12, lost=8)
     ledger.ask(6)
     ledger.ask(6)
     assert ledger.counts() == (4, 8, 16)
@@ -111,7 +111,7 @@ def test_accounts_close_in_every_step_and_over_a_run_that_was_killed(
 def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
     def two(workers: Workers) -> list[dict[str, float]]:
         stream, figures = prompts(), []
-        rollouts = RolloutsInTurn(stream, 2, workers)
+        rollouts = SyncRollouts(stream, 2, workers)
 
         def scored(draws, clock, workers):
             return [
@@ -132,7 +132,7 @@ def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
         rollouts.begin(scored, fill_it, last_step=0)
         for step in range(1, 4):
             taken = rollouts.take(step, Clock())
-            accounts = account_metrics(
+            accounts = sample_count_metrics(
                 rollouts.counts(), taken, workers, step=step, max_staleness=None
             )
             figures.append(taken.metrics | accounts)

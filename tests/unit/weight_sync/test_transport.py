@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from raypo.collectives import Workers
+from raypo.weight_sync.transport import all_or_none, drained
 from raypo.weights.buckets import Bucket, unpack
 from raypo.weights.manifest import WeightError
-from raypo.weights.transport import all_or_none, drained
 from tests.stand_ins import local_push, pack
 
 TENSORS = {"a": torch.arange(20.0), "b": torch.ones(3, 3, dtype=torch.bfloat16)}

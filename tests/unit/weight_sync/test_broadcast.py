@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.deployed import MethodOfAll
-from raypo.weights.broadcast import BroadcastTransport, Group, connect
+from raypo.serving.client import Engines, PinnedEngines
+from raypo.weight_sync.broadcast import BroadcastTransport
 from raypo.weights.buckets import unpack
+from raypo.weights.group import Group, connect
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
-from raypo.weights.messages import BroadcastBucket, OfferedBucket, Rendezvous
-from raypo.weights.transport import PushStart, Ready
+from raypo.weights.messages import BroadcastBucket, OfferedBucket, PushStart, Ready, Rendezvous
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,48 +79,32 @@ class Answer(Generic[T]):
         return error
 
 
-@dataclass
-class InThreads(Generic[P, T]):
-    """A method of several receivers, each of which is called in a thread."""
-
-    methods: list[Callable[P, T]]
-    threads: ThreadPoolExecutor
-
-    def on_all(self, *args: P.args, **kwargs: P.kwargs) -> list[Answer[T]]:
-        return [Answer(self.threads.submit(each, *args, **kwargs)) for each in self.methods]
-
-
-class Handle:
-    """Calls every receiver in a thread, as a deployment handle calls replicas."""
-
-    names = ("receivers",)
+class Handle(Engines, PinnedEngines):
+    """Calls every receiver in a thread, as an engine client calls replicas."""
 
     def __init__(self, *receivers: Receives) -> None:
         self.receivers = list(receivers)
         self._threads = ThreadPoolExecutor(max_workers=8)
 
-    @property
-    def begin_push(self) -> InThreads[[PushStart], Ready]:
-        return InThreads([each.begin_push for each in self.receivers], self._threads)
+    def _called(
+        self, methods: list[Callable[P, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Answer[T]]:
+        return [Answer(self._threads.submit(each, *args, **kwargs)) for each in methods]
 
-    @property
-    def join_group(self) -> InThreads[[Rendezvous], None]:
-        return InThreads([each.join_group for each in self.receivers], self._threads)
+    def begin_push(self, start: PushStart) -> list[Answer[Ready]]:
+        return self._called([each.begin_push for each in self.receivers], start)
 
-    @property
-    def load_bucket(self) -> InThreads[[OfferedBucket], None]:
-        return InThreads([each.load_bucket for each in self.receivers], self._threads)
+    def join_group(self, rendezvous: Rendezvous) -> list[Answer[None]]:
+        return self._called([each.join_group for each in self.receivers], rendezvous)
 
-    @property
-    def finish_push(self) -> InThreads[[Manifest], Manifest]:
-        return InThreads([each.finish_push for each in self.receivers], self._threads)
+    def load_bucket(self, bucket: OfferedBucket) -> list[Answer[None]]:
+        return self._called([each.load_bucket for each in self.receivers], bucket)
+
+    def finish_push(self, manifest: Manifest) -> list[Answer[Manifest]]:
+        return self._called([each.finish_push for each in self.receivers], manifest)
 
     def pinned(self) -> Handle:
         return self
-
-    @property
-    def hold(self) -> MethodOfAll[..., None]:
-        raise AssertionError("nothing is kept on the way")
 
     def require(self, method: str | None, *args: object) -> None:
         raise AssertionError("a transport requires nothing: its caller does")

@@ -1,4 +1,4 @@
-"""Filling a step: sample, judge, drop the groups that teach nothing, and sample for them again."""
+"""Fill a step: sample, score, drop groups without a signal (DAPO), and sample others for them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Collected:
     """This worker's rollouts of a step."""
 
     scored: list[ScoredRollout]
-    """Everything that it sampled."""
+    """All samples."""
     trained: list[ScoredRollout]
-    """What is to be learned from."""
+    """Samples to train on."""
     missing_groups: int
-    """How many groups the step is short of, over all workers."""
+    """Groups that the step lacks, over all workers."""
     metrics: dict[str, float]
-    """What became of each sample, over all workers: sampled = trained + filtered + failed."""
+    """Counts over all workers: sampled = trained + filtered + failed."""
 
 
 def fill_step(
@@ -37,14 +37,18 @@ def fill_step(
     reward: RewardSection,
     workers: Workers,
 ) -> Collected:
-    """The rollouts of one step; all workers call it, and all go through the same rounds.
+    """Collect the rollouts of one step; all workers call it, and go through the same rounds.
 
-    A round draws exactly as many prompts as groups are missing: nothing is left over for a later
+    A round draws exactly as many prompts as groups are missing. Nothing is left over for a later
     step, so no rollout outlives the weights that sampled it.
 
     Args:
-        scored_rollouts: Draws so many prompts over all workers and gives this worker's rollouts,
-            all samples of a prompt to one worker.
+        scored_rollouts: Draws a number of prompts over all workers and returns this worker's
+            rollouts. All samples of a prompt lie on one worker.
+        prompts_per_step: Groups that the step needs, over all workers.
+        section: The filter (`ppo.filter`).
+        reward: Its `max_failed_fraction` bounds the failed samples.
+        workers: All workers.
 
     Raises:
         RewardError: more samples failed than `reward.max_failed_fraction`, of all rounds so far.
@@ -70,7 +74,7 @@ def fill_step(
 
 
 def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredRollout]:
-    """The rollouts whose group passes the filter, in their order; all of them where it is off."""
+    """Return the rollouts whose group passes the filter, in their order; all if it is off."""
     if not section.enabled or not scored:
         return scored
     groups: dict[int, list[ScoredRollout]] = {}

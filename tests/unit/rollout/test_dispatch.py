@@ -1,4 +1,4 @@
-"""Whom a worker asks for what, and what it hears before all has come."""
+"""The batches that workers send to engines, and the completions that they get early."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 
 from raypo.collectives import Workers
 from raypo.data.stream import Draw
-from raypo.rollout.asking import ask, ask_together
 from raypo.rollout.collect import Sampling, sample
+from raypo.rollout.dispatch import dispatch, dispatch_shared
+from raypo.serving import client
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
-from tests.stand_ins import AskedInLots, Lossy
+from tests.stand_ins import Lossy
 from tests.unit.learner.plain import on_workers
 
 PROMPT = np.array([5], np.int32)
@@ -38,25 +39,25 @@ class Fleet:
 
 
 @dataclass
-class Engines(AskedInLots):
+class Engines(client.Engines):
     """As one worker sees them."""
 
     fleet: Fleet
-    preferred: tuple[int, ...]
+    numbers: tuple[int, ...]
     id: str = ""
     part: Sequence[int] = ()
 
     @property
-    def generate(self) -> Engines:
-        return self
+    def preferred(self) -> tuple[int, ...]:
+        return self.numbers
 
-    def each_preferred(self) -> list[Engines]:
-        return [Engines(self.fleet, (number,)) for number in self.preferred]
+    def per_engine(self) -> list[Engines]:
+        return [Engines(self.fleet, (number,)) for number in self.numbers]
 
-    def known_as(self, id: str, part: Sequence[int]) -> Engines:
-        return Engines(self.fleet, self.preferred, id, part)
+    def sharing_call(self, id: str, part: Sequence[int]) -> Engines:
+        return Engines(self.fleet, self.numbers, id, part)
 
-    def remote(self, requests: list[SamplingRequest]) -> Pending:
+    def generate(self, requests: Sequence[SamplingRequest]) -> Pending:
         seeds = [each.seed for each in requests]
         with self.fleet.lock:
             assert self.fleet.lots.setdefault(self.id, seeds) == seeds, "one id, two lots"
@@ -70,7 +71,7 @@ class Pending:
     def result(self) -> list[Completion]:
         return self.completions
 
-    def news(self) -> dict[int, Completion]:
+    def partial(self) -> dict[int, Completion]:
         return {}
 
 
@@ -81,7 +82,7 @@ def seeds(answers: Sequence[Completion]) -> list[int]:
 def together(workers: Workers, fleet: Fleet, own: Sequence[tuple[int, ...]], count: int):
     """Each worker asks for as many responses as its rank says, and `count` more."""
     requests = [request(10 * workers.rank + number) for number in range(workers.rank + count)]
-    answers = ask_together(requests, Engines(fleet, own[workers.rank]), workers=workers)
+    answers = dispatch_shared(requests, Engines(fleet, own[workers.rank]), workers=workers)
     assert seeds(answers) == [each.seed for each in requests]
     return len(answers)
 
@@ -108,24 +109,20 @@ def test_a_worker_without_prompts_asks_with_the_others_and_gets_nothing():
 
 
 @dataclass
-class Slow(AskedInLots):
+class Slow(client.Engines):
     """An engine whose responses come one by one, when a test says so."""
 
     come: list[int] = field(default_factory=list)
     has_ended: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def generate(self) -> Slow:
-        return self
-
-    def each_preferred(self) -> list[Slow]:
+    def per_engine(self) -> list[Slow]:
         return [self]
 
-    def remote(self, requests: list[SamplingRequest]) -> Slow:
+    def generate(self, requests: Sequence[SamplingRequest]) -> Slow:
         self.count = len(requests)
         return self
 
-    def news(self) -> dict[int, Completion]:
+    def partial(self) -> dict[int, Completion]:
         """All that have come, each time anew, as an engine's that was started again."""
         return {place: completion(100 + place) for place in self.come}
 
@@ -146,7 +143,7 @@ def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_
 
     rollouts: list[Rollout] = []
     sampling_thread = threading.Thread(
-        target=lambda: rollouts.extend(sample(draws, engine, Lossy(), sampling, heard=hear))
+        target=lambda: rollouts.extend(sample(draws, engine, Lossy(), sampling, on_rollouts=hear))
     )
     sampling_thread.start()
     engine.come = [0, 3, 2]
@@ -161,4 +158,4 @@ def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_
 def test_who_does_not_listen_is_told_nothing_and_gets_all():
     engine = Slow(has_ended=threading.Event())
     engine.has_ended.set()
-    assert seeds(ask([request(n) for n in range(3)], engine)) == [200, 201, 202]
+    assert seeds(dispatch([request(n) for n in range(3)], engine)) == [200, 201, 202]

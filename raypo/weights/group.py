@@ -1,4 +1,4 @@
-"""Weights by broadcast: learner rank 0 and the engines' workers as one group of processes."""
+"""The process group of a broadcast: learner rank 0 and the workers of the engines."""
 
 from __future__ import annotations
 
@@ -16,30 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from raypo.collectives import Workers
 from raypo.concurrency import daemon_future
-from raypo.config import InFlight
-from raypo.plan.sizes import BUCKET_BYTES
-from raypo.weights.buckets import Staged, stage
+from raypo.weights.buckets import Staged
 from raypo.weights.manifest import WeightError
-from raypo.weights.messages import Backend, BroadcastBucket, Rendezvous
-from raypo.weights.store import Kept
-from raypo.weights.transport import (
-    Conversation,
-    NamedTensors,
-    PushedEngines,
-    all_or_none,
-    drained,
-)
+from raypo.weights.messages import BroadcastBucket, Rendezvous
 
 POLL_S = 0.001
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 POLLS_BETWEEN_QUESTIONS = 50
-"""Polls of the broadcast before the receivers' answers are looked at."""
+"""Polls of the broadcast between two looks at the receivers' replies."""
 
 
 class Group:
-    """One process's place in a broadcast group."""
+    """One process's membership in a broadcast group."""
 
     def __init__(self, rendezvous: Rendezvous, *, rank: int, store: Any, device: Any) -> None:
         """Join, and wait until all others have joined.
@@ -59,13 +48,13 @@ class Group:
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, *, device: Any) -> Group:
-        """Join as one of the receivers."""
-        store = _store(rendezvous.host, rendezvous.port, rendezvous.timeout_s, is_host=False)
+        """Join as a receiver."""
+        store = group_store(rendezvous.host, rendezvous.port, rendezvous.timeout_s, is_host=False)
         rank = store.add(_key(rendezvous, "joined"), 1)
         return cls(rendezvous, rank=rank, store=store, device=device)
 
     def receive(self, bucket: BroadcastBucket) -> Staged:
-        """The bucket, in memory of its own.
+        """Return the bucket, in memory of its own.
 
         Raises:
             WeightError: as `broadcast`, or the bucket is not this group's.
@@ -80,7 +69,7 @@ class Group:
         return Staged(flat, bucket.entries)
 
     def leave(self) -> None:
-        """Give up what is under way and close all connections; safe to call in any state."""
+        """Abort the current operation and close all connections; safe to call in any state."""
         self._backend.abort()
 
     def broadcast(self, flat: Tensor, *, is_in_vain: Callable[[], bool]) -> None:
@@ -88,7 +77,7 @@ class Group:
 
         Args:
             flat: uint8 [bytes] on this group's device.
-            is_in_vain: Asked while it waits: whether a receiver has given up.
+            is_in_vain: Polled while it waits: whether a receiver has given up.
 
         Raises:
             WeightError: a member is gone, or it took too long. The group is of no use afterwards.
@@ -119,89 +108,6 @@ class Group:
             ) from error
 
 
-class BroadcastTransport:
-    """NCCL between the learner's rank 0 and engines on devices of their own; gloo without GPUs.
-
-    A receiver that died, came back or joined is noticed when a push begins, and the next group
-    is formed then. Nothing is kept on the way: a replacement gets its weights with the next push.
-    """
-
-    def __init__(
-        self,
-        *,
-        backend: Backend,
-        device: torch.device | str,
-        host: str,
-        timeout_s: float,
-        in_flight: InFlight | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        """No group yet.
-
-        Args:
-            backend: nccl for GPUs, gloo for CPUs.
-            device: This process's, on which buckets are filled.
-            host: This node's address, as the engines see it.
-            timeout_s: Seconds that joining, and the broadcast of one bucket, may take.
-            in_flight: As `PushStart.in_flight`.
-            bucket_bytes: Size of a bucket in bytes.
-        """
-        self.kept: Kept | None = None
-        self._backend: Backend = backend
-        self._device, self._host = torch.device(device), host
-        self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
-        self._in_flight: InFlight | None = in_flight
-        self._group: Group | None = None
-        self._epoch = 0
-
-    def push(
-        self, named_tensors: NamedTensors, engines: PushedEngines, *, version: int, workers: Workers
-    ) -> None:
-        """As `Transport.push`."""
-        with all_or_none(workers), drained(named_tensors) as tensors:
-            if workers.rank == 0:
-                try:
-                    self._send(tensors, engines, version)
-                except BaseException:
-                    self._leave()
-                    raise
-
-    def _send(self, tensors: NamedTensors, engines: PushedEngines, version: int) -> None:
-        conversation = Conversation(engines, version, self._in_flight)
-        with conversation.engines_reasons_first():
-            group = self._group_with(conversation)
-            for staged in stage(tensors, bucket_bytes=self._bucket_bytes, device=self._device):
-                bucket = BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
-                conversation.offer(bucket, staged.specs)
-                group.broadcast(staged.flat, is_in_vain=lambda: bool(conversation.failures()))
-                conversation.settle()
-        conversation.finish()
-        self.kept = Kept(conversation.id)
-
-    def _group_with(self, conversation: Conversation) -> Group:
-        """The group as it is where all engines are in it, else the next one."""
-        ready = conversation.begin()
-        size = 1 + sum(each.num_workers for each in ready)
-        is_whole = all(each.epoch == self._epoch for each in ready)
-        if self._group is not None and is_whole and self._group.rendezvous.size == size:
-            return self._group
-        self._leave()
-        self._epoch += 1
-        store = _store(self._host, 0, self._timeout_s, is_host=True)
-        rendezvous = Rendezvous(
-            self._epoch, self._host, store.port, size, self._backend, self._timeout_s
-        )
-        conversation.join_group(rendezvous)
-        self._group = Group(rendezvous, rank=0, store=store, device=self._device)
-        conversation.settle()
-        return self._group
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.leave()
-        self._group = None
-
-
 _REMEDY = (
     "An engine died or cannot be reached: look at its log. If all are alive, set NCCL_DEBUG=INFO "
     "and NCCL_SOCKET_IFNAME to the interface that joins the nodes, raise "
@@ -209,7 +115,8 @@ _REMEDY = (
 )
 
 
-def _store(host: str, port: int, timeout_s: float, *, is_host: bool) -> Any:
+def group_store(host: str, port: int, timeout_s: float, *, is_host: bool) -> Any:
+    """Open the store through which the members of a group find one another."""
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host,
         port,
@@ -224,7 +131,7 @@ def _key(rendezvous: Rendezvous, name: str) -> str:
 
 
 def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device) -> Any:
-    """A process group of its own, unknown to torch.distributed's default one."""
+    """Create a process group that torch.distributed's default group does not know."""
     prefixed = PrefixStore(_key(rendezvous, rendezvous.backend), store)
     limit = timedelta(seconds=rendezvous.timeout_s)
     if rendezvous.backend == "gloo":

@@ -11,7 +11,7 @@ from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import ShuffledStream
 from raypo.rewards.scoring import RewardError
 from raypo.rollout.collect import next_draws
-from raypo.rollout.refill import Collected, fill_step
+from raypo.rollout.dynamic_sampling import Collected, fill_step
 from raypo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.learner.plain import on_workers
 

@@ -1,4 +1,4 @@
-"""What becomes of each sample, from the moment it is asked for to the step that takes it."""
+"""Counts of samples, from the request to the step that trains them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 from raypo.collectives import Workers, as_tensor
 from raypo.rollout.collect import samples_of
-from raypo.rollout.refill import Collected
+from raypo.rollout.dynamic_sampling import Collected
 
 
 @dataclass
-class Ledger:
-    """One worker's samples that were asked for; an agent's episode is one."""
+class SampleCounts:
+    """Counts of one worker's samples that were requested; an agent's episode is one sample."""
 
     carried: int = 0
-    """Those that no step has taken yet."""
+    """Samples that no step has taken yet."""
     lost: int = 0
-    """Of these, those that a checkpoint did not keep and that were not asked for again yet."""
+    """Carried samples that a checkpoint did not keep, and that were not requested again yet."""
     _asked: int = 0
     _asked_again: int = 0
 
     def ask(self, count: int) -> None:
-        """So many are sampled from now on: first what was lost."""
+        """Count samples that are requested now; lost ones are requested first."""
         again = min(count, self.lost)
         self.lost -= again
         self._asked_again += again
@@ -29,17 +29,17 @@ class Ledger:
         self.carried += count - again
 
     def take(self, collected: Collected) -> None:
-        """A step has taken its own."""
+        """Count the samples that a step has taken."""
         self.carried -= len(samples_of(collected.scored))
 
     def counts(self) -> tuple[int, int, int]:
-        """Asked for and asked for again since this was last asked, and carried."""
+        """Return samples requested, and requested again, since the last call; and those carried."""
         asked, again = self._asked, self._asked_again
         self._asked = self._asked_again = 0
         return asked, again, self.carried
 
 
-def account_metrics(
+def sample_count_metrics(
     counts: tuple[int, int, int],
     collected: Collected,
     workers: Workers,
@@ -47,16 +47,16 @@ def account_metrics(
     step: int,
     max_staleness: int | None,
 ) -> dict[str, float]:
-    """A step's accounts over all workers, which all call it together.
+    """Return a step's counts over all workers, which all call it together.
 
-    What was carried before and what the step has asked for is trained, filtered, failed, dropped,
-    or carried on; the first four are the samples of the step's batch.
+    Samples that were carried before, and those that the step requested, are trained, filtered,
+    failed, dropped, or carried on. The first four are the samples of the step's batch.
 
     Args:
-        counts: Of this worker's ledger.
+        counts: This worker's counts (`SampleCounts.counts`).
         collected: The batch.
-        max_staleness: `ppo.correction.max_staleness`: samples of which no token is newer are
-            dropped.
+        step: The step, counted from 1.
+        max_staleness: `ppo.correction.max_staleness`: samples without a newer token are dropped.
     """
     dropped = _num_dropped(collected, step, max_staleness) if max_staleness is not None else 0
     totals = workers.sum(as_tensor(*counts, dropped)).tolist()

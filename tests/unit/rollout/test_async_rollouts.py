@@ -15,12 +15,12 @@ from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.metrics.clock import Clock
-from raypo.rollout.accounts import account_metrics
-from raypo.rollout.ahead import RolloutsAhead
-from raypo.rollout.refill import Collected, fill_step
+from raypo.rollout.async_rollouts import AsyncRollouts
+from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.sample_counts import sample_count_metrics
 from raypo.types import Prompt, ScoredRollout
 from tests.unit.learner.plain import on_workers
-from tests.unit.rollout.test_refill import rollout
+from tests.unit.rollout.test_dynamic_sampling import rollout
 
 PROMPTS_PER_STEP = 2
 
@@ -42,7 +42,7 @@ class Run:
         prompts = [Prompt(i, "p", np.array([5], np.int32)) for i in range(5)]
         self.stream = ShuffledStream(prompts, seed=3)
         self.workers = workers or Workers()
-        self.ahead = RolloutsAhead(
+        self.ahead = AsyncRollouts(
             self.stream,
             prompts_per_step=PROMPTS_PER_STEP,
             samples_per_prompt=2,
@@ -117,7 +117,7 @@ class Run:
             groups = {each.group_index: each.weight_version for each in rollouts}
             self.trained.append((step, list(groups.items())))
             self.last_versions += [int(each.weight_versions[-1]) for each in rollouts]
-            figures = account_metrics(
+            figures = sample_count_metrics(
                 self.ahead.counts(),
                 collected,
                 self.workers,
@@ -364,7 +364,7 @@ def test_a_checkpoint_while_batches_are_sampled_rewinds_their_prompts_and_counts
     run = Run(max_staleness=2, sampling_s=wait)
     run.begin()
     run.ahead.take(1, Clock())
-    while run.ahead.ledger.carried != 2 * 2 * PROMPTS_PER_STEP:  # those of steps 2 and 3
+    while run.ahead.sample_counts.carried != 2 * 2 * PROMPTS_PER_STEP:  # those of steps 2 and 3
         time.sleep(0.001)
     assert run.ahead.counts() == (12, 0, 8)
     run.ahead.save(tmp_path, run.workers)

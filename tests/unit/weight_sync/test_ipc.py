@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.weights import ipc
+from raypo.weight_sync import ipc
+from raypo.weight_sync.ipc import IpcTransport
 from raypo.weights.buckets import stage, unpack
-from raypo.weights.ipc import IpcTransport
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
-from raypo.weights.messages import IpcBucket, OfferedBucket, Rendezvous
-from raypo.weights.transport import PushStart, Ready
-from tests.unit.weights.test_broadcast import Handle
+from raypo.weights.messages import IpcBucket, OfferedBucket, PushStart, Ready, Rendezvous
+from tests.unit.weight_sync.test_broadcast import Handle
 
 GPUS = ("GPU-0", "GPU-1")
 WAIT_S = 20.0

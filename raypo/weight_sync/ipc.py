@@ -1,4 +1,4 @@
-"""Weights on one GPU: the engine reads the learner's bucket where it lies, by a CUDA IPC handle."""
+"""Transport within one GPU: the engine reads the learner's bucket through a CUDA IPC handle."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import InFlight
 from raypo.plan.sizes import BUCKET_BYTES
+from raypo.serving.client import Engines
+from raypo.weight_sync.transport import Conversation, NamedTensors, all_or_none
 from raypo.weights.buckets import stage
 from raypo.weights.manifest import WeightError
-from raypo.weights.messages import CudaHandle, IpcBucket
+from raypo.weights.messages import CudaHandle, IpcBucket, Ready, device_uuid
 from raypo.weights.store import Kept
-from raypo.weights.transport import (
-    Conversation,
-    NamedTensors,
-    PushedEngines,
-    Ready,
-    all_or_none,
-)
 
 
 class IpcTransport:
-    """CUDA IPC for engines beside the learner workers: one copy within the GPU.
+    """Transport by CUDA IPC for engines beside the learner workers: one copy within the GPU.
 
     Every learner worker stages the same buckets on its own GPU, and each of an engine's workers
     reads the one on its own. A GPU without an engine hands out no handle: CUDA keeps what was
@@ -40,9 +35,9 @@ class IpcTransport:
         self._device, self._bucket_bytes = device, bucket_bytes
 
     def push(
-        self, named_tensors: NamedTensors, engines: PushedEngines, *, version: int, workers: Workers
+        self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: Workers
     ) -> None:
-        """As `Transport.push`; no worker fills a bucket again before all engines have read it.
+        """Push (see `Transport.push`); no worker refills a bucket before all engines have read it.
 
         Raises:
             WeightError: also where an engine runs on a GPU that no learner worker has.
@@ -82,8 +77,3 @@ def _require_shared(readers: set[str], writers: set[str]) -> None:
             f"{', '.join(sorted(writers))}). IPC needs both on one device: set "
             "rollout.engine.transport to object or nccl."
         )
-
-
-def device_uuid(device: torch.device) -> str:
-    """The GPU itself, whatever number a process knows it by."""
-    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,7 +1,7 @@
-"""Who trains what: one seeded cut of the whole batch, dealt to the workers by token count.
+"""Shard a step's batch over the workers: one seeded cut into minibatches, balanced by tokens.
 
-The cut knows nothing of who sampled a rollout, so a step does not depend on the number of workers.
-The samples of a prompt stay together where they can, because passes over them share the prompt.
+The cut does not depend on which worker sampled a rollout, so a step does not depend on the number
+of workers. Samples of a prompt stay together if possible, because their passes share the prompt.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from raypo.data.padding import pad_left, pad_right
 from raypo.types import Experience, Rollout, ScoredRollout
 
 _SEED_WORD = 2
-"""First of the numbers that seed the cut; the prompt stream has 1, the learner 3, requests 4."""
-MOST_LOAD = 1.1
-"""Tokens of a worker's share of a minibatch, of the mean, above which prompts are cut."""
+"""First number of the cut's seed; the prompt stream has 1, the learner 3, requests 4."""
+MAX_LOAD = 1.1
+"""Split a group across workers when one worker exceeds 1.1x the mean token count."""
 
 
-def deal(
+def shard(
     scored: list[ScoredRollout],
     *,
     minibatch_size: int,
@@ -34,19 +34,22 @@ def deal(
     workers: Workers,
     teams: Sequence[range] = (),
 ) -> list[ScoredRollout]:
-    """This worker's share of all workers' rollouts, each with its minibatch.
+    """Return this worker's share of all workers' rollouts, each with its minibatch.
 
-    All workers know the lengths of all; a rollout itself goes to the worker that trains it alone.
+    Workers exchange the lengths of all rollouts. A rollout itself is sent only to the worker that
+    trains it.
 
     Args:
         scored: The rollouts that this worker sampled.
-        minibatch_size: Most responses of one optimizer step over all workers. A batch that is no
-            multiple of it is cut into minibatches of like size, so that none is a single response.
-        seed: Of the permutation of the whole batch's groups.
-        workers: All of them call it together.
-        teams: Ranks of teams, each of which is dealt the whole batch; none: all are one.
+        minibatch_size: Most responses of one optimizer step over all workers. A batch that is not a
+            multiple of it is cut into minibatches of similar size, so that none is one response.
+        seed: Seed of the permutation of the batch's groups.
+        workers: All workers, which call it together.
+        teams: Ranks of teams (policy, critic), each of which gets the whole batch. Empty means one
+            team of all workers.
     """
-    known = [  # of each rollout: where it belongs, its lengths, who has it, and which prompt it is
+    # For each rollout: its name, its lengths, the worker that has it, and a hash of its prompt.
+    known = [
         (*_name(r), len(r.prompt_ids), len(r.response_ids), workers.rank, _prompt(r))
         for r in (each.rollout for each in scored)
     ]
@@ -84,7 +87,7 @@ def deal(
 
 
 def _prompt(rollout: Rollout) -> int:
-    """The same number for the same tokens."""
+    """Return a hash of the prompt's tokens."""
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rollout.prompt_ids).tobytes())
 
 
@@ -94,16 +97,16 @@ def balanced_shares(
     response_lengths: Sequence[int],
     num_shares: int,
 ) -> list[list[int]]:
-    """Rows dealt so that all shares have about as many tokens to read.
+    """Split rows into shares with about equal token counts.
 
-    The longest piece goes first, to the lightest share. While a share is more than a tenth above
-    the mean, or empty, a piece of the heaviest one is halved, and its prompt is then read twice.
+    The longest piece goes first, to the lightest share. While a share exceeds 1.1x the mean, or is
+    empty, a piece of the heaviest share is halved; its prompt is then read twice.
 
     Args:
-        pieces: Rows of one prompt each.
+        pieces: Indices of rows, a list for each prompt.
         prompt_lengths: Tokens of each row's prompt.
         response_lengths: Tokens of each row's response.
-        num_shares: How many shares.
+        num_shares: Number of shares.
     """
 
     sized = [
@@ -122,7 +125,7 @@ def balanced_shares(
         divisible = [each for each in shares[heaviest] if len(each[1]) > 1] or [
             each for each in sized if len(each[1]) > 1 and not all(shares)
         ]
-        if not divisible or (all(shares) and load <= MOST_LOAD * mean):
+        if not divisible or (all(shares) and load <= MAX_LOAD * mean):
             return [[row for _, piece in share for row in piece] for share in shares]
         tokens, largest = max(divisible, key=lambda each: each[0])
         sized.remove((tokens, largest))
@@ -134,7 +137,7 @@ def balanced_shares(
 
 
 def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
-    """The dealt rollouts as one padded batch; prompts padded left, responses right."""
+    """Pad rollouts to one batch: prompts on the left, responses on the right."""
     rollouts = [scored.rollout for scored in dealt]
     turn_rewards = [r.turn_rewards for r in rollouts if r.turn_rewards is not None]
     turn_index = [r.turn_index for r in rollouts if r.turn_index is not None]
@@ -165,7 +168,7 @@ def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
 
 
 def _name(rollout: Rollout) -> tuple[int, int, int]:
-    """The name of a rollout, the same on all workers."""
+    """Return the name of a rollout, the same on all workers."""
     return rollout.group_index, rollout.sample_index, rollout.row_index
 
 

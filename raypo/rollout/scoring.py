@@ -1,0 +1,279 @@
+"""Scores of rollouts: from a reward function, reward models, reward servers, or all of them.
+
+Concurrency. Reward models and the reference are replicas of their own: they get calls and return
+futures. A reward function with worker processes, and reward servers, are called from a thread for
+each free process, which takes all rollouts that wait. A function that runs in this process is
+called once, with the whole batch, when all rollouts are there.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from raypo.config import ModelSection, RewardSection
+from raypo.pending import Pending
+from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score
+from raypo.types import Rollout, ScoredRollout
+
+FUNCTION, URL, EPISODE = "function", "url", "episode"
+
+
+class RewardModel(Protocol):
+    """A reward model, as its callers see it (`RewardModelClient`)."""
+
+    def score(self, rollouts: list[Rollout]) -> Pending[list[float]]:
+        """Return one score for each rollout, in the order given."""
+        ...
+
+
+class Reference(Protocol):
+    """A reference model, as its callers see it (`ReferenceClient`)."""
+
+    def log_probs(self, rollouts: list[Rollout]) -> Pending[list[np.ndarray]]:
+        """Return the log-probs of each response's tokens in nats, float32 [T]."""
+        ...
+
+
+@dataclass(frozen=True)
+class RewardSources:
+    """The sources of a score, and their weights."""
+
+    function: RewardFunction | None
+    models: tuple[RewardModel, ...]
+    """In the order of `model.reward`."""
+    weights: dict[str, float]
+    """Weight by source: `function`, `url`, and `model` or `model_0`, `model_1`, ... The score that
+    an episode's environment gives has weight 1."""
+    servers: RewardFunction | None = None
+    """Calls the servers of `reward.url`."""
+    processes: int = 0
+    """Worker processes of the reward function. 0 calls it in this process with the whole batch."""
+
+    @classmethod
+    def from_config(
+        cls,
+        function: RewardFunction | None,
+        models: tuple[RewardModel, ...],
+        *,
+        reward: RewardSection,
+        model: ModelSection,
+        servers: RewardFunction | None = None,
+    ) -> RewardSources:
+        """Weigh the sources as a config says."""
+        entries = model.reward or ()
+        weights = {
+            name: reward.weights.model * entry.weight
+            for name, entry in zip(model_sources(len(entries)), entries, strict=True)
+        }
+        if function is not None:
+            weights[FUNCTION] = reward.weights.function
+        if servers is not None:
+            weights[URL] = reward.weights.url
+        return cls(function, models, weights, servers, reward.processes)
+
+    def scores_by_source(self, rollouts: list[Rollout]) -> list[dict[str, float]]:
+        """Return each source's score of each rollout; all sources work at the same time."""
+        return [dict(each.scores_by_source) for each in Scoring(self).results(rollouts)]
+
+    def total(self, by_source: dict[str, float]) -> float:
+        """Return the score that is trained on: the weighted sum, NaN if any source failed."""
+        return math.fsum(self.weights.get(name, 1.0) * value for name, value in by_source.items())
+
+    def model_total(self, by_source: dict[str, float]) -> float:
+        """Return the reward models' part of the score."""
+        others = (FUNCTION, URL, EPISODE)
+        rest = {name: value for name, value in by_source.items() if name not in others}
+        return self.total(rest)
+
+
+class Scoring:
+    """Scores and reference log-probs of one batch of one worker.
+
+    Sources that do not compete with the engines for cores or devices score a draw as soon as all of
+    its rollouts are there, while others are still being sampled: a function with worker processes,
+    servers, and models with devices of their own. Models then get one draw for each call, whatever
+    the order of arrival, so that no rounding depends on it.
+    """
+
+    def __init__(
+        self,
+        sources: RewardSources,
+        reference: Reference | None = None,
+        *,
+        models_apart: bool = False,
+    ) -> None:
+        """Score nothing yet.
+
+        Args:
+            sources: The sources of the score.
+            reference: The model whose log-probs are wanted, if any.
+            models_apart: Whether reward models and reference have cores or devices of their own.
+        """
+        self._sources, self._reference, self._models_apart = sources, reference, models_apart
+        self._early: dict[str, _FunctionQueue] = {}
+        self._at_the_end: dict[str, _FunctionQueue] = {}
+        if sources.function is not None:
+            queues = self._early if sources.processes else self._at_the_end
+            queues[FUNCTION] = _FunctionQueue(sources.function, sources.processes or 1)
+        if sources.servers is not None:
+            self._early[URL] = _FunctionQueue(sources.servers, 1)
+        self._model_calls: list[_ModelCalls] = []
+        self._added: set[int] = set()
+        """Indices of the draws whose rollouts were added."""
+        self._lock = threading.Lock()
+
+    @property
+    def scores_early(self) -> bool:
+        """Whether any source scores before all rollouts are there."""
+        has_models = bool(self._sources.models) or self._reference is not None
+        return bool(self._early) or (self._models_apart and has_models)
+
+    def add(self, rollouts: list[Rollout]) -> None:
+        """Add all rollouts of some draws, in any thread; a draw is added only once."""
+        by_draw: dict[int, list[Rollout]] = {}
+        for rollout in rollouts:
+            by_draw.setdefault(rollout.group_index, []).append(rollout)
+        with self._lock:
+            new = [of_draw for draw, of_draw in by_draw.items() if draw not in self._added]
+            for of_draw in new if self._models_apart else ():
+                self._call_models(of_draw)  # an error is raised by `results`
+            for queue in self._early.values():
+                queue.add([rollout for of_draw in new for rollout in of_draw])
+            self._added |= by_draw.keys()
+
+    def results(self, rollouts: list[Rollout]) -> list[ScoredRollout]:
+        """Wait for all scores and log-probs, in the order of the rollouts.
+
+        Args:
+            rollouts: The whole batch: the same objects that were added, and all others.
+
+        Raises:
+            Exception: whatever a source raised.
+        """
+        if not rollouts:
+            return []
+        self.add(rollouts)
+        for queue in self._at_the_end.values():
+            queue.add(rollouts)
+        if not self._models_apart:
+            self._call_models(rollouts)
+        queues = {name: queue.scores() for name, queue in (self._at_the_end | self._early).items()}
+        # Values are matched by the identity of the rollout, which is alive all the time: several
+        # rows of an episode have equal indices, so no number would do.
+        by_model: dict[int, dict[str, float]] = {}
+        log_probs: dict[int, np.ndarray | None] = {}
+        for calls in self._model_calls:
+            keys = [id(rollout) for rollout in calls.rollouts]
+            rows = calls.reference.result() if calls.reference else [None] * len(keys)
+            log_probs |= zip(keys, rows, strict=True)
+            for name, call in zip(model_sources(len(calls.models)), calls.models, strict=True):
+                for key, value in zip(keys, call.result(), strict=True):
+                    by_model.setdefault(key, {})[name] = value
+        return [
+            self._result(
+                rollout,
+                {name: scores[key] for name, scores in queues.items()} | by_model.get(key, {}),
+                log_probs[key],
+            )
+            for rollout, key in zip(rollouts, map(id, rollouts), strict=True)
+        ]
+
+    def _result(
+        self, rollout: Rollout, by_source: dict[str, float], log_probs: np.ndarray | None
+    ) -> ScoredRollout:
+        if (episode := rollout.episode) is not None:
+            by_source[EPISODE] = FailedScore(episode.error) if episode.error else episode.score
+        return ScoredRollout(rollout, self._sources.total(by_source), by_source, log_probs)
+
+    def _call_models(self, rollouts: list[Rollout]) -> None:
+        reference = self._reference.log_probs(rollouts) if self._reference else None
+        models = [each.score(rollouts) for each in self._sources.models]
+        self._model_calls.append(_ModelCalls(rollouts, reference, models))
+
+
+@dataclass(frozen=True)
+class _ModelCalls:
+    """Rollouts, and the calls to all models about them."""
+
+    rollouts: list[Rollout]
+    reference: Pending[list[np.ndarray]] | None
+    models: list[Pending[list[float]]]
+
+
+class _FunctionQueue:
+    """Queue of rollouts before a function: a free caller takes all that wait."""
+
+    def __init__(self, function: RewardFunction, num_callers: int) -> None:
+        self._function, self._num_free = function, num_callers
+        self._waiting: list[Rollout] = []
+        self._num_left = 0
+        self._scores: dict[int, float] = {}
+        """By `id` of the rollout, which `Scoring` keeps alive."""
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def add(self, rollouts: list[Rollout]) -> None:
+        """Add rollouts; start a thread if a caller is free."""
+        with self._changed:
+            self._waiting += rollouts
+            self._num_left += len(rollouts)
+            if self._num_free:
+                self._num_free -= 1
+                threading.Thread(target=self._work, daemon=True).start()
+
+    def scores(self) -> dict[int, float]:
+        """Wait for the scores of all rollouts.
+
+        Raises:
+            Exception: whatever the function raised.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or not self._num_left)
+            if self._error is not None:
+                raise self._error
+            return self._scores
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                rollouts, self._waiting = self._waiting, []
+                if not rollouts:
+                    self._num_free += 1
+                    return
+            try:
+                scores = score(self._function, rollouts)
+            except BaseException as error:  # raised by `scores`
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._scores |= zip(map(id, rollouts), scores, strict=True)
+                self._num_left -= len(rollouts)
+                self._changed.notify_all()
+
+
+def reward_parts(scored: ScoredRollout) -> dict[str, float]:
+    """Return the named numbers that reward functions gave beside a score."""
+    named: dict[str, float] = {}
+    for value in (*scored.scores_by_source.values(), scored.score):
+        named |= parts_of(value)
+    return named
+
+
+def named_numbers(scored: ScoredRollout) -> dict[str, float]:
+    """Return a score's parts as `reward/<name>`, and an episode's metrics as `episode/<name>`."""
+    named = {f"reward/{name}": part for name, part in reward_parts(scored).items()}
+    if episode := scored.rollout.episode:
+        named |= {f"episode/{name}": value for name, value in episode.metrics.items()}
+    return named
+
+
+def model_sources(count: int) -> list[str]:
+    """Return the names of the reward models among the sources of a score."""
+    return ["model"] if count == 1 else [f"model_{number}" for number in range(count)]
