@@ -347,17 +347,17 @@ def _check_labels(
     if not only_held_out:
         for source in config.data.prompts:
             function = trained.get(source_name(source), common)
-            _check_labels_of(source, "data.prompts", config.data.label_key, function)
+            _check_labels_of(source, "data.prompts", config.data, function)
     for source in config.eval.prompts or ():
         name, otherwise = source_name(source), trained.get(source_name(source), common)
         function = held_out.get(name, config.eval.function or otherwise)
-        _check_labels_of(source, "eval.prompts", config.data.label_key, function)
+        _check_labels_of(source, "eval.prompts", config.data, function)
 
 
 def _check_labels_of(
-    source: PromptSource, key: str, label_key: str | None, function: str | None
+    source: PromptSource, key: str, data: DataSection, function: str | None
 ) -> None:
-    check = LABEL_CHECKS.get(function or "")
+    label_key, check = data.label_key, LABEL_CHECKS.get(function or "")
     if check is None:
         return
     if label_key is None:
@@ -367,7 +367,8 @@ def _check_labels_of(
         )
     if is_data_set(source):  # needs a library to be read
         return
-    for row in islice(read_rows(source, key=key), LABEL_ROWS):
+    bad = BadRows(data.on_error)
+    for row in islice(read_rows(source, key=key, bad=bad), LABEL_ROWS):
         if label_key in row.values:
             try:
                 check(row.values[label_key], row.where)
