@@ -1,6 +1,7 @@
 """Files that are written while a step goes on are there before its line of metrics is."""
 
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +9,17 @@ from typing import Any
 import pytest
 
 from raypo.collectives import Workers
+from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
+from raypo.rollout.dealing import to_experience
 from raypo.run.background_writer import BackgroundWriter
+from raypo.run.online_run import OnlineRun
+from raypo.run.ppo_run import PPORun
+from raypo.run.rollout_metrics import sample_row
 from raypo.run.run import Run
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.sinks import Sinks
-from tests.unit.learner.plain import on_workers
+from tests.unit.learner.plain import group, on_workers
 
 
 @pytest.fixture
@@ -70,6 +76,24 @@ def test_a_file_that_cannot_be_written_ends_the_step_without_a_line(run):
     with pytest.raises(OSError, match="No space left"):
         report(run, 1)
     assert run.files.last_step() == 0
+
+
+def test_rollouts_and_held_out_samples_are_written_so(run):
+    run.roles = Roles.shared(Workers())
+    run.write_later = partial(Run.write_later, run)
+    run._write_rollouts = partial(OnlineRun._write_rollouts, run)
+    dealt = list(group(0))
+    experience = to_experience(dealt)
+    zeros = experience.rollout_log_probs * 0.0
+    experience = experience.with_(advantages=zeros, returns=zeros, old_log_probs=zeros)
+    PPORun.save_rollouts(run, 1, dealt, experience)
+    rows = partial(list, map(sample_row, dealt))
+    Run.write_later(run, partial(run._write_rollouts, 1, rows, held_out=True))
+    report(run, 1)
+    for held_out in (False, True):
+        written = run.files.rollouts(1, held_out=held_out)
+        ids = [row["response_ids"] for row in written]
+        assert ids == [each.rollout.response_ids.tolist() for each in dealt]
 
 
 def test_all_workers_gather_in_their_threads_while_they_do_something_else():
