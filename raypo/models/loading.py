@@ -281,7 +281,10 @@ def _load(
         )
     except (ImportError, ValueError) as error:
         if not chosen:
-            raise
+            raise ConfigError(
+                f"model ({path}): transformers cannot load it: {first_line(error)} Install what it "
+                f"asks for, or give another model."
+            ) from error
         raise ConfigError(
             f"model.attention ({attention}): {path} cannot be loaded with it: {error} "
             f"Set model.attention to auto."

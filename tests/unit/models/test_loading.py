@@ -1,6 +1,7 @@
 """What is loaded from a folder: one function, whatever dropout its config asks for."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,13 @@ def test_every_stop_token_of_the_generation_config_counts(tmp_path: Path):
     for given, found in ((1, (1,)), ([2, 1], (2, 1))):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
         assert stop_token_ids(str(tmp_path), tokenizer) == found
+
+
+@pytest.mark.skipif(find_spec("optimum") is not None, reason="optimum is installed")
+def test_what_a_quantised_model_needs_is_told(tmp_path: Path):
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"cannot load it: .*optimum.* or give another model"):
+        load_causal_lm(str(tmp_path), dtype="float32")

@@ -37,6 +37,7 @@ from raypo.models.loading import load_causal_lm
 from raypo.models.packed_attention import (
     NAME,
     can_read_packed,
+    first_layers,
     hidden_states,
     own_logits,
     reads_packed,
@@ -387,3 +388,24 @@ def test_a_trial_in_float32_leaves_weights_in_bfloat16_as_they_are(config) -> No
         assert model.get_parameter(name) is parameter
         assert parameter.data_ptr() == data.data_ptr()
         assert torch.equal(parameter, copies[name])
+
+
+def test_a_deep_model_is_tried_in_its_first_layers_alone_and_stays_deep() -> None:
+    deep = {"num_hidden_layers": 12}
+    layers = ("recurrent", "recurrent", "attention") * 4
+    llama: Any = model_of(LlamaConfig(**GATED | deep)).float()
+    mixed: Any = AutoModelForCausalLM.from_config(
+        RecurrentGemmaConfig(**SIZES | deep, lru_width=32, block_types=layers)
+    )
+    for model in (llama, mixed):
+        before = list(model.model.layers)
+        with first_layers(model):
+            assert len(model.model.layers) == 8
+            assert torch.isfinite(model(torch.arange(3, 9)[None]).logits).all()
+        assert all(a is b for a, b in zip(model.model.layers, before, strict=True))
+    use_packed_attention(llama)
+    assert reads_packed(llama)
+    assert len(llama.model.layers) == 12
+    with pytest.warns(UserWarning, match="RecurrentGemmaForCausalLM cannot read packed rows"):
+        use_packed_attention(mixed)
+    assert len(mixed.model.layers) == 12
