@@ -143,7 +143,7 @@ class DataSection(Config):
     on_error: Literal["refuse", "drop"] = "refuse"
     """What happens to a row that cannot be used (a broken line, a missing column, a message that is
     none, a response with an end token in the middle): refuse to start, or drop it. The console says
-    how many were dropped, and names file and line of the first."""
+    how many were dropped, and names file and line of the first found."""
 
 
 class RewardWeights(Config):

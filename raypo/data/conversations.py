@@ -125,8 +125,7 @@ def _tokenised(turns: _Turns, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     """Return token ids, and which runs of them the assistant wrote; each turn is by itself."""
     whole, cuts = turns
     parts = [whole[begin:stop] for begin, stop in pairwise([0, *cuts, len(whole)])]
-    first: Any = tokenizer(parts[0], add_special_tokens=False, verbose=False)["input_ids"]
-    encoded = [first, *ids_behind(tokenizer, parts[1:], parts[:-1])]
+    encoded = ids_behind(tokenizer, parts, [None, *parts[:-1]])
     ends = np.cumsum([len(part) for part in encoded]).tolist()
     runs = list(pairwise(ends))[::2]  # others, assistant, others, ...
     return [token for part in encoded for token in part], runs

@@ -80,7 +80,7 @@ class BadRows:
 
     def notes(self, key: str) -> list[str]:
         """Return how many rows of a config key were dropped and why, as a line for people."""
-        words = f"{self.count} bad rows of {key} are dropped (data.on_error). The first:"
+        words = f"{self.count} bad rows of {key} are dropped (data.on_error). The first found:"
         return [f"{words} {self.first}"] if self.count else []
 
     def refuse_all(self, key: str) -> None:
@@ -91,7 +91,7 @@ class BadRows:
         """
         if self.count:
             raise ConfigError(
-                f"{key}: none of its rows is left, and {self.count} are bad. The first: "
+                f"{key}: none of its rows is left, and {self.count} are bad. The first found: "
                 f"{self.first}"
             )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -142,7 +142,7 @@ def _added(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def ids_behind(
-    tokenizer: Any, texts: Sequence[str], before: Sequence[str] | None = None
+    tokenizer: Any, texts: Sequence[str], before: Sequence[str | None] | None = None
 ) -> list[list[int]]:
     """Tokenise texts that stand behind others, without special tokens of the tokenizer.
 
@@ -150,21 +150,27 @@ def ids_behind(
     and some of them behind each special token. Elsewhere it would be learned, and never sampled.
 
     Args:
-        before: The text before each; None means that it ends with no special token.
+        before: The text before each, of which only a special token at its end counts; None for one
+            that stands first. Without the list none stands first, and none behind such a token.
     """
     plain: Any = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    first = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])
-    if not first or first[0][0] not in "▁Ġ":
+    if not _writes_a_space(tokenizer):
         return plain
     special = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    anchors = [
-        next((token for token in special if text.endswith(token)), "\n")
-        for text in before or [""] * len(texts)
-    ]
-    both = [anchor + text for anchor, text in zip(anchors, texts, strict=True)]
-    encoded: Any = tokenizer(both, add_special_tokens=False, verbose=False)["input_ids"]
     found = []
-    for anchor, ids, alone in zip(anchors, encoded, plain, strict=True):
+    for text, alone, behind in zip(texts, plain, before or [""] * len(texts), strict=True):
+        if behind is None:
+            found.append(alone)
+            continue
+        anchor = next((token for token in special if behind.endswith(token)), "\n")
         begin = tokenizer(anchor, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(anchor + text, add_special_tokens=False, verbose=False)["input_ids"]
         found.append(ids[len(begin) :] if ids[: len(begin)] == begin else alone)
     return found
+
+
+@lru_cache(maxsize=8)
+def _writes_a_space(tokenizer: Any) -> bool:
+    """Return whether a tokenizer writes a space before the first word of a text."""
+    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return bool(ids) and tokenizer.convert_ids_to_tokens(ids)[0][0] in "▁Ġ"

@@ -18,8 +18,10 @@ from examples.calculator.make_data import (
     question,
 )
 from raypo import PPOConfig, SFTConfig
+from raypo.config import ResponsesSection
 from raypo.data.conversations import conversation as tokenised
 from raypo.data.rows import Row
+from raypo.data.stop_tokens import StopTokens
 from raypo.data.turns import TurnTokens
 
 CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator"
@@ -82,7 +84,8 @@ def test_what_is_learned_is_token_for_token_what_episodes_look_like(calls):
         mask += [message["role"] == "assistant"] * len(ids)
 
     row = Row("here", {"messages": messages})
-    learned = tokenised(row, "messages", tokenizer, end)
+    section = ResponsesSection(prompts=("here",), messages_key="messages")
+    learned = tokenised(row, section, tokenizer, StopTokens(tokenizer, [end]))
     assert learned.prompt_ids.tolist() == prompt.tolist()
     assert learned.response_ids.tolist() == response
     kept = np.ones(len(mask), bool) if learned.mask is None else learned.mask

@@ -45,7 +45,9 @@ def test_a_bad_line_is_refused_or_dropped_with_its_place(tmp_path, tokenizer, ba
     loaded = load_prompts(section(str(path), on_error="drop"), tokenizer)
     assert [each.text for each in loaded.prompts] == ["a", "c"]
     (note,) = loaded.notes("data.prompts")
-    assert note == (f"1 bad rows of data.prompts are dropped (data.on_error). The first: {told}")
+    assert note == (
+        f"1 bad rows of data.prompts are dropped (data.on_error). The first found: {told}"
+    )
     assert peek(str(path), on_error="drop") in (2, 3), "what takes a tokenizer is seen later"
 
 
@@ -70,7 +72,9 @@ def test_where_no_row_is_left_the_first_is_shown(tmp_path, tokenizer, line):
     path = tmp_path / "a.jsonl"
     path.write_text(f"{line}\n{line}\n")
     told = refused(load_prompts, section(str(path), on_error="drop"), tokenizer)
-    assert told.startswith("data.prompts: none of its rows is left, and 2 are bad. The first: ")
+    assert told.startswith(
+        "data.prompts: none of its rows is left, and 2 are bad. The first found: "
+    )
     assert f"{path}:1" in told
     if line != '{"prompt": ""}':
         assert refused(peek, str(path), on_error="drop") == told

@@ -1,0 +1,67 @@
+"""A run says which rows it has dropped, of what it learns from and of what is held out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypo.checks import with_steps_of_epochs
+from raypo.collectives import Workers
+from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from raypo.recipes.dpo import DPORun
+from raypo.recipes.reward_model import RewardModelRun
+from raypo.recipes.sft import SFTRun
+from raypo.run.ppo_run import PPORun
+from raypo.run.setup import Runtime
+from raypo.storage.run_files import RunFiles
+from tests.tiny import tiny_policy
+from tests.unit.run.test_few_prompts import Said
+
+GOOD = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}
+BAD = {"prompt": [{"role": "user", "content": None}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "more"),
+    [
+        (PPORun, PPOConfig, {"reward": {"function": "raypo.rewards.verifiers:exact_match"}}),
+        (SFTRun, SFTConfig, {"learner": {"batch_size": 2}}),
+        (RewardModelRun, RewardModelConfig, {"learner": {"batch_size": 2}}),
+        (DPORun, DPOConfig, {"learner": {"batch_size": 2}}),
+    ],
+)
+def test_a_run_says_what_it_has_dropped(tmp_path: Path, kind: Any, config: Any, more: Any):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [GOOD, BAD, GOOD]) + "{\n")
+    held_out = {"pairs" if config is DPOConfig else "prompts": str(path)}
+    values = {
+        "name": "few",
+        "model": {"policy": str(tiny_policy(tmp_path / "policy"))},
+        "data": {"prompts": str(path), "on_error": "drop"},
+        "eval": held_out,
+    } | more
+    if config is PPOConfig:
+        values["rollout"] = {"prompts_per_step": 2, "samples_per_prompt": 16}
+    tell = Said()
+    runtime = Runtime(name="few", storage_path=str(tmp_path), working_dir=str(tmp_path))
+    files = RunFiles(str(tmp_path), "few")
+    run = kind.prepare(config.parse(values), runtime, Workers(), files, tell)
+    run.close()
+    for key, told in zip(
+        ("data.prompts", f"eval.{next(iter(held_out))}"), tell.messages, strict=True
+    ):
+        assert told.startswith(
+            f"2 bad rows of {key} are dropped (data.on_error). The first found: "
+        )
+        assert f"{path}:2" in told or f"{path}:4" in told
+
+
+def test_dropped_lines_are_no_rows_of_an_epoch(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(GOOD) + "\n" for _ in range(4)) + "{\n")
+    values = {
+        "recipe": "sft", "name": "few", "num_epochs": 2, "model": {"policy": "policy"},
+        "data": {"prompts": str(path), "on_error": "drop"}, "learner": {"batch_size": 2},
+    }  # fmt: skip
+    assert with_steps_of_epochs(SFTConfig.parse(values)).num_steps == 4
