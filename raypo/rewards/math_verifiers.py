@@ -72,7 +72,7 @@ def _is_right(rollout: Rollout) -> bool:
         return False
     found = _parsed(rollout.response if given is None else _boxed(given))
     if wanted and found and _is_number(wanted[0]) and _is_number(found[0]):
-        return _is_same_number(wanted[0], found[0])
+        return _is_same_number(_evaluated(wanted[0]), _evaluated(found[0]))
     return math_verify.verify(
         wanted,
         found,
@@ -91,6 +91,14 @@ def _is_number(value: Any) -> bool:
     # One in percent is left to math-verify, to which 50% is 50 and 0.5.
     is_plain = isinstance(value, sympy.Expr) and not value.has(sympy.UnevaluatedExpr)
     return is_plain and value.is_number is True
+
+
+def _evaluated(number: Any) -> Any:
+    """Return a sum or product of fractions as one fraction, if its size allows that."""
+    if number.is_Rational or not number.is_rational:
+        return number
+    size = abs(number).evalf(15)
+    return number.doit() if 1e-50 < size < 1e50 else number
 
 
 def _is_same_number(wanted: Any, found: Any) -> bool:
