@@ -97,7 +97,7 @@ def _evaluated(number: Any) -> Any:
     """Return a sum or product of fractions as one fraction, if its size allows that."""
     if number.is_Rational or not number.is_rational:
         return number
-    size = abs(number).evalf(15)
+    size = abs(number.evalf(15))
     return number.doit() if 1e-50 < size < 1e50 else number
 
 
@@ -105,7 +105,9 @@ def _is_same_number(wanted: Any, found: Any) -> bool:
     are_fractions = wanted.is_Rational and found.is_Rational
     if wanted == found or (are_fractions and _is_decimal(wanted) == _is_decimal(found)):
         return wanted == found and wanted.is_finite is not False
-    size, error = (abs(each).evalf(_PRECISION) for each in (wanted, wanted - found))
+    # Evaluated first: a difference that is not may make sympy write out a power without bound.
+    values = [each.evalf(_PRECISION) for each in (wanted, found)]
+    size, error = abs(values[0]), abs(values[0] - values[1])
     if not (size.is_finite and error.is_finite):  # 1/0 is no number
         return False
     is_rounded = any(_is_decimal(each) and not each.is_Integer for each in (wanted, found))
