@@ -72,7 +72,7 @@ def _is_right(rollout: Rollout) -> bool:
         return False
     found = _parsed(rollout.response if given is None else _boxed(given))
     if wanted and found and _is_number(wanted[0]) and _is_number(found[0]):
-        return _is_same_number(wanted[0], found[0])
+        return _is_same_number(_evaluated(wanted[0]), _evaluated(found[0]))
     return math_verify.verify(
         wanted,
         found,
@@ -93,11 +93,21 @@ def _is_number(value: Any) -> bool:
     return is_plain and value.is_number is True
 
 
+def _evaluated(number: Any) -> Any:
+    """Return a sum or product of fractions as one fraction, if its size allows that."""
+    if number.is_Rational or not number.is_rational:
+        return number
+    size = abs(number.evalf(15))
+    return number.doit() if 1e-50 < size < 1e50 else number
+
+
 def _is_same_number(wanted: Any, found: Any) -> bool:
     are_fractions = wanted.is_Rational and found.is_Rational
     if wanted == found or (are_fractions and _is_decimal(wanted) == _is_decimal(found)):
         return wanted == found and wanted.is_finite is not False
-    size, error = (abs(each).evalf(_PRECISION) for each in (wanted, wanted - found))
+    # Evaluated first: a difference that is not may make sympy write out a power without bound.
+    values = [each.evalf(_PRECISION) for each in (wanted, found)]
+    size, error = abs(values[0]), abs(values[0] - values[1])
     if not (size.is_finite and error.is_finite):  # 1/0 is no number
         return False
     is_rounded = any(_is_decimal(each) and not each.is_Integer for each in (wanted, found))

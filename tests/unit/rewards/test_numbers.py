@@ -7,7 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypo.rewards import numbers
@@ -69,6 +69,7 @@ def test_a_number_stands_alone_where_nothing_takes_it_as_an_operand(text, found)
     assert [each.text for each in numbers_in(text)] == found
 
 
+@settings(deadline=None)
 @given(DECIMALS)
 def test_a_decimal_is_read_exactly_however_it_is_written(number: Decimal):
     wanted = Fraction(number)
@@ -85,6 +86,7 @@ def test_a_decimal_is_read_exactly_however_it_is_written(number: Decimal):
     assert parse_number(f"{number}".replace("-", "−")) == wanted
 
 
+@settings(deadline=None)
 @given(st.integers(-999, 999), st.integers(1, 999))
 def test_a_fraction_is_read_exactly(top: int, bottom: int):
     wanted = Fraction(top, bottom)
@@ -92,6 +94,7 @@ def test_a_fraction_is_read_exactly(top: int, bottom: int):
     assert parse_number(rf"\frac{{{top}}}{{{bottom}}}") == wanted
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 99), st.sampled_from("+-*/^×"), st.integers(0, 99), st.sampled_from(["", " "])
 )
@@ -101,6 +104,7 @@ def test_operands_do_not_stand_alone(left: int, operator: str, right: int, space
     assert values == ([Fraction(left, right)] if operator == "/" and right else [])
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="0123456789.,-+/$%{}\\^ ex×fracboxed()\n", max_size=60))
 def test_any_text_is_read_and_what_is_a_number_is_found_in_it(text: str):
     values = [each.value for each in numbers_in(text)]

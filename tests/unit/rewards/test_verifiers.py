@@ -248,6 +248,11 @@ def test_thinking_may_begin_in_the_prompt(response, score):
         ("1000000", r"\boxed{1000000.5}", 0.0),
         (r"\frac13", r"\boxed{0.333333}", 1.0),
         (r"\frac13", r"\boxed{0.3333}", 0.0),
+        ("5", r"\boxed{10^{10^{10}}}", 0.0),  # not written out
+        ("5", r"\boxed{10^{-10^{10}}}", 0.0),
+        (r"\frac12+\frac14", r"\boxed{0.75}", 1.0),
+        (r"\frac12+\frac14", r"\boxed{0.7500001}", 0.0),
+        (r"-\frac{1}{3}", r"\boxed{-0.333333}", 1.0),
         (r"\sqrt{8}", r"\boxed{2\sqrt{2}}", 1.0),
         (r"\{10^{-7}\}", r"\boxed{\{2 \cdot 10^{-7}\}}", 0.0),
         (r"1, 2, \ldots, n", r"\boxed{1, 3, \ldots, 2n-1}", 0.0),

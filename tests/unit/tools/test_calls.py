@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pydantic
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -149,6 +149,7 @@ def as_python(calls: list[ToolCall]) -> str:
     return f"[{', '.join(written)}]"
 
 
+@settings(deadline=None)
 @given(CALLS, st.sampled_from(["", "Let me see.\n", "<think>so</think>\n", "so</think>"]))
 def test_calls_are_read_as_they_were_written(calls, said):
     for text in (
@@ -165,6 +166,7 @@ def test_calls_are_read_as_they_were_written(calls, said):
         assert parse_tool_calls(f"<think>so</think>{text}") == calls
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), min_size=1, max_size=3)
 )
