@@ -9,6 +9,7 @@ is 1 if one of them is not met.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import ray
+import torch
 import transformers
 from ray.train.torch import TorchTrainer
 
@@ -218,6 +220,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of data, models and sampling")
     pipeline = Pipeline.of_seed(parser.parse_args().seed)
     start = time.monotonic()
+    if not torch.cuda.is_available():  # Ray's workers get this too
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saves DeepSpeed a warning
     transformers.logging.disable_progress_bar()
     if not pipeline.is_finished():
         connect(pipeline.sft_config().cluster)

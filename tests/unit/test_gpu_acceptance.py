@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from examples.quickstart import demo
 from raypo.plan.hardware import Node
@@ -113,15 +114,20 @@ def test_where_the_memory_is_not_known_or_small_parts_run_one_after_the_other():
         assert [len(each) for each in seen] == [1, 1, 1]
 
 
-def test_the_demo_says_nothing_about_devices(monkeypatch: pytest.MonkeyPatch):
-    """Ray's processes get its environment, and DeepSpeed's accelerator was cpu on every GPU."""
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_the_demo_says_cpu_to_deepspeed_only_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+):
+    """Ray's processes get its environment, and DeepSpeed's accelerator was the CPU on GPUs too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(sys, "argv", ["demo"])
     monkeypatch.setattr(demo.Pipeline, "is_finished", lambda self: True)
     monkeypatch.setattr(demo.Pipeline, "run", lambda self: None)
     monkeypatch.setattr(demo.Pipeline, "conditions", lambda self: [demo.Condition("c", "1", True)])
-    before = dict(os.environ)
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    monkeypatch.delenv("DS_ACCELERATOR")
     assert demo.main() == 0
-    assert dict(os.environ) == before
+    assert os.environ.get("DS_ACCELERATOR") == (None if has_gpu else "cpu")
 
 
 def test_without_a_gpu_there_is_nothing_to_accept(
