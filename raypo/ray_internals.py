@@ -111,17 +111,6 @@ def is_driver() -> bool:
     return global_worker.mode == SCRIPT_MODE
 
 
-def tune_session() -> object | None:
-    """Return what stands for the Ray Tune trial of this process, or None outside of a live trial.
-
-    Tune drops it when it stops a trial. It ends the trial's process only after what the process
-    waits for, which is the whole run, or kills it after `TUNE_FORCE_TRIAL_CLEANUP_S` (600 s).
-    """
-    from ray.train._internal.session import get_session
-
-    return get_session()
-
-
 def forget_failed(controller: Any, trial: Trial) -> None:
     """Have schedulers, which look at a Tune controller's live trials, pass over a failed one."""
     controller.get_live_trials().discard(trial)

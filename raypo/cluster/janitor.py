@@ -101,6 +101,10 @@ def start_janitor(*, until: ActorHandle | None = None) -> ActorHandle:
         until: A run's lease. If given, the janitor outlives this process and ends after the lease.
     """
     janitor: Any = ray.remote(Janitor).options(
-        num_cpus=0, max_concurrency=16, lifetime=None if until is None else "detached"
+        num_cpus=0,
+        max_concurrency=16,
+        lifetime=None if until is None else "detached",
+        # Not in the placement group of a Tune trial, whose removal kills every actor in it.
+        scheduling_strategy="DEFAULT",
     )
     return janitor.remote(until)

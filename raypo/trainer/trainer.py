@@ -43,7 +43,7 @@ from raypo.config import OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.placement import lay_out, worker_bundles
-from raypo.ray_internals import is_driver, leave_out_callbacks, tune_session
+from raypo.ray_internals import is_driver, leave_out_callbacks
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
@@ -129,7 +129,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._reward_fn = reward_fn
         self._janitor: ActorHandle | None = None
-        self._tune_session: object | None = None
         self._datasets, self._fresh = dict(datasets or {}), fresh
         scaling = scaling_of(self.config, scaling_config)
         self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
@@ -272,7 +271,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Args:
             begun: When `stop.after_s` begins, by the monotonic clock.
         """
-        self._tune_session = tune_session()
         after_s = self.config.stop.after_s
         deadline = math.inf if after_s is None else begun + after_s
 
@@ -332,8 +330,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self.run_config = dataclasses.replace(self.run_config, failure_config=allowed)
 
     def _is_unwanted(self) -> bool:
-        """Return whether Tune has stopped the trial that this run is."""
-        return self._tune_session is not None and tune_session() is not self._tune_session
+        """Return whether a sweep wants the run to end after its step."""
+        return False
 
     def _check_cluster(self) -> None:
         """Refuse what no waiting could ever place; Ray itself would wait without an end."""

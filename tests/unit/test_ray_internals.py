@@ -37,7 +37,6 @@ from raypo.ray_internals import (
     leave_out_callbacks,
     read_environment_again,
     run_controllers_here,
-    tune_session,
 )
 
 
@@ -94,15 +93,6 @@ def test_a_process_outside_of_ray_is_no_driver():
 
     assert SCRIPT_MODE != WORKER_MODE
     assert not is_driver()
-
-
-def test_tune_drops_the_session_of_a_trial_that_it_stops():
-    from ray.train._internal.session import get_session
-    from ray.tune.trainable.function_trainable import FunctionTrainable
-
-    assert tune_session() is get_session() is None
-    assert "init_session(" in inspect.getsource(FunctionTrainable.setup)
-    assert "shutdown_session()" in inspect.getsource(FunctionTrainable.cleanup)
 
 
 def test_a_checkpoint_is_listed_in_the_file_and_under_the_keys_that_are_read():
