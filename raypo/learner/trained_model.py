@@ -24,7 +24,7 @@ from raypo.models.embedding import avoid_racy_counts
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 from raypo.models.packed_attention import reads_packed
-from raypo.plan.sharding import deepspeed_config
+from raypo.plan.deepspeed_config import deepspeed_config
 
 
 class TrainedModel:

@@ -21,10 +21,10 @@ from raypo.config import (
     SFTConfig,
 )
 from raypo.plan import memory
+from raypo.plan.deepspeed_config import Sharding
 from raypo.plan.memory import Batch, Bytes, Memory
 from raypo.plan.model_shape import ITEMSIZE, ModelShape
 from raypo.plan.placement import CRITIC, LEARNER, ServedRole, served_roles
-from raypo.plan.sharding import Sharding
 from raypo.plan.sizes import default_cpu_kv_bytes, engine_sequences
 
 Device = Literal["cpu", "cuda"]

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from raypo.config import AnyConfig, ConfigError, OnlineConfig, PolicyExamplesConfig
 from raypo.config.sweep_config import with_values
 from raypo.plan import estimate
+from raypo.plan.deepspeed_config import Sharding
 from raypo.plan.estimate import Device, Models, Role, roles_of
 from raypo.plan.hardware import GB, Node
 from raypo.plan.phase_table import (
@@ -34,7 +35,6 @@ from raypo.plan.placement import (
     takes_gpus,
     torn_apart,
 )
-from raypo.plan.sharding import Sharding
 from raypo.plan.sizes import cpu_sequence_bytes
 
 USABLE = 0.95

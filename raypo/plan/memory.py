@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from raypo.plan.deepspeed_config import Sharding
 from raypo.plan.model_shape import ModelShape
-from raypo.plan.sharding import Sharding
 from raypo.plan.sizes import (
     BUCKET_BYTES,
     CHUNK_ELEMENTS,

@@ -15,9 +15,9 @@ from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.ppo.groups import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
+from raypo.rollout.batch_scoring import RewardSources, named_numbers
 from raypo.rollout.collect import Decoder, Sampling, sample, samples_of
 from raypo.rollout.dispatch import Dispatch, PushAgain
-from raypo.rollout.scoring import RewardSources, named_numbers
 from raypo.serving.client import Engines
 from raypo.types import Prompt, ScoredRollout
 

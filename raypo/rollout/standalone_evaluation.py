@@ -22,10 +22,10 @@ from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.pending import Done
 from raypo.plan.estimate import max_model_len
 from raypo.rewards.functions import evaluation_function, open_function
+from raypo.rollout.batch_scoring import RewardSources
 from raypo.rollout.collect import Sampling
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
-from raypo.rollout.scoring import RewardSources
 from raypo.serving.client import Engines
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest

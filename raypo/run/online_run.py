@@ -35,13 +35,13 @@ from raypo.rewards.functions import (
 )
 from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.async_rollouts import AsyncRollouts, SyncRollouts
+from raypo.rollout.batch_scoring import RewardSources, Scoring
 from raypo.rollout.collect import Sampling
 from raypo.rollout.dispatch import Dispatch, PushAgain, dispatch, dispatch_shared
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.rollout.sample_counts import SampleCounts
-from raypo.rollout.scoring import RewardSources, Scoring
 from raypo.run.engines_load import EnginesLoad
 from raypo.run.phases import OffloadingLearner, Phase, Phases
 from raypo.run.rollout_metrics import sample_row

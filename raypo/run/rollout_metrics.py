@@ -11,7 +11,7 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.metrics.reduce import WeightedMeans, without_lone
-from raypo.rollout.scoring import named_numbers, reward_parts
+from raypo.rollout.batch_scoring import named_numbers, reward_parts
 from raypo.types import Experience, ScoredRollout
 
 

@@ -17,8 +17,8 @@ from raypo.learner.learner import minibatch_order
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.metrics.clock import Clock
+from raypo.rollout.batch_scoring import Reference, Scoring
 from raypo.rollout.collect import is_trainable, next_draws, refuse_too_many_failures, sample
-from raypo.rollout.scoring import Reference, Scoring
 from raypo.run.examples_run import even_shares, lengths, new_learner, save_trained
 from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase

@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from raypo.config import PPOConfig
+from raypo.plan.deepspeed_config import Sharding
 from raypo.plan.estimate import Models, roles_of
 from raypo.plan.placement import LEARNER, served_roles
-from raypo.plan.sharding import Sharding
 from tests.tiny import tiny_tokenizer
 
 SHAPES = {"25M": {"vocab_size": 9216, "num_hidden_layers": 6}, "135M": {}}

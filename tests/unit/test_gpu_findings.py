@@ -57,7 +57,10 @@ ON_CPU = {
     7: [(TRAINER, "test_the_dtype_is_decided_where_the_devices_are_known")],
     8: [("unit/deployment/test_replica.py", "test_one_that_takes_turns_takes_its_memory_again")],
     9: [
-        ("unit/weights/test_broadcast.py", "test_a_member_that_never_connects_is_waited_for_no"),
+        (
+            "unit/weight_sync/test_broadcast.py",
+            "test_a_member_that_never_connects_is_waited_for_no",
+        ),
         ("unit/config/test_transport_keys.py", "test_engines_that_share_a_gpu_are_no_members_of"),
     ],
     10: [("integration/test_start_in_turn.py", "test_each_role_makes_room_before_the_next_one")],

@@ -13,8 +13,8 @@ from raypo.config import PPOConfig
 from raypo.data.batching import batches_by_tokens
 from raypo.data.stream import Draw
 from raypo.ppo.estimators import estimate_advantages
+from raypo.rollout.batch_scoring import RewardSources, Scoring
 from raypo.rollout.collect import Sampling, sample
-from raypo.rollout.scoring import RewardSources, Scoring
 from raypo.rollout.sharding import to_experience
 from raypo.serving.requests import Completion
 from raypo.types import Experience, Prompt, Rollout

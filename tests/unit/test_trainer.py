@@ -104,6 +104,7 @@ def test_what_is_seldom_meant_is_said_before_anything_starts(
     values: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):
     """Nothing listens at the address, so this is as far as it comes."""
+    tiny_policy(values["model"]["policy"])
     old_as_new = {
         "rollout": {"mode": "async", "max_staleness": 1},
         "placement": {"mode": "dedicated"},
@@ -342,6 +343,7 @@ def judge(rollouts):
 def test_a_script_that_its_workers_import_must_not_start_the_run_there(
     values: dict[str, Any], tmp_path: Path, guard: str, said: str
 ):
+    tiny_policy(values["model"]["policy"])
     script = tmp_path / "script.py"
     values |= {"callbacks": f"{script}:seen", "cluster": {"address": "127.0.0.1:1"}}
     script.write_text(SCRIPT.format(guard=guard, values=values))

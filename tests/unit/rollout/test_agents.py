@@ -15,11 +15,11 @@ from raypo.collectives import Workers
 from raypo.config import RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
+from raypo.rollout.batch_scoring import RewardSources, Scoring
 from raypo.rollout.collect import Sampling, sample
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.players import Agents
 from raypo.rollout.policy import EpisodeLimit, Policy
-from raypo.rollout.scoring import RewardSources, Scoring
 from raypo.rollout.sessions import Sessions
 from raypo.rollout.sharding import shard, to_experience
 from raypo.serving.requests import Completion, SamplingRequest

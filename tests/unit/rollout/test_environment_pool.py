@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
+from raypo.rollout.batch_scoring import RewardSources, Scoring
 from raypo.rollout.collect import is_trainable
-from raypo.rollout.scoring import RewardSources, Scoring
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout.test_episodes import played
 

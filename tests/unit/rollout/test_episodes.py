@@ -21,11 +21,11 @@ from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.report.samples import turns_of
 from raypo.rollout import event_loop
+from raypo.rollout.batch_scoring import RewardSources, Scoring
 from raypo.rollout.collect import PushAgain, Sampling, is_trainable, sample
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.event_loop import LoopStandsStill
 from raypo.rollout.players import Environments
-from raypo.rollout.scoring import RewardSources, Scoring
 from raypo.rollout.sharding import to_experience
 from raypo.run.rollout_metrics import sample_row
 from raypo.serving.requests import Completion, SamplingRequest

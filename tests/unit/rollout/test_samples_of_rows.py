@@ -12,6 +12,7 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import EvalSection, ModelSection, PPOConfig, PPOSection, RewardSection
 from raypo.learner.objective import StepCounts
+from raypo.rollout.batch_scoring import RewardSources
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.experience import (
@@ -20,7 +21,6 @@ from raypo.rollout.experience import (
     with_advantages,
     with_covariant_tokens,
 )
-from raypo.rollout.scoring import RewardSources
 from raypo.rollout.sharding import shard, to_experience
 from raypo.run.rollout_metrics import rollout_metrics
 from raypo.run.utilization import step_work

@@ -14,8 +14,8 @@ from raypo.cluster.messenger import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.rewards.scoring import RewardError
+from raypo.rollout.batch_scoring import Scoring
 from raypo.rollout.collect import refuse_too_many_failures
-from raypo.rollout.scoring import Scoring
 from raypo.run.ppo_run import PPORun
 from raypo.run.services import Services
 from raypo.run.setup import Runtime

@@ -10,8 +10,8 @@ import pytest
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
 from raypo.recipes.sft import SFTRun
+from raypo.rollout.batch_scoring import Scoring
 from raypo.rollout.collect import next_draws
-from raypo.rollout.scoring import Scoring
 from raypo.run.ppo_run import PPORun
 from raypo.run.rollout_metrics import rollout_metrics, sample_row
 from raypo.run.services import Services
@@ -71,7 +71,7 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
         )
         for draw in draws
     ]  # fmt: skip
-    scored = Scoring(run.judges(NO_SERVICES)).results(rollouts)
+    scored = Scoring(run.reward_sources(NO_SERVICES)).results(rollouts)
     figures = rollout_metrics(scored, Workers())
     assert figures["rollout/score_mean/few"] == 0.0
     assert figures["rollout/score_mean/many"] == 5.0

@@ -9,7 +9,7 @@ import pytest
 
 from raypo.config import ModelSection, RewardSection
 from raypo.rewards.scoring import FailedScore, RewardError
-from raypo.rollout.scoring import RewardSources, Scoring
+from raypo.rollout.batch_scoring import RewardSources, Scoring
 from raypo.types import Rollout
 from tests.stand_ins import RewardModel
 
