@@ -207,8 +207,8 @@ def watched_memory(found: dict[str, Any]) -> Iterator[None]:
 def calls_of_step(spans: Sequence[Sequence[Any]]) -> dict[str, float]:
     """Seconds of a step that the replicas worked, by what they did, from a line of the timeline.
 
-    A step's probe samples too, so `sample_s` is the longest batch of an engine, and `push_s` lasts
-    from the last push's beginning to its end.
+    A probe samples too, so `sample_s` counts the batches that began in the phase `generate`.
+    `push_s` lasts from the last push's beginning to its end.
     """
 
     def seconds(*methods: str) -> list[float]:
@@ -217,10 +217,16 @@ def calls_of_step(spans: Sequence[Sequence[Any]]) -> dict[str, float]:
     def is_call(track: str, name: str, methods: Sequence[str]) -> bool:
         return not track.startswith("worker ") and name in methods
 
+    phases = [(b, e) for track, name, b, e in spans if (track, name) == ("worker 0", "generate")]
+    sampled = [
+        end - begin
+        for track, name, begin, end in spans
+        if is_call(track, name, ["batch"]) and any(b <= begin < e for b, e in phases)
+    ]
     begins = [begin for track, name, begin, _ in spans if is_call(track, name, ["begin_push"])]
     ends = [end for track, name, _, end in spans if is_call(track, name, ["finish_push"])]
     return {
-        "sample_s": max(seconds("batch"), default=0.0),
+        "sample_s": sum(sampled),
         "reference_s": sum(seconds("log_probs")),
         "sleep_wake_s": sum(seconds("sleep", "wake_up")),
         "push_s": max(ends) - max(begins) if begins and ends else 0.0,

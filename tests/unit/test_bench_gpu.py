@@ -90,7 +90,7 @@ def test_calls_of_a_step_are_told_apart_from_its_probe_and_from_the_push_before(
         ["raypo:bench:engine:0", "begin_push", 8.0, 8.25],
         ["raypo:bench:engine:0", "load_bucket", 8.25, 8.5],
         ["raypo:bench:engine:0", "finish_push", 8.5, 8.75],
-        ["raypo:bench:engine:0", "batch", 8.75, 9.0],
+        ["raypo:bench:engine:0", "batch", 8.75, 12.0],
         ["raypo:bench:engine:0", "wake_up", 9.0, 9.25],
     ]
     assert bench.calls_of_step(spans) == {
