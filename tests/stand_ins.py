@@ -104,3 +104,8 @@ def versions_of(completion: Completion) -> np.ndarray:
     for first, version in completion.later_versions:
         versions[first:] = version
     return versions
+
+
+def seed_of(request: SamplingRequest) -> int:
+    assert request.seed is not None
+    return request.seed

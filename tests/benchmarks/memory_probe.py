@@ -161,7 +161,7 @@ def reference(config: PPOConfig) -> dict[str, int]:
         config.model.policy,
         dtype=config.model.dtype,
         temperature=1.0,
-        max_batch_tokens=config.learner.max_tokens_per_microbatch,
+        max_batch_tokens=config.learner.microbatch_tokens,
     )
     return {"score": peak_of(lambda: built.log_probs(given))[1]}
 
@@ -177,7 +177,7 @@ def reward_0(config: PPOConfig) -> dict[str, int]:
         config.model.reward[0].path,
         policy=config.model.policy,
         dtype=config.model.dtype,
-        max_batch_tokens=config.learner.max_tokens_per_microbatch,
+        max_batch_tokens=config.learner.microbatch_tokens,
     )
     return {"score": peak_of(lambda: built.score(given))[1]}
 

@@ -276,8 +276,9 @@ def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
     text = {**sizes, **heads, "vocab_size": len(tokenizer), "pad_token_id": 3}
     vision = {**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    one_label: Any = {"num_labels": 1}
     config = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, num_labels=1
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, **one_label
     )
     Gemma3ForSequenceClassification(config).save_pretrained("composite")
     tokenizer.save_pretrained("composite")

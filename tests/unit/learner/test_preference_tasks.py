@@ -124,7 +124,7 @@ def test_the_loss_and_its_figures_by_hand():
     assert sums["margin_mean"] == (pytest.approx(sum(gaps), rel=1e-4), ROWS)
     assert sums["accuracy"] == (sum(gap > 0 for gap in gaps), ROWS)
     better, worse = sums["chosen_reward_mean"][0], sums["rejected_reward_mean"][0]
-    assert better - worse == pytest.approx(sum(gaps), rel=1e-4)
+    assert float(better) - float(worse) == pytest.approx(sum(gaps), rel=1e-4)
     assert sums["chosen_tokens_mean"] == (sum(len(pair.chosen_ids) for pair in items), ROWS)
 
 
@@ -159,8 +159,11 @@ def test_kto_takes_its_reference_point_from_the_whole_batch():
         log_prob(model, item.prompt_ids, item.other_ids) - (item.ref_log_probs or (0, 0))[1]
         for item in items
     ]
-    assert sums["kl"][0] / sums["kl"][1] == pytest.approx(max(0.0, sum(ratios) / ROWS), rel=1e-5)
-    assert sums["chosen_reward_mean"][1] + sums["rejected_reward_mean"][1] == ROWS
+    assert float(sums["kl"][0]) / float(sums["kl"][1]) == pytest.approx(
+        max(0.0, sum(ratios) / ROWS), rel=1e-5
+    )
+    counts = [sums[f"{which}_reward_mean"][1] for which in ("chosen", "rejected")]
+    assert sum(map(float, counts)) == ROWS
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])

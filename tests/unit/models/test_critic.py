@@ -95,7 +95,7 @@ def test_under_running_normalisation_values_start_at_zero_on_the_reward_models_b
     assert all(torch.equal(first[n], tensor) for n, tensor in critic.backbone.state_dict().items())
 
 
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 16,
     "intermediate_size": 16,

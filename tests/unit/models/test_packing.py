@@ -391,7 +391,7 @@ def test_a_trial_in_float32_leaves_weights_in_bfloat16_as_they_are(config) -> No
 
 
 def test_a_deep_model_is_tried_in_its_first_layers_alone_and_stays_deep() -> None:
-    deep = {"num_hidden_layers": 12}
+    deep: Any = {"num_hidden_layers": 12}
     layers = ("recurrent", "recurrent", "attention") * 4
     llama: Any = model_of(LlamaConfig(**GATED | deep)).float()
     mixed: Any = AutoModelForCausalLM.from_config(

@@ -27,6 +27,7 @@ from raypo.tools.calculator import calculator
 from raypo.tools.calls import answer_calls
 from raypo.types import Prompt, Rollout
 from tests.chat_templates import CHAT_TEMPLATES
+from tests.stand_ins import seed_of
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout.test_episodes import END, SIZE, Talking
 
@@ -253,7 +254,7 @@ def test_messages_of_one_conversation_are_one_row_of_what_was_sampled(tokenizer,
     rollouts = played(tokenizer, "Chats", engine, labels=(1, 2), chat=True)
     assert [r.row_index for r in rollouts] == [0] * 4
     for number, each in enumerate(rollouts):
-        said = [engine.said[round_[number].seed] for round_ in engine.rounds]
+        said = [engine.said[seed_of(round_[number])] for round_ in engine.rounds]
         assert each.response_ids[each.response_mask].tolist() == np.concatenate(said).tolist()
         assert "and then?" in tokenizer.decode(each.response_ids[~each.response_mask])
         assert each.prompt_ids.tolist() == engine.rounds[0][number].prompt_ids.tolist()
@@ -262,7 +263,7 @@ def test_messages_of_one_conversation_are_one_row_of_what_was_sampled(tokenizer,
 def test_a_text_that_goes_on_is_one_row(tokenizer):
     engine = Talking()
     (each,) = played(tokenizer, "Writes", engine, samples=1)
-    said = [engine.said[round_[0].seed] for round_ in engine.rounds]
+    said = [engine.said[seed_of(round_[0])] for round_ in engine.rounds]
     assert each.response_ids[each.response_mask].tolist() == np.concatenate(said).tolist()
     assert tokenizer.decode(each.response_ids[~each.response_mask]) == " and then? "
 
@@ -273,7 +274,7 @@ def test_ways_that_part_are_rows_of_one_sample_and_each_token_is_trained_once(to
     assert [len(round_) for round_ in engine.rounds] == [1, 3]
     assert [each.row_index for each in rollouts] == [0, 1, 2]
     first, ways = engine.rounds[0][0], engine.rounds[1]
-    sampled = [engine.said[request.seed].tolist() for request in (first, *ways)]
+    sampled = [engine.said[seed_of(request)].tolist() for request in (first, *ways)]
     trained = [each.response_ids[each.response_mask].tolist() for each in rollouts]
     assert trained == [sampled[0] + sampled[1], sampled[2], sampled[3]]
     shared = [*first.prompt_ids.tolist(), *sampled[0]]
@@ -291,7 +292,7 @@ class Says(Talking):
 
     def _completion(self, request: SamplingRequest) -> Completion:
         ids = np.array(self.answers_left.pop(0), np.int32)
-        self.said[request.seed] = ids
+        self.said[seed_of(request)] = ids
         return Completion(ids, np.zeros(len(ids), np.float32), self.reason, 3)
 
 
@@ -349,7 +350,7 @@ def test_conversations_of_their_own_are_rows_of_their_own(tokenizer):
 def test_a_call_that_nobody_waits_for_is_not_trained(tokenizer):
     engine = Talking()
     (each,) = played(tokenizer, "Forgets", engine, samples=1)
-    said = engine.said[engine.rounds[0][0].seed]
+    said = engine.said[seed_of(engine.rounds[0][0])]
     assert each.response_ids.tolist() == said.tolist()
     assert each.episode is not None
     assert each.episode.score == 1.0

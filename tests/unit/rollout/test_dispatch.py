@@ -15,7 +15,7 @@ from raypo.rollout.dispatch import dispatch, dispatch_shared
 from raypo.serving import client
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
-from tests.stand_ins import Lossy
+from tests.stand_ins import Lossy, seed_of
 from tests.unit.learner.plain import on_workers
 
 PROMPT = np.array([5], np.int32)
@@ -58,7 +58,7 @@ class Engines(client.Engines):
         return Engines(self.fleet, self.numbers, id, part)
 
     def generate(self, requests: Sequence[SamplingRequest]) -> Pending:
-        seeds = [each.seed for each in requests]
+        seeds = [seed_of(each) for each in requests]
         with self.fleet.lock:
             assert self.fleet.lots.setdefault(self.id, seeds) == seeds, "one id, two lots"
         return Pending([completion(seeds[place]) for place in self.part])

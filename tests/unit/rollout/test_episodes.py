@@ -33,7 +33,7 @@ from raypo.tools.calculator import calculator
 from raypo.tools.calls import answer_calls
 from raypo.types import Prompt, Rollout, ScoredRollout
 from tests.chat_templates import CHAT_TEMPLATES, MARKS, TOOL_TEMPLATES
-from tests.stand_ins import Engine
+from tests.stand_ins import Engine, seed_of
 from tests.tiny import tiny_tokenizer
 
 END = 2
@@ -275,8 +275,8 @@ class Talking(Engine):
         random = np.random.default_rng(request.seed)
         ids = random.integers(4, 40, random.integers(1, 7)).astype(np.int32)
         if random.random() < 0.7:
-            ids[-1] = self.ends[request.seed % len(self.ends)]
-        ids = self.said[request.seed] = ids[: request.max_new_tokens]
+            ids[-1] = self.ends[seed_of(request) % len(self.ends)]
+        ids = self.said[seed_of(request)] = ids[: request.max_new_tokens]
         return Completion(ids, -random.random(len(ids)).astype(np.float32), "stop", 3)
 
 
@@ -350,7 +350,7 @@ def test_the_tokens_that_are_trained_are_those_that_were_sampled(tokenizer, mark
 
     for number, each in enumerate(rollouts):
         asked = [round_[number] for round_ in engine.rounds]
-        said = [engine.said[request.seed] for request in asked]
+        said = [engine.said[seed_of(request)] for request in asked]
         assert each.response_ids[each.response_mask].tolist() == np.concatenate(said).tolist()
         for request, ids in zip(asked, said, strict=True):  # each in its place, after what it read
             whole = np.concatenate([each.prompt_ids, each.response_ids])
@@ -385,7 +385,7 @@ def test_turns_are_told_apart_where_an_environment_writes_nothing(tokenizer):
     (each,) = played(tokenizer, engine, name="Silent", samples=1)
     assert each.response_mask.all()
     assert each.turn_index is not None
-    said = [engine.said[request.seed] for (request,) in engine.rounds]
+    said = [engine.said[seed_of(request)] for (request,) in engine.rounds]
     numbers = [number for number, ids in enumerate(said) for _ in ids]
     assert each.turn_index.tolist() == numbers
     dealt = [ScoredRollout(each, 6.0, {})]

@@ -16,6 +16,7 @@ from raypo.pending import Done
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving import client
 from raypo.serving.requests import Completion, SamplingRequest
+from tests.stand_ins import seed_of
 
 Answers = Callable[[list[SamplingRequest]], list[Completion]]
 
@@ -36,7 +37,7 @@ class Engines(client.Engines):
     asked: list[list[int]] = field(default_factory=list)
 
     def submit(self, requests: Sequence[SamplingRequest]) -> Pending:
-        self.asked.append([each.seed for each in requests])
+        self.asked.append([seed_of(each) for each in requests])
         return Pending(self.calls.pop(0), list(requests))
 
     async def sample(self, request: SamplingRequest) -> Completion:

@@ -19,6 +19,7 @@ from raypo.rollout.policy import Policy
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from tests.chat_templates import CHAT_TEMPLATES
+from tests.stand_ins import seed_of
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout import test_agents
 from tests.unit.rollout.test_episodes import END, SIZE, Talking
@@ -207,7 +208,7 @@ class Calling(Talking):
     def _completion(self, request: SamplingRequest) -> Completion:
         asked = self.tokenizer.decode(request.prompt_ids)
         ids = self.tokenizer.encode("yes" if "tool: " in asked else CALL)
-        ids = self.said[request.seed] = np.array([*ids, END], np.int32)
+        ids = self.said[seed_of(request)] = np.array([*ids, END], np.int32)
         return Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
 
 
@@ -248,7 +249,7 @@ def test_a_chat_is_one_row_of_what_was_sampled(tokenizer, name):
     assert errors(rollouts) == [None] * 4
     for number, each in enumerate(rollouts):
         requests = [round_[number] for round_ in engine.rounds]
-        said = np.concatenate([engine.said[request.seed] for request in requests])
+        said = np.concatenate([engine.said[seed_of(request)] for request in requests])
         assert sampled(each) == said.tolist()
         assert each.weight_versions.tolist() == [3] * len(each.response_ids)
         assert "and then?" in tokenizer.decode(each.response_ids[~each.response_mask])
@@ -265,7 +266,7 @@ def test_a_chat_is_one_row_with_every_template(tokenizer, monkeypatch, template)
     rollouts = played(tokenizer, "OfTheLoop", engine, labels=(1, 2), chat=True)
     assert errors(rollouts) == [None] * 2
     for number, each in enumerate(rollouts):
-        said = [engine.said[round_[number].seed] for round_ in engine.rounds]
+        said = [engine.said[seed_of(round_[number])] for round_ in engine.rounds]
         assert sampled(each) == np.concatenate(said).tolist()
 
 
@@ -294,7 +295,7 @@ def test_completions_are_rows_and_their_log_probs_the_engines(tokenizer):
     drafts, (more,), (ids,) = engine.rounds
     assert [(each.max_new_tokens, each.stop) for each in drafts] == [(3, ("~",))] * 2
     assert (more.max_new_tokens, more.stop) == (8, ())
-    said = [engine.said[each.seed].tolist() for each in (*drafts, more, ids)]
+    said = [engine.said[seed_of(each)].tolist() for each in (*drafts, more, ids)]
     assert sampled(first) == said[0] + said[2]
     assert sampled(second) == said[1]
     assert (third.prompt_ids.tolist(), sampled(third)) == ([5, 6, 7], said[3])
@@ -310,7 +311,7 @@ class Acting(Talking):
         self.ids = np.array(tokenizer.encode(action), np.int32)
 
     def _completion(self, request: SamplingRequest) -> Completion:
-        ids = self.said[request.seed] = self.ids
+        ids = self.said[seed_of(request)] = self.ids
         return Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
 
 

@@ -17,6 +17,7 @@ from raypo.rollout.collect import PushAgain
 from raypo.rollout.policy import Policy
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
+from tests.stand_ins import seed_of
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout import test_agents, test_episodes
 from tests.unit.rollout.test_episodes import Counting, Talking
@@ -56,7 +57,7 @@ class Joined(Talking):
     most_threads = 0
 
     async def sample(self, request: SamplingRequest) -> Completion:
-        await asyncio.sleep(0.001 * (request.seed % 7))
+        await asyncio.sleep(0.001 * (seed_of(request) % 7))
         self.most_threads = max(self.most_threads, threading.active_count())
         (completion,) = self._answer([request])
         return completion
@@ -114,7 +115,7 @@ def test_episodes_of_any_number_of_turns_train_what_they_sampled(tokenizer, way)
     )
     assert [each.episode.num_turns for each in rollouts if each.episode] == list(labels)
     for each in rollouts:
-        said = [engine.said[request.seed].tolist() for request in asked_by(engine, each)]
+        said = [engine.said[seed_of(request)].tolist() for request in asked_by(engine, each)]
         assert turns(each) == said
         written = each.response_ids[~each.response_mask]
         assert len(written) == 4 * (len(said) - 1)
@@ -128,8 +129,8 @@ class Changing(Joined):
         version = len(self.rounds) // (1 if len(self.rounds[0]) > 1 else 3)
         middle = len(plain.token_ids) // 2
         later = ((middle, version + 1),) if middle else ()
-        self.versions[request.seed] = [version] * (middle or len(plain.token_ids))
-        self.versions[request.seed] += (
+        self.versions[seed_of(request)] = [version] * (middle or len(plain.token_ids))
+        self.versions[seed_of(request)] += (
             [version + 1] * (len(plain.token_ids) - middle) if middle else []
         )
         return Completion(plain.token_ids, plain.log_probs, "stop", version, later)
@@ -145,7 +146,7 @@ def test_each_token_knows_the_version_of_its_weights_over_all_turns(tokenizer, w
     engine = Changing()
     rollouts = played(tokenizer, "Counting", engine, way, labels=(1, 2, 3))
     for each in rollouts:
-        known = [v for request in asked_by(engine, each) for v in engine.versions[request.seed]]
+        known = [v for request in asked_by(engine, each) for v in engine.versions[seed_of(request)]]
         assert each.weight_versions[each.response_mask].tolist() == known
     assert max(each.weight_versions.max() for each in rollouts) > 2
 
@@ -237,7 +238,7 @@ def test_a_turn_that_nobody_waits_for_is_not_sampled_to_its_end(tokenizer, label
     )
     assert engine.num_withdrawn == 1
     assert len(rollouts) == len(engine.rounds) == (2 if label == "cancels" else 1)
-    assert ids(rollouts) == [engine.said[lot[0].seed].tolist() for lot in engine.rounds]
+    assert ids(rollouts) == [engine.said[seed_of(lot[0])].tolist() for lot in engine.rounds]
     episode = rollouts[0].episode
     assert episode is not None
     assert episode.error == ("OSError: no such tool" if label == "fails" else None)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from raypo.rollout.dealing import to_experience
 
 from raypo.collectives import Workers
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
+from raypo.rollout.sharding import to_experience
 from raypo.run.background_writer import BackgroundWriter
 from raypo.run.online_run import OnlineRun
 from raypo.run.ppo_run import PPORun
