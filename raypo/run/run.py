@@ -308,6 +308,8 @@ class Run(ABC, Generic[AnyConfig]):
 
     def finish(self) -> dict[str, Any]:
         """Write the summary and say how it ended."""
+        if self._writer:  # of held-out samples before a first step that never came, say
+            self._writer.wait()
         is_done = self.last_step == self.config.num_steps or self.stopped
         status = "finished" if is_done else "interrupted"
         own: dict[str, Any] = {"stopped": self.stopped} if self.stopped else {}

@@ -76,6 +76,7 @@ def vllm(work: dict[str, Any]) -> dict[str, float]:
         skip_tokenizer_init=True,
         generation_config="vllm",
         disable_log_stats=True,
+        logprobs_mode="processed_logprobs",
         distributed_executor_backend="uni",
         max_num_seqs=work["prompts"] * work["samples"],
         **memory,
@@ -94,6 +95,7 @@ def vllm(work: dict[str, Any]) -> dict[str, float]:
                 max_tokens=work["new_tokens"],
                 ignore_eos=True,
                 logprobs=0 if log_probs else None,
+                flat_logprobs=log_probs,
                 seed=seed if seeds else None,
                 detokenize=False,
             )

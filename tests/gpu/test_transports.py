@@ -28,6 +28,7 @@ def run(folder: Path, **overrides: Any) -> list[dict[str, Any]]:
         "model.dtype": "bfloat16",
         "learner.use_gpu": True,
         "rollout.engine.gpu_memory_fraction": 0.3,
+        "rollout.engine.sleep": True,  # so small a model would never leave the GPU
     }
     config = PPOConfig.load(write_task(folder), keys | overrides)
     result = PPOTrainer(config).fit()
@@ -106,7 +107,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_its_weights(tmp_
     learner: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     engine = Engine(
         folder,
-        section=EngineSection(gpu_memory_fraction=0.3),
+        section=EngineSection(gpu_memory_fraction=0.3, sleep=True),
         dtype="bfloat16",
         max_model_len=400,
     )

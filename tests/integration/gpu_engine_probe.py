@@ -18,9 +18,11 @@ from raypo.serving.adapters import lora_arguments
 from raypo.serving.model_tensors import ModelTensors
 from raypo.serving.vllm_settings import engine_arguments, prepare_environment
 
-TWO = EngineSection(tensor_parallel=2)
+# Outside of a run nothing decides `sleep: auto`, and undecided engines do not sleep.
+TWO = EngineSection(tensor_parallel=2, sleep=True)
 ENGINES = {
-    "default": EngineSection(),
+    "default": EngineSection(sleep=True),
+    "undecided": EngineSection(),
     "no sleep": EngineSection(sleep=False, prefix_caching=False),
     "two GPUs": TWO,
     "sized": EngineSection(kv_cache_gb=1.5, gpu_memory_fraction=0.3, extra={"max_num_seqs": 64}),

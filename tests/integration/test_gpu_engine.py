@@ -57,6 +57,7 @@ def test_an_engine_on_gpus_is_what_its_section_says(told: dict[str, Any]):
     engine(told, "default", sleeps=True, memory=0.5, devices=1, executor="uni", rank=None, **own)
     engine(told, "default", prefix_caching=True, sequences=1024, kv_bytes=None)  # of 80 GB
     engine(told, "no sleep", sleeps=False, prefix_caching=False, **own)
+    engine(told, "undecided", sleeps=False, **own)
     engine(told, "two GPUs", sleeps=True, devices=2, executor="mp", **own)
     engine(told, "sized", kv_bytes=1_500_000_000, memory=0.3, sequences=64)
     engine(told, "probes", sequences=1032)
