@@ -1,4 +1,4 @@
-"""The `ppo` section: presets, advantage estimators, losses, KL, score shaping, filter, correction."""
+"""The `ppo` section: presets, estimators, losses, KL, score shaping, filter, rollout correction."""
 
 from __future__ import annotations
 
@@ -280,9 +280,9 @@ class PPOSection(Config):
     ) = "ppo"
     """Surrogate loss of the policy. ppo: arXiv:1707.06347; gspo: arXiv:2507.18071, with an
     advantage per token (section 4.3); gmpo: arXiv:2507.20673; cispo: arXiv:2506.13585; sapo:
-    arXiv:2511.20347; clip_cov and kl_cov: ppo, and its unclipped form, with the tokens of
-    `covariance` held back (arXiv:2505.22617). Or a function of your own, `file.py:name`, with the
-    signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
+    arXiv:2511.20347; clip_cov: ppo with the tokens of `covariance` held back; kl_cov: ppo without
+    its clip, with a penalty on these tokens (both arXiv:2505.22617). Or a function of your own,
+    `file.py:name`, with the signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Aggregation of the policy's token losses into one number (`raypo.ppo.losses.aggregate`).
     token_mean: mean over all tokens; sequence_mean: mean over responses of their token mean;

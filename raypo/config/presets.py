@@ -1,4 +1,4 @@
-"""Published combinations by name: what `ppo.preset` sets where a file says nothing."""
+"""Presets: published combinations of keys below `ppo`, as defaults of `ppo.preset`."""
 
 from __future__ import annotations
 
@@ -138,11 +138,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
 }
-"""Keys below `ppo` by preset; what is not listed has the default of its key."""
+"""Preset -> its keys below `ppo`. Keys that are not listed keep their defaults."""
 
 
 def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a `ppo` section on top of those of its preset."""
+    """Return the keys of a `ppo` section on top of those of its preset."""
     preset = PRESETS.get(str(values.get("preset")), {})
     return _merged(preset, values)
 
