@@ -63,8 +63,8 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _numbers_are_not_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        # Pydantic reads true as 1. Its strict mode would also refuse the text 1e-5, which is what
-        # YAML makes of it, and lists where a tuple is meant.
+        # Pydantic converts true to 1. Its strict mode is no alternative: it would also refuse lists
+        # for tuples, and the text 1e-5, because YAML reads 1e-5 as text.
         annotation = cls.model_fields[str(info.field_name)].annotation
         if _has_boolean(value) and _wants_number(annotation):
             raise ValueError("must be a number, and true or false is none. Write the number.")
@@ -206,7 +206,7 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
         if not isinstance(tree, DictConfig):
             raise ConfigError(f"{path}: a run config is a mapping of keys, this is a list or text.")
         if folder:
-            tree.storage_path = os.path.dirname(os.path.abspath(folder))  # also of ".."
+            tree.storage_path = os.path.dirname(os.path.abspath(folder))  # also right for ".."
             tree.pop(RECORDED_BASE, None)
         for key, value in _given(overrides):
             into = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
@@ -351,7 +351,7 @@ def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
     by_key: dict[str, list[Any]] = {}
     for detail in details:
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # only without the wrong entries, which are reported, is it too short
+            continue  # pydantic left out the invalid entries, which are reported themselves
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():
@@ -390,7 +390,7 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
     message = detail["msg"].removeprefix("Value error, ")
     if not key or isinstance(detail["input"], Mapping):
-        return message  # a rule between keys names them itself
+        return message  # a rule between keys names its keys itself
     return f"{key} ({detail['input']!r}): {message}"
 
 

@@ -44,7 +44,7 @@ def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]
         return
     if rest:
         for section in found if isinstance(found, list | tuple) else [found]:
-            if isinstance(section, dict):  # a source may be only its path
+            if isinstance(section, dict):  # a source may be a plain path
                 _change(section, rest, change)
     elif isinstance(found, list | tuple):
         values[first] = [_changed(entry, change) for entry in found]

@@ -256,7 +256,7 @@ class OnlineConfig(RecipeConfig):
                 f"colocated engines take turns with it. Set placement.mode to dedicated (or to "
                 f"{{engine: dedicated}}), or rollout.mode to sync."
             )
-        if self.learner.use_gpu != "auto":  # else it is checked where the GPUs are known
+        if self.learner.use_gpu != "auto":  # auto is checked once the GPUs are known
             try:
                 engine.resolved_transport(
                     colocated=is_colocated,

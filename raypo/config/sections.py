@@ -347,7 +347,7 @@ class LearnerSection(WorkersSection):
 class Periodic(Config):
     """A section of something that is done every `every` steps and after the last one."""
 
-    if TYPE_CHECKING:  # a field of each such section, with a default of its own
+    if TYPE_CHECKING:  # each subclass has this field, with its own default
         every: int
 
     def is_due(self, step: int, *, last_step: int) -> bool:

@@ -98,7 +98,9 @@ def source_name(source: PromptSource) -> str:
     for part in reversed(path_of(source).partition("?")[0].split("/")):
         file = PurePath(part)
         word = file.stem if file.suffix.lower() in DATA_FILES else part
-        if name := re.sub(r"[^\w.-]+", "-", word).strip("-._"):  # of a pattern, what is no wildcard
+        if name := re.sub(r"[^\w.-]+", "-", word).strip(
+            "-._"
+        ):  # empty if the part is only wildcards
             return name
     return "data"
 

@@ -134,7 +134,9 @@ class ExamplesConfig(RecipeConfig):
                     f"{key}.function ({next(iter(functions.values()))}): has no effect, nobody "
                     f"answers these rows, the recipe {self.recipe} learns from them. Remove it."
                 )
-        count, times = (2, "2 x ") if isinstance(data, PairsSection) else (1, "")  # one prompt
+        count, times = (
+            (2, "2 x ") if isinstance(data, PairsSection) else (1, "")
+        )  # both responses share a prompt
         longest = data.max_prompt_tokens + count * data.max_response_tokens
         keys = f"data.max_prompt_tokens + {times}data.max_response_tokens"
         yield from learner.no_room_for(longest, keys)

@@ -337,7 +337,9 @@ def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
                 f"metric eval/loss with mode min."
             )
         coef = sweep.space.get("ppo.kl.coef")
-        is_end_of_range = coef is not None and coef.kind == "uniform"  # 0 itself is never drawn
+        is_end_of_range = (
+            coef is not None and coef.kind == "uniform"
+        )  # 0 is only the end of the range, never drawn
         has_kl = isinstance(trial, PPOConfig) and trial.ppo.needs_reference
         if metric.startswith("kl/") and not has_kl and not is_end_of_range:
             raise ConfigError(
