@@ -43,7 +43,7 @@ RoleKind = Literal["engine", "reference", "reward"]
 
 
 class GpuShares(Config):
-    """GPU share of one replica in a dedicated bundle. Replicas with shares below 1 share a GPU."""
+    """GPU share of one replica, for dedicated roles."""
 
     engine: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of each of the `rollout.engine.tensor_parallel` GPUs of an engine."""
@@ -77,7 +77,7 @@ class FrozenSection(Config):
 
 
 class FrozenSections(Config):
-    """Inference of the frozen models, by role."""
+    """Inference of the frozen models, by role: backend, replicas and tensor parallelism."""
 
     reference: FrozenSection = FrozenSection()
     reward: FrozenSection = FrozenSection()
@@ -95,8 +95,7 @@ class PlacementSection(Config):
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """Ray's placement strategy for each of the two groups."""
     gpus: GpuShares = GpuShares()
-    """GPU shares by role, for dedicated roles. Replicas are packed into one bundle as long as their
-    shares fit on a GPU."""
+    """Replicas are packed into one bundle as long as their shares fit on a GPU."""
     frozen: FrozenSections = FrozenSections()
     """Backend, replicas and tensor parallelism of reference and reward models."""
     cpus_per_bundle: int = Field(default=1, ge=1)

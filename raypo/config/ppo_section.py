@@ -201,7 +201,7 @@ class CovarianceSection(Config):
 
 
 class ShapingSection(Config):
-    """Shaping of the raw score before training. The steps are taken in this order."""
+    """Shaping of the raw score before training, in the order of the keys below."""
 
     section = "ppo.shaping."
 

@@ -223,8 +223,8 @@ class RolloutSection(SamplingSection):
     before the episode counts as failed. null means no limit. A coroutine that blocks all episodes
     for this long ends the run."""
     max_concurrent_steps: int = Field(default=256, ge=1)
-    """Maximum number of concurrent environment calls per learner worker. With agents: of agents
-    that are working rather than waiting for the policy."""
+    """Maximum number of environment calls in flight per learner worker. For agents: maximum number
+    of agents that are working rather than waiting for the policy."""
 
     @property
     def reads_text(self) -> bool:

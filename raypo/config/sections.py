@@ -361,8 +361,8 @@ class EvalSection(Periodic):
     prompts: HeldOutSources | None = None
     """Held-out sources, as in data.prompts, with the same columns. null means no evaluation."""
     function: str | None = None
-    """Function that computes `eval/score_mean`. null means reward.function, else the reward models.
-    """
+    """Reward function for the responses to held-out prompts; `eval/score_mean` is the mean of its
+    scores. null means reward.function, else the reward models."""
     timeout_s: float | None = Field(default=1800.0, gt=0.0)
     """Timeout of one call of an evaluation function, in seconds, after which the run stops. null
     means no timeout."""
@@ -468,8 +468,8 @@ class WandbSection(Config):
     entity: str | None = None
     """User or team. null means the account's default."""
     mode: Literal["online", "offline"] = "online"
-    """online: send metrics as they come; offline: write them into the run folder, to be sent later
-    by `wandb sync`."""
+    """Upload mode. online: send metrics as they come; offline: write them into the run folder, to
+    be sent later by `wandb sync`."""
 
 
 class MLflowSection(Config):
