@@ -97,7 +97,6 @@ class PlacementSection(Config):
     gpus: GpuShares = GpuShares()
     """Replicas are packed into one bundle as long as their shares fit on a GPU."""
     frozen: FrozenSections = FrozenSections()
-    """Backend, replicas and tensor parallelism of reference and reward models."""
     cpus_per_bundle: int = Field(default=1, ge=1)
     """CPU cores of each dedicated bundle, which its replicas share in turns."""
     timeout_s: float = Field(default=600.0, gt=0.0)

@@ -122,7 +122,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
     # Yue et al. 2025, arXiv:2504.05118, section 4: VC-PPO's critic (arXiv:2503.01491), lambda by
-    # length, clip-higher, token mean, positive examples. Its groups of 16 samples are set in rollout.
+    # length, clip-higher, token mean, positive examples. Its groups of 16 belong in `rollout`.
     "vapo": {
         "advantage": "gae",
         "policy_loss": "ppo",

@@ -193,8 +193,6 @@ class RewardSection(Config):
     the load. null means no server."""
     request: RewardRequestSection = RewardRequestSection()
     weights: RewardWeights = RewardWeights()
-    """The scores of function, reward models and servers are added, each multiplied by its weight.
-    """
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Fraction of a step's samples that may have no score (None, NaN) before the run stops."""
 
