@@ -24,7 +24,7 @@ class Workers:
     rank: int = 0
     count: int = 1
     group: dist.ProcessGroup | None = None
-    """None means the default process group."""
+    """Process group; None means the default one."""
 
     @classmethod
     def current(cls) -> Workers:
@@ -40,16 +40,13 @@ class Workers:
         return cls(dist.get_rank(), dist.get_world_size()).beside()
 
     def beside(self) -> Workers:
-        """Return the same workers in a new process group, for use by another thread. All of them
-        must call it.
-        """
+        """Return the same workers in a new process group, for another thread; all must call it."""
         if self.count == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=PATIENCE))
 
     def team(self, sizes: Sequence[int]) -> Workers:
-        """Return the workers of this worker's team, in a process group of their own. All workers
-        must call it.
+        """Return this worker's team, in a process group of its own; all workers must call it.
 
         Args:
             sizes: Number of workers in each team, in the order of ranks; they add up to `count`.
@@ -63,15 +60,11 @@ class Workers:
         return own
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over the workers, on every worker. `values` has any shape and is not
-        changed.
-        """
+        """Return the sum over the workers, on every worker; `values` is not changed."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the maximum over the workers, on every worker. `values` has any shape and is not
-        changed.
-        """
+        """Return the maximum over the workers, on every worker; `values` is not changed."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:
@@ -83,9 +76,7 @@ class Workers:
         return gathered
 
     def gather_first(self, value: Any) -> list[Any]:
-        """Return the values of all workers in the order of ranks on rank 0, and an empty list
-        elsewhere.
-        """
+        """Return the values of all workers by rank on rank 0, and an empty list elsewhere."""
         if self.count == 1:
             return [value]
         gathered: list[Any] = [None] * self.count if self.rank == 0 else []
@@ -93,8 +84,7 @@ class Workers:
         return gathered
 
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
-        """Send one value to each worker and return the values sent to this one, in the order of
-        ranks.
+        """Send one value to each worker and return the values received, in the order of ranks.
 
         Args:
             parcels: One picklable value for each worker, in the order of ranks.

@@ -153,8 +153,8 @@ class RunFile(Config):
             raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
 
     def with_absolute_paths(self, base: str | Path | None = None) -> Self:
-        """Return the config for a reader in another folder, with paths that exist below `base` made
-        absolute.
+        """Return the config with the paths that exist below `base` made absolute, for use
+        elsewhere.
 
         Args:
             base: Folder that relative paths start from; None means the current one.

@@ -55,12 +55,16 @@ def check_function(spec: str, *, key: str = "reward.function") -> None:
 
 
 def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., Any]:
-    """Import a function. A file is imported once per process, and its folder is added to
-    `sys.path`.
+    """Import a function.
+
+    A file is imported once per process, and its folder is added to `sys.path`.
 
     Args:
         spec: Import path.
         key: Config key that it comes from.
+
+    Returns:
+        The function, checked by `check_callable`.
 
     Raises:
         ConfigError: as `check_function`, or the import fails.
