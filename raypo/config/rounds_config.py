@@ -34,7 +34,7 @@ class RoundsConfig(OnlineConfig):
 
     @property
     def trained_temperature(self) -> float:
-        """Temperature 1: the untempered distribution is trained, whatever the sampling temperature."""
+        """Temperature 1: training is untempered, whatever the sampling temperature."""
         return 1.0
 
     def _problems(self) -> Iterator[str]:

@@ -46,8 +46,9 @@ class SourceEntry(Config):
     """Name of the source in `rollout.data_source`, metrics and samples. null means the name of the
     file or data set, without folder and suffix."""
     weight: float | None = Field(default=None, gt=0.0)
-    """Sampling weight relative to the other sources; either all sources have one, or none. null
-    means that the rows of all sources are drawn as one data set, each row once per epoch."""
+    """Sampling weight relative to the other sources; either all sources have one, or none, and
+    held-out sources have none. null means that the rows of all sources are drawn as one data set,
+    each row once per epoch."""
     function: str | None = None
     """Reward function for the responses to this source, instead of `reward.function` (for held-out
     prompts: instead of `eval.function`). null means no such function."""
