@@ -1,4 +1,4 @@
-"""The few collective operations of a group of learner workers; one process needs no group."""
+"""Collective operations on CPU data in a group of learner workers. One process needs no group."""
 
 from __future__ import annotations
 
@@ -13,41 +13,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 PATIENCE = timedelta(days=7)
-"""What the workers wait for has limits of its own; one that dies is noticed at once."""
+"""Timeout of the gloo groups. The work that workers wait for has timeouts of its own, and a worker
+that dies is noticed at once."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The learner workers as one of them sees them."""
+    """A group of learner workers, from the view of one of them."""
 
     rank: int = 0
     count: int = 1
     group: dist.ProcessGroup | None = None
-    """None: the default process group."""
+    """Process group; None means the default one."""
 
     @classmethod
     def current(cls) -> Workers:
-        """The workers of the default process group; a group of one where there is none.
+        """Return the workers of the default process group, or a group of one if there is none.
 
-        What these operations carry are counts and rollouts, which lie in RAM. Over NCCL they would
-        wait for whoever computes on the GPUs just then, and a group's usual limit is half an hour,
-        which one worker's longest answer may exceed: so they get a gloo group of their own.
+        They get a gloo group of their own.
         """
         if not dist.is_initialized():
             return cls()
+        # The operations carry counts and rollouts, which are in RAM. Over NCCL they would wait for
+        # the work queued on the GPUs, and the default timeout of a group is half an hour, which one
+        # worker's longest response may exceed.
         return cls(dist.get_rank(), dist.get_world_size()).beside()
 
     def beside(self) -> Workers:
-        """The same workers in a group of their own, for another thread; all of them call it."""
+        """Return the same workers in a new process group, for another thread; all must call it."""
         if self.count == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=PATIENCE))
 
     def team(self, sizes: Sequence[int]) -> Workers:
-        """The workers of this one's team, in a group of their own; all workers call it.
+        """Return this worker's team, in a process group of its own; all workers must call it.
 
         Args:
-            sizes: Of all teams, in the order of ranks; together `count`.
+            sizes: Number of workers in each team, in the order of ranks; they add up to `count`.
         """
         first, own = 0, self
         for size in sizes:
@@ -58,15 +60,15 @@ class Workers:
         return own
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the workers, on every worker; any shape, not in place."""
+        """Return the sum over the workers, on every worker; `values` is not changed."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Maximum over the workers, on every worker; any shape, not in place."""
+        """Return the maximum over the workers, on every worker; `values` is not changed."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every worker passed, in the order of ranks, on every worker."""
+        """Return the values of all workers in the order of ranks, on every worker."""
         if self.count == 1:
             return [value]
         gathered: list[Any] = [None] * self.count
@@ -74,7 +76,7 @@ class Workers:
         return gathered
 
     def gather_first(self, value: Any) -> list[Any]:
-        """What every worker passed, in the order of ranks, on rank 0; nothing on the others."""
+        """Return the values of all workers by rank on rank 0, and an empty list elsewhere."""
         if self.count == 1:
             return [value]
         gathered: list[Any] = [None] * self.count if self.rank == 0 else []
@@ -82,10 +84,10 @@ class Workers:
         return gathered
 
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
-        """What every worker has for this one, in the order of ranks.
+        """Send one value to each worker and return the values received, in the order of ranks.
 
         Args:
-            parcels: One for each worker, and only for that one; anything that can be pickled.
+            parcels: One picklable value for each worker, in the order of ranks.
         """
         if self.count == 1:
             return list(parcels)
@@ -106,7 +108,7 @@ class Workers:
         return [pickle.loads(each.numpy().tobytes()) for each in received]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every worker."""
+        """Return rank 0's value, on every worker."""
         if self.count == 1:
             return value
         box = [value]
@@ -114,7 +116,7 @@ class Workers:
         return box[0]
 
     def barrier(self) -> None:
-        """Wait for all workers."""
+        """Wait until all workers have called it."""
         if self.count > 1:
             dist.barrier(group=self.group)
 
@@ -127,5 +129,5 @@ class Workers:
 
 
 def as_tensor(*values: float) -> Tensor:
-    """float64 [n] on the CPU: counts and sums to reduce."""
+    """Return counts or sums as a tensor to reduce: float64 [n], on the CPU."""
     return torch.tensor(values, dtype=torch.float64)

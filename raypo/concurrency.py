@@ -1,4 +1,4 @@
-"""Threads and processes for code that may hang, or must not be forked with ours."""
+"""Daemon threads for calls that may hang, and processes that are not forked from this one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ T = TypeVar("T")
 
 
 def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
-    """What a function returns, called in a thread that no exit of the process waits for.
+    """Call a function in a daemon thread and return a future for its result.
 
-    It runs in a copy of the caller's context (`contextvars`).
-    The threads of a pool are waited for, so that one call that hangs would hold the process back.
+    The function runs in a copy of the caller's context (`contextvars`). The threads of an executor
+    would not do: Python joins them at exit, so one call that hangs would block the exit.
+
+    Args:
+        function: The function, without arguments.
+        name: Name of the thread.
     """
     answer: Future[T] = Future()
     answer.set_running_or_notify_cancel()
@@ -27,10 +31,10 @@ def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
 
 
 def settle(answer: Future[T], function: Callable[[], T]) -> None:
-    """Call a function, and make what it returns or raises the result of a future."""
+    """Call a function and set its result or exception on a future."""
     try:
         value = function()
-    except StopIteration as error:  # asyncio's futures take none
+    except StopIteration as error:  # asyncio's futures do not accept it
         stopped = RuntimeError("a StopIteration was raised")
         stopped.__cause__ = error
         answer.set_exception(stopped)
@@ -41,10 +45,12 @@ def settle(answer: Future[T], function: Callable[[], T]) -> None:
 
 
 def fork_context(module: str) -> ForkServerContext:
-    """Processes are forked from one without threads and Ray, which do not survive a fork.
+    """Return a multiprocessing context whose processes are forked from a server process.
+
+    The server has neither threads nor Ray, which do not survive a fork.
 
     Args:
-        module: What their functions are of; it is imported once.
+        module: Module of the processes' functions. The server imports it once.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])

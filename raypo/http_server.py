@@ -1,4 +1,4 @@
-"""What raypo's HTTP servers share."""
+"""Helpers that raypo's HTTP servers share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from raypo.config import ConfigError
 
 
 def has_token(headers: Headers, token: str) -> bool:
-    """Whether a request brings the bearer token."""
+    """Return whether a request has the bearer token."""
     given = headers.get("Authorization", "").removeprefix("Bearer ")
     return hmac.compare_digest(given.encode(), token.encode())
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is any free one.
+    """Return a listening socket; port 0 means any free port.
 
     Raises:
-        ConfigError: the port cannot be listened on.
+        ConfigError: the port is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -34,5 +34,5 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(host: str, port: int) -> str:
-    """The URL of a server."""
+    """Return the URL of a server."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,6 +1,6 @@
-"""The nouns that cross rooms: Prompt, Rollout, ScoredRollout, Example, Pair, Verdict, Experience.
+"""Data types shared by several packages: prompts, rollouts, training examples, batches.
 
-B responses, P prompt tokens, T response tokens. Every mask: True = keep.
+Dimensions: B responses, P prompt tokens, T response tokens. In every mask, True means keep.
 """
 
 from __future__ import annotations
@@ -20,81 +20,85 @@ class Prompt:
     """One row of the prompt data, tokenised once."""
 
     index: int
-    """Row in the data, files in the order of `data.prompts`."""
+    """Row number over all files of `data.prompts`, in their order."""
     text: str
     token_ids: np.ndarray  # int32 [P]
     label: Any = None
     messages: list[dict[str, Any]] | None = None
-    """The chat messages, where the prompt was given so."""
+    """Chat messages, if the prompt was given as such."""
     data_source: str | None = None
-    """Name of its source in `data.prompts`."""
+    """Name of the prompt's source in `data.prompts`."""
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """One call of a tool in an episode."""
+    """One tool call in an episode."""
 
     name: str
-    """As the policy wrote it; empty where it wrote no call that can be read."""
+    """Tool name as the policy wrote it; empty if the call could not be parsed."""
     seconds: float
     error: str | None = None
     turn: int = 0
-    """After so many turns of the policy."""
+    """Number of policy turns so far, including the one with the call."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What became of an episode: of several turns with an environment, or of an agent's run."""
+    """Outcome of an episode: several turns with an environment, or an agent's run."""
 
     score: float
-    """The sum of the environment's rewards, or what the agent returned; NaN where it failed."""
+    """Sum of the environment's rewards, or the agent's return value; NaN if the episode failed."""
     num_turns: int
-    """Turns of the policy."""
+    """Number of policy turns."""
     environment_s: float
     """Seconds that the policy waited for the environment, or for the agent between its calls."""
     error: str | None = None
-    """Why it failed."""
+    """Reason of the failure; None if it did not fail."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the environment or the agent measured."""
+    """Metrics that the environment or the agent reported."""
     tool_uses: tuple[ToolUse, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One prompt and one response; what reward functions see. Ragged, no padding."""
+    """One prompt with one response, as reward functions see it. Ragged, without padding."""
 
     prompt: str
     response: str
-    """For people and verifiers; training uses the ids."""
+    """Text of the response, for people and verifiers. Training uses the ids."""
     prompt_ids: np.ndarray  # int32 [P]
-    response_ids: np.ndarray  # int32 [T], the end of sequence included when it was sampled
-    log_probs: np.ndarray  # float32 [T], as the engine reported them, at the sampling temperature
-    response_mask: np.ndarray  # bool [T], False where an environment wrote
+    response_ids: np.ndarray  # int32 [T], with the end of sequence if it was sampled
+    log_probs: np.ndarray  # float32 [T], from the engine, at the sampling temperature
+    response_mask: np.ndarray  # bool [T], False on the environment's texts
     label: Any
     prompt_index: int
     """Row of the prompt in the data."""
     sample_index: int
-    """Which of the prompt's samples, from 0."""
+    """Index of the sample among those of its prompt, from 0."""
     finish_reason: str
-    """stop | length."""
+    """`stop` or `length`."""
     weight_version: int
-    """Version of the weights that sampled its first token."""
+    """Version of the weights that sampled the first token."""
     group_index: int = 0
-    """Which draw of the run the prompt was, from 0: the samples of one draw are a group."""
+    """Index of the prompt's draw in the run, from 0. The samples of one draw are a group."""
     messages: list[dict[str, Any]] | None = None
-    """The prompt's chat messages, where it was given so."""
+    """Chat messages of the prompt, if it was given as such."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     episode: Episode | None = None
-    """Where the response is of several turns: what the policy and an environment wrote."""
+    """The episode that the response is part of; None for a single-turn response."""
     row_index: int = 0
-    """Which conversation of its episode; all of them share the score, and are one sample."""
+    """Index of the conversation in its episode. All conversations of an episode share its score and
+    count as one sample."""
     turn_rewards: np.ndarray | None = None
-    """float32 [T]: what an environment gave for a turn, at its last token; elsewhere 0."""
+    """float32 [T]: reward of each turn from the environment, at the turn's last token; 0 elsewhere.
+    """
     turn_index: np.ndarray | None = None
-    """int32 [T]: of an episode, which of the row's turns sampled a token; elsewhere -1."""
+    """int32 [T]: index of the turn that sampled each token, within the row; -1 elsewhere. None for
+    a single-turn response."""
     later_versions: tuple[tuple[int, int], ...] = ()
-    """Where new weights came meanwhile: the first token that they sampled, and their version."""
+    """Weight updates during the response: index of the first token sampled by the new weights, and
+    their version."""
 
     @property
     def weight_versions(self) -> np.ndarray:
@@ -109,103 +113,103 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens."""
+        """Number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
     def num_sampled(self) -> int:
-        """Response tokens that the policy sampled; what an environment wrote does not count."""
+        """Number of response tokens that the policy sampled, without the environment's texts."""
         return int(self.response_mask.sum())
 
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout with all that frozen parts say of it; what callbacks see."""
+    """A rollout with its scores and reference log-probs, as callbacks see it."""
 
     rollout: Rollout
     score: float
-    """What PPO trains on, before KL and shaping; NaN when scoring failed."""
+    """Score that PPO trains on, before KL and shaping; NaN if scoring failed."""
     scores_by_source: Mapping[str, float]
     ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
     minibatch: int = 0
-    """Which minibatch of the step trains it; known once the step's rollouts are dealt."""
+    """Index of the step's minibatch that trains it; set when the step's rollouts are sharded."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt with the response to learn; recipe `sft`."""
+    """A prompt with the response to learn, for the recipe `sft`."""
 
     prompt_ids: np.ndarray  # int32 [P]
     response_ids: np.ndarray  # int32 [T], the end of sequence included
-    mask: np.ndarray | None = None  # bool [T], False on what others wrote; None: True
-    """Of a conversation with several turns, which tokens are learned."""
+    mask: np.ndarray | None = None  # bool [T]; None means True everywhere
+    """Tokens that are learned in a conversation of several turns."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens."""
+        """Number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
     def num_learned(self) -> int:
-        """Response tokens that are learned."""
+        """Number of response tokens that are learned."""
         return len(self.response_ids) if self.mask is None else int(self.mask.sum())
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a better and a worse response; recipes `reward_model` and `dpo`."""
+    """A prompt with a better and a worse response, for the recipes `reward_model` and `dpo`."""
 
     prompt_ids: np.ndarray  # int32 [P]
     chosen_ids: np.ndarray  # int32 [T], the end of sequence included
     rejected_ids: np.ndarray  # int32 [T], the end of sequence included
     margin: float = 0.0
-    """How much better the chosen one is, in units of the score."""
+    """Margin by which the chosen response is better, in units of the score."""
     ref_log_probs: tuple[float, float] | None = None
-    """What the reference says of the chosen and the rejected response: sums over their tokens."""
+    """Log-probs of the chosen and the rejected response under the reference, summed over tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a pass reads: the prompt once, and both responses."""
+        """Number of tokens in a forward pass: the prompt once, and both responses."""
         return len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A prompt with a response that is desirable or not; recipe `dpo` with the loss `kto`."""
+    """A prompt with a desirable or undesirable response, for the recipe `dpo` with loss `kto`."""
 
     prompt_ids: np.ndarray  # int32 [P]
     response_ids: np.ndarray  # int32 [T], the end of sequence included
     is_desirable: bool
-    other_ids: np.ndarray  # int32 [T'], a response to another prompt: it estimates the KL
+    other_ids: np.ndarray  # int32 [T'], a response to another prompt, to estimate the KL
     ref_log_probs: tuple[float, float] | None = None
-    """What the reference says of the response and of the other one: sums over their tokens."""
+    """Log-probs of the response and of the other one under the reference, summed over tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a pass reads: the prompt once, and both responses."""
+        """Number of tokens in a forward pass: the prompt once, and both responses."""
         return len(self.prompt_ids) + len(self.response_ids) + len(self.other_ids)
 
 
 @dataclass(frozen=True)
 class Taught:
-    """A prompt with a response, and what a teacher would have written; recipe `distillation`."""
+    """A prompt with a response and the teacher's log-probs, for the recipe `distillation`."""
 
     prompt_ids: np.ndarray  # int32 [P]
     response_ids: np.ndarray  # int32 [T], the end of sequence included
     teacher_log_probs: np.ndarray  # float32 [T, K]
-    teacher_ids: np.ndarray  # int32 [T, K], of the tokens that have them
+    teacher_ids: np.ndarray  # int32 [T, K], tokens that the log-probs belong to
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens."""
+        """Number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
 def to_device(tensor: Tensor, device: Any) -> Tensor:
-    """Copy a tensor to a device. The copy to a GPU does not wait for the work queued there.
+    """Copy a tensor to a device. A copy to a GPU is asynchronous.
 
-    A copy from memory that is not pinned would, and the GPU then idles while the next micro-batch
-    is packed.
+    It goes through pinned memory: a copy from pageable memory would wait for the work queued on the
+    GPU, which would then idle while the next microbatch is packed.
     """
     if str(device).startswith("cuda") and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -218,41 +222,42 @@ _BY_RESPONSE = (
     *("scores", "group_index", "sample_index", "row_index", "minibatch", "truncated"),
     *("weight_version", "last_values", "sample_tokens"),
 )
-"""Fields of an Experience that are not [B, T]."""
+"""Fields of an Experience with one value per response, [B], instead of [B, T]."""
 
 
 @dataclass(frozen=True)
 class Experience:
-    """A padded batch with all that an update needs; prompts padded left, responses right.
+    """A padded batch with everything that an update needs. Prompts are left-padded, responses
+    right.
 
-    Example: prompts of 2 and 3 tokens, responses of 2 and 1 give P = 3, T = 2 and
-    `prompt_mask[0] = [F, T, T]`, `response_mask[1] = [T, F]`.
+    Example: prompts of 2 and 3 tokens, responses of 2 and 1 give P = 3, T = 2 and `prompt_mask[0] =
+    [F, T, T]`, `response_mask[1] = [T, F]`.
     """
 
     prompt_ids: Tensor  # [B, P] int64
     prompt_mask: Tensor  # [B, P] bool, False on padding
     response_ids: Tensor  # [B, T] int64
-    attention_mask: Tensor  # [B, T] bool, False on padding, True where an environment wrote
+    attention_mask: Tensor  # [B, T] bool, False on padding, True on the environment's texts
     response_mask: Tensor  # [B, T] bool, True on tokens that the policy sampled
-    rollout_log_probs: Tensor  # [B, T] float32, as the engine reported them
-    scores: Tensor  # [B] float32, before KL and shaping; NaN when scoring failed
-    group_index: Tensor  # [B] int64, the samples of one draw of a prompt share it
-    minibatch: Tensor  # [B] int64, which minibatch of the step trains the row
-    truncated: Tensor  # [B] bool, the response ran into rollout.max_new_tokens
-    weight_version: Tensor  # [B] int64, of the weights that sampled the response's first token
-    turn_rewards: Tensor | None = None  # [B, T] float32, the parts of scores that turns earned
-    turn_index: Tensor | None = None  # [B, T] int64, which turn of its row sampled a token
-    weight_versions: Tensor | None = None  # [B, T] int64; None: that of the first, for all tokens
-    sample_index: Tensor | None = None  # [B] int64, which of its draw's samples
-    row_index: Tensor | None = None  # [B] int64, which of its sample's rows; None: each has one
+    rollout_log_probs: Tensor  # [B, T] float32, from the engine
+    scores: Tensor  # [B] float32, before KL and shaping; NaN if scoring failed
+    group_index: Tensor  # [B] int64, shared by the samples of one draw of a prompt
+    minibatch: Tensor  # [B] int64, index of the step's minibatch that trains the row
+    truncated: Tensor  # [B] bool, the response reached rollout.max_new_tokens
+    weight_version: Tensor  # [B] int64, weights that sampled the response's first token
+    turn_rewards: Tensor | None = None  # [B, T] float32, rewards of single turns
+    turn_index: Tensor | None = None  # [B, T] int64, turn of the row that sampled the token
+    weight_versions: Tensor | None = None  # [B, T] int64; None: as weight_version
+    sample_index: Tensor | None = None  # [B] int64, index within the draw
+    row_index: Tensor | None = None  # [B] int64, index within the sample; None: all 0
     ref_log_probs: Tensor | None = None  # [B, T] float32
     old_log_probs: Tensor | None = None  # [B, T] float32, learner, before the update
-    weights: Tensor | None = None  # [B, T] float32, of a correction; None: 1
-    loss_mask: Tensor | None = None  # [B, T] bool, what the losses count; None: response_mask
-    sample_tokens: Tensor | None = None  # [B] int64, those of all rows of its sample; None: its own
-    covariant: Tensor | None = None  # [B, T] bool, tokens of high covariance; None: not asked
+    weights: Tensor | None = None  # [B, T] float32, of rollout correction; None: 1
+    loss_mask: Tensor | None = None  # [B, T] bool, tokens that count; None: response_mask
+    sample_tokens: Tensor | None = None  # [B] int64, over all rows of the sample; None: own
+    covariant: Tensor | None = None  # [B, T] bool, tokens of high covariance; None: not used
     values: Tensor | None = None  # [B, T] float32, critic, before the update
-    last_values: Tensor | None = None  # [B] float32, critic, after the last token where truncated
+    last_values: Tensor | None = None  # [B] float32, critic, after a truncated response
     advantages: Tensor | None = None  # [B, T] float32
     returns: Tensor | None = None  # [B, T] float32
 
@@ -272,34 +277,37 @@ class Experience:
         return self.prompt_ids.shape[0]
 
     def staleness(self, version: int) -> Tensor:
-        """[B, T] int64: how many versions older than `version` the weights of each token were."""
+        """Return how many versions each token's weights are behind `version`; int64 [B, T]."""
         by_response = self.weight_version.unsqueeze(1).expand(self.response_mask.shape)
         return version - (by_response if self.weight_versions is None else self.weight_versions)
 
     @property
     def is_first_row(self) -> Tensor:
-        """[B] bool, True on one row of each sample, for what counts samples."""
+        """bool [B]: True on one row per sample, for counts of samples."""
         if self.row_index is None:
             return self.scores.new_ones(len(self)).bool()
         return self.row_index == 0
 
     @property
     def counted(self) -> Tensor:
-        """[B, T] bool, True on tokens that the losses count."""
+        """bool [B, T]: True on tokens that the losses count."""
         return self.response_mask if self.loss_mask is None else self.loss_mask
 
     def with_(self, **changes: Tensor) -> Experience:
-        """The same batch with some fields set."""
+        """Return the same batch with some fields replaced."""
         return replace(self, **changes)
 
     def to(self, device: Any) -> Experience:
-        """The same batch on a device; ids stay, for they are packed on the CPU and sent packed."""
+        """Return the same batch on a device. Fields that packing reads stay on the CPU."""
+        # Packing runs on the CPU and sends its result to the device.
         return self._changed(
             lambda name, v: v if name in _READ_BY_PACKING else to_device(v, device)
         )
 
     def blank(self) -> Experience:
-        """One row of one prompt and one response token that no loss counts, fields as here."""
+        """Return a batch with the same fields and one row: one prompt and one response token, which
+        no loss counts.
+        """
 
         def row(name: str, value: Tensor) -> Tensor:
             if name in ("prompt_mask", "attention_mask"):
@@ -309,7 +317,7 @@ class Experience:
         return self._changed(row)
 
     def select(self, rows: Tensor) -> Experience:
-        """Some rows, trimmed to the longest prompt and response among them; rows [b] int64."""
+        """Return some rows, trimmed to their longest prompt and response; `rows` is int64 [b]."""
         prompts = int(self.prompt_mask[rows].sum(1).max()) if len(rows) else 0
         responses = int(self.attention_mask[rows].sum(1).max()) if len(rows) else 0
         first = self.prompt_ids.shape[1] - prompts
@@ -322,7 +330,7 @@ class Experience:
         return self._changed(picked)
 
     def _changed(self, change: Callable[[str, Tensor], Tensor]) -> Experience:
-        """The batch with each field that it has changed, by the field's name and value."""
+        """Return the batch with `change(name, value)` applied to each field that is not None."""
         held = [(field.name, getattr(self, field.name)) for field in fields(self)]
         changed: dict[str, Any] = {k: v if v is None else change(k, v) for k, v in held}
         return Experience(**changed)

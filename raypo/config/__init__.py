@@ -1,4 +1,4 @@
-"""The config classes that other rooms use: frozen pydantic, torch-free."""
+"""Public config classes: frozen pydantic models, without torch."""
 
 from raypo.config.base import Config, ConfigError, flatten, is_import_path
 from raypo.config.dpo_config import DPOConfig, DPOSection, PreferencesSection

@@ -1,4 +1,4 @@
-"""How a run file becomes a frozen, validated config, and how its mistakes are reported."""
+"""Loading and validation of run files as frozen configs, and the error messages for mistakes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from yaml import YAMLError
 from raypo.config.paths import is_uri, make_absolute
 
 RECORDED_BASE = "base_config"
-"""Key of the resolved base in the config.yaml of a sweep's folder."""
+"""Key of the resolved base config in the config.yaml of a sweep's folder."""
 
 DIR = "dir"
-"""`${dir}` in a file is the folder that it lies in."""
+"""Variable of YAML files: `${dir}` is the folder of the file."""
 
 
 class ConfigError(ValueError):
-    """The input is wrong: a key, a value, a file or a combination. The text says what to change."""
+    """Invalid input: a key, a value, a file or a combination. The message says what to change."""
 
 
 ImportPath = Annotated[str, Field(pattern=r"^.+:[^\W\d]\w*$")]
@@ -40,22 +40,22 @@ ImportPath = Annotated[str, Field(pattern=r"^.+:[^\W\d]\w*$")]
 
 
 def is_import_path(value: str) -> bool:
-    """Whether a value names a function of the user's, where it might also be one of raypo's."""
+    """Return whether a value is an import path, for keys that also accept names of raypo's own."""
     return ":" in value
 
 
 class Config(BaseModel):
-    """A frozen section of a run file; a key that it does not know is an error.
+    """A frozen section of a run file. Unknown keys are errors.
 
-    What its keys may not be together is a sentence that `_problems` yields, `key (value): rule.
-    remedy.`; all of them are reported.
+    Subclasses yield a sentence from `_problems` for each rule between keys that is broken, in the
+    form `key (value): rule. remedy.`; all of them are reported together.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
     section: ClassVar[str] = ""
-    """Dotted key of the section, with a dot behind it, in messages about its keys."""
+    """Dotted key of the section with a trailing dot, for messages about its keys."""
 
     def _problems(self) -> Iterator[str]:
         yield from ()
@@ -63,8 +63,8 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _numbers_are_not_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        # Pydantic reads true as 1. Its strict mode would also refuse the text 1e-5, which is what
-        # YAML makes of it, and lists where a tuple is meant.
+        # Pydantic converts true to 1. Its strict mode is no alternative: it would also refuse lists
+        # for tuples, and the text 1e-5, because YAML reads 1e-5 as text.
         annotation = cls.model_fields[str(info.field_name)].annotation
         if _has_boolean(value) and _wants_number(annotation):
             raise ValueError("must be a number, and true or false is none. Write the number.")
@@ -77,15 +77,16 @@ class Config(BaseModel):
         return self
 
     def _usual(self, key: str) -> Any:
-        """The value of a dotted key below this section where a file does not set it."""
+        """Return the value that a dotted key below this section has if a file does not set it."""
         *sections, name = key.split(".")
         owner = type(functools.reduce(getattr, sections, self))
         return owner.model_fields[name].get_default(call_default_factory=True)
 
     def set_keys(self, *keys: str) -> Iterator[tuple[str, Any]]:
-        """Full dotted key and value of those keys below this section that a file sets.
+        """Yield full dotted key and value of those of the given keys that a file sets.
 
-        A resolved file says every key, so one that is null or has its usual value is not set.
+        A resolved file contains every key, so a key counts as set only if its value is neither null
+        nor the default.
         """
         for key in keys:
             value = functools.reduce(getattr, key.split("."), self)
@@ -93,26 +94,27 @@ class Config(BaseModel):
                 yield f"{self.section}{key}", value
 
     def _idle(self, keys: str, why: str, remedy: str) -> Iterator[str]:
-        """The problems of keys, named as in `a b.c`, that are set and have no effect."""
+        """Yield a problem for each key (named as in `a b.c`) that is set but has no effect."""
         for key, value in self.set_keys(*keys.split()):
             said = f"{value:g}" if isinstance(value, float) else value
             yield f"{key} ({said}): has no effect, {why}. Remove {key}, or {remedy}."
 
 
 class RunFile(Config):
-    """A whole run file, loadable from YAML."""
+    """A run file that can be loaded from YAML."""
 
     paths: ClassVar[tuple[str, ...]] = ()
     """Dotted keys of paths and hub ids, besides storage_path."""
     functions: ClassVar[tuple[str, ...]] = ()
-    """Dotted keys of functions: `file.py:name` or `package.module:name`."""
+    """Dotted keys of functions and classes, `file.py:name` or `package.module:name`."""
 
     storage_path: str = "runs"
-    """Folder or URI (s3://...); a relative path is the driver's."""
+    """Folder or URI (s3://...) that runs are written to. A relative path starts from the driver's
+    folder."""
 
     @property
     def absolute_storage_path(self) -> str:
-        """Where runs are kept: a URI as it is, a local path made absolute."""
+        """`storage_path` with a local path made absolute; a URI is unchanged."""
         path = self.storage_path
         return path if is_uri(path) else str(Path(path).expanduser().absolute())
 
@@ -120,21 +122,30 @@ class RunFile(Config):
     def load(
         cls, path: str | Path, overrides: Mapping[str, Any] | Sequence[str] | None = None
     ) -> Self:
-        """The config of a YAML file with overrides on top.
+        """Load a config from a YAML file and apply overrides.
 
         Args:
-            path: A YAML file.
-            overrides: `{"ppo.kl.coef": 0.02}` or `["ppo.kl.coef=0.02"]`; they win over the file.
+            path: A YAML file, or the folder of a run or sweep.
+            overrides: `{"ppo.kl.coef": 0.02}` or `["ppo.kl.coef=0.02"]`; they take precedence over
+                the file.
 
         Raises:
-            ConfigError: the file is missing or no YAML, a key is unknown, a value or a
-                combination of values is not allowed. All mistakes are listed, not the first.
+            ConfigError: the file is missing or not YAML, a key is unknown, or a value or
+                combination of values is not allowed. The message lists all mistakes.
         """
         return cls.parse(read_yaml(Path(path), overrides or {}), origin=str(path))
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], *, origin: str = "config") -> Self:
-        """The config of plain nested values; `origin` stands in front of every mistake."""
+        """Validate plain nested values and return the config.
+
+        Args:
+            values: Nested values, as in a YAML file.
+            origin: Prefix of every error message, usually the path of the file.
+
+        Raises:
+            ConfigError: as `load`.
+        """
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -142,10 +153,11 @@ class RunFile(Config):
             raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
 
     def with_absolute_paths(self, base: str | Path | None = None) -> Self:
-        """The config for a reader in another folder: paths that exist below `base` in full.
+        """Return the config with the paths that exist below `base` made absolute, for use
+        elsewhere.
 
         Args:
-            base: The folder that relative paths start from; None: the current one.
+            base: Folder that relative paths start from; None means the current one.
         """
         values, folder = self.model_dump(), Path(base or Path.cwd())
         paths, functions = ("from_checkpoint", *self.paths), ("callbacks", *self.functions)
@@ -153,7 +165,12 @@ class RunFile(Config):
         return type(self).parse(values)
 
     def differences(self, other: RunFile, *, ignore: Sequence[str] = ()) -> list[str]:
-        """`key: mine -> theirs` for each key that differs; `ignore` names keys and sections."""
+        """Return `key: mine -> theirs` for each key that differs.
+
+        Args:
+            other: The config to compare with.
+            ignore: Keys and sections to leave out.
+        """
         mine, theirs = flatten(self.model_dump(mode="json")), flatten(other.model_dump(mode="json"))
         return [
             f"{key}: {mine.get(key)!r} -> {theirs.get(key)!r}"
@@ -164,10 +181,17 @@ class RunFile(Config):
 
 
 def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-    """Plain nested values of a YAML file, overridden by `key=value` texts or a flat mapping.
+    """Return the plain nested values of a YAML file with overrides applied.
 
-    `${dir}` in a value is the folder of the file, as it was given. The folder of a run or sweep
-    stands for its config.yaml, with the `storage_path` that the folder lies in now.
+    `${dir}` in a value is replaced by the folder of the file, as given. For the folder of a run or
+    sweep its config.yaml is read, and `storage_path` is set to the folder's present parent.
+
+    Args:
+        path: A YAML file, or the folder of a run or sweep.
+        overrides: A mapping of dotted keys, or texts like `key=value`.
+
+    Raises:
+        ConfigError: the file is missing, not YAML or not a mapping, or an override is malformed.
     """
     folder = path if path.is_dir() else None
     if folder and not (path := folder / "config.yaml").is_file():
@@ -182,7 +206,7 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
         if not isinstance(tree, DictConfig):
             raise ConfigError(f"{path}: a run config is a mapping of keys, this is a list or text.")
         if folder:
-            tree.storage_path = os.path.dirname(os.path.abspath(folder))  # also of ".."
+            tree.storage_path = os.path.dirname(os.path.abspath(folder))  # also right for ".."
             tree.pop(RECORDED_BASE, None)
         for key, value in _given(overrides):
             into = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
@@ -201,12 +225,12 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
 
 
 def escaped(values: Any) -> Any:
-    """Plain nested values as `read_yaml` reads them back: `${` in a text refers to nothing."""
+    """Escape `${` in all texts of nested values, so that `read_yaml` does not interpolate them."""
     return _with_texts(values, "${", r"\${")
 
 
 def unescaped(values: Any) -> Any:
-    """What `escaped` was given."""
+    """Undo `escaped`."""
     return _with_texts(values, r"\${", "${")
 
 
@@ -219,7 +243,7 @@ def _with_texts(values: Any, old: str, new: str) -> Any:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`; empty mappings stay as values."""
+    """Return `{"a": {"b": 1}}` as `{"a.b": 1}`; empty mappings stay as values."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -230,7 +254,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key below a section, sections included."""
+    """Return every dotted key below a section, including sections."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(f"{prefix}{name}")
@@ -240,12 +264,13 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
-    """`Did you mean ppo.kl.coef?` where a known key is near, else `Remove it.`
+    """Return `Did you mean ppo.kl.coef?` if a similar key is known, else `Remove it.`
 
-    Near is a key below the same section that ends alike (ppo.kl_coef: ppo.kl.coef), one in it that
-    is spelt alike, ends in the wrong one (learner.lr: learner.policy_lr) or has all its words, else
-    one that ends alike in another section. Likeness of whole dotted keys would say that everything
-    in a section is near.
+    The candidates are tried in this order: a key below the same section with the same ending
+    (ppo.kl_coef: ppo.kl.coef); a key of the section that is spelled similarly, that ends in the
+    unknown name (learner.lr: learner.policy_lr) or that contains all its words; a key with the same
+    or a similar ending in another section. Similarity of whole dotted keys would find every key of
+    the section similar.
     """
     section, _, name = key.rpartition(".")
     own = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
@@ -262,13 +287,13 @@ def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
 
 
 def _endings(key: str) -> list[str]:
-    """`ppo.kl.coef` as coef, kl_coef and ppo_kl_coef."""
+    """Return all endings of a key: for `ppo.kl.coef` coef, kl_coef and ppo_kl_coef."""
     parts = key.split(".")
     return ["_".join(parts[first:]) for first in range(len(parts))]
 
 
 def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel]]:
-    """The sections that a field may hold; with `items` also those in its list."""
+    """Return the sections that a field may hold; with `items` also those in its list."""
     if get_origin(annotation) is None:
         return [annotation] if _is_section(annotation) else []
     if get_origin(annotation) is tuple and not items:
@@ -277,7 +302,7 @@ def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel
 
 
 def _has_boolean(value: Any) -> bool:
-    """Return whether a value is true or false, or a list or mapping with one in it."""
+    """Return whether a value is a boolean, or a list or mapping that contains one."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -286,7 +311,7 @@ def _has_boolean(value: Any) -> bool:
 
 
 def _wants_number(annotation: Any) -> bool:
-    """Return whether a field holds numbers and no booleans. Sections look at their own fields."""
+    """Return whether a field holds numbers and no booleans. Sections check their own fields."""
     kinds = set(_kinds(annotation))
     has_others = any(kind in (bool, Any, object) or _is_section(kind) for kind in kinds)
     return bool(kinds & {int, float}) and not has_others
@@ -308,7 +333,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of overrides; the values of texts are YAML."""
+    """Yield dotted keys and values of overrides. In texts, the value is parsed as YAML."""
     if isinstance(overrides, Mapping):
         yield from overrides.items()
         return
@@ -322,11 +347,11 @@ def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
-    """One line a mistake; what the members of a union say of one value is one mistake."""
+    """Return one line per mistake. Errors from several members of a union are one mistake."""
     by_key: dict[str, list[Any]] = {}
     for detail in details:
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # only without the wrong entries, which are reported, is it too short
+            continue  # pydantic left out the invalid entries, which are reported themselves
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():
@@ -343,7 +368,7 @@ _SENTENCES = ("extra_forbidden", "missing", "value_error")
 
 
 def _key_of(model: type[BaseModel], detail: Any) -> str:
-    """The dotted key of a mistake, without the names that pydantic gives members of a union."""
+    """Return the dotted key of a mistake, without pydantic's names of union members."""
     parts: list[str] = []
     sections: list[type[BaseModel]] = [model]
     is_unknown = detail["type"] == "extra_forbidden"
@@ -358,14 +383,14 @@ def _key_of(model: type[BaseModel], detail: Any) -> str:
 
 
 def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
-    """A mistake that has a sentence of its own."""
+    """Return the message of a mistake whose kind has a sentence of its own."""
     if detail["type"] == "extra_forbidden":
         return f"{key}: there is no such key. {remedy_for_unknown(key, known_keys(model))}"
     if detail["type"] == "missing":
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
     message = detail["msg"].removeprefix("Value error, ")
     if not key or isinstance(detail["input"], Mapping):
-        return message  # a rule between keys names them itself
+        return message  # a rule between keys names its keys itself
     return f"{key} ({detail['input']!r}): {message}"
 
 

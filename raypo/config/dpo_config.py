@@ -18,31 +18,32 @@ from raypo.config.supervised_config import (
 )
 
 SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "simpo")
-"""Losses that know a label smoothing."""
+"""Losses that support label smoothing."""
 
 
 class DPOModelSection(TrainedModelSection):
-    """The policy, and what it is compared with."""
+    """The policy and its reference model."""
 
     reference: str | None = None
-    """The model whose log-probs the policy's are compared with, a Hugging Face folder or a hub id
-    with the policy's tokenizer; null: the policy as it was at the start. It is asked once, before
-    the first update."""
+    """Reference model of the log-ratios: a Hugging Face folder or a hub id, with the policy's
+    tokenizer. Its log-probs are computed once, before the first update. null means the policy as it
+    was at the start."""
 
 
 class PreferencesSection(PairsSection):
-    """Where pairs, or responses with a verdict each, come from."""
+    """Prompts with pairs of responses, or with single responses and a verdict."""
 
     desirable_key: str | None = None
-    """Loss kto: column that says whether the response of `response_key` is desirable (true or
-    false, 1 or 0); null: rows are pairs, and a pair is two verdicts."""
+    """Column of the verdict for the loss kto: whether the response in `response_key` is desirable
+    (true or false, 1 or 0). null means that rows are pairs, each of which counts as two verdicts.
+    """
     response_key: str = "response"
-    """Column of the response where there is a `desirable_key`."""
+    """Column of the response, if there is a `desirable_key`."""
     ref_chosen_key: str | None = None
-    """Column of the reference's log-prob of the chosen response, its end included: a sum over
-    tokens, nats. null: it is computed."""
+    """Column of the reference's log-prob of the chosen response, including its end: a sum over
+    tokens, in nats. null means that it is computed."""
     ref_rejected_key: str | None = None
-    """The same of the rejected response."""
+    """Column of the reference's log-prob of the rejected response, like `ref_chosen_key`."""
 
     def _problems(self) -> Iterator[str]:
         if (self.ref_chosen_key is None) != (self.ref_rejected_key is None):
@@ -54,35 +55,37 @@ class PreferencesSection(PairsSection):
 
 
 class DPOSection(Config):
-    """How a policy learns from preferences."""
+    """Preference loss."""
 
     section = "dpo."
 
     loss: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "kto"] = "sigmoid"
-    """sigmoid: DPO (arXiv:2305.18290); sigmoid_norm: of rewards per token (arXiv:2411.15124);
-    robust: for pairs of which a share `label_smoothing` is swapped (arXiv:2403.00409); hinge
-    (arXiv:2305.10425); ipo (arXiv:2310.12036), per token; simpo: per token and without a reference
-    (arXiv:2405.14734); kto: from single verdicts (arXiv:2402.01306)."""
+    """Preference loss. sigmoid: DPO (arXiv:2305.18290); sigmoid_norm: DPO with rewards per token
+    (arXiv:2411.15124); robust: DPO for data in which a fraction `label_smoothing` of the pairs is
+    swapped (arXiv:2403.00409); hinge: SLiC (arXiv:2305.10425); ipo: squared error of log-ratios per
+    token (arXiv:2310.12036); simpo: rewards per token, without a reference (arXiv:2405.14734); kto:
+    from single verdicts (arXiv:2402.01306)."""
     beta: float = Field(default=0.1, gt=0.0)
-    """Weight of a log-ratio in the reward, the larger the closer to the reference; simpo's paper
-    takes 2 to 10."""
+    """Factor on the log-ratio in the reward; a larger one keeps the policy closer to the reference.
+    The paper of simpo uses 2 to 10."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Share of the pairs that is taken to be swapped; of sigmoid (conservative DPO), sigmoid_norm,
-    robust and simpo."""
+    """Assumed fraction of swapped pairs, for sigmoid (conservative DPO), sigmoid_norm, robust and
+    simpo."""
     simpo_gamma: float = Field(default=0.5, ge=0.0)
-    """simpo: by how much a chosen response's reward shall exceed a rejected one's."""
+    """simpo: margin by which the reward of a chosen response shall exceed that of a rejected one.
+    """
     sft_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the negative log-likelihood of the chosen responses, a mean over each one's tokens
-    (arXiv:2404.19733, there 1); not of kto."""
+    """Coefficient of the negative log-likelihood of the chosen responses, a mean over the tokens of
+    each (arXiv:2404.19733, which uses 1). It is not available for kto. 0 means no such term."""
     desirable_weight: float = Field(default=1.0, ge=0.0)
-    """kto: weight of desirable responses."""
+    """kto: loss weight of desirable responses."""
     undesirable_weight: float = Field(default=1.0, ge=0.0)
-    """kto: weight of undesirable ones; the paper keeps desirable_weight x their number between 1
-    and 4/3 of undesirable_weight x the others'."""
+    """kto: loss weight of undesirable responses. The paper keeps (desirable_weight * number of
+    desirable) / (undesirable_weight * number of undesirable) between 1 and 4/3."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares the policy with a reference."""
+        """True if the loss compares the policy with a reference."""
         return self.loss != "simpo"
 
     def _problems(self) -> Iterator[str]:
@@ -100,22 +103,22 @@ class DPOSection(Config):
 
 
 class DPOLearnerSection(ExamplesLearnerSection):
-    """The workers that train on preferences."""
+    """Learner workers that train on preferences."""
 
     lr: float = Field(default=1e-6, ge=0.0)
     """Highest learning rate (AdamW)."""
 
 
 class DPOEvalSection(EvalSection):
-    """Held-out prompts, judged as the run goes, and held-out pairs."""
+    """Evaluation on held-out prompts, whose responses are scored, and on held-out pairs."""
 
     pairs: HeldOutSources | None = None
-    """Sources like data.prompts, with the same columns: loss, accuracy and rewards of
-    held-out pairs or verdicts; null: none."""
+    """Held-out sources, as in data.prompts, with the same columns, for the loss, accuracy and
+    rewards of held-out pairs or verdicts. null means none."""
 
 
 class DPOConfig(PolicyExamplesConfig):
-    """The whole run file of the `dpo` recipe: a policy from preferences, without a reward model."""
+    """Run file of the `dpo` recipe: train a policy on preferences, without a reward model."""
 
     paths: ClassVar[tuple[str, ...]] = (
         "model.policy",
@@ -134,7 +137,7 @@ class DPOConfig(PolicyExamplesConfig):
 
     @property
     def measures_held_out(self) -> bool:
-        """Whether held-out pairs are compared, or answers judged."""
+        """True if held-out pairs are compared or held-out responses are scored."""
         return bool(self.eval.pairs) or self.needs_engine
 
     def _problems(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Relative paths of a run file mean the driver's folder, wherever the reader runs."""
+"""Relative paths of a run file: they start from the driver's folder, wherever they are read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 def make_absolute(
     values: dict[str, Any], base: Path, *, paths: Sequence[str], functions: Sequence[str]
 ) -> None:
-    """Make every path of a config's values that exists below `base` absolute; hub ids stay.
+    """Make every path in a config's values absolute if it exists below `base`; hub ids are
+    unchanged.
 
     Args:
+        values: Nested values of the config, changed in place.
+        base: Folder that relative paths start from.
         paths: Dotted keys of paths.
-        functions: Dotted keys of functions: `file.py:name`.
+        functions: Dotted keys of functions, `file.py:name`.
     """
     for key in paths:
         _change(values, key.split("."), lambda path: _absolute(path, base))
@@ -24,24 +27,24 @@ def make_absolute(
 
 
 def short_name(path: str) -> str:
-    """The last two words of a folder, a hub id or a function's path, for people."""
+    """Return the last two parts of a folder, a hub id or a function's path, for display."""
     return "/".join(PurePath(path).parts[-2:])
 
 
 def is_uri(path: str) -> bool:
-    """Whether a storage path is a URI (s3://bucket/folder) and no local path."""
+    """Return whether a storage path is a URI (s3://bucket/folder) rather than a local path."""
     return "://" in path
 
 
 def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]) -> None:
-    """Change the texts at a dotted key; every item of a list, each of its own keys below."""
+    """Apply `change` to the texts at a dotted key, in every item of a list."""
     first, *rest = key
     found = values.get(first)
     if found is None:
         return
     if rest:
         for section in found if isinstance(found, list | tuple) else [found]:
-            if isinstance(section, dict):  # a source may be only its path
+            if isinstance(section, dict):  # a source may be a plain path
                 _change(section, rest, change)
     elif isinstance(found, list | tuple):
         values[first] = [_changed(entry, change) for entry in found]
@@ -50,7 +53,7 @@ def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]
 
 
 def _changed(entry: str | dict[str, Any], change: Callable[[str], str]) -> str | dict[str, Any]:
-    """A path, an entry like that of a data set with the path in it, or paths by name."""
+    """Return a path, a data source with a path, or a mapping of names to paths, changed."""
     if isinstance(entry, str):
         return change(entry)
     return {
@@ -67,7 +70,7 @@ def _absolute(path: str, base: Path) -> str:
 
 
 def _absolute_function(spec: str, base: Path) -> str:
-    """`file.py:name` with the file's full path; `package.module:name` stays."""
+    """Return `file.py:name` with the file's absolute path; `package.module:name` is unchanged."""
     if ":" not in spec:
         return spec
     file, name = spec.rsplit(":", 1)

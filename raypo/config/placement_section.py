@@ -1,4 +1,6 @@
-"""Where engines and frozen models run, on what, and how their replicas are watched."""
+"""The `placement` section: where engines and frozen models run, and health checks of their
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,29 @@ from raypo.config.base import Config
 
 
 class DeploymentSection(Config):
-    """How replicas of engines and frozen models are watched and asked; the words of Ray Serve."""
+    """Queues, health checks and restarts of the replicas of engines and frozen models. The keys are
+    named as in Ray Serve.
+    """
 
     max_queued_requests: int | None = Field(default=None, ge=0)
-    """Most requests that wait at a replica; beyond, they wait at the callers; null: no bound."""
+    """Maximum number of requests in a replica's queue. Further ones wait at their callers. null
+    means no limit."""
     request_timeout_s: float | None = Field(default=None, gt=0.0)
-    """Seconds that a worker waits for an answer before the run stops; null: without end."""
+    """Seconds that a worker waits for a reply before the run stops. null means no timeout."""
     health_check_period_s: float = Field(default=10.0, gt=0.0)
-    """Seconds that a worker waits for an answer before it checks the replica, and again; a process
-    that ends is seen within seconds."""
+    """Seconds that a worker waits for a reply before each health check of the replica. A dead
+    process is noticed within seconds regardless."""
     health_check_timeout_s: float = Field(default=30.0, gt=0.0)
-    """Seconds without an answer to a check after which a replica is killed and started again."""
+    """Timeout of a health check, in seconds. A replica that does not answer is killed and
+    restarted."""
     stall_timeout_s: float | None = Field(default=900.0, gt=0.0)
-    """Seconds that one step of an engine, one bucket of a push to it or one forward pass of a
-    frozen model may take; then the replica counts as hung, and is killed and started again; null:
-    any."""
+    """Seconds that one engine step, one bucket of a weight push or one forward pass of a frozen
+    model may take. A replica that takes longer counts as hung, and is killed and restarted. null
+    means no limit."""
     graceful_shutdown_timeout_s: float = Field(default=20.0, ge=0.0)
-    """Seconds that requests under way get when a deployment is shut down."""
+    """Seconds that requests in flight have to finish when a deployment is shut down."""
     max_restarts: int = Field(default=3, ge=0)
-    """Times that each replica is started again; the run stops when none of a role is left."""
+    """Maximum number of restarts of each replica. The run stops when a role has no replica left."""
 
 
 Group = Literal["colocated", "dedicated"]
@@ -37,29 +43,30 @@ RoleKind = Literal["engine", "reference", "reward"]
 
 
 class GpuShares(Config):
-    """GPUs that one replica takes of a dedicated bundle; what is below 1 is shared."""
+    """GPU share of one replica, for dedicated roles."""
 
     engine: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Share of each of an engine's `rollout.engine.tensor_parallel` GPUs."""
+    """Share of each of the `rollout.engine.tensor_parallel` GPUs of an engine."""
     reference: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Share that the reference takes."""
+    """Share of the reference model."""
     reward: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Share that each reward model takes."""
+    """Share of each reward model."""
 
 
 class FrozenSection(Config):
-    """How a frozen model is computed."""
+    """Inference of a frozen model."""
 
     backend: Literal["torch", "vllm"] = "torch"
-    """torch: transformers on one device; vllm: also on several, and its memory is set aside."""
+    """Inference backend. torch: transformers, on one device; vllm: on one or several devices, with
+    its memory reserved in advance."""
     num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Replicas, each asked by the learner workers near to it; auto: one on each worker's GPU (on
-    each `tensor_parallel` of them), on CPUs one on each node, of a dedicated group one."""
+    """Number of replicas; each serves the learner workers near it. auto: colocated on GPUs one per
+    `tensor_parallel` workers, colocated on CPUs one per node, dedicated one in all."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """vllm: GPUs of one node that share a replica: those of the first workers, whose bundles it
-    spans, or of one dedicated bundle. On CPU as many processes share it."""
+    """vllm: number of GPUs, on one node, that a replica is sharded over: those of the first
+    workers, whose bundles it spans, or of one dedicated bundle. On CPUs the number of processes."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0.0, le=1.0)
-    """vllm: of each of its GPUs, weights included."""
+    """vllm: fraction of the memory of each of its GPUs, weights included."""
 
     def _problems(self) -> Iterator[str]:
         if self.tensor_parallel > 1 and self.backend == "torch":
@@ -70,37 +77,37 @@ class FrozenSection(Config):
 
 
 class FrozenSections(Config):
-    """How the frozen models are computed, by role."""
+    """Inference of the frozen models, by role: backend, replicas and tensor parallelism."""
 
     reference: FrozenSection = FrozenSection()
     reward: FrozenSection = FrozenSection()
-    """How each reward model is computed."""
+    """Settings of every reward model."""
 
 
 class PlacementSection(Config):
-    """Where engines and frozen models run."""
+    """Placement of engines and frozen models."""
 
     mode: Group | dict[RoleKind, Group] = "colocated"
-    """colocated: in the learner workers' own placement group, on their devices. dedicated: in a
-    group of their own, which outlives a restart of the workers. Or by role, the others colocated:
-    {engine: dedicated, reference: colocated, reward: colocated}."""
+    """Placement of the roles. colocated: in the learner workers' placement group, on their devices.
+    dedicated: in a placement group of their own, which survives a restart of the workers. A mapping
+    sets it by role, and the other roles are colocated: {engine: dedicated, reference: colocated,
+    reward: colocated}."""
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
-    """Ray's placement strategy of each of the two groups."""
+    """Ray's placement strategy for each of the two groups."""
     gpus: GpuShares = GpuShares()
-    """dedicated: by role. Replicas are put into one bundle as long as their shares fit a GPU."""
+    """Replicas are packed into one bundle as long as their shares fit on a GPU."""
     frozen: FrozenSections = FrozenSections()
-    """Backend and tensor parallelism of reference and reward models."""
     cpus_per_bundle: int = Field(default=1, ge=1)
-    """dedicated: CPU cores of each bundle; the replicas in it take turns on them."""
+    """CPU cores of each dedicated bundle, which its replicas share in turns."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """Seconds that engines and frozen models may take to start."""
     deployment: DeploymentSection = DeploymentSection()
 
     def group_of(self, role: RoleKind) -> Group:
-        """Where a role lives."""
+        """Return the placement of a role."""
         return self.mode if isinstance(self.mode, str) else self.mode.get(role, "colocated")
 
     @property
     def is_dedicated(self) -> bool:
-        """Whether any role lives in a group of its own."""
+        """True if any role is dedicated."""
         return any(self.group_of(role) == "dedicated" for role in get_args(RoleKind))

@@ -1,4 +1,4 @@
-"""The `ppo` recipe's own section: presets, estimator, losses, KL, shaping, filter, correction."""
+"""The `ppo` section: presets, estimators, losses, KL, score shaping, filter, rollout correction."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ Preset = Literal[
     "vapo",
 ]
 MAX_KL_ERROR = 0.2
-"""How far off its target the adaptive KL controller takes a KL to be, relatively, at most."""
+"""Bound on the relative error of the KL in the adaptive KL controller."""
 OVERLONG_SHARE = 5
-"""`overlong_buffer_tokens: auto` is one token in so many of the longest response (DAPO: 4096 of
-20480)."""
+"""Divisor of the longest response for `overlong_buffer_tokens: auto` (DAPO: 4096 of 20480 tokens).
+"""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """What an estimator is made of."""
+    """Properties of an advantage estimator."""
 
     needs_critic: bool = False
-    """Values of a critic are its baseline; otherwise advantages are discounted returns."""
+    """The baseline is the critic's values. If False, advantages are discounted returns."""
     needs_group: bool = False
-    """Scores are compared within the group of a prompt's samples, a KL penalty in the reward
-    included: a penalty that the group's mean does not share in would push down on every response.
-    """
+    """Scores are compared within the group of a prompt's samples. A KL penalty in the reward is
+    then part of the score: outside of the group's mean it would push every response down."""
     whitens: bool = False
     """Advantages get mean 0 and variance 1 over all tokens of the step that the losses count."""
 
@@ -54,7 +53,7 @@ ESTIMATORS = {
     "grpo": Estimator(needs_group=True),
     "dr_grpo": Estimator(needs_group=True),
 }
-"""What each of `ppo.advantage` is made of; one's own has neither."""
+"""Value of `ppo.advantage` -> its properties. A function of the user's has none of them."""
 GROUP_ADVANTAGES = tuple(kind for kind, each in ESTIMATORS.items() if each.needs_group)
 
 
@@ -67,29 +66,31 @@ def _crossed(key: str, low: float | None, high_name: str, high: float | None) ->
 
 
 class KLSection(Config):
-    """The pull to the reference model."""
+    """KL penalty towards the reference model."""
 
     section = "ppo.kl."
 
     coef: float = Field(default=0.01, ge=0.0)
-    """Weight of the penalty in score per nat, at the start; 0: no reference model is started."""
+    """Initial coefficient of the KL penalty, in score per nat. 0 means no penalty, and no reference
+    model is started."""
     estimator: Literal["k1", "k2", "k3", "k3_st"] = "k1"
-    """Per-token estimator (Schulman 2020): k1 in the reward; in the loss k2, k3 (as GRPO published
-    it, with the gradient of the reverse KL) or k3_st (k3's value, k2's gradient; arXiv:2510.01555).
-    """
+    """Per-token KL estimator (Schulman 2020). In the reward: k1. In the loss: k2, k3 (as GRPO
+    published it, with the gradient of the reverse KL) or k3_st (value of k3, gradient of k2;
+    arXiv:2510.01555)."""
     placement: Literal["reward", "loss"] = "reward"
-    """reward: a penalty in the token rewards, or in the score of the response where
-    ppo.advantage compares the samples of a prompt. loss: a term of the policy's loss."""
+    """Place of the penalty. reward: in the token rewards, or in the score of the response if
+    ppo.advantage compares the samples of a prompt; loss: a term of the policy loss."""
     importance_weights: bool = False
-    """loss: each token's term times its ratio of new to old probability, and its weight of
-    ppo.correction, so that it is unbiased where the policy has moved on; k3 then has the gradient
-    of the KL itself (DeepSeek-V3.2, arXiv:2512.02556)."""
+    """Multiply the KL term of each token by its ratio of new to old probability and by its weight
+    from ppo.correction, for placement loss. The term is then unbiased when the policy has moved on,
+    and k3 has the gradient of the KL itself (DeepSeek-V3.2, arXiv:2512.02556)."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: steers the coefficient to `target` (arXiv:1909.08593, section 2.2)."""
+    """Controller of the coefficient. fixed: constant; adaptive: steered so that the KL approaches
+    `target` (arXiv:1909.08593, section 2.2)."""
     target: float | None = Field(default=None, gt=0.0)
-    """Nats per response that the adaptive controller steers to."""
+    """Target KL of the adaptive controller, in nats per response."""
     horizon: float | None = Field(default=None, gt=0.0)
-    """Responses over which the adaptive controller spreads a full correction."""
+    """Number of responses over which the adaptive controller spreads a full correction."""
 
     def _problems(self) -> Iterator[str]:
         if self.estimator == "k1" and self.placement == "loss":
@@ -121,35 +122,39 @@ class KLSection(Config):
 
 
 class CorrectionSection(Config):
-    """Weights for tokens that the engine sampled with other probabilities than the learner's.
+    """Rollout correction: importance weights for the mismatch between engine and learner.
 
-    A ratio is the learner's probability before the update over the engine's. Tokens that are
-    dropped get weight 0 and stay in the loss's denominator.
+    A ratio is the learner's probability before the update divided by the engine's. Tokens that are
+    dropped get weight 0 and still count in the denominator of the loss.
     """
 
     section = "ppo.correction."
 
     kind: Literal["none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis"] = "none"
-    """tis, sequence_tis, geometric_tis: the ratio of the token, the product over the response or
-    their geometric mean, cut to `cap`. icepop: the ratio of the token, dropped outside the mask.
-    mis: as tis, and a response is dropped whose ratio is outside the mask."""
+    """Kind of correction. none: all weights are 1. tis, sequence_tis, geometric_tis: the weight is
+    the token's ratio, the product of the response's ratios, or their geometric mean, truncated at
+    `cap`. icepop: the weight is the token's ratio, and tokens outside [low, high] are dropped. mis:
+    weights as in tis, and responses whose `mask_ratio` is outside [low, high] are dropped."""
     cap: float | None = Field(default=None, ge=1.0)
-    """Largest weight of tis, sequence_tis, geometric_tis and mis; null: 2, geometric_tis 1.001."""
+    """Largest weight of tis, sequence_tis, geometric_tis and mis. null means 2, or 1.001 for
+    geometric_tis."""
     low: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Smallest ratio that icepop keeps of a token, mis of a response; null: icepop 0.5
-    (arXiv:2510.18855), mis 0.999 by the geometric mean and 0.5 by the product."""
+    """Smallest ratio that is kept, of a token (icepop) or of a response (mis). null means 0.5 for
+    icepop (arXiv:2510.18855), 0.999 for mis with the geometric mean and 0.5 with the product."""
     high: float | None = Field(default=None, ge=1.0)
-    """Largest ratio that icepop and mis keep; null: icepop 5, mis 1.001 by the geometric mean and 2
-    by the product."""
+    """Largest ratio that is kept, of a token (icepop) or of a response (mis). null means 5 for
+    icepop, 1.001 for mis with the geometric mean and 2 with the product."""
     mask_ratio: Literal["geometric", "product"] = "geometric"
-    """What mis judges a response by: the geometric mean of its tokens' ratios, whose bounds near 1
-    suit responses of thousands of tokens (short ones want wider ones), or their product."""
+    """Ratio of a response for mis. geometric: the geometric mean of its tokens' ratios, with
+    default bounds near 1 that suit responses of thousands of tokens (short ones need wider bounds);
+    product: the product of the ratios."""
     token_veto: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """With any kind, none included: a response is dropped that has a token of a ratio below this,
-    like 1e-4; null: no veto."""
+    """Drop every response with a token whose ratio is below this, like 1e-4. It works with any
+    kind, none included. null means no veto."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """With any kind, none included: a token is dropped whose weights were more versions older than
-    those that the update starts from; null: none is."""
+    """Drop every token that was sampled by weights more than this number of versions older than
+    those at the start of the update. It works with any kind, none included. null means that none is
+    dropped."""
 
     def _problems(self) -> Iterator[str]:
         users = {
@@ -169,52 +174,56 @@ class CorrectionSection(Config):
 
     @property
     def acts(self) -> bool:
-        """Whether any token may get a weight other than 1."""
+        """True if a token may get a weight other than 1 from `kind` or `token_veto`."""
         return self.kind != "none" or self.token_veto is not None
 
 
 class CovarianceSection(Config):
-    """Which tokens `ppo.policy_loss: clip_cov` and `kl_cov` hold back, as they cost the most
-    entropy: those where log-prob and advantage, each less its mean over the step, have a large
-    product (arXiv:2505.22617). They are chosen once a step, by the log-probs before its updates.
+    """Tokens that `ppo.policy_loss: clip_cov` and `kl_cov` hold back, because they cost the most
+    entropy: those with a large product of log-prob and advantage, each minus its mean over the step
+    (arXiv:2505.22617). They are chosen once per step, with the log-probs before its updates.
     """
 
     fraction: float = Field(default=2e-4, gt=0.0, le=1.0)
-    """Share of the step's tokens that is held back, at least one token. clip_cov: drawn from those
-    between `low` and `high`; kl_cov: those of the largest product."""
+    """Fraction of the step's tokens that is held back, at least one token. clip_cov: drawn at
+    random from those with a product between `low` and `high`; kl_cov: those with the largest
+    product."""
     low: float = 1.0
-    """clip_cov: smallest product that is held back."""
+    """clip_cov: lower bound on the product of the tokens that are held back."""
     high: float = 5.0
-    """clip_cov: largest product that is held back."""
+    """clip_cov: upper bound on the product of the tokens that are held back."""
     penalty: float = Field(default=1.0, ge=0.0)
-    """kl_cov: weight of the change of these tokens' log-probs, in nats, as a loss."""
+    """kl_cov: weight of the loss term for these tokens, the absolute change of their log-probs in
+    nats."""
 
     def _problems(self) -> Iterator[str]:
         return _crossed("ppo.covariance.low", self.low, "high", self.high)
 
 
 class ShapingSection(Config):
-    """From the raw score to the one that is trained on; the steps are taken in this order."""
+    """Shaping of the raw score before training, in the order of the keys below."""
 
     section = "ppo.shaping."
 
     function: ImportPath | None = None
-    """Your own, `file.py:name`: (`raypo.ppo.custom_functions.StepScores`) -> scores; null: none."""
+    """Shaping function, `file.py:name`, with the signature
+    (`raypo.ppo.custom_functions.StepScores`) -> scores. null means none."""
     overlong_buffer_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Last tokens before rollout.max_new_tokens over which a penalty grows (arXiv:2503.14476, eq.
-    13); auto: a fifth of rollout.max_new_tokens; null: no penalty."""
+    """Number of tokens before rollout.max_new_tokens over which the overlong penalty grows
+    (arXiv:2503.14476, eq. 13). auto: a fifth of rollout.max_new_tokens. null means no penalty."""
     overlong_factor: float = Field(default=1.0, ge=0.0)
-    """The penalty at the limit, in score."""
+    """Overlong penalty at the limit, in units of the score."""
     truncated_score: float | None = None
-    """Score of every response that ran into rollout.max_new_tokens; null: its own."""
+    """Score of every response that reached rollout.max_new_tokens. null means its own score."""
     truncated_scale: float | None = Field(default=None, ge=0.0, le=1.0)
-    """c: a truncated response loses (1 - c) of its score's size; null: nothing."""
+    """Factor c for truncated responses, whose score becomes score - (1 - c) * abs(score). null
+    means no change."""
     normalize: bool = False
-    """Subtract the running mean of all scores seen, divide by their standard deviation."""
+    """Subtract the running mean of all scores so far and divide by their standard deviation."""
     clip_low: float | None = None
-    """Smallest shaped score; null: no bound."""
+    """Lower bound on the shaped score. null means no bound."""
     clip_high: float | None = None
-    """Largest shaped score; null: no bound."""
+    """Upper bound on the shaped score. null means no bound."""
 
     def _problems(self) -> Iterator[str]:
         if self.truncated_score is not None and self.truncated_scale is not None:
@@ -226,118 +235,127 @@ class ShapingSection(Config):
         yield from _crossed("ppo.shaping.clip_low", self.clip_low, "clip_high", self.clip_high)
 
     def overlong_tokens(self, max_new_tokens: int) -> int | None:
-        """`overlong_buffer_tokens` in tokens, auto resolved."""
+        """Return `overlong_buffer_tokens` as a number of tokens, with auto resolved."""
         if self.overlong_buffer_tokens == "auto":
             return max(max_new_tokens // OVERLONG_SHARE, 1)
         return self.overlong_buffer_tokens
 
 
 class FilterSection(Config):
-    """Dynamic sampling: groups that teach nothing are replaced (arXiv:2503.14476, eq. 11)."""
+    """Dynamic sampling: replace groups that give no learning signal (arXiv:2503.14476, eq. 11)."""
 
     enabled: bool = False
-    """Train only on groups that pass, and sample further prompts for those that do not."""
+    """Train only on groups that pass the filter, and sample further prompts to replace the others.
+    """
     min_std: float = Field(default=1e-6, ge=0.0)
-    """A kept group's scores have a standard deviation above this."""
+    """Standard deviation that the scores of a kept group exceed."""
     low: float | None = None
-    """A kept group's mean score is above this; null: no bound."""
+    """Exclusive lower bound on the mean score of a kept group. null means no bound."""
     high: float | None = None
-    """A kept group's mean score is below this; null: no bound."""
+    """Exclusive upper bound on the mean score of a kept group. null means no bound."""
     max_refills: int = Field(default=10, ge=0)
-    """Most rounds of further prompts in a step; then it trains on what there is, and says so."""
+    """Maximum number of rounds of further prompts in a step. After them the step trains on the
+    groups that passed, and reports it."""
 
     def _problems(self) -> Iterator[str]:
         return _crossed("ppo.filter.low", self.low, "high", self.high)
 
 
 class PPOSection(Config):
-    """What turns scores into an update."""
+    """Algorithm: from scores to an update."""
 
     section = "ppo."
 
     preset: Preset | None = None
-    """A published combination (raypo.config.presets); other keys win over it."""
+    """Published combination of settings (raypo.config.presets). Keys that the file sets override
+    it."""
     advantage: (
         Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] | ImportPath
     ) = "gae"
-    """Estimator (`raypo.ppo.estimators`); only gae has a critic (arXiv:1506.02438). Or your own,
-    `file.py:name`: (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
+    """Advantage estimator (`raypo.ppo.estimators`). Only gae uses a critic (arXiv:1506.02438). Or a
+    function of your own, `file.py:name`, with the signature
+    (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
     policy_loss: (
         Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov"] | ImportPath
     ) = "ppo"
-    """Surrogate: arXiv:1707.06347, arXiv:2507.18071 (with an advantage for each token, section
-    4.3), arXiv:2507.20673, arXiv:2506.13585, arXiv:2511.20347; clip_cov and kl_cov are ppo and its
-    unclipped form with `covariance` (arXiv:2505.22617). Or your own, `file.py:name`:
-    (`raypo.ppo.surrogates.Tokens`) -> the loss of each token."""
+    """Surrogate loss of the policy. ppo: arXiv:1707.06347; gspo: arXiv:2507.18071, with an
+    advantage per token (section 4.3); gmpo: arXiv:2507.20673; cispo: arXiv:2506.13585; sapo:
+    arXiv:2511.20347; clip_cov: ppo with the tokens of `covariance` held back; kl_cov: ppo without
+    its clip, with a penalty on these tokens (both arXiv:2505.22617). Or a function of your own,
+    `file.py:name`, with the signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How the policy's token losses become one number (`raypo.ppo.losses.aggregate`); an agent's
-    episode is one response, with all its rows. The critic's loss is always a mean over tokens."""
+    """Aggregation of the policy's token losses into one number (`raypo.ppo.losses.aggregate`).
+    token_mean: mean over all tokens; sequence_mean: mean over responses of their token mean;
+    constant: sum divided by responses * max_new_tokens. All rows of an agent's episode are one
+    response. The critic's loss is always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount per sampled token, or per turn."""
+    """Discount factor per sampled token, or per turn with `discount_by: turn`."""
     discount_by: Literal["token", "turn"] = "token"
-    """turn: gamma and the lambdas of gae hold from one turn of an episode to the next, and within a
-    turn both are 1; a turn is the answer to one call of the policy."""
+    """Unit of discounting. token: gamma and the lambdas of gae apply from token to token; turn:
+    they apply from one turn of an episode to the next, and are 1 within a turn. A turn is the
+    answer to one call of the policy."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = 0.95
-    """Bias-variance trade of GAE; adaptive: 1 - 1 / (lambda_alpha * length) for each response, its
-    length in sampled tokens (VAPO, arXiv:2504.05118)."""
+    """Lambda of GAE, which trades bias against variance. adaptive: 1 - 1 / (lambda_alpha * length)
+    for each response, with its length in sampled tokens (VAPO, arXiv:2504.05118)."""
     lambda_alpha: float = Field(default=0.05, gt=0.0)
-    """Scale of `gae_lambda: adaptive`, which is 0 up to responses of 1 / lambda_alpha tokens."""
+    """Scale of `gae_lambda: adaptive`. Responses of up to 1 / lambda_alpha tokens get lambda 0."""
     critic_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Lambda of the critic's targets (VC-PPO, arXiv:2503.01491, takes 1); null: `gae_lambda`, but 1
-    in the first `critic_warmup_steps`: with less, the values of a long response's first tokens
-    would not hear of its score."""
+    """Lambda of the critic's targets (1 in VC-PPO, arXiv:2503.01491). null means `gae_lambda`, but
+    1 in the first `critic_warmup_steps`, because with a smaller lambda the score of a long response
+    would not reach the values of its first tokens."""
     bootstrap_truncated: bool = False
-    """gae: a truncated response goes on with the critic's value of its last state, not with 0."""
+    """gae: use the critic's value of the last state as the future return of a truncated response,
+    instead of 0."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
-    """Advantages are cut to +- this, after they are whitened where the estimator does so; null: no
-    cut."""
+    """Clip advantages to +- this, after whitening if the estimator whitens. null means no clip."""
     mask_truncated: bool = False
-    """Responses that ran into rollout.max_new_tokens are in no loss, in no denominator (that of
-    `aggregation: constant` included) and in no mean or variance that advantages are whitened by;
-    their scores still count where a group is compared (overlong filtering, arXiv:2503.14476)."""
+    """Leave responses that reached rollout.max_new_tokens out of all losses, denominators (also
+    that of `aggregation: constant`), and means and variances for whitening. Their scores still
+    count when a group is compared (overlong filtering, arXiv:2503.14476)."""
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
-    """A token whose ratio is below 1 - clip_low gets no gradient that would lower it further (its
-    advantage is negative); ppo, gspo, gmpo and clip_cov."""
+    """Lower clip range, for ppo, gspo, gmpo and clip_cov: a token with a negative advantage and a
+    ratio below 1 - clip_low gets no gradient that would lower the ratio further."""
     clip_high: float = Field(default=0.2, gt=0.0)
-    """A token whose ratio is above 1 + clip_high gets no gradient that would raise it further (its
-    advantage is positive); cispo cuts its weight there."""
+    """Upper clip range: a token with a positive advantage and a ratio above 1 + clip_high gets no
+    gradient that would raise the ratio further. cispo truncates its weight there."""
     dual_clip: float | None = Field(default=None, gt=1.0)
-    """Bound on the loss of negative advantages (arXiv:1912.09729); ppo, gspo and clip_cov."""
+    """Dual-clip bound on the loss of negative advantages (arXiv:1912.09729), for ppo, gspo and
+    clip_cov. null means no bound."""
     cispo_low: float | None = Field(default=None, gt=0.0, le=1.0)
-    """cispo: a token's weight is at least 1 - cispo_low (arXiv:2506.13585, eq. 5); null: no bound,
-    as the paper ran it."""
+    """cispo: lower bound 1 - cispo_low on the weight of a token (arXiv:2506.13585, eq. 5). null
+    means no bound, as in the paper's runs."""
     nll_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the mean negative log-likelihood of positive examples (VAPO, arXiv:2504.05118);
-    0: none."""
+    """Coefficient of the mean negative log-likelihood of positive examples (VAPO,
+    arXiv:2504.05118). 0 means no such term."""
     nll_min_score: float = 1.0
-    """A response is a positive example where its score, before KL and shaping, is at least this."""
+    """Minimum score, before KL and shaping, of a positive example."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
-    """Clip of the value change; null: plain squared error."""
+    """Clip range of the value change from before the update. null means plain squared error."""
     num_epochs: int = Field(default=1, ge=1)
-    """Passes over a step's responses."""
+    """Passes over the responses of a step."""
     minibatch_size: int = Field(default=32, ge=1)
-    """Responses per optimizer step, over all workers; a step with fewer responses than planned is
-    cut into minibatches of like size, none larger."""
+    """Responses per optimizer step, over all workers. A step with fewer responses than planned is
+    split into minibatches of similar size, none larger than this."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """First steps of the run that update only the critic, by targets of lambda 1 unless
-    `critic_lambda` is set."""
+    """Number of steps at the start of the run that update only the critic. Their targets have
+    lambda 1 unless `critic_lambda` is set."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the entropy bonus, at the start; 0: entropy is only logged."""
+    """Initial coefficient of the entropy bonus. 0 means that entropy is only logged."""
     entropy_target: float | None = Field(default=None, gt=0.0)
-    """Nats per token that entropy is kept above: the bonus acts only after a step at or below it,
-    and its weight then grows by `entropy_delta`, else it shrinks (arXiv:2505.22312); null: the
-    weight is fixed."""
+    """Entropy, in nats per token, above which the policy is to stay (arXiv:2505.22312). The bonus
+    acts only after a step with an entropy at or below it; after such a step its coefficient grows
+    by `entropy_delta`, after any other it shrinks. null means a fixed coefficient."""
     entropy_delta: float = Field(default=0.005, gt=0.0)
-    """What a step adds to the weight of the entropy bonus, or takes from it."""
+    """Step size of the entropy coefficient controller."""
     kl: KLSection = KLSection()
     covariance: CovarianceSection = CovarianceSection()
     shaping: ShapingSection = ShapingSection()
     filter: FilterSection = FilterSection()
     old_log_probs: Literal["learner", "engine"] = "learner"
-    """What a ratio compares the policy with. learner: its own log-probs before the update, which
-    are computed; how far the engine was from them is for `correction` to weigh. engine: those that
-    the engine sampled with, which are there: the ratio then spans the whole way, staleness and
-    rounding included, and the clip bounds it. So is the KL in the reward of these log-probs."""
+    """Old log-probs of the ratio. learner: the learner computes them before the update, and
+    `correction` handles their distance to the engine's; engine: those reported by the engine are
+    used, at no cost, so that the ratio and its clip also cover staleness and rounding. The KL in
+    the reward uses the same log-probs."""
     correction: CorrectionSection = CorrectionSection()
 
     @model_validator(mode="before")
@@ -346,7 +364,7 @@ class PPOSection(Config):
         return with_preset(values) if isinstance(values, Mapping) else values
 
     def _usual(self, key: str) -> Any:
-        """The value of the preset, if it has one."""
+        """Return the preset's value, if it has one, else the default."""
         return flatten(PRESETS.get(self.preset or "", {})).get(key, super()._usual(key))
 
     def _problems(self) -> Iterator[str]:
@@ -434,47 +452,51 @@ class PPOSection(Config):
             yield from self._idle("shaping.overlong_factor", f"{key} is null", f"set {key}")
 
     def critic_lambda_at(self, step: int) -> float | None:
-        """Lambda of the critic's targets in a step, counted from 1; None: that of the policy."""
+        """Return the lambda of the critic's targets in a step, counted from 1; None means the
+        policy's.
+        """
         warming_up = self.critic_lambda is None and step <= self.critic_warmup_steps
         return 1.0 if warming_up else self.critic_lambda
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantage estimator uses values."""
+        """True if the advantage estimator uses values."""
         return ESTIMATORS.get(self.advantage, Estimator()).needs_critic
 
     @property
     def needs_group(self) -> bool:
-        """Whether the advantage estimator compares the samples of a prompt."""
+        """True if the advantage estimator compares the samples of a prompt."""
         return self.advantage in GROUP_ADVANTAGES
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probs of the reference model are used."""
+        """True if log-probs of the reference model are used."""
         return self.kl.coef > 0.0
 
     @property
     def allows_for_staleness(self) -> bool:
-        """Whether the loss knows that a token was sampled by older weights."""
+        """True if the loss accounts for tokens that older weights sampled."""
         return self.old_log_probs == "engine" or self.correction.kind != "none"
 
     @property
     def has_kl_in_reward(self) -> bool:
-        """Whether the token rewards have a KL penalty in them."""
+        """True if the token rewards contain a KL penalty."""
         return self.needs_reference and self.kl.placement == "reward"
 
     @property
     def needs_covariance(self) -> bool:
-        """Whether the policy's loss holds back tokens of high covariance."""
+        """True if the policy loss holds back tokens of high covariance."""
         return self.policy_loss in ("clip_cov", "kl_cov")
 
     def computes_old_log_probs(self, *, is_one_update: bool) -> bool:
-        """Whether the learner's log-probs before the update take a pass of their own.
+        """Return whether the learner's log-probs before the update need a forward pass of their
+        own.
 
-        They do not where nothing reads them before the first update, which has them too.
+        The first update computes the same log-probs, so a pass is needed only if something reads
+        them earlier or a second update follows.
 
         Args:
-            is_one_update: All responses of the step are one minibatch.
+            is_one_update: True if all responses of the step are one minibatch.
         """
         if self.old_log_probs == "engine":
             return False

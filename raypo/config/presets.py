@@ -1,4 +1,4 @@
-"""Published combinations by name: what `ppo.preset` sets where a file says nothing."""
+"""Presets: published combinations of keys below `ppo`, as defaults of `ppo.preset`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
     # Ahmadian et al. 2024, arXiv:2402.14740, section 2: a response is one action, so its token
-    # losses are summed; `constant` is that sum but for a factor that is the same for all.
+    # losses are summed; `constant` is that sum up to a factor that is the same for all responses.
     "rloo": {
         "advantage": "rloo",
         "policy_loss": "ppo",
@@ -102,7 +102,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
     # MiniMax 2025, arXiv:2506.13585, eq. 4 and 5, section 3.1: dynamic sampling and overlong
-    # penalty are DAPO's. Its bound is not published; weights of up to 5 are from arXiv:2510.13786.
+    # penalty are DAPO's. Its bound is unpublished; weights of up to 5 are from arXiv:2510.13786.
     "cispo": {
         "advantage": "grpo",
         "policy_loss": "cispo",
@@ -113,7 +113,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "filter": {"enabled": True},
         "shaping": {"overlong_buffer_tokens": "auto", "overlong_factor": 1.0},
     },
-    # Gao et al. 2025, arXiv:2511.20347: temperatures 1.0 and 1.05 are those of the surrogate.
+    # Gao et al. 2025, arXiv:2511.20347: the surrogate has the temperatures 1.0 and 1.05.
     "sapo": {
         "advantage": "grpo",
         "policy_loss": "sapo",
@@ -122,7 +122,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
     # Yue et al. 2025, arXiv:2504.05118, section 4: VC-PPO's critic (arXiv:2503.01491), lambda by
-    # length, clip-higher, token mean, positive examples; groups of 16 samples are the rollout's.
+    # length, clip-higher, token mean, positive examples. Its groups of 16 belong in `rollout`.
     "vapo": {
         "advantage": "gae",
         "policy_loss": "ppo",
@@ -138,11 +138,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
 }
-"""Keys below `ppo` by preset; what is not listed has the default of its key."""
+"""Preset -> its keys below `ppo`. Keys that are not listed keep their defaults."""
 
 
 def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a `ppo` section on top of those of its preset."""
+    """Return the keys of a `ppo` section on top of those of its preset."""
     preset = PRESETS.get(str(values.get("preset")), {})
     return _merged(preset, values)
 

@@ -1,4 +1,4 @@
-"""From a run file to the config class of its recipe."""
+"""Selection of the config class by a run file's recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypo.config.run_config import OnlineConfig, PPOConfig
 from raypo.config.supervised_config import PolicyExamplesConfig, RewardModelConfig, SFTConfig
 
 AnyConfig = OnlineConfig | PolicyExamplesConfig | RewardModelConfig
-"""Of any recipe."""
+"""The config of any recipe."""
 
 RECIPES: dict[str, type[AnyConfig]] = {
     "ppo": PPOConfig,
@@ -35,7 +35,11 @@ RECIPES: dict[str, type[AnyConfig]] = {
 def load_run_config(
     path: str | Path, overrides: Mapping[str, Any] | Sequence[str] | None = None
 ) -> AnyConfig:
-    """The config of a run file of any recipe, overrides on top; without `recipe` it is ppo.
+    """Load a run file of any recipe and apply overrides. Without the key `recipe` it is ppo.
+
+    Args:
+        path: A YAML file, or the folder of a run.
+        overrides: As in `RunFile.load`.
 
     Raises:
         ConfigError: as `RunFile.load`, or the recipe is unknown.
@@ -44,7 +48,11 @@ def load_run_config(
 
 
 def parse_run_config(values: Mapping[str, Any], *, origin: str) -> AnyConfig:
-    """The config of plain nested values of any recipe."""
+    """Validate plain nested values of any recipe and return the config.
+
+    Raises:
+        ConfigError: as `load_run_config`.
+    """
     if "space" in values and "base" in values:
         raise ConfigError(f"{origin}: this is a sweep, no run. Start it by raypo sweep {origin}.")
     recipe = values.get("recipe", "ppo")

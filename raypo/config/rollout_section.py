@@ -1,4 +1,4 @@
-"""How responses are sampled, and by which engines."""
+"""The `rollout` section: sampling of responses, and the engines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from raypo.config.sources import one_or_many
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)]
 
 InFlight = Literal["keep", "recompute", "restart"]
-"""What becomes of requests that are being sampled when new weights arrive. keep: they go on with
-the keys and values of the old weights; recompute: these are computed again, the tokens stay;
-restart: they wait for their turn again, and are sampled from their first token."""
+"""Treatment of requests in flight when new weights arrive. keep: they continue with the KV cache of
+the old weights; recompute: their tokens stay and the KV cache is recomputed; restart: they return
+to the queue and are sampled again from their first token."""
 
 _OF_EPISODES = "max_turns max_episode_tokens step_timeout_s max_concurrent_steps turns"
 _OF_ENVIRONMENTS = "environment_args environment_processes"
@@ -23,51 +23,51 @@ _OF_AGENTS = "agent_args limit_score endpoint_host"
 
 
 class EngineSection(Config):
-    """The vLLM engines that sample."""
+    """vLLM engines that sample responses."""
 
     count: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Engines; auto: one on CPU, one for each `tensor_parallel` workers on GPU."""
+    """Number of engines. auto: one on CPUs; on GPUs one per `tensor_parallel` workers."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs of one node that share an engine: of as many workers, or of one dedicated bundle. On
-    CPU as many processes share it."""
+    """Number of GPUs, on one node, that an engine is sharded over: those of as many workers, or of
+    one dedicated bundle. On CPUs the number of processes."""
     gpu_memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Share of a GPU's memory that an engine may take."""
+    """Fraction of a GPU's memory that an engine may use."""
     kv_cache_gb: float | None = Field(default=None, gt=0.0)
-    """KV cache in GB of each device; null: a fitting size on CPU, what `gpu_memory_fraction`
-    leaves on GPU."""
+    """Size of the KV cache on each device, in GB. null means a suitable size on CPUs, and on GPUs
+    what `gpu_memory_fraction` leaves."""
     transport: Literal["auto", "object", "ipc", "nccl"] = "auto"
-    """How new weights reach the engines. object: through Ray's object store, anywhere; ipc: CUDA
-    IPC, for engines on the learner workers' GPUs; nccl: broadcast, for engines on GPUs of their
-    own; auto: the one of these that fits."""
+    """Transport of new weights to the engines. object: Ray's object store, which works anywhere;
+    ipc: CUDA IPC, for engines on the learner workers' GPUs; nccl: broadcast, for engines on GPUs of
+    their own; auto: whichever of these fits."""
     push_timeout_s: float = Field(default=300.0, gt=0.0)
-    """nccl: seconds that the broadcast of one bucket (256 MB) may take."""
+    """nccl: timeout of the broadcast of one bucket (256 MB), in seconds."""
     sleep: bool | Literal["auto"] = "auto"
-    """GPU, colocated: engine, frozen models and learner take turns in the GPU's memory; what
-    does not work is off-loaded to the host. false: all stay, which is faster where they fit.
-    auto: false where all of them fit side by side with a margin (`raypo plan` says so)."""
+    """Sharing of GPU memory by colocated models, for GPUs. true: engine, frozen models and learner
+    use it in turns, and the idle ones are offloaded to the host; false: all stay on the GPU, which
+    is faster if they fit; auto: false if they all fit with a margin (`raypo plan` shows it)."""
     prefix_caching: bool = True
-    """Keep the keys and values of shared prompt prefixes between requests of one weight version."""
+    """Reuse the KV cache of shared prompt prefixes across requests of one weight version."""
     seeds: Literal["request", "engine"] = "request"
-    """Random numbers of training samples. request: each sample has its own seed, so it does not
-    depend on its batch, and a run repeats and resumes to the same samples. engine: one random state
-    for the whole engine; samples then depend on what is sampled beside them, and a run that is
-    repeated or resumed draws others. That is faster only with vLLM's model runner V1 on GPUs (vLLM
-    0.23 with all models but Llama, Mistral and Qwen3), which launches one kernel for each seed and
-    step. Held-out samples have seeds in any case."""
+    """Random seeds of training samples. request: one seed per sample, so that a sample does not
+    depend on its batch, and a run that is repeated or resumed draws the same samples. engine: one
+    random state per engine, so that samples depend on their batch, and a run that is repeated or
+    resumed draws others. engine is faster only with vLLM's model runner V1 on GPUs (in vLLM 0.23
+    all models but Llama, Mistral and Qwen3), which launches one kernel per seed and step. Held-out
+    samples always have seeds of their own."""
     max_waiting: int = Field(default=4096, ge=1)
-    """Requests that wait in an engine to join those that it samples; beyond, they wait at their
-    callers. A batch of a synchronous run enters as a whole and does not count."""
+    """Maximum number of requests in an engine's queue. Further ones wait at their callers. A batch
+    of a synchronous run enters as a whole and does not count."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Any other argument of vLLM's EngineArgs; it wins over raypo's choice. What another key says
-    is refused here."""
+    """Further arguments of vLLM's EngineArgs, which override raypo's choice. Arguments that another
+    config key sets are refused."""
 
     @property
     def sleeps(self) -> bool:
-        """Whether models take turns in a GPU's memory; False where `sleep` is not decided."""
+        """True if models share a GPU's memory in turns; False while `sleep` is auto."""
         return self.sleep is True
 
     def resolved_count(self, *, num_workers: int, use_gpu: bool) -> int:
-        """Engines that are started."""
+        """Return the number of engines to start."""
         if self.count != "auto":
             return self.count
         return max(1, num_workers // self.tensor_parallel) if use_gpu else 1
@@ -75,15 +75,15 @@ class EngineSection(Config):
     def resolved_transport(
         self, *, colocated: bool, use_gpu: bool, share_gpus: bool = False
     ) -> Literal["object", "ipc", "nccl"]:
-        """The transport that is used.
+        """Return the transport to use.
 
         Args:
-            colocated: The engines live on the learner workers' devices.
-            use_gpu: These devices are GPUs.
-            share_gpus: Several engines live on one of them.
+            colocated: True if the engines are on the learner workers' devices.
+            use_gpu: True if these devices are GPUs.
+            share_gpus: True if several engines share a GPU.
 
         Raises:
-            ConfigError: the one that is set cannot work here.
+            ConfigError: the configured transport cannot work here.
         """
         if self.transport == "object" or (self.transport == "auto" and not use_gpu):
             return "object"
@@ -115,147 +115,151 @@ class EngineSection(Config):
 
 
 class SamplingSection(Config):
-    """How held-out prompts are answered, where `eval.function` judges the answers."""
+    """Sampling of responses to held-out prompts, for `eval.function` to score."""
 
     max_new_tokens: int = Field(default=64, ge=1)
-    """Longest response in tokens."""
+    """Maximum response length in tokens."""
     temperature: float = Field(default=1.0, gt=0.0)
-    """Sampling temperature; log-probs everywhere are of the tempered distribution."""
+    """Sampling temperature. All log-probs are those of the tempered distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus sampling. Below 1, as with `top_k` and `min_p`, the engine's log-probs are of what is
-    left of the distribution, and the learner's of all of it, so that they cannot be compared:
-    ppo.correction is refused, and the metrics of mismatch contain the truncation too."""
+    """Probability mass of nucleus sampling; 1 means off. Below 1, and with `top_k` or `min_p`, the
+    engine's log-probs are those of the truncated distribution and cannot be compared with the
+    learner's, which are those of the whole one. ppo.correction is then refused, and the mismatch
+    metrics include the truncation."""
     top_k: int | None = Field(default=None, ge=1)
-    """Sample among the likeliest so many tokens; null: among all."""
+    """Number of most likely tokens to sample from. null means all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Sample among tokens that are at least so likely, as a share of the likeliest one's
-    probability (arXiv:2407.01082); 0: among all."""
+    """Minimum probability of a token, as a fraction of that of the most likely one
+    (arXiv:2407.01082). 0 means no minimum."""
     stop: Texts = ()
-    """Strings that end a response, which is trained up to and with the token that completes one: no
-    log-prob changes. Texts of special tokens are not seen; the model's own end of sequence ends a
-    response in any case."""
+    """Stop strings. A response ends with the token that completes one and is trained up to and
+    including it; log-probs do not change. Texts of special tokens do not match. The model's own end
+    of sequence always ends a response."""
     engine: EngineSection = EngineSection()
 
     @property
     def reads_text(self) -> bool:
-        """Whether an engine must know the texts of tokens, to end a response at strings."""
+        """True if an engine needs the texts of tokens, to match stop strings."""
         return bool(self.stop)
 
     @property
     def max_response_tokens(self) -> int:
-        """Longest response in tokens, all turns of an episode together."""
+        """Maximum response length in tokens, over all turns of an episode."""
         return self.max_new_tokens
 
     @property
     def length_key(self) -> str:
-        """The key that `max_response_tokens` is from."""
+        """Config key that sets `max_response_tokens`."""
         return "rollout.max_new_tokens"
 
     @property
     def truncation(self) -> tuple[str, float] | None:
-        """The first key that cuts the distribution off, with its value; None: nothing does."""
+        """First key that truncates the distribution, and its value; None if none does."""
         usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
         values = ((f"rollout.{key}", getattr(self, key), off) for key, off in usual.items())
         return next(((key, value) for key, value, off in values if value != off), None)
 
 
 class RolloutSection(SamplingSection):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     section = "rollout."
 
     prompts_per_step: int = Field(default=32, ge=1)
-    """Prompts of one step, over all workers."""
+    """Prompts per step, over all workers."""
     samples_per_prompt: int = Field(default=4, ge=1)
     """Responses sampled for each prompt."""
     mode: Literal["sync", "one_step_off", "async"] = "sync"
-    """sync: sample, then update. one_step_off: sample the next step's batch while the learner
-    updates, one weight version behind; runs repeat bit for bit. async: as far ahead as
-    the learner needs, within `max_staleness`. The last two need engines with resources of their own
-    (placement.mode)."""
+    """Schedule of sampling and updates. sync: sample, then update. one_step_off: sample the next
+    step's batch while the learner updates, one weight version behind; runs repeat bit for bit.
+    async: sample as far ahead as the learner needs, within `max_staleness`. one_step_off and async
+    need engines with resources of their own (placement.mode)."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """async: most weight versions between the first token of a response and the update that trains
-    it; auto: 1. In the other modes it is what the mode says: 0 or 1."""
+    """async: maximum number of weight versions between the first token of a response and the update
+    that trains it. auto: 1. The other modes have a fixed staleness: sync 0, one_step_off 1."""
     in_flight: InFlight = "recompute"
-    """async: what becomes of responses that are being sampled when new weights arrive. recompute:
-    they go on, with the keys and values of their tokens computed again; keep: with those of the
-    older weights, which costs nothing (arXiv:2509.19128); restart: they are sampled again from
-    their first token, under one version."""
+    """async: treatment of responses in flight when new weights arrive. recompute: they continue,
+    with the KV cache of their tokens recomputed; keep: they continue with the KV cache of the older
+    weights, at no cost (arXiv:2509.19128); restart: they are sampled again from their first token,
+    under one version."""
 
     environment: str | None = None
-    """`file.py:Class` or `package.module:Class` of an environment that answers each turn of the
-    policy: a response is then an episode of several turns (docs/environments.md)."""
+    """Environment class that answers each turn of the policy, `file.py:Class` or
+    `package.module:Class`. A response is then an episode of several turns (docs/environments.md).
+    null means single responses."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments that each episode's environment is made with."""
+    """Keyword arguments for the environment of each episode."""
     environment_processes: int = Field(default=0, ge=0)
-    """Processes of each learner worker that environments run in; what hangs there is ended. An
-    environment is pickled between its turns. 0: they run in the worker itself, those with plain
-    (blocking) methods in threads."""
+    """Worker processes for environments, on each learner worker. A call that hangs there is killed,
+    and an environment is pickled between its turns. 0 runs them in the learner worker itself, and
+    those with plain (blocking) methods in threads."""
     agent: str | None = None
-    """`file.py:Class` or `package.module:Class` of an agent, which asks the policy as it likes and
-    gives the episode its score; instead of an environment."""
+    """Agent class, `file.py:Class` or `package.module:Class`, as an alternative to an environment.
+    An agent calls the policy as it likes and returns the score of the episode. null means none."""
     agent_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments that each episode's agent is made with."""
+    """Keyword arguments for the agent of each episode."""
     limit_score: float | None = Field(default=None, allow_inf_nan=False)
-    """Score of an agent's episode that ends because it wants more than `max_turns` or
-    `max_episode_tokens` admit; it counts as truncated. null: it counts as failed. An environment's
-    episode keeps its rewards."""
+    """Score of an agent's episode that ends because it would exceed `max_turns` or
+    `max_episode_tokens`; it counts as truncated. null means that it counts as failed. An
+    environment's episode keeps its rewards."""
     endpoint_host: str = "127.0.0.1"
-    """Address that the endpoint for agents listens on, and that `policy.base_url` names; 0.0.0.0:
-    all of the node's, and `policy.base_url` names the one by which others reach it. For agents in
-    containers or on other machines."""
+    """Address that the endpoint for agents listens on, and the host in `policy.base_url`. 0.0.0.0:
+    all addresses of the node, and `policy.base_url` has the one that other machines can reach, for
+    agents in containers or on other machines."""
     turns: Literal["auto", "in_step", "continuous"] = "auto"
-    """When the turns of episodes are sampled. in_step: those of all that go on together, when the
-    last of them has asked; such runs can repeat bit for bit. continuous: each as soon as it is
-    asked for, by one engine for all of an episode, so that no episode waits for another. auto:
-    continuous where requests are in flight when weights are pushed (mode async), else in_step."""
+    """Scheduling of the turns of episodes. in_step: the next turns of all unfinished episodes are
+    sampled as one batch, once the last of them is ready; such runs can repeat bit for bit.
+    continuous: each turn is sampled as soon as it is requested, by one engine per episode, so that
+    no episode waits for another. auto: continuous if requests are in flight when weights are pushed
+    (mode async), else in_step."""
     max_turns: int = Field(default=8, ge=1)
-    """Most turns of the policy in an episode; `max_new_tokens` is then of a single turn."""
+    """Maximum number of policy turns in an episode. `max_new_tokens` is then the limit of a single
+    turn."""
     max_episode_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of an episode after its prompt: all turns of the policy, and what the environment
-    writes between them."""
+    """Maximum number of tokens of an episode after its prompt: all turns of the policy and the
+    environment's texts between them. Episodes require it."""
     step_timeout_s: float | None = Field(default=60.0, gt=0.0)
     """Seconds that an environment may take for a turn, or an agent between two calls of the policy,
-    before the episode counts as failed; null: any. A coroutine that blocks all episodes for so long
-    ends the run."""
+    before the episode counts as failed. null means no limit. A coroutine that blocks all episodes
+    for this long ends the run."""
     max_concurrent_steps: int = Field(default=256, ge=1)
-    """Most calls of environments that are under way at a time, of each learner worker; of agents
-    those that work, and do not wait for the policy."""
+    """Maximum number of environment calls in flight per learner worker. For agents: maximum number
+    of agents that are working rather than waiting for the policy."""
 
     @property
     def reads_text(self) -> bool:
-        """Also for agents: their own requests may have such strings."""
+        """True if an engine needs the texts of tokens; agents may send stop strings too."""
         return bool(self.stop) or self.agent is not None
 
     @property
     def is_episodic(self) -> bool:
-        """Whether responses are episodes."""
+        """True if responses are episodes."""
         return self.environment is not None or self.agent is not None
 
     @property
     def max_response_tokens(self) -> int:
-        """Longest response in tokens, all turns of an episode together."""
+        """Maximum response length in tokens, over all turns of an episode."""
         return self.max_episode_tokens or self.max_new_tokens
 
     @property
     def length_key(self) -> str:
-        """The key that `max_response_tokens` is from."""
+        """Config key that sets `max_response_tokens`."""
         return f"rollout.{'max_episode_tokens' if self.max_episode_tokens else 'max_new_tokens'}"
 
     @property
     def staleness(self) -> int:
-        """The bound on staleness, in weight versions."""
+        """Maximum staleness, in weight versions."""
         usual = 0 if self.mode == "sync" else 1
         return usual if self.max_staleness == "auto" else self.max_staleness
 
     @property
     def goes_in_step(self) -> bool:
-        """Whether the turns of all episodes are sampled together."""
+        """True if the turns of all episodes are sampled together."""
         return self.turns == "in_step" or (self.turns == "auto" and not self.has_requests_in_flight)
 
     @property
     def has_requests_in_flight(self) -> bool:
-        """Whether requests may be under way when weights are pushed."""
+        """True if requests may be in flight when weights are pushed."""
         return self.mode == "async" and self.staleness > 0
 
     def _problems(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The run files of the recipes that go by rounds: sample, judge, select, train, push."""
+"""Run files of the recipes that proceed in rounds: sample, score, select, train, push weights."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from raypo.config.supervised_config import ExamplesLearnerSection
 
 
 class RoundsLearnerSection(ExamplesLearnerSection):
-    """The workers that train on what a round has selected."""
+    """Learner workers that train on the examples that a round has selected."""
 
     num_epochs: int = Field(default=1, ge=1)
-    """Passes over it. The learning rate follows its schedule from round to round."""
+    """Passes over a round's examples. The learning-rate schedule continues from round to round."""
 
 
 class RoundsConfig(OnlineConfig):
-    """What the run files of the recipes have in common that go by rounds; `num_steps` of them."""
+    """Base class of the run files of recipes that proceed in `num_steps` rounds."""
 
     learner: RoundsLearnerSection = RoundsLearnerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def rows_per_update(self) -> int:
-        """Examples of a batch."""
+        """Examples in a batch."""
         return self.learner.batch_size
 
     @property
     def trained_temperature(self) -> float:
-        """What is learned is the distribution itself, however it was sampled."""
+        """Temperature 1: training is untempered, whatever the sampling temperature."""
         return 1.0
 
     def _problems(self) -> Iterator[str]:
@@ -68,40 +68,44 @@ class RoundsConfig(OnlineConfig):
 
 
 class TeacherModelSection(ModelSection):
-    """Which models a distillation is made of."""
+    """The models of a distillation."""
 
     teacher: str | dict[str, str]
-    """The model to learn from, with the policy's vocabulary, or one for each source of data.prompts
-    by its name: {sums: PATH, products: PATH}. Each is deployed as a reference is: their keys are
+    """Teacher model with the policy's vocabulary, or one teacher per source of data.prompts by
+    name: {sums: PATH, products: PATH}. Teachers are deployed like a reference model; their keys are
     placement.frozen.reference, placement.gpus.reference and placement.mode.reference."""
 
 
 class DistilledDataSection(DataSection):
-    """Where prompts come from, and texts that a teacher has written."""
+    """Prompts, and texts written by a teacher."""
 
     response_key: str | None = None
-    """Column of the responses to learn off-policy: a text, or one chat message of the assistant."""
+    """Column of the responses for off-policy distillation: a text, or one chat message of the
+    assistant. null means no such responses."""
     max_response_tokens: int = Field(default=1024, ge=1)
-    """Longest such response in tokens, its end included; longer ones follow `too_long`."""
+    """Maximum length of such a response in tokens, including its end; longer ones follow
+    `too_long`."""
 
 
 class DistillationSection(Config):
-    """How the policy learns from its teacher, at temperature 1."""
+    """Distillation loss, at temperature 1."""
 
     section = "distillation."
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
-    """What is minimised at every token (arXiv:2306.13649): forward_kl, of teacher from policy,
-    covers all that the teacher does; reverse_kl, of policy from teacher, stays with what it does
-    most; jsd lies between them."""
+    """Divergence that is minimised at every token (arXiv:2306.13649). forward_kl: KL(teacher ||
+    policy), which makes the policy cover everything the teacher does; reverse_kl: KL(policy ||
+    teacher), which keeps the policy to what the teacher does most; jsd: generalized Jensen-Shannon
+    divergence, between the two."""
     beta: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """jsd: the teacher's share of the mixture; towards 0 its gradient is forward_kl's, towards 1
-    reverse_kl's."""
+    """jsd: the teacher's weight in the mixture. Towards 0 its gradient is that of forward_kl,
+    towards 1 that of reverse_kl."""
     top_k: Annotated[int, Field(ge=1)] | None = 64
-    """Tokens whose probabilities the teacher gives in each place, the likeliest; all others count
-    as one event, so what is minimised is a lower bound. null: the whole vocabulary."""
+    """Number of most likely tokens per position for which the teacher returns probabilities. All
+    other tokens count as one event, so the loss is a lower bound of the divergence. null means the
+    whole vocabulary."""
     on_policy_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of a round's prompts that the policy answers itself; the others come with the texts of
+    """Fraction of a round's prompts that the policy answers itself. The others use the texts in
     data.response_key."""
 
     def _problems(self) -> Iterator[str]:
@@ -111,7 +115,7 @@ class DistillationSection(Config):
 
 
 class DistillationConfig(RoundsConfig):
-    """The whole run file of the `distillation` recipe: a policy learns a teacher's distributions.
+    """Run file of the `distillation` recipe: a policy learns the distributions of a teacher.
 
     Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649.
     """
@@ -125,14 +129,16 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def teacher_of(self) -> dict[str, str]:
-        """Name of each source -> the path of its teacher."""
+        """Name of each source -> path of its teacher."""
         teacher = self.model.teacher
         names = [source_name(source) for source in self.data.prompts]
         return dict.fromkeys(names, teacher) if isinstance(teacher, str) else teacher
 
     @property
     def references(self) -> dict[str, str]:
-        """The teachers, which are deployed as references are; a model that teaches twice once."""
+        """Role -> path of each teacher, deployed like a reference model; shared teachers appear
+        once.
+        """
         models = list(dict.fromkeys(self.teacher_of.values()))
         if len(models) == 1:
             return {"reference": models[0]}
@@ -140,7 +146,7 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def prompts_answered(self) -> int:
-        """Prompts of a round that the policy answers."""
+        """Number of prompts in a round that the policy answers."""
         return round(self.distillation.on_policy_fraction * self.rollout.prompts_per_step)
 
     def _problems(self) -> Iterator[str]:
@@ -192,16 +198,17 @@ class DistillationConfig(RoundsConfig):
 
 
 class SelectionSection(Config):
-    """Which responses are worth learning."""
+    """Selection of the responses to train on."""
 
     top_k: Annotated[int, Field(ge=1)] | None = 1
-    """Most responses of a prompt, the best first; null: all that `min_score` lets through."""
+    """Maximum number of responses per prompt, best first. null means all with at least `min_score`.
+    """
     min_score: float | None = None
-    """Least score of a response; null: no bound."""
+    """Minimum score of a response. null means no minimum."""
     distinct: bool = True
-    """Keep one of a prompt's responses with the same tokens."""
+    """Keep only one of a prompt's responses with the same tokens."""
     train: bool = True
-    """Train on them; false: only write them, into `selected/`."""
+    """Train on the selected responses. false: only write them, to `selected/`."""
 
     def _problems(self) -> Iterator[str]:
         if self.top_k is None and self.min_score is None:
@@ -212,7 +219,7 @@ class SelectionSection(Config):
 
 
 class RejectionSamplingConfig(RoundsConfig):
-    """The whole run file of the `rejection_sampling` recipe: learn the best of several samples.
+    """Run file of the `rejection_sampling` recipe: train on the best of several samples.
 
     Papers: Touvron et al. 2023, arXiv:2307.09288, section 3.2.3; Dong et al. 2023 (RAFT),
     arXiv:2304.06767.
@@ -233,17 +240,17 @@ class RejectionSamplingConfig(RoundsConfig):
 
 
 class PairingSection(Config):
-    """Which responses are compared: a prompt's best with its worst."""
+    """Pairing of responses: the best of a prompt with its worst."""
 
     min_gap: float = Field(default=0.0, ge=0.0)
-    """Least difference of their scores; equal scores are a tie in any case, and skipped."""
+    """Minimum score difference of a pair. Equal scores are a tie and are always skipped."""
     reference: Literal["round", "start"] = "round"
-    """What the policy is held to: itself as the round found it, or model.reference (null: as the
-    run found it), which is deployed as PPO's is."""
+    """Reference model of the DPO loss. round: the policy at the start of the round; start:
+    model.reference (null: the policy at the start of the run), which is deployed as in PPO."""
 
 
 class IterativeDPOConfig(RoundsConfig):
-    """The whole run file of the `iterative_dpo` recipe: sample, judge, pair, DPO, again.
+    """Run file of the `iterative_dpo` recipe: repeat sampling, scoring, pairing and DPO.
 
     Paper: Xiong et al. 2023, arXiv:2312.11456, algorithm 2.
     """
@@ -254,14 +261,17 @@ class IterativeDPOConfig(RoundsConfig):
 
     @property
     def reference(self) -> str | None:
-        """What a reference deployment holds; with `model.lora` the policy itself, adapter off."""
+        """Path of the model of the reference deployment; None if no deployment is needed.
+
+        With `model.lora` and no model.reference, the policy with its adapter off is the reference.
+        """
         if self.iterative_dpo.reference == "round" or not self.dpo.needs_reference:
             return None
         return None if self.model.is_own_reference else self.model.reference or self.model.policy
 
     @property
     def rows_per_update(self) -> int:
-        """Responses of a batch's pairs, two each."""
+        """Responses in a batch of pairs, two per pair."""
         return 2 * self.learner.batch_size
 
     def _problems(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The run files: one root class a recipe, and the rules between sections."""
+"""Root config classes of the run files, one per recipe, and the rules between sections."""
 
 from __future__ import annotations
 
@@ -39,35 +39,36 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "stop",
     "storage_path",
 )
-"""Sections and keys that may change when a run is resumed; `num_steps` may where no learning rate
-follows from it."""
+"""Sections and keys that may change when a run is resumed. `num_steps` may change too if no
+learning rate depends on it."""
 
 
 class RecipeConfig(RunFile):
-    """What the run files of all recipes have in common."""
+    """Base class of the run files of all recipes."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Run folder: <storage_path>/<name>/."""
+    """Name of the run; its folder is <storage_path>/<name>/."""
     recipe: str
-    """What the file is of: ppo, sft, reward_model, dpo, rejection_sampling, iterative_dpo or
-    distillation; without the key it is ppo."""
+    """Recipe of the run: ppo, sft, reward_model, dpo, rejection_sampling, iterative_dpo or
+    distillation. A file without this key is a ppo run."""
     seed: int = Field(default=0, ge=0)
-    """Seed of sampling, data order, dealing and new weights."""
+    """Random seed of sampling, data order, minibatches and newly initialized weights."""
     num_steps: int = Field(default=40, ge=1)
-    """ppo: one rollout batch and its updates; sft, reward_model, dpo: one optimizer step; the
-    others: one round. A run that is given more of them goes on."""
+    """Number of steps. ppo: a step is one rollout batch and its updates; sft, reward_model, dpo:
+    one optimizer step; the others: one round. A larger number extends a finished run."""
     from_checkpoint: str | None = None
-    """Begin with the whole state of another run of this recipe, whatever other values this one has:
-    the folder or URI of that run (its newest checkpoint), its `best/`, or one of its checkpoints.
-    Steps count on from there. For its weights only, name that run's policy/ as model.policy."""
+    """Start from the whole training state of another run of this recipe, even if the config
+    differs: the folder or URI of that run (its newest checkpoint), its `best/`, or one of its
+    checkpoints. Steps continue from there. To start from its weights only, set model.policy to that
+    run's policy/. null means a fresh start."""
     max_failures: int = Field(default=0, ge=-1)
-    """How often a run whose learner worker or Ray Train controller is lost goes on from its last
-    checkpoint by itself, as Ray's `FailureConfig(max_failures)` counts; -1: every time. An error
-    that a worker raises (of a reward function, say) counts as its loss, and may come again. In a
-    sweep each trial has as many."""
+    """Number of times that a run resumes by itself from its last checkpoint after the loss of a
+    learner worker or of the Ray Train controller, counted like Ray's `FailureConfig(max_failures)`;
+    -1 means no limit. An error that a worker raises (in a reward function, say) counts as a loss,
+    and may recur. In a sweep the number applies to each trial."""
     callbacks: Annotated[tuple[ImportPath, ...], BeforeValidator(one_or_many)] = ()
-    """Functions, `file.py:name`, that are called after each step, with a
-    `raypo.run.callbacks.StepView`; the numbers that they return become metrics."""
+    """Callbacks, `file.py:name`, that are called after each step with a
+    `raypo.run.callbacks.StepView`. The numbers that they return become metrics."""
     checkpoint: CheckpointSection = CheckpointSection()
     stop: StopSection = StopSection()
     placement: PlacementSection = PlacementSection()
@@ -76,17 +77,19 @@ class RecipeConfig(RunFile):
 
     @property
     def may_change_length(self) -> bool:
-        """Whether no step's numbers depend on `num_steps`, so that it may change on the way."""
+        """True if no step depends on `num_steps`, so that it may change during the run."""
         return getattr(getattr(self, "learner", None), "lr_schedule", "constant") == "constant"
 
     @property
     def measures_held_out(self) -> bool:
-        """Whether there are `eval/*` metrics."""
+        """True if there are `eval/*` metrics."""
         return bool(getattr(getattr(self, "eval", None), "prompts", None))
 
     @property
     def scheduled_steps(self) -> tuple[int, str] | None:
-        """Steps that learning rates follow, and the keys that say so; None: not known yet."""
+        """Number of steps in the learning-rate schedule, and the config keys that determine it;
+        None if it is not known yet.
+        """
         return self.num_steps, "num_steps"
 
     def _problems(self) -> Iterator[str]:
@@ -108,9 +111,9 @@ class RecipeConfig(RunFile):
             )
 
     def with_dtype(self, *, use_gpu: bool) -> Self:
-        """Return the config with `model.dtype: auto` decided: bfloat16 on GPUs, float32 on CPUs.
+        """Return the config with `model.dtype: auto` resolved: bfloat16 on GPUs, float32 on CPUs.
 
-        GPUs compute in float32 more slowly, and vLLM rounds it to TF32 there all the same.
+        On GPUs float32 is slower, and vLLM rounds it to TF32 there anyway.
         """
         model: Any = vars(self)["model"]
         if model.dtype != "auto":
@@ -120,7 +123,7 @@ class RecipeConfig(RunFile):
 
 
 class OnlineConfig(RecipeConfig):
-    """What the run files of the recipes have in common that train on what their engines sample."""
+    """Base class of the run files of recipes that train on responses of their engines."""
 
     paths: ClassVar[tuple[str, ...]] = (
         "model.policy",
@@ -148,7 +151,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def pushes_adapter(self) -> bool:
-        """Whether engines hold the policy's LoRA adapter beside the weights below it."""
+        """True if engines hold the base weights and the policy's LoRA adapter separately."""
         return self.model.lora is not None and self.model.lora.push == "adapter"
 
     @property
@@ -158,27 +161,27 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """Config key -> import path, of the functions that stand in the place of raypo's."""
+        """Config key -> import path of each function of the user's that replaces one of raypo's."""
         return {}
 
     @property
     def reference(self) -> str | None:
-        """Path of the model that a reference deployment holds; None: no deployment is needed."""
+        """Path of the model of the reference deployment; None if no deployment is needed."""
         return None
 
     @property
     def references(self) -> dict[str, str]:
-        """Role of each reference deployment -> the path of the model that it holds."""
+        """Role of each reference deployment -> path of its model."""
         return {"reference": self.reference} if self.reference else {}
 
     @property
     def reward_models(self) -> dict[str, RewardModelEntry]:
-        """Role of each reward model's deployment -> its entry of `model.reward`."""
+        """Role of each reward model's deployment -> its entry in `model.reward`."""
         return {f"reward_{number}": entry for number, entry in enumerate(self.model.reward or ())}
 
     @property
     def judges(self) -> dict[str, Any]:
-        """Config key -> value, of what scores responses in training."""
+        """Config key -> value of everything that scores responses in training."""
         of_sources = functions_of(self.data.prompts)
         judges = {
             "reward.function": self.reward.function,
@@ -190,27 +193,27 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic is trained beside the policy."""
+        """True if a critic is trained beside the policy."""
         return False
 
     @property
     def is_refilled(self) -> bool:
-        """Whether a step may draw more prompts than `rollout.prompts_per_step`."""
+        """True if a step may draw more prompts than `rollout.prompts_per_step`."""
         return False
 
     @property
     def trained_temperature(self) -> float:
-        """Temperature of the distribution whose log-probs learner and reference give."""
+        """Temperature of the log-probs that learner and reference compute."""
         return self.rollout.temperature
 
     @property
     @abstractmethod
     def rows_per_update(self) -> int:
-        """Most responses of one optimizer step, over all workers."""
+        """Maximum number of responses in an optimizer step, over all workers."""
 
     @property
     def engines_share_gpus(self) -> bool:
-        """Whether a dedicated bundle of one GPU holds several engines."""
+        """True if a dedicated bundle of one GPU holds several engines."""
         engine, share = self.rollout.engine, self.placement.gpus.engine
         count = engine.resolved_count(num_workers=self.learner.num_workers, use_gpu=True)
         is_dedicated = self.placement.group_of("engine") == "dedicated"
@@ -253,7 +256,7 @@ class OnlineConfig(RecipeConfig):
                 f"colocated engines take turns with it. Set placement.mode to dedicated (or to "
                 f"{{engine: dedicated}}), or rollout.mode to sync."
             )
-        if self.learner.use_gpu != "auto":  # else it is checked where the GPUs are known
+        if self.learner.use_gpu != "auto":  # auto is checked once the GPUs are known
             try:
                 engine.resolved_transport(
                     colocated=is_colocated,
@@ -306,7 +309,7 @@ class OnlineConfig(RecipeConfig):
 
 
 class PPOConfig(OnlineConfig):
-    """The whole run file of the `ppo` recipe; each part of the program gets its own section."""
+    """Run file of the `ppo` recipe."""
 
     functions: ClassVar[tuple[str, ...]] = (
         *OnlineConfig.functions,
@@ -321,7 +324,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """Config key -> import path of a loss, an advantage or a shaping of the user's own."""
+        """Config key -> import path of the user's loss, advantage and shaping functions."""
         named = {
             "ppo.policy_loss": self.ppo.policy_loss,
             "ppo.advantage": self.ppo.advantage,
@@ -331,9 +334,9 @@ class PPOConfig(OnlineConfig):
 
     @property
     def reference(self) -> str | None:
-        """Path of the model that a reference deployment holds; None: no deployment is needed.
+        """Path of the model of the reference deployment; None if no deployment is needed.
 
-        With `model.lora` the learner itself is the reference, its adapter off.
+        With `model.lora` and no model.reference, the learner with its adapter off is the reference.
         """
         if not self.ppo.needs_reference or self.model.is_own_reference:
             return None
@@ -341,22 +344,24 @@ class PPOConfig(OnlineConfig):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether `ppo.advantage` has values."""
+        """True if `ppo.advantage` uses values."""
         return self.ppo.needs_critic
 
     @property
     def is_refilled(self) -> bool:
-        """Whether `ppo.filter` drops groups."""
+        """True if `ppo.filter` is enabled."""
         return self.ppo.filter.enabled
 
     @property
     def rows_per_update(self) -> int:
-        """Responses of a minibatch."""
+        """Responses in a minibatch."""
         return self.ppo.minibatch_size
 
     @property
     def scheduled_steps(self) -> tuple[int, str]:
-        """Steps that update the policy; without any, those of the critic."""
+        """Number of steps that update the policy, or of those that update the critic if there are
+        none.
+        """
         waits = self.ppo.critic_warmup_steps
         if not 0 < waits < self.num_steps:
             return self.num_steps, "num_steps"

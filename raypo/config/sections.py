@@ -1,4 +1,4 @@
-"""The sections that every recipe's run file is made of."""
+"""Config sections that several recipes share."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
 
 OVERLAPPED_STAGE = 2
-"""Lowest ZeRO stage at which DeepSpeed sums gradients during the backward pass
-(`DeepSpeedEngine._do_sanity_check` of 0.19, where raypo decides when gradients are summed)."""
+"""Lowest ZeRO stage at which DeepSpeed reduces gradients during the backward pass
+(`DeepSpeedEngine._do_sanity_check` of 0.19, with raypo deciding when gradients are reduced)."""
 Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
 
 class RewardModelEntry(Config):
-    """One reward model of a run."""
+    """A reward model and its weight."""
 
     path: str
-    """A sequence classifier with one label and its trained head: a Hugging Face folder or a hub
-    id."""
+    """Sequence classifier with one label and a trained head: a Hugging Face folder or a hub id."""
     weight: float = 1.0
-    """What its score is multiplied by before the models' scores are added."""
+    """Factor on this model's score before the scores of all reward models are added."""
 
 
 def _reward_models(value: Any) -> Any:
-    """A path, an entry, or a list of either, as a list of entries."""
+    """Return a path, an entry, or a list of either as a list of entries."""
     if value is None:
         return None
     items = value if isinstance(value, list | tuple) else [value]
@@ -42,37 +41,40 @@ RewardModels = Annotated[
 
 
 class LoraSection(Config):
-    """Low-rank adapters: the model's own weights stay, W x + alpha / rank * B A x is trained.
+    """Low-rank adapters. The model's own weights are frozen; W x + alpha / rank * B A x is trained.
 
-    Dropout is not offered: old and new log-probs must be of one function.
+    Dropout is not offered, because old and new log-probs must come from the same function.
+
     Paper: Hu et al. 2021, arXiv:2106.09685, eq. 3.
     """
 
     rank: int = Field(default=16, ge=1)
-    """Rows of A and columns of B."""
+    """Rank of the adapters: rows of A and columns of B."""
     alpha: float = Field(default=32.0, gt=0.0)
     """Numerator of the scale alpha / rank."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = (
         "all-linear"
     )
-    """Names of linear layers, like [q_proj, v_proj]; all-linear: each one but the output head. A
-    mixture of experts needs names, for its experts are no linear layers; a vision tower gets no
-    adapter."""
+    """Names of the linear layers that get an adapter, like [q_proj, v_proj]. all-linear: every
+    linear layer except the output head. A mixture-of-experts model needs names, because its experts
+    are not linear layers. A vision tower gets no adapter."""
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied by."""
+        """Scale alpha / rank of the product B A x."""
         return self.alpha / self.rank
 
 
 class PolicyLoraSection(LoraSection):
-    """Adapters of a policy and its critic."""
+    """Adapters of the policy and its critic."""
 
     critic: Literal["adapter", "head"] = "adapter"
-    """What the critic learns besides its value head: an adapter of its own, or nothing."""
+    """Parts of the critic that are trained. adapter: its value head and an adapter of its own;
+    head: only its value head."""
     push: Literal["merged", "adapter"] = "merged"
-    """What engines get: the merged weights, or the base once and then only the adapter. Merged
-    samples faster, an adapter is pushed faster."""
+    """Weights that are pushed to the engines. merged: the whole model with the adapter merged in;
+    adapter: the base model once, then only the adapter. merged samples faster, adapter is pushed
+    faster."""
 
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -82,72 +84,74 @@ Attention = Literal[
 
 
 class ModelSection(Config):
-    """Which models a run is made of; every path is a Hugging Face folder or a hub id."""
+    """The models of a run. Every path is a Hugging Face folder or a hub id."""
 
     policy: str
-    """The model to align."""
+    """Model to train."""
     critic: str | None = None
-    """Backbone of the critic; null: the first reward model's, with its score head times its
-    weights, where there is one with the policy's vocabulary, else the policy's with a value head
-    that starts at zero."""
+    """Backbone of the critic. null means the first reward model that has the policy's vocabulary,
+    with its score head times its weights (its own and reward.weights.model), or, if there is none,
+    the policy with a value head that starts at zero."""
     reward: RewardModels = None
-    """A reward model, or a list of them, each a path or {path, weight}."""
+    """Reward model, or a list of them; each is a path or {path, weight}."""
     reference: str | None = None
-    """The model that the KL penalty pulls to, with the policy's tokenizer; null: the policy as it
-    was at the start."""
+    """Reference model of the KL penalty; it needs the policy's tokenizer. null means the policy as
+    it was at the start."""
     dtype: Dtype = "auto"
-    """Of the policy, the engine and the frozen models. Value and score heads, sums of gradients,
-    master weights and AdamW's moments are float32 always. auto: bfloat16 where the learner workers
-    have GPUs, else float32; the run's config.yaml says which. float32 is exact on CPUs; bfloat16 is
-    faster on GPUs, and on CPUs with AMX or avx512_bf16."""
+    """Data type of the policy, the engine and the frozen models. auto: bfloat16 if the learner
+    workers have GPUs, else float32; the run's config.yaml records which. float32 is exact on CPUs;
+    bfloat16 is faster on GPUs, and on CPUs with AMX or avx512_bf16. Value and score heads, gradient
+    sums, master weights and AdamW's moments are always float32."""
     attention: Attention = "auto"
-    """Attention of all passes of the torch models. auto: raypo's own over packed rows, where a
-    prompt is read once and nothing is padded: flex attention on GPUs, SDPA on CPUs; transformers'
-    choice for a model that it cannot stand in for. A name: transformers' attention of that name,
-    which reads a padded row for each response. flash_attention_2 and 3 need GPUs and packages of
-    their own."""
+    """Attention implementation of all passes of the torch models. auto: raypo's own over packed
+    rows, which reads each prompt once and needs no padding (flex attention on GPUs, SDPA on CPUs),
+    or transformers' default if the model does not support it. Any other value: the implementation
+    of that name in transformers, with one padded row per response. flash_attention_2 and
+    flash_attention_3 need GPUs and extra packages."""
     lora: PolicyLoraSection | None = None
-    """Train adapters; {} for the defaults, null: all weights. Without model.reference the policy
-    with its adapter off is the reference, and no other model is loaded for it."""
+    """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
+    Without model.reference, the policy with its adapter off is the reference, and no other model is
+    loaded for it."""
 
     @property
     def is_own_reference(self) -> bool:
-        """Whether the learner's policy, its adapter off, is the reference."""
+        """True if the learner's policy with its adapter off is the reference."""
         return self.lora is not None and self.reference is None
 
 
 class DataSection(Config):
-    """Where prompts come from."""
+    """Prompt data."""
 
     prompts: TrainedSources = Field(min_length=1)
-    """Files (jsonl, json, parquet, csv) by path, pattern (data/*.jsonl, in the order of their
-    names) or URI (s3://, gs://, file://, what pyarrow opens), folders that the `save_to_disk` of
-    `datasets` wrote, Hugging Face data sets by their id, and tasks of reasoning-gym:
-    reasoning_gym://chain_sum?size=2000&seed=0. One, or a list of them; in place of each the keys
-    below, like {path, weight}."""
+    """Source of prompts, or a list of sources. A source is a file (jsonl, json, parquet, csv) by
+    path, pattern (data/*.jsonl, in the order of the names) or URI (s3://, gs://, file://, anything
+    that pyarrow opens), a folder that `save_to_disk` of `datasets` wrote, the id of a Hugging Face
+    data set, or a reasoning-gym task like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a
+    path, a source can be a mapping with the keys below, like {path, weight}."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a string, or a list of chat messages (then the chat template), which
-    may stand there as JSON text, as it must in a csv file."""
+    """Column of the prompt: a string, or a list of chat messages, to which the chat template is
+    applied. The list may be JSON text (in a csv file it must be)."""
     label_key: str | None = None
-    """Column handed to reward functions as `rollout.label`."""
+    """Column that reward functions get as `rollout.label`. null means no label."""
     system_prompt: str | None = Field(default=None, min_length=1)
-    """System message that is put before each row's chat messages, which must not bring one of their
-    own; prompts that are plain text have no place for it, and are refused."""
+    """System message that is put before the chat messages of each row. Rows with a system message
+    of their own, and prompts that are plain text, are refused. null means none is added."""
     tools_key: str | None = None
     """Column of the tools that the chat template describes: a list of JSON schemas, or its JSON
-    text; null: none. Environments and agents name their own."""
+    text. null means no tools. Environments and agents define their own tools."""
     max_prompt_tokens: int = Field(default=256, ge=1)
-    """Longest prompt in tokens."""
+    """Maximum prompt length in tokens."""
     too_long: Literal["skip", "error"] = "skip"
-    """What happens to longer prompts: skip (and count) or error."""
+    """Treatment of longer prompts. skip: leave them out and count them; error: stop with an error.
+    """
     on_error: Literal["refuse", "drop"] = "refuse"
-    """What happens to a row that cannot be used (a broken line, a missing column, a message that is
-    none, a response with an end token in the middle): refuse to start, or drop it. The console says
-    how many were dropped, and names file and line of the first found."""
+    """Treatment of an invalid row (a broken line, a missing column, an invalid message, a response
+    with an end token in the middle). refuse: do not start; drop: leave the row out. The console
+    reports how many rows were dropped, with file and line of the first."""
 
 
 class RewardWeights(Config):
-    """How much each kind of judge counts: the score is the weighted sum."""
+    """Weights of the kinds of reward. The score is the weighted sum."""
 
     function: float = 1.0
     """Weight of the score of `reward.function`."""
@@ -158,36 +162,39 @@ class RewardWeights(Config):
 
 
 class RewardRequestSection(Config):
-    """How reward servers are asked."""
+    """Requests to reward servers."""
 
     batch_size: int = Field(default=16, ge=1)
-    """Most samples of a request."""
+    """Maximum number of samples per request."""
     max_concurrent: int = Field(default=8, ge=1)
-    """Most requests under way from one learner worker, over all servers."""
+    """Maximum number of requests in flight per learner worker, over all servers."""
     timeout_s: float = Field(default=60.0, gt=0.0)
-    """Seconds that one attempt may take."""
+    """Timeout of one attempt, in seconds."""
     max_attempts: int = Field(default=5, ge=1)
-    """Attempts a request, with growing waits, before its samples count as failed."""
+    """Attempts per request, with increasing waits between them, before its samples count as failed.
+    """
 
 
 class RewardSection(Config):
-    """How responses are judged."""
+    """Scoring of the responses."""
 
     function: str | None = None
-    """`file.py:name` or `package.module:name`; (list[Rollout]) -> list[float]."""
+    """Reward function, `file.py:name` or `package.module:name`, with the signature (list[Rollout])
+    -> list[float]. null means none."""
     processes: int = Field(default=0, ge=0)
-    """Processes that a slow function runs in, a few prompts a call, on each learner worker; 0: it
-    runs in the worker itself and sees all of its rollouts at once."""
+    """Worker processes for a slow reward function, on each learner worker; each call gets a few
+    prompts. 0 calls it in the learner worker with all of its rollouts at once."""
     timeout_s: float | None = Field(default=1800.0, gt=0.0)
-    """Seconds that one call may take; null: any. One in a process of its own is ended, and its
-    samples count as failed; one in the worker itself cannot be, so the run stops."""
+    """Timeout of one call of the reward function, in seconds; null means no timeout. A call in a
+    worker process is killed and its samples count as failed. A call in the learner worker cannot be
+    killed, so the run stops."""
     url: Paths | None = None
-    """Reward server, or several that share the work: addresses that `samples` are posted to."""
+    """Address of a reward server, to which `samples` are posted, or a list of servers that share
+    the load. null means no server."""
     request: RewardRequestSection = RewardRequestSection()
     weights: RewardWeights = RewardWeights()
-    """Function, reward models and servers add, each multiplied by its weight."""
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of a step's samples that may go without a score (None, NaN) before the run stops."""
+    """Fraction of a step's samples that may have no score (None, NaN) before the run stops."""
 
     def _problems(self) -> Iterator[str]:
         if self.request != RewardRequestSection() and self.url is None:
@@ -204,58 +211,60 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class WorkersSection(Config):
-    """Learner workers and their DeepSpeed, whatever they train."""
+    """Learner workers and DeepSpeed, for every recipe."""
 
     section = "learner."
 
     num_workers: int = Field(default=1, ge=1)
-    """Ray Train workers."""
+    """Number of Ray Train workers."""
     use_gpu: bool | Literal["auto"] = "auto"
-    """auto: where the cluster has GPUs."""
+    """Use GPUs. auto: if the cluster has any."""
     cpus_per_worker: int = Field(default=1, ge=1)
-    """CPU cores of a worker's bundle, and its threads; engine and reference take turns on them."""
+    """CPU cores of each worker's bundle, and its number of threads. Engine and reference share
+    these cores in turns."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rates after the warm-up: constant, or down to `lr_floor` at num_steps, on a line or
-    half a cosine."""
+    """Learning rate after the warm-up. constant: stays; linear, cosine: decays to `lr_floor` at
+    num_steps, along a line or half a cosine."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Steps on which learning rates rise from zero on a line, fewer than the run has; a policy's
-    begin when its critic has warmed up (ppo.critic_warmup_steps)."""
+    """Steps of linear learning-rate warm-up from zero; must be fewer than the steps of the run. The
+    warm-up of a policy begins after that of its critic (ppo.critic_warmup_steps)."""
     lr_floor: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the highest rate that a schedule falls to."""
+    """Final learning rate of a schedule, as a fraction of the highest."""
     adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """AdamW's decay rates of the two moments (arXiv:1711.05101)."""
+    """AdamW's decay rates of the first and second moment (arXiv:1711.05101)."""
     adam_eps: float = Field(default=1e-8, gt=0.0)
-    """What AdamW adds to the root of the second moment."""
+    """Epsilon of AdamW, added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
-    """Gradients are clipped to this global norm."""
+    """Global norm to which gradients are clipped."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """What DeepSpeed shards: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights. One worker
-    shards nothing: there 1 and 2 run as 0. In bfloat16 0 runs as 1, whose updates are the same:
-    DeepSpeed's own 0 would sum gradients in bfloat16."""
+    """ZeRO stage of DeepSpeed. It shards 0: nothing; 1: the optimizer; 2: also gradients; 3: also
+    weights. With one worker there is nothing to shard, so 1 and 2 run as 0. In bfloat16 0 runs as
+    1, which makes the same updates, because DeepSpeed's own 0 would sum gradients in bfloat16."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Tokens of one forward and backward pass; a prompt of several responses counts once. auto:
-    4096 on CPUs, on GPUs the most of 16384, 8192 and 4096 that fits (`raypo plan` says which); a
-    sequence that is longer has a pass to itself."""
+    """Maximum number of tokens of one forward and backward pass; a prompt with several responses
+    counts once. auto: 4096 on CPUs, and on GPUs the largest of 16384, 8192 and 4096 that fits
+    (`raypo plan` shows which); a longer sequence gets a pass of its own."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of a model's layers and compute the rest once more in the backward pass:
-    about a third more time for a fraction of the memory. The gradients are the same."""
+    """Keep only the inputs of the model's layers and recompute the rest in the backward pass. It
+    takes about a third more time and a fraction of the memory; the gradients are the same."""
     max_skipped_updates: int = Field(default=3, ge=0)
-    """Non-finite updates in a row that are skipped before the run stops."""
+    """Number of consecutive non-finite updates that are skipped before the run stops."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """Merged over the generated DeepSpeed config. `zero_optimization.overlap_comm` needs stage 2 or
-    3; where it is not set, it is on for several workers with GPUs at these stages."""
+    """DeepSpeed options, merged over the generated DeepSpeed config.
+    `zero_optimization.overlap_comm` needs stage 2 or 3; at these stages it is on by default for
+    several workers with GPUs."""
 
     @property
     def microbatch_tokens(self) -> int:
-        """`max_tokens_per_microbatch`, 4096 where it is not decided."""
+        """`max_tokens_per_microbatch` in tokens; 4096 while it is auto."""
         tokens = self.max_tokens_per_microbatch
         return 4096 if tokens == "auto" else tokens
 
     @property
     def total_workers(self) -> int:
-        """Workers of the group, whatever they train."""
+        """Number of all learner workers."""
         return self.num_workers
 
     def _problems(self) -> Iterator[str]:
@@ -281,11 +290,11 @@ class WorkersSection(Config):
             )
 
     def endless_warmup(self, count: int, keys: str) -> Iterator[str]:
-        """The problem of a warm-up that is never over.
+        """Yield a problem if the learning-rate warm-up never ends.
 
         Args:
-            count: Steps that the rates follow.
-            keys: The config keys that say so, in words.
+            count: Steps that the learning rates follow.
+            keys: Config keys that determine `count`, for the message.
         """
         if self.lr_warmup_steps >= count:
             yield (
@@ -295,11 +304,11 @@ class WorkersSection(Config):
             )
 
     def no_room_for(self, longest: int, keys: str) -> Iterator[str]:
-        """The problem of sequences that are longer than a microbatch.
+        """Yield a problem if a sequence can be longer than a microbatch.
 
         Args:
-            longest: Tokens that one sequence may have.
-            keys: The config keys that say so, in words.
+            longest: Maximum tokens of one sequence.
+            keys: Config keys that determine `longest`, for the message.
         """
         if self.max_tokens_per_microbatch != "auto" and longest > self.microbatch_tokens:
             yield (
@@ -310,56 +319,61 @@ class WorkersSection(Config):
 
 
 class LearnerSection(WorkersSection):
-    """The workers that hold policy and critic under DeepSpeed."""
+    """Learner workers that train policy and critic with DeepSpeed."""
 
     critic_workers: int = Field(default=0, ge=0)
-    """Ray Train workers that hold only the critic, beside `num_workers` that then hold only the
-    policy: the two are updated at the same time. 0: `num_workers` hold both. The numbers of a step
-    are the same."""
+    """Number of Ray Train workers that hold only the critic. Then the `num_workers` hold only the
+    policy, and both are updated at the same time. 0 means that the `num_workers` hold both. The
+    numbers of a step are the same either way."""
     policy_lr: float = Field(default=1e-6, ge=0.0)
     """Highest learning rate of the policy (AdamW)."""
     critic_lr: float = Field(default=1e-5, ge=0.0)
     """Highest learning rate of the critic (AdamW)."""
     save_critic: bool = False
-    """Keep the critic too, as the run's `critic/`: a folder that `model.critic` takes."""
+    """Also save the critic, in the run's folder `critic/`, which `model.critic` accepts."""
     peak_tflops: float | None = Field(default=None, gt=0.0)
-    """Most TFLOP/s of a worker's device in `model.dtype`, which `perf/mfu` is measured against;
-    null: of the data sheet of a known GPU, else measured by a matrix product at the start."""
+    """Peak TFLOP/s of a worker's device in `model.dtype`, the denominator of `perf/mfu`. null means
+    the data sheet's value for a known GPU, else a measurement with a matrix product at the start.
+    """
 
     @property
     def total_workers(self) -> int:
-        """Workers of the group, those of the policy and those of the critic."""
+        """Number of all learner workers, of the policy and of the critic."""
         return self.num_workers + self.critic_workers
 
 
 class Periodic(Config):
-    """A section of what is done every so many steps, and after the last one."""
+    """A section of something that is done every `every` steps and after the last one."""
 
-    if TYPE_CHECKING:  # a field of each such section, with a default of its own
+    if TYPE_CHECKING:  # each subclass has this field, with its own default
         every: int
 
     def is_due(self, step: int, *, last_step: int) -> bool:
-        """Whether it is due after `step` (counted from 1)."""
+        """Return whether it is due after `step` (counted from 1)."""
         return step % self.every == 0 or step == last_step
 
 
 class EvalSection(Periodic):
-    """Held-out prompts, judged as the run goes."""
+    """Evaluation on held-out prompts during the run."""
 
     prompts: HeldOutSources | None = None
-    """Sources like data.prompts, with the same columns; null: no evaluation."""
+    """Held-out sources, as in data.prompts, with the same columns. null means no evaluation."""
     function: str | None = None
-    """What `eval/score_mean` means; null: reward.function, else the reward models."""
+    """Reward function for the responses to held-out prompts; `eval/score_mean` is the mean of its
+    scores. null means reward.function, else the reward models."""
     timeout_s: float | None = Field(default=1800.0, gt=0.0)
-    """Seconds that one call of such a function may take before the run stops; null: any."""
+    """Timeout of one call of an evaluation function, in seconds, after which the run stops. null
+    means no timeout."""
     every: int = Field(default=10, ge=1)
-    """Steps between evaluations; the first is before the first update, the last after the last."""
+    """Steps between evaluations. There is always one before the first update and one after the
+    last."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Responses sampled for each held-out prompt."""
     temperature: float | None = Field(default=None, ge=0.0)
-    """null: as the rollouts; 0 is greedy."""
+    """Sampling temperature for held-out prompts; 0 is greedy. null means that of the rollouts."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """k of pass@k (arXiv:2107.03374), at most samples_per_prompt; a score of 1 or more passes."""
+    """Values of k for pass@k (arXiv:2107.03374), each at most samples_per_prompt. A response passes
+    if its score is 1 or more."""
 
     def _problems(self) -> Iterator[str]:
         if self.pass_at and max(self.pass_at) > self.samples_per_prompt:
@@ -371,23 +385,25 @@ class EvalSection(Periodic):
 
 
 class CheckpointSection(Periodic):
-    """When the whole state is saved."""
+    """Checkpoints of the whole training state."""
 
     section = "checkpoint."
 
     every: int = Field(default=10, ge=1)
-    """Steps between checkpoints; the last step always has one."""
+    """Steps between checkpoints. The last step always has one."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints that are kept; with `best_by` so many of the best, and the newest."""
+    """Number of newest checkpoints that are kept. With `best_by`: number of best checkpoints, and
+    the newest is kept too."""
     best_by: str | None = None
-    """Metric, like eval/score_mean: a step at which it is better than ever before has a checkpoint,
-    and the models of the best one stand in `best/`; null: only the newest count."""
+    """Metric that selects the best checkpoint, like eval/score_mean. A checkpoint is saved at each
+    step that improves on all before, and `best/` holds the models of the best one. null means that
+    only the newest are kept."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether the best is the largest or the smallest."""
+    """Direction of the metric. max: larger is better; min: smaller is better."""
     changed_inputs: Literal["refuse", "accept"] = "refuse"
-    """What happens when a run resumes and a data file, a Python file or a model that its config
-    names has changed since the run began: refuse, or accept, which goes on and notes in
-    `summary.json` what has changed and after which step."""
+    """Behaviour when a resumed run finds that a data file, a Python file or a model of its config
+    has changed since the run began. refuse: stop; accept: continue, and record in `summary.json`
+    what has changed and after which step."""
 
     def _problems(self) -> Iterator[str]:
         if self.best_by is None:
@@ -396,27 +412,31 @@ class CheckpointSection(Periodic):
 
 
 class StopSection(Config):
-    """What ends a run before its last step, with a checkpoint; each rule that is set can."""
+    """Early stopping. Each rule that is set can end the run, with a checkpoint."""
 
     section = "stop."
 
     metric: str = "eval/score_mean"
-    """What `at` and `patience` look at, each time that it is measured."""
+    """Metric that `at` and `patience` check each time it is measured."""
     mode: Literal["max", "min"] = "max"
-    """Whether the metric is to be large or small."""
+    """Direction of the metric. max: larger is better; min: smaller is better."""
     at: float | None = None
-    """The run is done once the metric is so large (mode min: so small)."""
+    """Value of the metric at which the run ends: at least this (mode min: at most this). null means
+    no such rule."""
     patience: int | None = Field(default=None, ge=1)
-    """The run is done once so many measurements in a row were not better than the best before."""
+    """Number of consecutive measurements without improvement on the best one after which the run
+    ends. null means no such rule."""
     min_change: float = Field(default=0.0, ge=0.0)
-    """What counts as better for `patience`: by more than this."""
+    """Minimum improvement for `patience`: a measurement must beat the best one by more than this.
+    """
     after_s: float | None = Field(default=None, gt=0.0)
-    """The command ends after the step that is under way so many seconds after its start, as at
-    Ctrl-C; the same command goes on. For machines that are had for a while."""
+    """Time limit in seconds, counted from the start of the command. The command ends after the step
+    in progress, as with Ctrl-C, and the same command resumes the run. It is meant for machines with
+    a time limit. null means no limit."""
 
     @property
     def watches(self) -> bool:
-        """Whether a metric can end the run."""
+        """True if a metric can end the run."""
         return self.at is not None or self.patience is not None
 
     def _problems(self) -> Iterator[str]:
@@ -428,43 +448,46 @@ class StopSection(Config):
 
 
 class ClusterSection(Config):
-    """Which Ray cluster."""
+    """The Ray cluster."""
 
     address: str | None = None
-    """host:port, or auto: the Ray that runs on this machine; null: RAY_ADDRESS, else a local Ray
-    with the dashboard on that ends with the command."""
+    """Address of the Ray cluster, host:port; auto: the Ray that runs on this machine. null means
+    RAY_ADDRESS, else a local Ray with the dashboard on, which ends with the command."""
     namespace: str = "raypo"
-    """Ray namespace of the actors; after a `ray.init` of your own, that of its call."""
+    """Ray namespace of the actors. If you have called `ray.init` yourself, the namespace of that
+    call is used instead."""
 
 
 class WandbSection(Config):
-    """Weights & Biases; needs the package wandb."""
+    """Weights & Biases. It needs the package wandb."""
 
     project: str = "raypo"
-    """The project there."""
+    """Project name in Weights & Biases."""
     entity: str | None = None
-    """User or team; null: the default of the account."""
+    """User or team. null means the account's default."""
     mode: Literal["online", "offline"] = "online"
-    """offline: write into the run folder; `wandb sync` sends it later."""
+    """Upload mode. online: send metrics as they come; offline: write them into the run folder, to
+    be sent later by `wandb sync`."""
 
 
 class MLflowSection(Config):
-    """MLflow; needs the package mlflow."""
+    """MLflow. It needs the package mlflow."""
 
     experiment: str = "raypo"
-    """The experiment there."""
+    """Experiment name in MLflow."""
     tracking_uri: str | None = None
-    """A server (http://...) or database (sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI."""
+    """Server (http://...) or database (sqlite:///mlflow.db). null means MLFLOW_TRACKING_URI."""
 
 
 class LoggingSection(Config):
-    """Where metrics go besides metrics.jsonl."""
+    """Destinations of the metrics besides metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     prometheus: bool = True
-    """Set gauges with labels run and trial on Ray's metrics endpoint: see `raypo monitor`."""
+    """Export gauges with the labels run and trial on Ray's metrics endpoint (see `raypo monitor`).
+    """
     wandb: WandbSection | None = None
-    """Send the metrics to Weights & Biases; {} for the defaults, null: off."""
+    """Send the metrics to Weights & Biases. {} means its defaults, null means off."""
     mlflow: MLflowSection | None = None
-    """Send the metrics to MLflow; {} for the defaults, null: off."""
+    """Send the metrics to MLflow. {} means its defaults, null means off."""

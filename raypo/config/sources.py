@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders and data sets, each with what is to be said of it."""
+"""Data sources: files, folders and data sets, with the options of each."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ from pydantic import (
 from raypo.config.base import Config
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
-"""How the names of files that raypo reads rows from end."""
+"""Suffixes of the files that raypo can read rows from."""
 
 
 def one_or_many(value: Any) -> Any:
-    """A list of one where a single value stands for it."""
+    """Return a single value as a list of one; lists are unchanged."""
     return [value] if isinstance(value, str | Mapping | BaseModel) else value
 
 
 class SourceEntry(Config):
-    """A source of rows of which more than its path is to be said:
-    `{path: openai/gsm8k, config: main, split: train}` or `{path: chat.jsonl, weight: 0.3}`.
+    """A source of rows with options besides its path: `{path: openai/gsm8k, config: main, split:
+    train}` or `{path: chat.jsonl, weight: 0.3}`.
     """
 
     path: str
-    """What a source without further keys is: a file, a pattern, a folder, a data set's id."""
+    """File, pattern, folder or data-set id of the source."""
     config: str | None = None
-    """Configuration of a Hugging Face data set, which the hub calls a subset; null: the only one,
-    or the default."""
+    """Configuration (the hub calls it a subset) of a Hugging Face data set. null means the only
+    one, or the default."""
     split: str = "train"
-    """Split of a data set, also a slice or a sum, like train[:1000] or train+test; of a folder that
-    `save_to_disk` wrote of several splits, the name of one."""
+    """Split of a data set; a slice or a sum is possible, like train[:1000] or train+test. For a
+    folder that `save_to_disk` wrote with several splits, the name of one."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*$")
-    """What `rollout.data_source`, metrics and samples call it; null: the file's or data set's name
-    without folder and ending."""
+    """Name of the source in `rollout.data_source`, metrics and samples. null means the name of the
+    file or data set, without folder and suffix."""
     weight: float | None = Field(default=None, gt=0.0)
-    """Share of what is drawn, beside the weights of the other sources: all have one, or none. null:
-    the rows of all sources are drawn as those of one, each once an epoch."""
+    """Sampling weight relative to the other sources; either all sources have one, or none, and
+    held-out sources have none. null means that the rows of all sources are drawn as one data set,
+    each row once per epoch."""
     function: str | None = None
-    """Function that judges the responses to this source, in place of `reward.function` (to held-out
-    prompts: of `eval.function`)."""
+    """Reward function for the responses to this source, instead of `reward.function` (for held-out
+    prompts: instead of `eval.function`). null means no such function."""
 
     @field_validator("config", "split")
     @classmethod
@@ -65,14 +66,14 @@ class SourceEntry(Config):
         return value
 
     def __str__(self) -> str:
-        """As messages name it: `openai/gsm8k, main, train`, or a file's path."""
+        """Return the source for messages: `openai/gsm8k, main, train`, or a file's path."""
         if self.config is None and self.split == type(self).model_fields["split"].default:
             return self.path
         return ", ".join(filter(None, (self.path, self.config, self.split)))
 
 
 PromptSource = str | SourceEntry
-"""A source by its path, or an entry."""
+"""A source: its path, or an entry."""
 
 
 def _kind_of_source(value: Any) -> str:
@@ -92,24 +93,26 @@ _Sources = Annotated[
 
 
 def source_name(source: PromptSource) -> str:
-    """What metrics call a source: `data/gsm8k.jsonl` and `openai/gsm8k` are gsm8k."""
+    """Return the name of a source in metrics: gsm8k for `data/gsm8k.jsonl` and `openai/gsm8k`."""
     if isinstance(source, SourceEntry) and source.name is not None:
         return source.name
     for part in reversed(path_of(source).partition("?")[0].split("/")):
         file = PurePath(part)
         word = file.stem if file.suffix.lower() in DATA_FILES else part
-        if name := re.sub(r"[^\w.-]+", "-", word).strip("-._"):  # of a pattern, what is no wildcard
+        if name := re.sub(r"[^\w.-]+", "-", word).strip(
+            "-._"
+        ):  # empty if the part is only wildcards
             return name
     return "data"
 
 
 def path_of(source: PromptSource) -> str:
-    """What a source is, by itself."""
+    """Return the path of a source."""
     return source if isinstance(source, str) else source.path
 
 
 def _distinct(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
-    """Refuse names that could mean two sources."""
+    """Refuse names that would be ambiguous."""
     names = [source_name(source) for source in sources]
     twice = next((name for name in names if names.count(name) > 1), None)
     entries = [source for source in sources if isinstance(source, SourceEntry)]
@@ -122,7 +125,7 @@ def _distinct(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
 
 
 def _all_weighted_or_none(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
-    """Refuse weights beside sources without one: they would be shares of nothing known."""
+    """Refuse weights if some sources have none, because the shares would be undefined."""
     without = [s for s in sources if isinstance(s, str) or s.weight is None]
     if without and len(without) < len(sources):
         raise ValueError(
@@ -149,6 +152,6 @@ HeldOutSources = Annotated[_Sources, AfterValidator(_distinct), AfterValidator(_
 
 
 def functions_of(sources: Sequence[PromptSource] | None) -> dict[str, str]:
-    """Name of a source -> the function that judges responses to it, of those that have one."""
+    """Return name of the source -> its reward function, for the sources that have one."""
     entries = [source for source in sources or () if isinstance(source, SourceEntry)]
     return {source_name(entry): entry.function for entry in entries if entry.function}

@@ -1,4 +1,4 @@
-"""The values that a sweep may give a key: `choice`, `grid`, `uniform` and their kin."""
+"""Search-space domains of a sweep: `choice`, `grid`, `uniform` and the like."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ RANGES = {
     "randint": "[low, high], whole numbers, high left out",
     "quniform": "[low, high, step]",
 }
-"""Kinds with ends, and how their values are written."""
+"""Kinds of ranges, with the form of their values."""
 LISTS = ("choice", "grid")
 MAX_TEST_VALUES = 100
-"""Of a range with steps, about so many are tried at most."""
+"""Approximate maximum number of values of a stepped range that are validated."""
 KINDS = (*LISTS, *RANGES)
 
 
 @dataclass(frozen=True)
 class Domain:
-    """What one key may become, as the sweep file says: `{loguniform: [1.0e-4, 1.0]}`."""
+    """Values that a key may take, written in the sweep file like `{loguniform: [1.0e-4, 1.0]}`."""
 
     kind: str
     values: tuple[Any, ...]
 
     @classmethod
     def parse(cls, key: str, written: Any) -> Domain:
-        """The domain of a key.
+        """Parse the domain of a key.
 
         Raises:
-            ValueError: the text of the file is no domain, with key, value, rule and remedy.
+            ValueError: the value in the file is not a domain. The message has key, value, rule and
+                remedy.
         """
         if (
             not isinstance(written, Mapping)
@@ -59,13 +60,13 @@ class Domain:
 
     @property
     def is_list(self) -> bool:
-        """Whether the values are all there are, rather than the ends of a range."""
+        """True if the domain is a list of values rather than a range."""
         return self.kind in LISTS
 
     @property
     def test_values(self) -> tuple[Any, ...]:
-        """Values that stand for all of them when a config is tried: the ends of a range; where it
-        has steps, all of them if they are few.
+        """Values to validate a config with: a list's values, the ends of a continuous range, and up
+        to about `MAX_TEST_VALUES` values of a stepped one, with its last.
         """
         if self.kind not in ("randint", "quniform"):
             return self.values
@@ -74,7 +75,7 @@ class Domain:
 
     @property
     def steps(self) -> Sequence[float]:
-        """All values of randint and quniform, in order."""
+        """All values of a randint or quniform domain, in order."""
         if self.kind == "randint":
             return range(*self.values)
         low, high, step = self.values
@@ -82,7 +83,7 @@ class Domain:
         return [round(low + place * step, 12) for place in range(count)]
 
     def nearest(self, value: Any) -> Any:
-        """The value of the domain that is nearest; one of a list stays."""
+        """Return the nearest value of the domain; a value of a list is returned unchanged."""
         if self.is_list:
             return value
         low, high = self.values[:2]
@@ -94,7 +95,7 @@ class Domain:
         return float(min(max(value, low), high))
 
     def as_written(self) -> dict[str, list[Any]]:
-        """The form of the sweep file."""
+        """Return the domain as written in the sweep file."""
         return {self.kind: list(self.values)}
 
     def __str__(self) -> str:
@@ -102,7 +103,9 @@ class Domain:
 
 
 def flat_space(written: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"ppo.kl.coef": {"uniform": [0, 1]}}`, also where an override has nested the keys."""
+    """Return a space by dotted key, like `{"ppo.kl.coef": {"uniform": [0, 1]}}`, also if an
+    override has nested the keys.
+    """
     flat: dict[str, Any] = {}
     for key, value in written.items():
         nests = isinstance(value, Mapping) and value and not set(value) & set(KINDS)

@@ -23,91 +23,97 @@ from raypo.config.sources import HeldOutSources, functions_of
 
 
 class TrainedModelSection(Config):
-    """The model that is trained."""
+    """The trained model."""
 
     policy: str
-    """The model to start from: a Hugging Face folder or a hub id."""
+    """Model to start from: a Hugging Face folder or a hub id."""
     dtype: Dtype = "auto"
-    """As PPO's `model.dtype`: bfloat16 on GPUs, float32 on CPUs, unless it is set."""
+    """Data type, as PPO's `model.dtype`. auto: bfloat16 on GPUs, float32 on CPUs."""
     attention: Attention = "auto"
-    """Attention of all passes, as PPO's `model.attention` has it."""
+    """Attention implementation of all passes, as PPO's `model.attention`."""
     lora: LoraSection | None = None
-    """Train an adapter (and a reward model's score head); {} for the defaults, null: all
-    weights."""
+    """Train a LoRA adapter (and a reward model's score head). {} means the default adapter, null
+    means that all weights are trained."""
 
 
 class ExamplesLearnerSection(WorkersSection):
-    """The workers that train on examples."""
+    """Learner workers that train on examples."""
 
     lr: float = Field(default=1e-5, ge=0.0)
     """Highest learning rate (AdamW)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """The learning rate after the warm-up: constant, or down to `lr_floor` at num_steps, on a line
-    or half a cosine."""
+    """Learning rate after the warm-up. constant: stays; linear, cosine: decays to `lr_floor` at
+    num_steps, along a line or half a cosine."""
     batch_size: int = Field(default=32, ge=1)
-    """Examples of one optimizer step, over all workers."""
+    """Examples per optimizer step, over all workers."""
 
 
 class ResponsesSection(DataSection):
-    """Where prompts and responses come from."""
+    """Prompts with responses."""
 
     response_key: str = "response"
     """Column of the response: a text, or one chat message of the assistant."""
     messages_key: str | None = None
-    """Column of whole conversations: chat messages, of which all of the assistant are learned, and
-    no others; null: `prompt_key` and `response_key`. What the assistant wrote is what the chat
-    template marks by `{% generation %}`, else what each of its messages adds behind the generation
-    prompt. Each of its turns is learned up to the stop token behind it."""
+    """Column of whole conversations, as lists of chat messages. The loss covers all of the
+    assistant's messages and no others, each up to the stop token behind it. They are found by `{%
+    generation %}` marks in the chat template, or, without such marks, as the text that each
+    assistant message adds after the generation prompt. null means `prompt_key` and `response_key`.
+    """
     max_response_tokens: int = Field(default=1024, ge=1)
-    """Longest response in tokens, its end included; longer ones follow `too_long`. A conversation
-    may have as many as max_prompt_tokens and this together."""
+    """Maximum response length in tokens, including its end; longer ones follow `too_long`. The
+    limit of a conversation is max_prompt_tokens plus this."""
 
 
 class PairsSection(DataSection):
-    """Where pairs of responses come from."""
+    """Prompts with pairs of responses."""
 
     chosen_key: str = "chosen"
     """Column of the better response: a text, or one chat message of the assistant."""
     rejected_key: str = "rejected"
-    """Column of the worse one."""
+    """Column of the worse response."""
     margin_key: str | None = None
-    """Column of how much better the chosen one is (arXiv:2307.09288, eq. 2); null: 0."""
+    """Column of the margin by which the chosen response is better (arXiv:2307.09288, eq. 2). null
+    means margin 0."""
     max_response_tokens: int = Field(default=1024, ge=1)
-    """Longest response in tokens, its end included; longer ones follow `too_long`."""
+    """Maximum response length in tokens, including its end; longer ones follow `too_long`."""
 
 
 class PairsEvalSection(Periodic):
-    """Held-out pairs."""
+    """Evaluation on held-out pairs."""
 
     prompts: HeldOutSources | None = None
-    """Sources like data.prompts, with the same columns; null: no evaluation."""
+    """Held-out sources, as in data.prompts, with the same columns. null means no evaluation."""
     every: Annotated[int, Field(ge=1)] = 50
-    """Steps between evaluations; the first is before the first update, the last after the last."""
+    """Steps between evaluations. There is always one before the first update and one after the
+    last."""
 
 
 class RewardModelSection(Config):
-    """How a reward model learns from pairs."""
+    """Training of a reward model on pairs."""
 
     centering_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the mean square of a pair's summed scores, which keeps them around zero
-    (arXiv:2312.09244)."""
+    """Coefficient of the mean squared sum of a pair's two scores, which keeps scores centred around
+    zero (arXiv:2312.09244). 0 means no such term."""
 
 
 class ExamplesConfig(RecipeConfig):
-    """What the run files of the recipes that learn from examples have in common."""
+    """Base class of the run files of recipes that learn from examples."""
 
     paths: ClassVar[tuple[str, ...]] = ("model.policy", "data.prompts", "eval.prompts")
 
     num_epochs: float | None = Field(default=None, gt=0.0)
-    """Passes over the examples, in place of `num_steps`, which follows from it when the run starts:
-    an epoch is as many examples as data.prompts has rows. null: num_steps counts."""
+    """Passes over the examples, as an alternative to `num_steps`, which is then computed when the
+    run starts. An epoch has as many examples as data.prompts has rows. null means that `num_steps`
+    sets the length."""
     model: TrainedModelSection
     data: ResponsesSection | PairsSection
     learner: ExamplesLearnerSection = ExamplesLearnerSection()
 
     @property
     def scheduled_steps(self) -> tuple[int, str] | None:
-        """None where `num_epochs` will say how many."""
+        """Steps of the learning-rate schedule, and the config keys that determine them; None with
+        `num_epochs`, which becomes a number of steps only at the start.
+        """
         return super().scheduled_steps if self.num_epochs is None else None
 
     def _problems(self) -> Iterator[str]:
@@ -128,14 +134,16 @@ class ExamplesConfig(RecipeConfig):
                     f"{key}.function ({next(iter(functions.values()))}): has no effect, nobody "
                     f"answers these rows, the recipe {self.recipe} learns from them. Remove it."
                 )
-        count, times = (2, "2 x ") if isinstance(data, PairsSection) else (1, "")  # one prompt
+        count, times = (
+            (2, "2 x ") if isinstance(data, PairsSection) else (1, "")
+        )  # both responses share a prompt
         longest = data.max_prompt_tokens + count * data.max_response_tokens
         keys = f"data.max_prompt_tokens + {times}data.max_response_tokens"
         yield from learner.no_room_for(longest, keys)
 
 
 class PolicyExamplesConfig(ExamplesConfig):
-    """What the run files of the recipes have in common that learn a policy from examples."""
+    """Base class of the run files of recipes that train a policy on examples."""
 
     functions: ClassVar[tuple[str, ...]] = ("eval.function", "eval.prompts.function")
 
@@ -144,20 +152,20 @@ class PolicyExamplesConfig(ExamplesConfig):
 
     @property
     def needs_engine(self) -> bool:
-        """Whether engines answer held-out prompts: a function judges the answers."""
+        """True if engines answer held-out prompts for a function to score."""
         judges = self.eval.function or functions_of(self.eval.prompts)
         return bool(self.eval.prompts and judges)
 
 
 class SFTConfig(PolicyExamplesConfig):
-    """The whole run file of the `sft` recipe: supervised fine-tuning on responses."""
+    """Run file of the `sft` recipe: supervised fine-tuning on responses."""
 
     recipe: Literal["sft"] = "sft"  # pyright: ignore[reportIncompatibleVariableOverride]
     data: ResponsesSection  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class RewardModelConfig(ExamplesConfig):
-    """The whole run file of the `reward_model` recipe: a sequence classifier from pairs."""
+    """Run file of the `reward_model` recipe: train a sequence classifier on pairs."""
 
     recipe: Literal["reward_model"] = "reward_model"  # pyright: ignore[reportIncompatibleVariableOverride]
     data: PairsSection  # pyright: ignore[reportIncompatibleVariableOverride]

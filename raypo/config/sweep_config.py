@@ -1,4 +1,6 @@
-"""The sweep file: which keys of a run config are searched, how, and what judges the trials."""
+"""The sweep file: search space over a run config, search algorithm, and the metric that ranks
+trials.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,12 @@ SET_BY_THE_SWEEP = (
     "learner.cpus_per_worker",
     "learner.use_gpu",
 )
-"""Keys and sections of the run config that no space can hold."""
+"""Keys and sections of the run config that a search space cannot contain."""
 SharedRole = Literal["reward", "reference", "engine"]
 MAX_TEST_POINTS = 1000
-"""Points of the space that are tried against the run config."""
+"""Maximum number of points of the space that are validated against the run config."""
 _NOT_COPIED = ("model.", "learner.zero_stage.", "ppo.advantage.", "ppo.preset.")
-"""How keys begin that a run cannot change when it goes on from a checkpoint."""
+"""Prefixes of keys that must not change when a run resumes from a checkpoint."""
 _CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
 
 
@@ -59,23 +61,26 @@ def _as_section(value: Any) -> Any:
 
 
 class SchedulerSection(Config):
-    """Which trials go on; `scheduler: asha` is short for `scheduler: {kind: asha}`."""
+    """Trial scheduler. `scheduler: asha` is short for `scheduler: {kind: asha}`."""
 
     section = "scheduler."
 
     kind: Literal["none", "asha", "median", "pbt"] = "none"
-    """asha: the best share goes on at each rung (arXiv:1810.05934); median: stops what is worse
-    than the others' median; pbt: copies the best and perturbs (arXiv:1711.09846)."""
+    """Scheduling algorithm. none: every trial runs to its end; asha: only the best fraction
+    continues at each rung (arXiv:1810.05934); median: a trial that is worse than the median of the
+    others is stopped; pbt: the worst trials copy the best and perturb its values
+    (arXiv:1711.09846)."""
     grace_steps: int | None = Field(default=None, ge=1)
-    """asha, median: steps before a trial may be stopped; null: `eval.every` of the base."""
+    """asha, median: steps before a trial may be stopped. null means `eval.every` of the base."""
     reduction_factor: float = Field(default=3.0, gt=1.0)
-    """asha: one of this many trials goes on at each rung."""
+    """asha: one in this many trials continues at each rung."""
     perturb_every: int | None = Field(default=None, ge=1)
-    """pbt: steps between two comparisons, at which trials wait; null: `eval.every` of the base."""
+    """pbt: steps between comparisons, at which trials wait for each other. null means `eval.every`
+    of the base."""
     quantile: float = Field(default=0.25, gt=0.0, le=0.5)
-    """pbt: share of the trials that is replaced by copies of the best."""
+    """pbt: fraction of the trials that is replaced by copies of the best."""
     resample: float = Field(default=0.25, ge=0.0, le=1.0)
-    """pbt: probability that a key is drawn anew instead of multiplied by 0.8 or 1.2."""
+    """pbt: probability that a key is drawn again instead of multiplied by 0.8 or 1.2."""
 
     def _problems(self) -> Iterator[str]:
         users = {
@@ -92,17 +97,19 @@ class SchedulerSection(Config):
 
 
 class SweepResources(Config):
-    """The most that a sweep takes at a time."""
+    """Resource limits of the whole sweep."""
 
     cpus: float | None = Field(default=None, gt=0.0)
-    """CPU cores; null: all of the cluster's."""
+    """Maximum number of CPU cores in use. null means all of the cluster's."""
     gpus: float | None = Field(default=None, gt=0.0)
-    """GPUs; null: all of the cluster's."""
+    """Maximum number of GPUs in use. null means all of the cluster's."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """`kl/ref_response_mean <= 10`: a trial that breaks it ranks below all that keep it."""
+    """A bound on a metric, like `kl/ref_response_mean <= 10`. Trials that violate it rank below all
+    others.
+    """
 
     metric: str
     sign: str
@@ -110,10 +117,10 @@ class Constraint:
 
     @classmethod
     def parse(cls, text: str) -> Constraint:
-        """The constraint of a text.
+        """Parse a constraint from text.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is not METRIC <= NUMBER or METRIC >= NUMBER.
         """
         match = _CONSTRAINT.fullmatch(text)
         if match is None:
@@ -124,7 +131,9 @@ class Constraint:
         return cls(match[1], match[2], float(match[3]))
 
     def excess(self, value: float) -> float:
-        """By how much a value breaks it; 0 or less where it is kept, infinite where unknown."""
+        """Return how far a value violates the bound: 0 or less if it holds, infinity if the value
+        is NaN.
+        """
         if math.isnan(value):
             return math.inf
         return value - self.bound if self.sign == "<=" else self.bound - value
@@ -141,43 +150,50 @@ AnyConstraint = Annotated[
 
 
 class SweepConfig(RunFile):
-    """A whole sweep file."""
+    """A sweep file."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Folder of the sweep: <storage_path>/<name>/."""
+    """Name of the sweep; its folder is <storage_path>/<name>/."""
     base: str
-    """The run config (YAML) that each trial starts from; a relative path is the driver's."""
+    """Run config (YAML) that each trial starts from. A relative path starts from the driver's
+    folder."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Keys of the base that all trials change, like {num_steps: 8}."""
+    """Overrides of the base for all trials, like {num_steps: 8}."""
     space: dict[str, Annotated[Domain, PlainSerializer(Domain.as_written)]] = Field(min_length=1)
-    """Dotted key of the base -> {choice | grid | uniform | loguniform | randint | quniform}."""
+    """Search space: dotted key of the base -> {choice | grid | uniform | loguniform | randint |
+    quniform}."""
     metric: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("eval/score_mean",)
-    """What the trials are judged by: its last value; several: their Pareto front."""
+    """Metric, or list of metrics, that ranks the trials by its last value. Several metrics give a
+    Pareto front."""
     mode: Annotated[tuple[Literal["max", "min"], ...], BeforeValidator(one_or_many)] = ("max",)
-    """max or min, one for each metric."""
+    """Direction of each metric. max: larger is better; min: smaller is better."""
     num_samples: int | None = Field(default=None, ge=1)
-    """Trials; null: 8, or the whole grid. Raise it to add trials to a finished sweep."""
+    """Number of trials. null means 8, or the whole grid. A larger number adds trials to a finished
+    sweep."""
     searcher: Literal["optuna", "random", "grid"] = "optuna"
-    """optuna: TPE (arXiv:2304.11127); random: independent draws; grid: every combination."""
+    """Search algorithm. optuna: TPE (arXiv:2304.11127); random: independent draws; grid: every
+    combination."""
     scheduler: Annotated[SchedulerSection, BeforeValidator(_as_section)] = SchedulerSection()
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Trials at a time; auto: as many as fit; more than fit wait for their turn."""
+    """Maximum number of trials that run at the same time. auto: as many as fit. Trials that do not
+    fit wait."""
     resources: SweepResources = SweepResources()
     constraint: Annotated[tuple[AnyConstraint, ...], BeforeValidator(one_or_many)] = ()
-    """Like `kl/ref_response_mean <= 10`; trials that break one rank below all that keep them."""
+    """Constraint, or list of constraints, like `kl/ref_response_mean <= 10`. Trials that violate
+    one rank below all others."""
     share: Annotated[tuple[SharedRole, ...], BeforeValidator(one_or_many)] | Literal["auto"] = (
         "auto"
     )
-    """What is started once for all trials, unless the space changes it or it is dedicated: reward,
-    reference, engine (handed on from trial to trial, with GPUs each trial's own; engines that hold
-    adapters serve all trials at a time). auto: all of them; with GPUs, what takes no place from a
-    trial."""
+    """Roles that are started once for all trials, unless the space changes them or they are
+    dedicated: reward, reference, engine. Engines that hold adapters serve all trials at the same
+    time; other engines pass from trial to trial on CPUs and belong to each trial on GPUs. auto: all
+    roles; on GPUs, only if as many trials fit beside them."""
     share_batches: bool = False
-    """Whether trials that use the same engines (`model.lora.push: adapter`) also sample in the same
-    batches, where they else take turns: faster, but timing then changes their numbers by rounding.
-    """
+    """Let trials on the same engines (`model.lora.push: adapter`) sample in the same batches
+    instead of in turns. It is faster, but rounding then makes the numbers of a trial depend on
+    timing."""
     seed: int = Field(default=0, ge=0)
-    """Of the searcher; a run's own seed is the key `seed` of the base."""
+    """Random seed of the searcher. The seed of a run is the key `seed` of the base."""
 
     @field_validator("space", mode="before")
     @classmethod
@@ -223,17 +239,17 @@ class SweepConfig(RunFile):
 
     @property
     def num_trials(self) -> int:
-        """Trials in all."""
+        """Total number of trials."""
         if self.searcher == "grid":
             return math.prod(len(domain.values) for domain in self.space.values())
         return self.num_samples or 8
 
     def base_config(self) -> AnyConfig:
-        """The run config that each trial starts from.
+        """Validate the sweep and return the run config that each trial starts from.
 
         Raises:
-            ConfigError: the base or an override is wrong, `space` names a key that it has not, or
-                holds values that it refuses.
+            ConfigError: the base or an override is wrong, or `space` has a key that the base does
+                not have or a value that it refuses.
         """
         base = parse_run_config(self.base_values(), origin=self.base)
         if not isinstance(base, OnlineConfig):
@@ -248,23 +264,25 @@ class SweepConfig(RunFile):
         return base
 
     def trials(self) -> Iterator[tuple[str, AnyConfig]]:
-        """Run configs that stand for those of all trials, each with its values in words."""
+        """Yield run configs that represent all trials, each with its values as text."""
         values = self.base_values()
         for point in _test_points(self):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
             yield words, parse_run_config(with_values(values, point), origin=f"space, {words}")
 
     def perturb_every(self, base: AnyConfig) -> int:
-        """Steps between two perturbations of pbt."""
+        """Return the steps between two perturbations of pbt."""
         return self.scheduler.perturb_every or base.eval.every
 
     def base_values(self) -> dict[str, Any]:
-        """The base as written, with the overrides; what it leaves to a preset stays unsaid."""
+        """Return the base as written, with the overrides. Defaults and preset values are not filled
+        in.
+        """
         return read_yaml(Path(self.base), flatten(self.overrides))
 
 
 def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values with those of a point, by dotted key, on top."""
+    """Return nested values with those of a point, given by dotted key, on top."""
     tree = copy.deepcopy(dict(values))
     for key, value in point.items():
         *sections, last = key.split(".")
@@ -293,7 +311,7 @@ def _check_key(key: str, kind: type[AnyConfig]) -> None:
 
 
 def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
-    """All combinations of test values, or as many random ones as are quick to try."""
+    """Yield all combinations of test values, or `MAX_TEST_POINTS` random ones if there are more."""
     by_key = {key: domain.test_values for key, domain in sweep.space.items()}
     if math.prod(map(len, by_key.values())) <= MAX_TEST_POINTS:
         for values in itertools.product(*by_key.values()):
@@ -319,7 +337,9 @@ def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
                 f"metric eval/loss with mode min."
             )
         coef = sweep.space.get("ppo.kl.coef")
-        is_end_of_range = coef is not None and coef.kind == "uniform"  # 0 itself is never drawn
+        is_end_of_range = (
+            coef is not None and coef.kind == "uniform"
+        )  # 0 is only the end of the range, never drawn
         has_kl = isinstance(trial, PPOConfig) and trial.ppo.needs_reference
         if metric.startswith("kl/") and not has_kl and not is_end_of_range:
             raise ConfigError(

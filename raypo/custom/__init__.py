@@ -1,1 +1,1 @@
-"""Functions and classes that a run file names by import path, and how they are run."""
+"""Loading and checking of the functions and classes that a run file names by import path."""

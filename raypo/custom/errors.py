@@ -1,4 +1,4 @@
-"""What exceptions of the user's code say."""
+"""Texts of exceptions from user code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import suppress
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an exception, whose `__str__` may fail itself."""
+    """Return the text of an exception, even if its `__str__` raises."""
     with suppress(Exception):
         return str(error)
     return "its text cannot be had"

@@ -1,6 +1,6 @@
 """Functions and classes by import path: `file.py:name` or `package.module:name`.
 
-`key` is the config key that a path comes from; errors begin with it.
+`key` is always the config key that the import path comes from; error messages begin with it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,21 @@ TAKES = {
     "ppo.shaping.function": "the step",
     "callbacks": "the step",
 }
-"""Config key -> the argument that its function is called with; of all others a list of rollouts."""
+"""Config key -> the argument of its function. All other functions get a list of rollouts."""
 _importing: list[str] = []
 _MODULE_OF_FILE = "raypo_function_file"
-"""How the names of modules begin that are loaded from a `file.py:name`."""
+"""Prefix of the names of modules that are loaded from a `file.py:name`."""
 
 
 def check_function(spec: str, *, key: str = "reward.function") -> None:
-    """Check from its source that a function is there and takes one argument; nothing is imported.
+    """Check in the source that a function exists and takes one argument, without importing it.
 
-    So a file that loads a model is refused in milliseconds, on machines without its packages too.
+    The check takes milliseconds even if the file would load a model on import, and it works on
+    machines without the packages that the file needs.
+
+    Args:
+        spec: Import path.
+        key: Config key that it comes from.
 
     Raises:
         ConfigError: `spec` is malformed, the file or module is missing or not Python, the name is
@@ -50,7 +55,16 @@ def check_function(spec: str, *, key: str = "reward.function") -> None:
 
 
 def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., Any]:
-    """Import a function. A file is imported once per process, and its folder is put on the path.
+    """Import a function.
+
+    A file is imported once per process, and its folder is added to `sys.path`.
+
+    Args:
+        spec: Import path.
+        key: Config key that it comes from.
+
+    Returns:
+        The function, checked by `check_callable`.
 
     Raises:
         ConfigError: as `check_function`, or the import fails.
@@ -61,7 +75,16 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
 
 
 def check_callable(function: Any, *, name: str, key: str = "reward.function") -> None:
-    """Refuse what is no function of one argument, nor an object with such a `__call__`."""
+    """Check that an object is a function of one argument, or has such a `__call__`.
+
+    Args:
+        function: The object.
+        name: Its name in messages.
+        key: Config key that it comes from.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     takes = TAKES.get(key, "a list of rollouts")
     if isinstance(function, type) or not callable(function):
         what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
@@ -71,7 +94,7 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
         )
     try:
         signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # compiled, and it does not say
+    except ValueError:  # compiled, without a signature
         return
     try:
         signature.bind([])
@@ -90,17 +113,19 @@ def check_class(
     key: str,
     optional: Methods = NONE,
 ) -> None:
-    """Check from its source that a class is what `load_class` wants; nothing is imported.
+    """Check in the source that a class is what `load_class` needs, without importing it.
 
     Args:
-        methods: That it must have, and their parameters.
-        arguments: That objects are made with: `{key}_args`.
-        key: Of the config.
-        optional: Methods that it may have.
+        spec: Import path.
+        methods: Required methods and their parameters.
+        arguments: Keyword arguments of the constructor, from `{key}_args`.
+        key: Config key that the import path comes from.
+        optional: Optional methods and their parameters.
 
     Raises:
-        ConfigError: as `check_function`, or a method is missing or takes other parameters, or the
-            class other arguments. What a base class may have is left to `load_class`.
+        ConfigError: as `check_function`, a method is missing or has other parameters, or the class
+            does not take the arguments. Methods that a base class may define are checked by
+            `load_class`.
     """
     if (outline := _outline(spec, key)) is not None:
         _check_methods(outline, methods, optional, spec, key)
@@ -115,10 +140,20 @@ def load_class(
     key: str,
     optional: Methods = NONE,
 ) -> partial[Any]:
-    """Import a class, and bind the keyword arguments of `{key}_args` that objects are made with.
+    """Import a class and bind its keyword arguments.
+
+    Args:
+        spec: Import path.
+        methods: Required methods and their parameters.
+        arguments: Keyword arguments of the constructor, from `{key}_args`.
+        key: Config key that the import path comes from.
+        optional: Optional methods and their parameters.
+
+    Returns:
+        A partial that creates an object when called.
 
     Raises:
-        ConfigError: as `check_class`, the import fails, or it does not take the arguments.
+        ConfigError: as `check_class`, or the import fails.
     """
     cls = _imported(spec, key)
     _check_methods(cls, methods, optional, spec, key)
@@ -127,10 +162,10 @@ def load_class(
 
 
 def source_files(spec: str) -> list[Path]:
-    """Return the file that defines a function or class, then the files beside it that it imports.
+    """Return the file that defines a function or class, and the files beside it that it imports.
 
-    A function of a module comes without them: what a package imports of itself may be all of it.
-    Empty if there is no such file, or only a compiled one.
+    For `package.module:name` only the module's own file is returned, because its imports could lead
+    to the whole package. The list is empty if there is no such file, or only a compiled one.
     """
     place, _ = _parts(spec, "")
     try:
@@ -140,13 +175,13 @@ def source_files(spec: str) -> list[Path]:
     if found is None or not found.is_file():
         return []
     files = [found.absolute()]
-    for file in files if place.endswith(".py") else ():  # it grows
+    for file in files if place.endswith(".py") else ():  # the list grows during the loop
         files += [each for each in _neighbours(file) if each not in files]
     return files
 
 
 def _neighbours(file: Path) -> list[Path]:
-    """Return the files in a file's own folder, or below it, that its import statements name."""
+    """Return the files in or below a file's own folder that its import statements name."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -170,19 +205,20 @@ def _neighbours(file: Path) -> list[Path]:
 
 
 def imported_now() -> str | None:
-    """Return the import path that this process is importing at the moment, or None."""
+    """Return the import path that this process is importing, or None."""
     return _importing[-1] if _importing else None
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name of a function in messages: package.module.name, or file.py:name as in configs.
+    """Return a function's name for messages: package.module.name, or file.py:name as in configs.
 
-    A partial has the name of what it calls, an object its own text or else its class's name.
+    A partial has the name of the function it wraps. Another object has its own text, else its
+    class's name.
     """
     while isinstance(function, partial):
         function = function.func
     if type(function).__str__ is not object.__str__ and not inspect.isroutine(function):
-        with suppress(Exception):  # an object's own text may fail
+        with suppress(Exception):  # the object's __str__ may raise
             return str(function)
     has_name = isinstance(getattr(function, "__qualname__", None), str)
     named: Any = function if has_name else type(function)
@@ -224,7 +260,7 @@ def _check_arguments(cls: Any, arguments: Mapping[str, Any], spec: str, key: str
 
 
 def _imported(spec: str, key: str) -> Any:
-    """Imports the module and returns what is named."""
+    """Import the module and return the named object."""
     place, name = _parts(spec, key)
     _importing.append(spec)
     try:
@@ -248,9 +284,9 @@ def _imported(spec: str, key: str) -> Any:
 
 
 def _outline(spec: str, key: str) -> Any:
-    """A function or class with the parameters of the one that is named, and nothing else of it.
+    """Return a stub of the named function or class that has only its parameters.
 
-    None where only an import shows it.
+    None means that only an import can show them.
     """
     place, name = _parts(spec, key)
     if place.endswith(".py"):
@@ -277,7 +313,7 @@ def _outline(spec: str, key: str) -> Any:
                 for each in cls.body
                 if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
             }
-            if cls.decorator_list or cls.keywords:  # a dataclass has another than it shows
+            if cls.decorator_list or cls.keywords:  # a dataclass, say, generates its __init__
                 methods["__init__"] = _takes_anything
             elif cls.bases or {"__init__", "__new__"} & dict(_defined(cls)).keys():
                 methods.setdefault("__init__", _takes_anything)
@@ -286,7 +322,7 @@ def _outline(spec: str, key: str) -> Any:
 
 
 class _WithAnyMethod(type):
-    """Makes the outline of a class with base classes, which may have any further method."""
+    """Metaclass for stubs of classes with base classes, which may have any further method."""
 
     def __getattr__(cls, name: str) -> Callable[..., None]:
         if name.startswith("__"):
@@ -295,12 +331,12 @@ class _WithAnyMethod(type):
 
 
 def _takes_anything(*args: Any, **kwargs: Any) -> None:
-    """The outline of what only an import shows."""
+    """Stand in for a function whose parameters only an import can show."""
 
 
 def _outline_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
-    """A function with the same parameters; nothing of the user's is evaluated for it."""
-    if node.decorator_list:  # what a decorator makes of it takes what it likes
+    """Return a function with the same parameters, without evaluating any code of the user's."""
+    if node.decorator_list:  # a decorator may change the parameters
         return _takes_anything
     given = node.args
     for each in ast.walk(given):
@@ -313,7 +349,7 @@ def _outline_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callab
 
 
 def _defined(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Names that a module's statements define, branches included, with what defines them."""
+    """Yield the names that a module's statements define, in all branches, with their nodes."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield child.name, child
@@ -347,7 +383,7 @@ def _existing(place: str, spec: str, key: str) -> Path:
 
 
 def _module_source(module: str, spec: str, key: str) -> Path | None:
-    """The source file of a module, found without importing its parents; None: it is compiled."""
+    """Return a module's source file without importing its parents; None if it is compiled."""
     first, *rest = module.split(".")
     found = None
     with suppress(ValueError):  # a module without a spec, like __main__
@@ -382,9 +418,9 @@ def _module_of_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # its neighbours can be imported
+        sys.path.append(str(path.parent))  # so that it can import the files beside it
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses look themselves up
+    sys.modules[name] = module  # before it runs: dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:
