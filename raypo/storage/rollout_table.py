@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PART = "reward/"
-"""Prefix of the columns for named reward parts: `reward/format`. Null if a sample lacks the part."""
+"""Prefix of the columns for named reward parts: `reward/format`. Null if a sample lacks one."""
 
 
 def rollout_schema() -> pa.Schema:
