@@ -36,6 +36,12 @@ def conversation(
     up to and including its first stop token, even if that token directly follows the turn. Turns
     are tokenised separately, as they are when they are sampled.
 
+    Args:
+        row: A row with checked and normalised messages (`prepared_conversation`).
+        section: Names the columns of messages and tools.
+        tokenizer: Hugging Face tokenizer of the model.
+        stops: The tokens that end a turn.
+
     Raises:
         RowError: the template rejects the row, renders nothing of the assistant, or rewrites
             earlier turns, so that the assistant's tokens are unknown.

@@ -91,7 +91,7 @@ def peek(
         response_keys: Maps config keys to the response columns that each row must have.
 
     Returns:
-        The number of rows. None if a source has more than `PEEK_ROWS` rows or is a data set.
+        The number of rows. None if a source is a data set or has `PEEK_ROWS` rows or more.
 
     Raises:
         ConfigError: a file is missing, empty, unreadable or of an unknown kind; or a row lacks
@@ -127,6 +127,11 @@ def load_prompts(
 
     Each worker that calls this reads every row once. Prompts of files stay in memory. Of data sets
     and folders of `save_to_disk` only the row numbers do, 8 bytes per prompt.
+
+    Args:
+        section: The sources, their columns and the length limit.
+        tokenizer: The policy's Hugging Face tokenizer.
+        key: The config key of the sources, for error messages.
 
     Raises:
         ConfigError: a row fails the checks of `peek`, a prompt has no tokens, a prompt is too long

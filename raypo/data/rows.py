@@ -116,7 +116,7 @@ class RowsOnDisk:
 def is_data_set(source: PromptSource) -> bool:
     """Return whether a source is loaded with the package `datasets`, like the id `openai/gsm8k`.
 
-    An entry with a path of a folder, or with a configuration or split, is one too.
+    An entry may also give a folder, or a configuration or split of a data set.
     """
     path = path_of(source)
     if is_uri(path) or is_saved(path) or _is_pattern(path):
@@ -278,6 +278,7 @@ def _begins_with_an_object(text: str) -> bool:
 
 
 def _csv(source: str, key: str, bad: BadRows) -> Iterator[Row]:
+    # The default limit is 128 KiB per field.
     csv.field_size_limit(sys.maxsize)
     with _opened(source, key, newline="") as file:
         reader = csv.DictReader(_decoded(file, source, key), strict=True)
@@ -305,9 +306,8 @@ def _parquet(source: str, key: str, _: BadRows) -> Iterator[Row]:
     files, path = open_storage(source, key=key) if is_uri(source) else (None, source)
     try:
         with pq.ParquetFile(path, filesystem=files) as file:
-            for batch in file.iter_batches(
-                batch_size=1024, use_threads=False
-            ):  # see storage.parquet
+            # No Arrow threads: see storage.parquet.
+            for batch in file.iter_batches(batch_size=1024, use_threads=False):
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(f"{source}, row {number}", values)

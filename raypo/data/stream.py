@@ -135,6 +135,7 @@ class _Turns:
         """Return the number of draws from each source among the first `draws`."""
         weights = self._mix.weights
         sure = max(draws - len(weights), 0) / sum(weights)
+        # A lower bound for each source, so that only the few draws beyond it need sorting.
         counts = [max(int(weight * sure - 0.5), 0) for weight in weights]
         for source in self._due(counts, draws - sum(counts)):
             counts[source] += 1

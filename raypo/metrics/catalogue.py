@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 
 class Metric(NamedTuple):
-    """How a metric is labelled and displayed."""
+    """Label and display settings of a metric."""
 
     name: str
     label: str
@@ -62,7 +62,7 @@ METRICS = {
 
 HEADLINES = tuple(metric for metric in METRICS.values() if metric.sign)
 TRAINED = METRICS["rollout/score_mean"], METRICS["train/loss"]
-"""The training objective, by recipe."""
+"""Metric of the training objective, depending on the recipe."""
 
 
 def label_of(name: str) -> str:

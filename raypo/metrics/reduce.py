@@ -58,7 +58,7 @@ class WeightedMeans:
 
 
 def without_lone(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    """Drop the only metric with a prefix: a breakdown into one part repeats the whole."""
+    """Drop a metric that is the only one with a prefix; a breakdown into one part is redundant."""
     parts = [name for name in metrics if name.startswith(prefix)]
     return {name: value for name, value in metrics.items() if [name] != parts}
 

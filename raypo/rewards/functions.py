@@ -19,7 +19,7 @@ from raypo.types import Rollout
 
 
 class OneAtATime:
-    """In-process reward function; a lock allows one call at a time over all instances.
+    """Reward function of this process; a lock allows one call at a time over all instances.
 
     Batches of rollouts are scored concurrently, and evaluation at the same time, but authors of
     reward functions need not make them thread-safe.

@@ -135,6 +135,7 @@ class RemoteReward:
     def _choose(self, under_way: dict[str, int], avoid: str) -> str:
         """Return the server with the fewest requests in flight, other than the last one tried."""
         others = [url for url in self._urls if url != avoid] or list(self._urls)
+        # Rotate, so that ties do not always go to the first server.
         first = next(self._turn) % len(others)
         return min(others[first:] + others[:first], key=lambda url: under_way[url])
 

@@ -79,7 +79,7 @@ class RunFiles:
         return cls(storage_path, name)
 
     def new_stage(self) -> Path:
-        """Create a folder for writing a checkpoint, on the same disk as the run if it is local.
+        """Create a folder for writing a checkpoint, inside the run folder if that is local.
 
         For a URI, the folder is a local temporary one.
         """
@@ -275,7 +275,7 @@ class RunFiles:
         self._folder.remove()
 
     def check_unused(self) -> None:
-        """Refuse a folder that has files but no config, so is not a run's.
+        """Refuse a folder without a config that holds files of something other than a run.
 
         Raises:
             ConfigError: the folder has such files. A run could overwrite them.

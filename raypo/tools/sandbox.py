@@ -61,9 +61,9 @@ class PythonSandbox:
     """Runs each Python program in fresh Linux namespaces, without root.
 
     A program can read Python and the system's libraries, and write to an empty folder in memory. It
-    has no access to other files, processes or the network, and runs as another user than its
-    caller. Its files and processes end with it. It shares the kernel: use a virtual machine for
-    code that might attack the kernel. docs/tools.md lists what the sandbox prevents and what not.
+    has no access to other files, processes or the network, and runs as the user nobody. Its files
+    and processes end with it. It shares the kernel: use a virtual machine for code that might
+    attack the kernel. docs/tools.md lists what the sandbox prevents and what it does not.
     """
 
     def __init__(
@@ -176,6 +176,7 @@ class PythonSandbox:
             process.stdin.write(asked.encode())
             await process.stdin.drain()
         process.stdin.close()
+        # UTF-8 takes up to 4 bytes per character; 4 more tell whether the output exceeds the limit.
         kept, room = bytearray(), 4 * self._max_output_chars + 4
         while piece := await process.stdout.read(65536):
             kept += piece[: room - len(kept)]
