@@ -59,7 +59,7 @@ class PooledReward:
         return self._name
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """Return scores in the order of the rollouts; exceptions mark timeouts and dead processes."""
+        """Return scores in the rollouts' order; exceptions mark timeouts and dead processes."""
         cut = list(_pieces(rollouts, self._processes))
         pending = [
             self._pool.schedule(_score, args=(piece,), timeout=self._timeout_s) for piece in cut

@@ -26,7 +26,7 @@ def find_checkpoint(place: str) -> str:
 
     Args:
         place: Location of a run (meaning its newest checkpoint), of its `best/`, or of a
-        checkpoint.
+            checkpoint.
 
     Raises:
         ConfigError: there is no checkpoint.

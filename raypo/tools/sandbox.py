@@ -82,7 +82,7 @@ class PythonSandbox:
 
         Args:
             time_limit_s: Wall-clock limit of a program, in seconds; waiting for a slot does not
-            count.
+                count.
             memory_mb: Address space of each process in MB; exceeding it raises MemoryError.
             processes: Maximum number of concurrent processes and threads.
             file_mb: Total size of the program's files in MB; they are in memory too.
