@@ -72,7 +72,7 @@ def conversation(
         found = read(messages, tokenizer, tools)
         last = max(at for at, each in enumerate(messages) if each["role"] == "assistant")
         learns = found and stops.learned(*_tokenised(found, tokenizer), messages[: last + 1])
-    except Exception as error:  # templates raise any type
+    except Exception as error:  # templates can raise anything
         key = "data.messages_key"
         raise template_error(row, key, column, section, tokenizer, error) from error
     if learns is None:

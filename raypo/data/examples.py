@@ -378,7 +378,7 @@ def _written(
     said = answered(messages, bare)
     try:
         whole = render(tokenizer, said, tools=tools_of(row, section))
-    except Exception as error:  # templates raise any type
+    except Exception as error:  # templates can raise anything
         raise template_error(row, config_key, column, section, tokenizer, error) from error
     if whole.startswith(prompt):
         return _Written(whole.removeprefix(prompt), stops.after(said), is_empty)

@@ -442,7 +442,7 @@ def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBa
         )
     try:
         return render(tokenizer, value, prompting=True, tools=tools_of(row, section))
-    except Exception as error:  # templates raise any type
+    except Exception as error:  # templates can raise anything
         raise template_error(row, "data.prompt_key", column, section, tokenizer, error) from error
 
 

@@ -100,7 +100,7 @@ class StopTokens:
         try:
             whole = render(self.tokenizer, messages)
             longer = render(self.tokenizer, [*messages, following])
-        except Exception:  # templates raise any type; this one allows no next message
+        except Exception:  # templates can raise anything; this one allows no next message
             return self.default
         (ids,) = ids_behind(self.tokenizer, [longer.removeprefix(whole)])
         is_mark = longer.startswith(whole) and ids and ids[0] in self.ids
