@@ -1,1 +1,1 @@
-"""Prompt sets and the order in which they are drawn."""
+"""Prompt sets, training examples, and the order in which they are drawn."""

@@ -1,4 +1,4 @@
-"""Batches by token budget."""
+"""Micro-batches under a token budget."""
 
 from __future__ import annotations
 
@@ -15,24 +15,29 @@ def batches_by_tokens(
     *,
     is_packed: bool = True,
 ) -> list[list[int]]:
-    """Cut rows into packs of at most `max_tokens`; the rows of a pack share their prompt's tokens.
+    """Pack rows into micro-batches of at most `max_tokens`; rows of one prompt share its tokens.
 
-    A prompt whose rows exceed the budget is cut into full packs and a rest. Rests and whole
-    prompts are then placed by first fit, the largest first: 32 prompts of 256 tokens with 8
-    responses of 512 take 39 packs of 4096. Cut evenly, each half would need a pack of its own: 64.
+    A prompt whose rows exceed the budget is split into full packs and a remainder. Remainders and
+    whole prompts are then placed by first-fit decreasing: 32 prompts of 256 tokens with 8
+    responses of 512 take 39 packs of 4096. Split evenly, each half would need a pack of its own:
+    64 packs.
 
     Args:
-        prompts: Equal for the rows of one prompt.
-        prompt_lengths: Tokens of each row's prompt.
-        response_lengths: Tokens of each row's response.
-        max_tokens: Most tokens of a pack; only a single row that is longer exceeds it.
-        is_packed: False for a model that reads a padded row for each response
-            (`raypo.models.packed_attention.reads_packed`): prompts and padding count in each.
+        prompts: Prompt key of each row; equal for the rows of one prompt.
+        prompt_lengths: Number of prompt tokens of each row.
+        response_lengths: Number of response tokens of each row.
+        max_tokens: Token budget of a pack. Only a single row that is longer may exceed it.
+        is_packed: False for a model that needs one padded row per response
+            (`raypo.models.packed_attention.reads_packed`). The prompt and the padding then count
+            in every row.
 
     Returns:
-        Indices of rows, every row once. Rows of one prompt stay together as far as the budget
-        allows. The packs with most tokens come first, so that a budget that does not fit into
-        memory fails at once; what has equally many tokens keeps its order.
+        Row indices of each pack; every row appears once. Rows of one prompt stay together as far
+        as the budget allows. The largest packs come first, so that a budget that does not fit into
+        memory fails at once. Packs of equal size keep their order.
+
+    Raises:
+        ValueError: `max_tokens` is below 1.
 
     Example: with prompts `a a b` of 3, 3 and 2 tokens, responses of 4, 1 and 2 and a budget of 8
     the packs are `[[0, 1], [2]]`; with a budget of 7 they are `[[0], [1], [2]]`.
@@ -61,7 +66,7 @@ def batches_by_tokens(
 def _within_budget(
     rows: list[int], prompt_tokens: int, response_lengths: Sequence[int], max_tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Cut one prompt's rows, in their order, into parts that a pack can hold, with their tokens."""
+    """Split one prompt's rows, in order, into parts that fit a pack; yield (tokens, rows)."""
     tokens, part = prompt_tokens, list[int]()
     for row in rows:
         if part and tokens + response_lengths[row] > max_tokens:
@@ -77,7 +82,7 @@ def _most_first(parts: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]
 
 
 def equally_many(batches: list[list[int]], workers: Workers) -> list[list[int]]:
-    """The batches, and empty ones after them: every worker has as many; all call it together."""
+    """Append empty batches until all workers have equally many. A collective call."""
     count = int(workers.max(as_tensor(len(batches))))
     return batches + [[] for _ in range(count - len(batches))]
 

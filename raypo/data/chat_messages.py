@@ -1,7 +1,7 @@
-"""Chat messages: one way to normalise or refuse them, and one way to render them.
+"""Chat messages: normalisation, validation and rendering.
 
 Prompts, responses, conversations, observations of environments and requests to the endpoint all
-pass through here, so that a message means the same wherever it comes from.
+pass through this module, so that a message means the same wherever it comes from.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 Message = dict[str, Any]
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles that every chat template is given. Another role is accepted where the template names it."""
+"""Roles accepted for every chat template. Another role is accepted if the template names it."""
 
 _SAYS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-"""Keys that may stand in place of the content of an assistant's message."""
+"""Keys that may replace the content of an assistant message."""
 
 
 class MessageError(ValueError):
-    """A chat message that no template should be given."""
+    """Invalid chat message."""
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a value has the shape of chat messages; `chat_messages` looks inside them."""
+    """Return whether a value is shaped like chat messages; `chat_messages` checks the contents."""
     return (
         isinstance(value, list)
         and len(value) > 0
@@ -36,15 +36,15 @@ def is_chat(value: Any) -> bool:
 
 
 def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return messages as chat templates take them.
+    """Normalise messages to the form that chat templates expect.
 
     Contents become text: parts of type text are joined. Arguments of tool calls become objects.
-    Keys whose value is null are dropped at every depth, because Arrow (parquet, `save_to_disk`)
-    fills the keys that a row lacks with null. Nulls inside arguments that are JSON text stay.
+    Keys with a null value are dropped at every depth, because Arrow (parquet, `save_to_disk`)
+    fills the keys that a row lacks with null. Nulls inside arguments given as JSON text stay.
 
     Raises:
-        MessageError: a role is no text, a content is neither text nor parts of text, or a tool
-            call is none. The message is named by its place.
+        MessageError: a role is not a string, a content is neither text nor text parts, or a tool
+            call is malformed. The error names the message by its index.
     """
     return [_normalised(place, message) for place, message in enumerate(messages)]
 
@@ -56,7 +56,7 @@ def _normalised(place: int, message: Mapping[str, Any]) -> Message:
     plain: Message = without_nulls(message)
     calls = plain.pop("tool_calls", None)
     plain["content"] = _text(where, plain.get("content"), may_lack=bool(calls) or says_more(plain))
-    if calls:  # an empty list is what Arrow leaves of none
+    if calls:  # Arrow turns missing tool calls into an empty list
         try:
             plain["tool_calls"] = [_call(call) for call in calls]
         except (TypeError, KeyError, ValueError, AttributeError):
@@ -92,7 +92,7 @@ def _text(where: str, content: Any, *, may_lack: bool) -> str:
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    if "function" not in call:  # {name, arguments}, which transformers takes too
+    if "function" not in call:  # the form {name, arguments}, which transformers accepts too
         call = {"type": "function", "function": call}
     function = call["function"]
     arguments = function.get("arguments", {})
@@ -100,12 +100,12 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = json.loads(arguments)
     if not isinstance(arguments, Mapping) or not isinstance(function["name"], str):
         raise TypeError("a name is a text, arguments are an object")
-    # Always in this order: Arrow keeps the order of the first row that it saw.
+    # Fixed key order, because Arrow keeps the order of the first row that it saw.
     return {**call, "function": {"name": function["name"], "arguments": dict(arguments)}}
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the keys of its dicts, at every depth, whose value is null."""
+    """Return a value without the dict keys whose value is null, at every depth."""
     if isinstance(value, Mapping):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple):
@@ -114,7 +114,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def strings_of(value: Any) -> list[str]:
-    """Return all texts inside a value, at every depth."""
+    """Return all strings inside a value, at every depth."""
     if isinstance(value, str):
         return [value]
     parts = value.values() if isinstance(value, Mapping) else value
@@ -123,12 +123,12 @@ def strings_of(value: Any) -> list[str]:
 
 
 def is_prefilled(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last message is the beginning of the assistant's response."""
+    """Return whether the last message is the beginning of the assistant's response."""
     return messages[-1]["role"] == "assistant"
 
 
 def answered(messages: Sequence[Message], response: Message) -> list[Message]:
-    """Return messages with the assistant's response behind them; a prefilled one is continued."""
+    """Append the assistant's response to messages, or continue a prefilled last message with it."""
     if not is_prefilled(messages):
         return [*messages, response]
     *before, begun = messages
@@ -136,10 +136,10 @@ def answered(messages: Sequence[Message], response: Message) -> list[Message]:
 
 
 def check_roles(tokenizer: Any, messages: Sequence[Message]) -> None:
-    """Refuse a role that the chat template does not name: most templates print any, or drop it.
+    """Reject roles that the chat template does not name; most templates print or drop any role.
 
     Raises:
-        MessageError: with the message's place.
+        MessageError: a role is unknown. The error names the message by its index.
     """
     written = tokenizer.chat_template
     template = " ".join(written.values()) if isinstance(written, dict) else str(written)
@@ -159,16 +159,16 @@ def render(
     prompting: bool = False,
     tools: Sequence[Any] | None = None,
 ) -> str:
-    """Return what the chat template writes.
+    """Render messages with the chat template.
 
     Args:
-        prompting: Write a prompt that the assistant answers. A last message of the assistant is
-            then left open, and the response continues it.
-        tools: Functions or JSON schemas that the template describes.
+        prompting: Render a prompt for the assistant to answer. If the last message is the
+            assistant's, it is left open and the response continues it.
+        tools: Functions or JSON schemas for the template to describe. None means no tools.
 
     Raises:
         MessageError: a role is unknown to the template, or the last message cannot be continued.
-        Exception: whatever the template itself raises.
+        Exception: any error that the template itself raises.
     """
     tools = None if tools is None else list(tools)
     check_roles(tokenizer, messages)

@@ -1,4 +1,4 @@
-"""Whole conversations of several turns, and which of their tokens the assistant wrote."""
+"""Multi-turn conversations as training examples, with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -20,25 +20,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""The tag by which a chat template says what the assistant wrote."""
+"""The tag with which a chat template marks the assistant's text."""
 
 
 def conversation(
     row: Row, section: ResponsesSection, tokenizer: PreTrainedTokenizerBase, stops: StopTokens
 ) -> Example:
-    """Return an example in which every token of the assistant is learned, and no other.
+    """Return an example that trains on every token of the assistant, and on no other.
 
-    The prompt is what comes before the first of these tokens, the response the rest up to the last
-    one, with the others' turns masked.
+    The prompt is everything before the first of these tokens. The response is the rest up to the
+    last one, with the turns of others masked.
 
-    Where the template marks the assistant's text (`{% generation %}`), that counts. Else it is what
-    the template writes from its generation prompt to the end of the message. Each turn is learned
-    up to its first stop token, also where that stands right behind it. Each turn is tokenised by
-    itself, as it is when it is sampled.
+    If the template marks the assistant's text (`{% generation %}`), these marks decide. Otherwise
+    it is the text from the generation prompt to the end of the message. Each turn is trained
+    up to and including its first stop token, even if that token directly follows the turn. Turns
+    are tokenised separately, as they are when they are sampled.
+
+    Args:
+        row: A row with checked and normalised messages (`prepared_conversation`).
+        section: Names the columns of messages and tools.
+        tokenizer: Hugging Face tokenizer of the model.
+        stops: The tokens that end a turn.
 
     Raises:
-        RowError: the template refuses it, leaves nothing that the assistant wrote, or rewrites
-            earlier turns, so that it is unknown what the assistant wrote.
+        RowError: the template rejects the row, renders nothing of the assistant, or rewrites
+            earlier turns, so that the assistant's tokens are unknown.
+        ConfigError: the tokenizer has no chat template.
     """
     column = str(section.messages_key)
     messages = row.values[column]
@@ -65,7 +72,7 @@ def conversation(
         found = read(messages, tokenizer, tools)
         last = max(at for at, each in enumerate(messages) if each["role"] == "assistant")
         learns = found and stops.learned(*_tokenised(found, tokenizer), messages[: last + 1])
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates can raise anything
         key = "data.messages_key"
         raise template_error(row, key, column, section, tokenizer, error) from error
     if learns is None:
@@ -87,13 +94,14 @@ def conversation(
 
 
 _Turns = tuple[str, list[int]]
-"""A whole conversation, and where turns of the assistant begin and end in it: begin, end, ..."""
+"""The rendered conversation, and the character offsets of assistant turns: begin, end, ..."""
 
 
 def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _Turns:
-    """Read what the template marks by its own tags."""
-    # `return_assistant_tokens_mask` is not used: in transformers 5.19 it marks all that follows a
-    # turn whose last character no token holds (huggingface/transformers#47325).
+    """Return the assistant's turns as the template's own `{% generation %}` tags mark them."""
+    # `return_assistant_tokens_mask` of apply_chat_template is not used: transformers 5.19 marks
+    # everything after a turn if no token holds the turn's last character
+    # (huggingface/transformers#47325).
     special: Any = tokenizer.special_tokens_map
     rendered: Any = render_jinja_template(
         [messages],
@@ -107,11 +115,11 @@ def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _T
 
 
 def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _Turns | None:
-    """Read what each message of the assistant adds; None where the template rewrites others."""
+    """Return the assistant's turns by rendering prefixes; None if the template rewrites turns."""
     whole, cuts = render(tokenizer, messages, tools=tools), []
     for place, message in enumerate(messages):
         if message["role"] == "assistant" and place:
-            before: Any = tokenizer.apply_chat_template(  # `render` would continue an answer here
+            before: Any = tokenizer.apply_chat_template(  # `render` would continue the message
                 messages[:place], tools=tools, add_generation_prompt=True, tokenize=False
             )
             after = render(tokenizer, messages[: place + 1], tools=tools)
@@ -122,7 +130,7 @@ def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) 
 
 
 def _tokenised(turns: _Turns, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Run]]:
-    """Return token ids, and which runs of them the assistant wrote; each turn is by itself."""
+    """Return token ids and the runs of the assistant; turns are tokenised separately."""
     whole, cuts = turns
     parts = [whole[begin:stop] for begin, stop in pairwise([0, *cuts, len(whole)])]
     encoded = ids_behind(tokenizer, parts, [None, *parts[:-1]])

@@ -1,4 +1,4 @@
-"""From files to tokenised examples: responses to learn, pairs to compare, verdicts."""
+"""Load tokenised training examples from files: responses, preference pairs and verdicts."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class LoadedExamples(Generic[Item]):
 
     items: list[Item]
     sizes: tuple[int, ...]
-    """Examples of each source."""
+    """Number of examples of each source."""
     num_skipped: int
-    """Rows left out because their prompt or a response is too long."""
+    """Rows skipped because their prompt or a response is too long."""
     num_unusable: int = 0
-    """Pairs left out because their responses are equal, or one of them is empty."""
+    """Pairs skipped because their responses are equal, or one of them is empty."""
     bad: BadRows = field(default_factory=lambda: BadRows("refuse"))
 
     def notes(self, key: str) -> list[str]:
-        """Return what was left out of a config key's rows, one line for each reason."""
+        """Return one line for each reason why rows of a config key were skipped."""
         rows = f"of the {self.num_skipped + self.num_unusable + len(self.items)} rows of {key}"
         reasons = {
             "have a prompt longer than data.max_prompt_tokens or a response longer than "
@@ -68,18 +68,20 @@ def load_examples(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Example]:
-    """Read and tokenise prompts and the responses to learn.
+    """Read and tokenise prompts and the responses to train on.
 
-    Text prompts are tokenised as `load_prompts` does, text responses without special tokens and
-    with an end token behind them. After chat messages the response is what the chat template makes
-    of one more message of the assistant, up to the stop token that it writes.
+    Text prompts are tokenised as in `load_prompts`, text responses without special tokens and
+    with an end token appended. After chat messages the response is one more assistant message,
+    rendered with the chat template, up to the stop token that the template writes.
 
     Args:
-        stop_token_ids: The tokens that end a response.
-        key: The config key that the sources come from, for messages; evaluation has its own.
+        section: The sources, their columns and the length limits.
+        tokenizer: Hugging Face tokenizer of the model.
+        stop_token_ids: Tokens that end a response.
+        key: Config key of the sources, for error messages; evaluation has its own.
 
     Raises:
-        ConfigError: a row is wrong, one is too long where `data.too_long` is `error`, or nothing
+        ConfigError: a row is invalid, a row is too long and `data.too_long` is `error`, or no row
             is left.
     """
     if section.messages_key is not None:
@@ -140,7 +142,7 @@ def load_pairs(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Pair]:
-    """Read prompts with a better and a worse response; otherwise as `load_examples`."""
+    """Read prompts with a chosen and a rejected response; otherwise like `load_examples`."""
 
     def build(row: Row, prompt: list[int], responses: list[_Response]) -> Pair | None:
         chosen, rejected = (each.ids for each in responses)
@@ -166,10 +168,10 @@ def load_verdicts(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Verdict]:
-    """Read prompts with responses that are desirable or not; otherwise as `load_examples`.
+    """Read prompts with desirable and undesirable responses; otherwise like `load_examples`.
 
-    Without `desirable_key` each pair is two of them. `other_ids` of each is the response of the
-    next row with another prompt, of the last one that of the first.
+    Without `desirable_key` each pair becomes two verdicts. `other_ids` of each verdict is the
+    response of the next row with another prompt; the last row wraps around to the first.
     """
     column = section.desirable_key
     if column is None:
@@ -204,11 +206,11 @@ def load_verdicts(
 
 
 _Judged = tuple[np.ndarray, np.ndarray, bool]
-"""Prompt, response, and whether that is desirable."""
+"""Prompt, response, and True if the response is desirable."""
 
 
 def _with_others(rows: Sequence[_Judged], key: str) -> list[Verdict]:
-    """Verdicts, each with a response to another prompt."""
+    """Return verdicts, each with a response to another prompt."""
     count = len(rows)
     differs = [not np.array_equal(rows[i][0], rows[(i + 1) % count][0]) for i in range(count)]
     if not any(differs):
@@ -225,24 +227,24 @@ def _with_others(rows: Sequence[_Judged], key: str) -> list[Verdict]:
 
 
 class _Response(NamedTuple):
-    """A response as it is learned."""
+    """A tokenised response."""
 
     ids: np.ndarray
-    """int32 [T], its end included."""
+    """int32 [T], its end token included."""
     is_empty: bool
 
 
 class _Written(NamedTuple):
-    """A response before it is tokenised."""
+    """A response before tokenisation."""
 
     text: str
     end: int
-    """The stop token that ends it where the text has none."""
+    """The stop token to append if the text has none."""
     is_empty: bool
 
 
 _Responded = tuple[Row, list[int], list[_Response]]
-"""A row, its prompt in tokens, and its responses."""
+"""A row, its prompt as text, and its tokenised responses."""
 
 
 def _load(
@@ -268,7 +270,7 @@ def _load(
         return prepared_row(with_columns(row, source, others), source, section, response_keys)
 
     def built(each: _Responded) -> tuple[bool, Item | None]:
-        """Return whether a row is short enough, and what it is built to."""
+        """Return whether a row is short enough, and the item built from it."""
         row, prompt, responses = each
         fits = [is_short("prompt", row, len(prompt), section)]
         fits += [is_short("response", row, len(one.ids), section) for one in responses]
@@ -299,7 +301,7 @@ def _nothing_left(
     num_skipped: int,
     num_unusable: int,
 ) -> ConfigError:
-    """Return the error of sources of which no row can be learned from."""
+    """Return the error to raise if no row of the sources is usable."""
     if num_unusable:
         return ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} rows have equal or "
@@ -323,7 +325,7 @@ def _with_responses(
     stops: StopTokens,
     bad: BadRows,
 ) -> Iterator[_Responded]:
-    """Yield rows with their responses, all of which are tokenised at once."""
+    """Yield rows with their responses; the responses of a chunk are tokenised in one call."""
     tokenizer, columns = stops.tokenizer, list(response_keys.items())
 
     def written(each: Tokenised) -> tuple[Tokenised, list[_Written]]:
@@ -341,7 +343,7 @@ def _with_responses(
         responses = []
         for (config_key, column), (one, ids) in zip(columns, writings, strict=True):
             cut = next((token for token in ids[:-1] if token in stops.ids), None)
-            if is_text and cut is not None:  # a stop token that is an ordinary word
+            if is_text and cut is not None:  # an ordinary word as stop token
                 raise _inside(row, config_key, column, repr(tokenizer.decode([cut])))
             responses.append(_Response(stops.ended(ids, one.end), one.is_empty))
         return row, prompt, responses
@@ -357,7 +359,7 @@ def _written(
     tokenizer: PreTrainedTokenizerBase,
     stops: StopTokens,
 ) -> _Written:
-    """Return the text of a row's response, as it stands behind the prompt."""
+    """Return a row's response as the text that follows the prompt."""
     row, prompt, _ = each
     message: Message = row.values[column]
     messages = row.values[section.prompt_key]
@@ -376,11 +378,11 @@ def _written(
     said = answered(messages, bare)
     try:
         whole = render(tokenizer, said, tools=tools_of(row, section))
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates can raise anything
         raise template_error(row, config_key, column, section, tokenizer, error) from error
     if whole.startswith(prompt):
         return _Written(whole.removeprefix(prompt), stops.after(said), is_empty)
-    # Some generation prompts open what the template leaves out of messages, like <think>.
+    # Some generation prompts open a block that the template omits from messages, like <think>.
     shared = next(at for at, each in enumerate(prompt) if whole[at : at + 1] != each)
     opened = prompt[shared:]
     if says_more(message):

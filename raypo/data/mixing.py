@@ -1,4 +1,4 @@
-"""Several sources of rows: their shares, and whether they have enough."""
+"""Mixing of several sources: their shares, and a note if a source has too few rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raypo.data.stream import Mix
 def repetition_note(
     num_rows: int, rows_per_step: int, *, key: str = "rollout.prompts_per_step"
 ) -> str | None:
-    """A note for the user where the rows of one step must repeat; else None.
+    """Return a note for the user if rows must repeat within a step, else None.
 
     Args:
-        num_rows: What is drawn from.
-        rows_per_step: What a step draws.
-        key: The config key that says so.
+        num_rows: Number of rows to draw from.
+        rows_per_step: Number of rows that a step draws.
+        key: The config key that sets `rows_per_step`.
     """
     if num_rows >= rows_per_step:
         return None
@@ -29,15 +29,15 @@ def repetition_note(
 
 
 def mix_of(section: DataSection, sizes: Sequence[int], block: int) -> Mix | None:
-    """How the sources of `data.prompts` are mixed; None: as one, each row once an epoch.
+    """Return the mix of the sources of `data.prompts`; None means one joint source without weights.
 
     Args:
-        section: Names the sources and their weights.
-        sizes: What is left of each source.
+        section: The sources and their weights.
+        sizes: Number of usable rows of each source.
         block: Rows of a step.
 
     Raises:
-        ConfigError: a source with a weight has nothing that could be drawn.
+        ConfigError: a source with a weight has no usable rows.
     """
     weights: list[float] = []
     for source, size in zip(section.prompts, sizes, strict=True):
@@ -60,13 +60,13 @@ def few_rows_notes(
     *,
     key: str = "rollout.prompts_per_step",
 ) -> list[str]:
-    """Notes for the user where the rows of a source must repeat within a step.
+    """Return notes for the user about sources whose rows must repeat within a step.
 
     Args:
-        section: Names the sources and their weights.
-        sizes: What is left of each source.
-        rows_per_step: What a step draws.
-        key: The config key that says so.
+        section: The sources and their weights.
+        sizes: Number of usable rows of each source.
+        rows_per_step: Number of rows that a step draws.
+        key: The config key that sets `rows_per_step`.
     """
     mix = mix_of(section, sizes, rows_per_step)
     if mix is None:

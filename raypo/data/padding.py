@@ -9,12 +9,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def pad_right(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-    """[B, longest], zeros behind the shorter rows."""
+    """Return the rows as one tensor [B, longest], padded with zeros on the right."""
     return _padded(rows, dtype, "right")
 
 
 def pad_left(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-    """[B, longest], zeros before the shorter rows."""
+    """Return the rows as one tensor [B, longest], padded with zeros on the left."""
     return _padded(rows, dtype, "left")
 
 

@@ -1,4 +1,4 @@
-"""From sources of rows to tokenised prompts; `key` is the config key that sources come from."""
+"""Load tokenised prompts from sources of rows; `key` is the config key of the sources."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PEEK_ROWS = 1000
-"""Rows of each file that `peek` looks at."""
+"""Number of rows of each source that `peek` reads."""
 
 _LOOKS_LIKE_CHAT = re.compile(
     r"""\s*\[\s*\{\s*["'](role["']\s*:|content["']\s*:.*["']role["']\s*:)""", re.DOTALL
 )
-"""JSON or Python's own writing of a list of messages, whole or not."""
+"""A list of messages as JSON or as Python's repr, complete or not."""
 
 CHUNK = 1024
-"""Rows that a tokenizer gets at once."""
+"""Number of rows tokenised in one call."""
 
 Tokenised = tuple[Row, str, list[int]]
-"""A row, the text of its prompt, and that in tokens."""
+"""A row, its prompt as text, and its prompt as token ids."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class LoadedPrompts:
     """Tokenised prompts in the order of the sources."""
 
     prompts: Sequence[Prompt]
-    """Of sources that stay on disk each is read and tokenised whenever it is asked for."""
+    """Prompts of sources that stay on disk are read and tokenised on each access."""
     num_skipped: int
-    """Prompts left out because they are longer than data.max_prompt_tokens."""
+    """Prompts skipped because they are longer than data.max_prompt_tokens."""
     sizes: tuple[int, ...]
-    """Prompts of each source."""
+    """Number of prompts of each source."""
     bad: BadRows = field(default_factory=lambda: BadRows("refuse"))
 
     def notes(self, key: str) -> list[str]:
-        """Return what was left out of a config key's prompts, one line for each reason."""
+        """Return one line for each reason why prompts of a config key were skipped."""
         number = self.num_skipped + len(self.prompts)
         words = f"{self.num_skipped} of the {number} prompts of {key} are longer than"
         long = [f"{words} data.max_prompt_tokens and skipped"] if self.num_skipped else []
@@ -82,18 +82,19 @@ def peek(
     key: str = "data.prompts",
     response_keys: Mapping[str, str] | None = None,
 ) -> int | None:
-    """Check prompt files without a tokenizer or any heavy import, by their first rows.
+    """Check the first rows of the sources without a tokenizer or any heavy import.
 
     Args:
-        section: Names the sources, and what each row must have: a prompt, or where `messages_key`
-            is set a whole conversation.
-        response_keys: Config key -> column of the responses that each row must have.
+        section: The sources and the columns of each row: a prompt, or a whole conversation if
+            `messages_key` is set.
+        key: The config key of the sources, for error messages.
+        response_keys: Maps config keys to the response columns that each row must have.
 
     Returns:
-        The number of rows; None where there are more than it looks at, or a data set is among them.
+        The number of rows. None if a source is a data set or has `PEEK_ROWS` rows or more.
 
     Raises:
-        ConfigError: a file is missing, empty, unreadable or of an unknown kind, or a row lacks
+        ConfigError: a file is missing, empty, unreadable or of an unknown kind; or a row lacks
             the prompt, the label or a response, or one of them is neither text nor chat messages.
     """
     num_rows: int | None = 0
@@ -120,16 +121,21 @@ def load_prompts(
 ) -> LoadedPrompts:
     """Read and tokenise prompts.
 
-    Text is tokenised with the special tokens that the tokenizer adds by default; chat messages go
-    through its chat template, which writes the special tokens itself. `Prompt.index` is the row
-    over all sources in their order, skipped rows counted.
+    Text is tokenised with the special tokens that the tokenizer adds by default. Chat messages are
+    rendered with its chat template, which writes the special tokens itself. `Prompt.index` is the
+    row number over all sources in order, counting skipped rows.
 
-    Every row is read once here, in whichever worker. Of data sets and folders of `save_to_disk`
-    8 bytes of each prompt stay in memory: which row it is. Of files the prompts themselves stay.
+    Each worker that calls this reads every row once. Prompts of files stay in memory. Of data sets
+    and folders of `save_to_disk` only the row numbers do, 8 bytes per prompt.
+
+    Args:
+        section: The sources, their columns and the length limit.
+        tokenizer: The policy's Hugging Face tokenizer.
+        key: The config key of the sources, for error messages.
 
     Raises:
-        ConfigError: what `peek` refuses, a prompt without tokens, one that is too long where
-            `data.too_long` is `error`, or nothing left.
+        ConfigError: a row fails the checks of `peek`, a prompt has no tokens, a prompt is too long
+            and `data.too_long` is `error`, or no prompt is left.
     """
     parts: list[tuple[Sequence[Any], Callable[[Any], Prompt]]] = []
     num_rows = num_skipped = shortest = 0
@@ -205,7 +211,7 @@ def _prompt_on_disk(
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of several sources, each a sequence and what makes a prompt of its items."""
+    """Concatenated parts, each a sequence of items and a function item -> Prompt."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[Any], Callable[[Any], Prompt]]]) -> None:
         self._parts = parts
@@ -228,12 +234,12 @@ def prepared_row(
     section: DataSection,
     response_keys: Mapping[str, str] | None = None,
 ) -> Row:
-    """Return a row checked as far as that takes no tokenizer, with the system prompt.
+    """Check a row as far as possible without a tokenizer, and add the system prompt.
 
-    Its messages are normalised. So are responses: each becomes one message of the assistant.
+    Chat messages are normalised, and each response becomes one message of the assistant.
 
     Raises:
-        RowError: it cannot be used.
+        RowError: the row is unusable.
     """
     responses = response_keys or {}
     columns = {"data.prompt_key": section.prompt_key, **responses}
@@ -257,10 +263,10 @@ def prepared_row(
 
 
 def prepared_conversation(row: Row, source: PromptSource, section: Any) -> Row:
-    """Return a row with a conversation, normalised, and with the system prompt.
+    """Check and normalise a row's conversation, and add the system prompt.
 
     Raises:
-        RowError: it has no conversation in which the assistant answers.
+        RowError: the row has no conversation with an answer of the assistant.
     """
     key, column = "data.messages_key", section.messages_key
     row = with_columns(row, source, {key: column} | _tools_column(section))
@@ -293,7 +299,7 @@ def _chat(row: Row, config_key: str, column: str) -> list[Message]:
 
 
 def _response(row: Row, config_key: str, column: str) -> Message:
-    """Return a response as a message of the assistant."""
+    """Return a response as an assistant message."""
     value = row.values[column]
     if isinstance(value, str):
         return {"role": "assistant", "content": value}
@@ -313,7 +319,7 @@ def _response(row: Row, config_key: str, column: str) -> Message:
 
 
 def _with_tools(row: Row, config_key: str, column: str, section: DataSection) -> Row:
-    """Return the row with its tools as a list of JSON schemas, or None for none."""
+    """Return the row with its tools as a list of JSON schemas; None means no tools."""
     name = section.tools_key
     if name is None:
         return row
@@ -340,14 +346,14 @@ def _with_tools(row: Row, config_key: str, column: str, section: DataSection) ->
 
 
 def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> Row:
-    """Return the row if it has the wanted columns.
+    """Return the row if it has the required columns.
 
-    Chat messages that stand in a row as JSON text, as they must in csv, come as a list; labels stay
-    as they are.
+    Chat messages given as JSON text, as csv requires, become a list. Labels are left unchanged.
 
     Raises:
-        ConfigError: the first row lacks one: the config names another column than the source has.
-        RowError: another row lacks one, or a text in one cannot be tokenised.
+        ConfigError: the first row lacks a column, so the config names a column that the source
+            does not have.
+        RowError: a later row lacks a column, or a text in one cannot be tokenised.
     """
     for config_key, name in columns.items():
         if name in row.values:
@@ -373,7 +379,7 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
 
 
 def _refuse_surrogates(row: Row, config_key: str, name: str) -> None:
-    """Refuse half of a character: JSON can spell it (`\\ud83d`), and no tokenizer reads it."""
+    """Reject a lone surrogate: JSON can spell one (`\\ud83d`), but no tokenizer can read it."""
     for text in strings_of(row.values[name]):
         try:
             text.encode()
@@ -386,7 +392,7 @@ def _refuse_surrogates(row: Row, config_key: str, name: str) -> None:
 
 
 def _chat_of_text(row: Row, config_key: str, name: str) -> Any:
-    """A row's value; where it is the text of chat messages, the list of them."""
+    """Return a row's value; chat messages given as text are parsed to a list."""
     text = row.values[name]
     if not isinstance(text, str) or not _LOOKS_LIKE_CHAT.match(text):
         return text
@@ -404,7 +410,7 @@ def _chat_of_text(row: Row, config_key: str, name: str) -> Any:
 
 
 def _with_system_prompt(row: Row, config_key: str, column: str, system_prompt: str | None) -> Row:
-    """Return the row with a system message before its chat messages."""
+    """Return the row with a system message prepended to its chat messages."""
     if system_prompt is None:
         return row
     messages = row.values[column]
@@ -424,7 +430,7 @@ def _with_system_prompt(row: Row, config_key: str, column: str, system_prompt: s
 
 
 def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text that is tokenised: the prompt itself, or its messages in the template."""
+    """Return the text to tokenise: the prompt itself, or its rendered chat messages."""
     column = section.prompt_key
     value = row.values[column]
     if isinstance(value, str):
@@ -436,12 +442,12 @@ def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBa
         )
     try:
         return render(tokenizer, value, prompting=True, tools=tools_of(row, section))
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates can raise anything
         raise template_error(row, "data.prompt_key", column, section, tokenizer, error) from error
 
 
 def tools_of(row: Row, section: DataSection) -> list[dict[str, Any]] | None:
-    """Return the tools that the template of a row's messages describes."""
+    """Return the tools that the chat template describes to the model."""
     return row.values[section.tools_key] if section.tools_key else None
 
 
@@ -453,12 +459,12 @@ def template_error(
     tokenizer: PreTrainedTokenizerBase,
     error: Exception,
 ) -> ConfigError:
-    """Return the error of a row that the template refuses: its system message, if that is why."""
+    """Return the error for a row that the template rejects, possibly for its system message."""
     messages = row.values[column]
     if messages[0]["role"] == "system" and len(messages) > 1:
         try:
             render(tokenizer, messages[1:], prompting=config_key == "data.prompt_key")
-        except Exception:  # the others are refused too
+        except Exception:  # fails without the system message too
             pass
         else:
             refuses = f"the tokenizer's chat template refuses a system message: {error}."
@@ -483,7 +489,7 @@ def tokenised(
     tokenizer: PreTrainedTokenizerBase,
     bad: BadRows,
 ) -> Iterator[list[Tokenised]]:
-    """Yield prepared rows with their prompts, in chunks; text and chat are tokenised apart."""
+    """Yield prepared rows with their prompts, in chunks. Text and chat are tokenised separately."""
 
     def with_text(row: Row) -> tuple[Row, str]:
         return row, prompt_text(row, section, tokenizer)
@@ -517,10 +523,10 @@ def tokenised(
 
 
 def is_short(what: Literal["prompt", "response"], row: Row, num_tokens: int, section: Any) -> bool:
-    """Return whether a prompt or response is short enough.
+    """Return whether a prompt or response is within its length limit.
 
     Raises:
-        ConfigError: it is too long, and `data.too_long` is `error`.
+        ConfigError: it is too long and `data.too_long` is `error`.
     """
     key = f"max_{what}_tokens"
     most = getattr(section, key)

@@ -1,7 +1,7 @@
-"""Token ids of prompts and responses: no end token behind a prompt, exactly one behind a response.
+"""Token ids of prompts and responses: no end token after a prompt, exactly one after a response.
 
-Models have several stop tokens (Llama 3, Gemma 3, GLM), and which of them ends a turn is the chat
-template's choice. Whoever ends, masks or compares a response asks `StopTokens`.
+Models have several stop tokens (Llama 3, Gemma 3, GLM), and the chat template decides which of
+them ends a turn. All code that ends, masks or compares a response uses `StopTokens`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import numpy as np
 from raypo.data.chat_messages import Message, render, strings_of
 
 Run = tuple[int, int]
-"""First token of an assistant's turn, and the one behind its last."""
+"""Index of the first token of an assistant turn, and of the token after its last."""
 
 
 @dataclass(frozen=True)
 class StopTokens:
-    """The tokens that end a response."""
+    """The tokens that end a response, and the rules for applying them."""
 
     tokenizer: Any
     ids: Sequence[int]
     _after: dict[bool, int] = field(default_factory=dict)
-    """Cache of `after`, by whether the last turn calls a tool."""
+    """Cache of `after`; the key is True if the last turn calls a tool."""
 
     @property
     def default(self) -> int:
-        """The token that ends a text: the tokenizer's end of sequence, if it stops the model."""
+        """The token appended to plain text: the end of sequence, if it is a stop token."""
         end = self.tokenizer.eos_token_id
         return end if end in self.ids else self.ids[0]
 
     @cached_property
     def texts(self) -> tuple[str, ...]:
-        """The stop tokens that a text can spell."""
+        """The stop tokens that text can spell (the tokenizer's added tokens)."""
         added = self.tokenizer.added_tokens_decoder
         return tuple(str(added[each]) for each in self.ids if each in added)
 
@@ -46,14 +46,14 @@ class StopTokens:
         return next((text for text in self.texts if any(text in each for each in strings)), None)
 
     def bare(self, text: str) -> str:
-        """Return a text without the one stop token that it may end with."""
+        """Return a text without the stop token at its end, if it has one."""
         for end in self.texts:
             if text.endswith(end):
                 return text.removesuffix(end)
         return text
 
     def ended(self, ids: Sequence[int], default: int) -> np.ndarray:
-        """Return ids up to their first stop token; one that has none gets the default."""
+        """Return ids up to and including the first stop token, or with the default appended."""
         for place, token in enumerate(ids):
             if token in self.ids:
                 return np.asarray(ids[: place + 1], np.int32)
@@ -62,16 +62,16 @@ class StopTokens:
     def learned(
         self, ids: Sequence[int], runs: Sequence[Run], messages: Sequence[Message]
     ) -> tuple[list[int], list[bool]]:
-        """Return ids and the mask of what is learned: each run, up to its first stop token.
+        """Return ids and their loss mask: each run, up to and including its first stop token.
 
-        A stop token right behind a run ends it too: `{% generation %}` tags may leave it out, and
-        in some templates (GLM) the mark of the next role is what ends a turn. Where the template
-        writes nothing that ends the last run, its end takes the place of what follows.
+        A stop token directly after a run is trained too: `{% generation %}` tags may leave it out,
+        and in some templates (GLM) the mark of the next role ends a turn. If the template writes no
+        stop token after the last run, `after(messages)` replaces the ids that follow it.
 
         Args:
             ids: Token ids of a whole conversation.
-            runs: The turns of the assistant in it.
-            messages: The conversation, up to its last message of the assistant.
+            runs: The assistant's turns in it.
+            messages: The conversation, up to the assistant's last message.
         """
         ids, mask = list(ids), [False] * len(ids)
         for begin, stop in runs:
@@ -85,10 +85,10 @@ class StopTokens:
         return ids, mask
 
     def after(self, messages: Sequence[Message]) -> int:
-        """Return the end of a last turn behind which the template writes none.
+        """Return the stop token of a last turn after which the template writes none.
 
-        That is the mark of the next message where it stops the model (GLM: a user's, or a tool's
-        behind a call), else the default.
+        This is the mark of the next message if it is a stop token (GLM: a user's message, or a
+        tool's after a call), else the default.
         """
         calls = messages[-1].get("tool_calls")
         if bool(calls) in self._after:
@@ -100,7 +100,7 @@ class StopTokens:
         try:
             whole = render(self.tokenizer, messages)
             longer = render(self.tokenizer, [*messages, following])
-        except Exception:  # templates raise what they like; such a one has no next message
+        except Exception:  # templates can raise anything; this one allows no next message
             return self.default
         (ids,) = ids_behind(self.tokenizer, [longer.removeprefix(whole)])
         is_mark = longer.startswith(whole) and ids and ids[0] in self.ids
@@ -109,15 +109,15 @@ class StopTokens:
 
 
 def without_end(ids: np.ndarray, stop_token_ids: Sequence[int]) -> np.ndarray:
-    """Return a sampled turn, int [T], without the stop token that may end it."""
+    """Return a sampled turn, int [T], without the stop token at its end, if it has one."""
     return ids[:-1] if len(ids) and int(ids[-1]) in stop_token_ids else ids
 
 
 def prompt_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenise text prompts, with the special tokens that the tokenizer writes before a text.
+    """Tokenise text prompts with the special tokens that the tokenizer writes before a text.
 
-    Those that it writes behind one are left out: a prompt that has ended is not answered. A text
-    that begins with the tokenizer's own beginning gets no second one.
+    Special tokens that it appends are removed, because a model does not answer a prompt that has
+    ended. A text that already begins with the beginning-of-sequence token gets no second one.
     """
     begin, end = _added(tokenizer)
     encoded: Any = tokenizer(list(texts), verbose=False)["input_ids"]
@@ -132,7 +132,7 @@ def prompt_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _added(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the special tokens that a tokenizer writes before and behind a text."""
+    """Return the special tokens that a tokenizer writes before and after a text."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     for begin in range(len(whole) - len(plain) + 1):
@@ -144,14 +144,16 @@ def _added(tokenizer: Any) -> tuple[list[int], list[int]]:
 def ids_behind(
     tokenizer: Any, texts: Sequence[str], before: Sequence[str | None] | None = None
 ) -> list[list[int]]:
-    """Tokenise texts that stand behind others, without special tokens of the tokenizer.
+    """Tokenise texts that follow other text, without the tokenizer's special tokens.
 
-    Tokenizers of the SentencePiece kind write a space before the first word of what they are given,
-    and some of them behind each special token. Elsewhere it would be learned, and never sampled.
+    SentencePiece tokenizers write a space before the first word of their input, and some of them
+    after each special token. In the middle of a text the model would learn a space that it never
+    samples.
 
     Args:
-        before: The text before each, of which only a special token at its end counts; None for one
-            that stands first. Without the list none stands first, and none behind such a token.
+        before: The text before each; only a special token at its end matters. An entry None means
+            that the text comes first. Without the list, no text comes first or follows a special
+            token.
     """
     plain: Any = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     if not _writes_a_space(tokenizer):

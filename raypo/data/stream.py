@@ -1,4 +1,4 @@
-"""Which prompts come when: endless seeded draws of one or several sources, resumed anywhere."""
+"""Endless seeded shuffling of one or several sources, resumable at any position."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ Item = TypeVar("Item")
 Other = TypeVar("Other")
 
 _SEED_WORD = 1
-"""First of the numbers that seed a permutation here; dealing has 2, the learner 3, requests 4."""
+"""First seed word of permutations here. Sharding uses 2, the learner 3, requests 4."""
 _MIX_SEED_WORD = 6
-"""The same of the order of sources; 5 is in `rollout.experience`."""
+"""First seed word of the order of sources; `rollout.experience` uses 5."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One prompt drawn; its samples are a group."""
+    """One draw from the prompts; its samples form a group."""
 
     group_index: int
-    """Which draw of the run, from 0."""
+    """Index of the draw in the run, from 0."""
     prompt: Prompt
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Sources whose items lie one behind the other, and the share of each in what is drawn."""
+    """Sizes and weights of concatenated sources."""
 
     sizes: tuple[int, ...]
-    """Items of each source, at least one."""
+    """Number of items of each source, at least one."""
     weights: tuple[float, ...]
-    """In proportion to the shares."""
+    """Sampling weights; only their ratios matter."""
     block: int
-    """Draws among which sources come in a seeded order, such as those of a step: it has the share
-    of each source, to one draw or two."""
+    """Number of draws, such as a step's, whose order of sources is shuffled together. Each source
+    has its share of every block, to within one draw or two."""
 
 
 class ShuffledStream(Generic[Item]):
-    """Draws items without end: each epoch is a permutation of its own from seed and epoch.
+    """Endless draws from items: each epoch is a permutation seeded by (seed, epoch).
 
-    The draws depend on the items, the seed and the position only, never on how many are taken
-    at once. Example: 3 items, `take(2)` then `take(2)`: the second crosses into epoch 1.
+    The draws depend only on the items, the seed and the position, not on how many are taken
+    at once. Example: 3 items, `take(2)` then `take(2)`: the second call crosses into epoch 1.
 
-    With a mix each source has epochs of its own. Of all draws up to the end of any block a source
-    has its share, rounded: 10 draws with the weights 0.75 and 0.25 are 8 and 2, 20 are 15 and 5.
+    With a mix each source has its own epochs. At the end of every block each source has had its
+    share of all draws so far, rounded: with the weights 0.75 and 0.25, 10 draws are 8 and 2, 20
+    are 15 and 5.
     """
 
     def __init__(self, items: Sequence[Item], *, seed: int, mix: Mix | None = None) -> None:
         if not len(items):
             raise ValueError("a stream needs at least one item, it got none.")
         self.items = items
-        """What is drawn from, in its own order."""
+        """The items in their original order."""
         sizes = mix.sizes if mix else (len(items),)
         begins = accumulate(sizes, initial=0)
         self._sources = [
@@ -68,21 +69,21 @@ class ShuffledStream(Generic[Item]):
         self._position = 0
 
     def of(self, items: Sequence[Other]) -> ShuffledStream[Other]:
-        """A stream from the start that draws the same places of other items."""
+        """Return a new stream, at position 0, that draws the same indices from other items."""
         return ShuffledStream(items, seed=self._seed, mix=self._mix)
 
     def take(self, count: int) -> list[tuple[int, Item]]:
-        """The next items with their positions, over as many epochs as it needs."""
+        """Return the next (position, item) pairs, crossing epochs as needed."""
         positions = range(self._position, self._position + count)
         self._position += count
         return [(position, self._at(position)) for position in positions]
 
     def state_dict(self) -> dict[str, int]:
-        """The position: items taken since the start of the run."""
+        """Return the position: the number of items taken since the start of the run."""
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on at a position."""
+        """Continue from a saved position."""
         self._position = int(state["position"])
 
     def _at(self, position: int) -> Item:
@@ -91,16 +92,16 @@ class ShuffledStream(Generic[Item]):
 
 
 class _Source:
-    """One source's items among all, and their order."""
+    """One source's range of the items, and its permutation."""
 
     def __init__(self, begin: int, size: int, seed: tuple[int, int]) -> None:
         self._begin, self._size = begin, size
         self._seed, self._number = seed
-        self._epoch = -1  # of the permutation at hand
+        self._epoch = -1  # epoch of the cached permutation
         self._order: np.ndarray = np.empty(0, np.int64)  # [size] int64
 
     def place(self, turn: int) -> int:
-        """The place among all items of its draw with this number."""
+        """Return the index among all items of this source's draw `turn`."""
         epoch, offset = divmod(turn, self._size)
         if epoch != self._epoch:
             words = [_SEED_WORD, self._seed, epoch] + ([self._number] if self._number else [])
@@ -109,15 +110,15 @@ class _Source:
 
 
 class _Turns:
-    """The source of each draw: its draw n is due at (n + 1/2) / weight, which keeps all shares."""
+    """Source of each draw. Draw n of a source is due at (n + 1/2) / weight, to keep all shares."""
 
     def __init__(self, mix: Mix, seed: int) -> None:
         self._mix, self._seed = mix, seed
-        self._number = -1  # of the block at hand
+        self._number = -1  # index of the cached block
         self._block: list[tuple[int, int]] = []
 
     def at(self, position: int) -> tuple[int, int]:
-        """The source of a draw, and how many draws it had before."""
+        """Return the source of a draw, and that source's number of earlier draws."""
         number, offset = divmod(position, self._mix.block)
         if number != self._number:
             counts = self._counts(number * self._mix.block)
@@ -131,16 +132,17 @@ class _Turns:
         return self._block[offset]
 
     def _counts(self, draws: int) -> list[int]:
-        """How many of the first draws are of each source."""
+        """Return the number of draws from each source among the first `draws`."""
         weights = self._mix.weights
         sure = max(draws - len(weights), 0) / sum(weights)
+        # A lower bound for each source, so that only the few draws beyond it need sorting.
         counts = [max(int(weight * sure - 0.5), 0) for weight in weights]
         for source in self._due(counts, draws - sum(counts)):
             counts[source] += 1
         return counts
 
     def _due(self, counts: list[int], draws: int) -> list[int]:
-        """The sources of the next draws, where each has had so many."""
+        """Return the sources of the next `draws` draws, given the number that each has had."""
         due = np.concatenate(
             [
                 (count + np.arange(draws) + 0.5) / weight

@@ -1,6 +1,6 @@
-"""What stands between two turns of the policy, as token ids.
+"""Token ids between two turns of the policy.
 
-What the policy sampled is never tokenised again: an observation becomes ids once, and is appended.
+Sampled tokens are never re-tokenised: an observation is tokenised once and appended.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from raypo.data.stop_tokens import ids_behind, prompt_ids
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
 """A text, one or several chat messages, or token ids."""
 Tools = Sequence[Callable[..., Any] | dict[str, Any]] | None
-"""That the policy may call, as chat templates take them: functions, or their JSON schemas."""
+"""Tools for the policy in the form that chat templates take: functions or their JSON schemas."""
 _REPLY = "raypo-reply"
-"""Stands for what the policy wrote, where a chat template is asked what follows it."""
+"""Placeholder for the policy's reply, to find the text that a chat template writes after it."""
 
 
 class TurnTokens:
-    """Observations as the policy reads them: by the tokenizer's chat template where there is one.
+    """Tokenises observations for the policy, with the tokenizer's chat template for chats.
 
-    In a chat a text is the message of a user. The ids of what comes between two turns are those
-    that the template writes from the end of an assistant's message to the beginning of the next
-    one, so they do not depend on what was said, nor on what a template makes of earlier messages.
+    In a chat, a text observation is a user message. The ids between two turns are the text that the
+    template writes from the end of an assistant message to the beginning of the next one. They
+    depend neither on the reply nor on how a template renders earlier messages.
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
-        """Only note them.
+        """Store the tokenizer and the stop tokens.
 
         Args:
-            tokenizer: Of the policy, a Hugging Face one.
+            tokenizer: The policy's Hugging Face tokenizer.
             stop_token_ids: Tokens that end a turn of the policy.
         """
         self._tokenizer = tokenizer
@@ -42,15 +42,15 @@ class TurnTokens:
     def first(
         self, observation: Observation, *, chat: bool, tools: Tools = None
     ) -> tuple[str, np.ndarray]:
-        """What an episode begins with: its text and ids, int32 [P].
+        """Return the first observation of an episode as text and ids, int32 [P].
 
         Args:
-            observation: What the policy reads first.
-            chat: Whether a text is a chat message.
-            tools: What the template tells the policy of.
+            observation: The first observation.
+            chat: True if a text observation is a chat message.
+            tools: Tools that the template describes to the policy.
 
         Raises:
-            ValueError: it has no tokens, or the template refuses it.
+            ValueError: the observation has no tokens, or the template rejects it.
         """
         if is_ids(observation):
             ids = np.asarray(observation, np.int32)
@@ -71,23 +71,23 @@ class TurnTokens:
         tools: Tools = None,
         calls: Sequence[Mapping[str, Any]] = (),
     ) -> np.ndarray:
-        """What follows a turn of the policy: the observation, and what a template puts around it.
+        """Return the ids that follow a turn of the policy: the observation, rendered.
 
-        The end of turn that the template writes is left out where the policy has sampled it.
+        If the policy has sampled the end of its turn, the template's own end of turn is left out.
 
         Args:
-            reply_ids: The turn, int [T].
-            observation: What the policy reads next.
-            chat: Whether a text is a chat message.
+            reply_ids: The policy's turn, int [T].
+            observation: The next observation.
+            chat: True if a text observation is a chat message.
             tools: As in `first`.
-            calls: The tool calls of the turn as chat templates take them, where they are known;
-                only asked for by templates that refuse the message of a tool without a call.
+            calls: The turn's tool calls as chat templates take them, if known. They are used only
+                for templates that reject a tool message without a call.
 
         Returns:
             ids: int32, empty for an empty text outside of a chat.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: the template rejects the messages.
         """
         if is_ids(observation):
             return np.asarray(observation, np.int32)
@@ -111,7 +111,7 @@ class TurnTokens:
         tools: Tools,
         end: int | None,
     ) -> np.ndarray:
-        """Ids that the template writes behind a reply, less the end of turn that was sampled."""
+        """Return the template's ids after a reply, without the end of turn if that was sampled."""
         follows = self._ids(self._text_behind(reply, messages, tools))
         if end is not None:
             closing = self._ids(self._text_behind(reply, [], tools, goes_on=False))
@@ -122,7 +122,7 @@ class TurnTokens:
                 return follows[ends.index(end) + 1 :]
             if follows[:1].tolist() == [end]:  # the mark of the next message ends this one
                 return follows[1:]
-        if "tool_calls" in reply:  # the rest of the stand-in's call comes first
+        if "tool_calls" in reply:  # skip the rest of the placeholder call
             special = np.isin(follows, self._tokenizer.all_special_ids)
             return follows[int(special.argmax()) :]
         return follows
@@ -135,7 +135,7 @@ class TurnTokens:
         *,
         goes_on: bool = True,
     ) -> str:
-        """What the template writes after the text that stands for a reply."""
+        """Return the text that the template writes after the placeholder reply."""
         said = [{"role": "user", "content": "."}, reply, *messages]
         text = self._rendered(said, tools, goes_on=goes_on)
         if _REPLY not in text:
@@ -154,7 +154,7 @@ class TurnTokens:
 
 
 def is_ids(observation: Any) -> bool:
-    """Whether an observation is a row of token ids."""
+    """Return whether an observation is a sequence of token ids."""
     if isinstance(observation, np.ndarray):
         return observation.ndim == 1 and np.issubdtype(observation.dtype, np.integer)
     return isinstance(observation, list | tuple) and all(
@@ -163,10 +163,10 @@ def is_ids(observation: Any) -> bool:
 
 
 def messages_of(observation: Any) -> list[Message]:
-    """Return an observation as chat messages, normalised; a text is the message of a user.
+    """Return an observation as normalised chat messages; a text becomes a user message.
 
     Raises:
-        ValueError: it is nothing of what an observation may be.
+        ValueError: the observation is of no supported type.
     """
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
@@ -180,7 +180,7 @@ def messages_of(observation: Any) -> list[Message]:
 
 
 def _stand_in(calls: Sequence[Mapping[str, Any]], answer: dict[str, Any]) -> dict[str, Any]:
-    """Tool calls in the place of a reply's, whose last argument stands for what was written."""
+    """Return tool calls for the reply, with the placeholder as the last call's arguments."""
     usual = {
         "id": answer.get("tool_call_id", "raypocall"),
         "function": {"name": answer.get("name", "tool")},

@@ -1,1 +1,1 @@
-"""OpenAI's protocol for the policy, which agents ask in training."""
+"""OpenAI-compatible endpoint of the policy, for agents in training."""

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints for the policies of a process: chat completions, completions, models."""
+"""OpenAI-compatible HTTP endpoints of the policies: chat completions, completions, models."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ T = TypeVar("T")
 
 
 class Session(Protocol):
-    """A policy that an API key names."""
+    """A policy, selected by an API key."""
 
     name: str
-    """What `GET /v1/models` calls it."""
+    """Model name in `GET /v1/models`."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and response together."""
+        """Maximum number of prompt and response tokens together."""
         ...
 
     async def answer(self, wanted: Wanted) -> tuple[list[list[int]], list[Answered]]:
-        """The ids of a request's prompts, and `n` responses to each, in order.
+        """Return the ids of a request's prompts, and `n` responses to each, in order.
 
-        Where its caller is cancelled, the request is taken back.
+        If the caller is cancelled, the request is aborted.
         """
         ...
 
 
 def app_of(session_of: Callable[[Request], Session | None]) -> Starlette:
-    """POST /v1/chat/completions and /v1/completions, GET /v1/models.
+    """Return the application: POST /v1/chat/completions and /v1/completions, GET /v1/models.
 
     Args:
-        session_of: The session that the API key of a request names; None: the key is wrong.
+        session_of: Returns the session for the API key of a request, or None for a wrong key.
     """
 
     def guarded(handle: Callable[[Request, Session], Awaitable[Response]]) -> Any:
@@ -78,7 +78,7 @@ def app_of(session_of: Callable[[Request], Session | None]) -> Starlette:
 
 
 def _refused(_: Request, error: Exception) -> Response:
-    """An error as OpenAI's clients understand it."""
+    """Return an error in the format of OpenAI's API."""
     if not isinstance(error, RequestError):
         error = RequestError(str(error), 400 if isinstance(error, ValueError) else 500)
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
@@ -103,7 +103,7 @@ async def _answer(request: Request, session: Session, wanted: Wanted) -> Respons
 
 
 def _events(answer: dict[str, Any], *, with_usage: bool) -> Iterator[str]:
-    """An answer as server-sent events: each response as a whole, for it was sampled so."""
+    """Yield an answer as server-sent events, one per response, since responses arrive whole."""
     choices, usage = answer.pop("choices"), answer.pop("usage")
     answer["object"] = answer["object"].replace("chat.completion", "chat.completion.chunk")
     for choice in choices:
@@ -122,7 +122,7 @@ def _event(body: dict[str, Any]) -> str:
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of some work, which is given up where the client closes the connection."""
+    """Await some work, and cancel it if the client disconnects."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(request))
     try:

@@ -1,6 +1,6 @@
-"""OpenAI's requests and answers, as far as they are served; what is not served is refused by name.
+"""The supported part of OpenAI's requests and answers; unsupported fields are refused by name.
 
-Beyond OpenAI's own, as vLLM has it: `return_token_ids` asks for the ids of prompt and response.
+One extension, as in vLLM: `return_token_ids` requests the token ids of prompt and response.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Stop = str | Annotated[list[str], Field(max_length=16)] | None
 
 
 class RequestError(ValueError):
-    """A request that cannot be served."""
+    """A request that cannot be served, with its HTTP status."""
 
     def __init__(self, message: str, status: int = 400, *, code: str | None = None) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class _Wanted(BaseModel):
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] | None = None
     return_token_ids: bool = False
-    # What clients send though it changes nothing.
+    # Fields that clients send and that have no effect.
     user: str | None = None
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
@@ -49,18 +49,18 @@ class _Wanted(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        """Texts that end a response, and are no part of it."""
+        """Stop strings, which end a response and are not part of it."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [each for each in stops if each]
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the count of tokens."""
+        """True if a stream ends with the token counts."""
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
 
 class CompletionRequest(_Wanted):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: (
         str
@@ -74,23 +74,23 @@ class CompletionRequest(_Wanted):
 
     @property
     def wants_log_probs(self) -> bool:
-        """Whether the log-probs of the response's tokens are wanted; 0 asks for them too."""
+        """True if log-probs of the response's tokens are requested; `logprobs: 0` counts too."""
         return self.logprobs is not None
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of a response; None: as many as there is room for."""
+        """Maximum number of response tokens. None means as many as fit."""
         return self.max_tokens
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts, each a text or token ids."""
+        """The prompts, each as text or token ids."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else list(self.prompt)
 
 
 class ChatRequest(_Wanted):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -105,17 +105,17 @@ class ChatRequest(_Wanted):
 
     @property
     def wants_log_probs(self) -> bool:
-        """Whether the log-probs of the response's tokens are wanted."""
+        """True if log-probs of the response's tokens are requested."""
         return bool(self.logprobs)
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of a response; None: as many as there is room for."""
+        """Maximum number of response tokens. None means as many as fit."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def offered_tools(self) -> list[dict[Any, Any]] | None:
-        """Tools as a chat template takes them; None where none may be called."""
+        """Tools for the chat template. None means that no tool may be called."""
         return self.tools if self.tools and self.tool_choice != "none" else None
 
 
@@ -123,10 +123,10 @@ Wanted = ChatRequest | CompletionRequest
 
 
 def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Wanted:
-    """Reads a request from JSON.
+    """Parse a request from JSON.
 
     Raises:
-        RequestError: a field is missing, unknown, or has a value that is not served.
+        RequestError: a field is missing or unknown, or its value is not supported.
     """
     try:
         return kind.model_validate_json(body)
@@ -142,10 +142,10 @@ def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Want
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them: contents are texts, arguments objects.
+    """Normalise messages for chat templates: contents become text, arguments objects.
 
     Raises:
-        RequestError: a message has no role, or what is no text.
+        RequestError: a message has no role, or a content that is not text.
     """
     try:
         return chat_messages(messages)
@@ -155,14 +155,14 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class Answered:
-    """A response as it is answered."""
+    """A response to be returned to the client."""
 
     text: str
-    """What the client reads."""
+    """Text of the response, as the client sees it."""
     token_ids: list[int]
     log_probs: list[float]
     tokens: list[str]
-    """The text of each token by itself, where log-probs are wanted."""
+    """Text of each token by itself; filled if log-probs are requested."""
     tool_calls: list[ToolCall]
     finish_reason: str
 
@@ -172,12 +172,12 @@ def answer_of(
     prompts_ids: Sequence[list[int]],
     answered: Sequence[Answered],
 ) -> dict[str, Any]:
-    """The body of an answer, but for its id and the model's name.
+    """Return the body of an answer, without its id and the model's name.
 
     Args:
-        request: What was asked.
-        prompts_ids: Of each prompt; its `n` responses come one after the other.
-        answered: All responses.
+        request: The request.
+        prompts_ids: Token ids of each prompt.
+        answered: All responses; the `n` responses to a prompt are consecutive.
     """
     is_chat = isinstance(request, ChatRequest)
     choices = []

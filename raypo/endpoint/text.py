@@ -1,4 +1,4 @@
-"""What a response says, and which tools it calls."""
+"""Text and tool calls of a sampled response."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def text_and_calls(
     stop_token_ids: Sequence[int] = (),
     tools: Tools | None = None,
 ) -> tuple[str, list[ToolCall]]:
-    """The text of a response without the calls in it, and these; what is no proper call is text.
+    """Return a response's text without its tool calls, and the calls; a malformed call stays text.
 
     Args:
-        tokenizer: Of transformers.
-        token_ids: The response.
-        stop: Texts that end it and are no part of it.
-        stop_token_ids: Tokens that end it; no part of the text either.
-        tools: That may be called. Special tokens are then text: to some models the marks of a call
-            are special.
+        tokenizer: A Hugging Face tokenizer.
+        token_ids: Token ids of the response.
+        stop: Stop strings; the text ends before them.
+        stop_token_ids: Stop tokens; not part of the text either.
+        tools: Tools that may be called. If set, the text keeps special tokens, because the marks
+            of a call are special tokens for some models. None means no tool calls.
     """
     kept = without_end(np.asarray(token_ids, np.int64), stop_token_ids)
     text = tokenizer.decode(kept.tolist(), skip_special_tokens=tools is None)

@@ -1,4 +1,4 @@
-"""What people are shown of a run's metrics: their words, their plots, their meaning.
+"""Labels, plots and descriptions of a run's metrics.
 
 The console, the report, Grafana's dashboard, `summary.json`, `raypo status` and the table in
 docs/outputs.md (`make docs`) are made from these tables.
@@ -13,23 +13,23 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
-"""The metrics of one step, with the key `step`."""
+"""The metrics of one step, including the key `step`."""
 
 
 class Metric(NamedTuple):
-    """A metric in words."""
+    """Label and display settings of a metric."""
 
     name: str
     label: str
-    """What people call it, and behind a comma its unit."""
+    """Human-readable name, with the unit after a comma."""
     sign: int = 0
-    """1 or -1 where it says whether a run worked: higher or lower is better."""
+    """Direction of a metric that measures success: 1 if higher is better, -1 if lower is."""
     line: str = ""
-    """How a step's line on the console says it; empty: it does not."""
+    """Format of the value in a console step line. Empty means that the line omits it."""
     tile: bool = False
-    """Whether the report shows it at a glance."""
+    """True if the report shows it in its overview tiles."""
     unless_zero: bool = False
-    """Whether the console leaves it out where it is 0."""
+    """True if the console omits it when it is 0."""
 
 
 METRICS = {
@@ -58,34 +58,34 @@ METRICS = {
         Metric("time/held_out_s", "held-out score"),
     )
 }
-"""By name; of those that say whether a run worked the most telling come first."""
+"""Metrics by name. Among those that measure success, the most informative come first."""
 
 HEADLINES = tuple(metric for metric in METRICS.values() if metric.sign)
 TRAINED = METRICS["rollout/score_mean"], METRICS["train/loss"]
-"""What a run is trained on, by its recipe."""
+"""Metric of the training objective, depending on the recipe."""
 
 
 def label_of(name: str) -> str:
-    """What people call a metric; of one without words the last part of its name."""
+    """Return the label of a metric, or the last part of its name if it has none."""
     if name in METRICS:
         return METRICS[name].label
     return name.rpartition("/")[2].removesuffix("_s").replace("_", " ")
 
 
 class Plot(NamedTuple):
-    """Metrics by step on one pair of axes."""
+    """Metrics plotted by step on one pair of axes."""
 
     title: str
     metrics: Sequence[str]
-    """Names, or patterns like `eval/pass_at_*`."""
+    """Metric names, or patterns like `eval/pass_at_*`."""
     unit: str = ""
     if_it_varies: bool = False
-    """Whether it is left out where none of the metrics changes."""
+    """True if the plot is omitted when none of its metrics changes."""
 
     def lines(self, known: Iterable[str]) -> dict[str, str]:
-        """The metrics that it draws of those that are known, with words for its legend.
+        """Return the known metrics that the plot draws, with their legend labels.
 
-        The words are those in which their names differ: `mean` and `max` of `..._mean`, `..._max`.
+        Labels are the words in which the names differ: `mean` and `max` for `..._mean`, `..._max`.
         """
         known = sorted({name for name in known if "/initial_" not in name})
         names = [name for each in self.metrics for name in known if fnmatchcase(name, each)]
@@ -100,7 +100,7 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
         *(
             Plot(metric.label.capitalize(), [metric.name])
             for metric in HEADLINES
-            if not metric.name.endswith("score_mean")  # what a run trains on has a plot of its own
+            if not metric.name.endswith("score_mean")  # the training objective has its own plot
         ),
         Plot("Implicit rewards", ["*/*_reward_mean"], "beta x log-ratio"),
         Plot("Log-probabilities", ["*/*_log_prob_mean"], "nats per response"),
@@ -156,11 +156,11 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
         Plot("Model FLOPs utilisation", ["perf/*mfu"], "share of the devices' peak"),
     ),
 }
-"""Plots by their section of the report and row of Grafana's dashboard."""
+"""Plots by section, for the report's sections and the rows of Grafana's dashboard."""
 
 
 def before_and_after(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
-    """A metric before the first update and at the end; None where there is none."""
+    """Return a metric's values before the first update and at the end; None if it has no values."""
     values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
     start = reference(rows, name)
     if not values:
@@ -169,9 +169,10 @@ def before_and_after(rows: Sequence[Row], name: str) -> tuple[float, float] | No
 
 
 def reference(rows: Sequence[Row], name: str) -> float | None:
-    """A metric before the first update: `eval/initial_score_mean` for `eval/score_mean`.
+    """Return a metric before the first update: `eval/initial_score_mean` for `eval/score_mean`.
 
-    What is sampled anew each step has its value of before the first update in the first row.
+    Rollouts of step 1 are sampled before the first update, so for `rollout/` metrics it is the
+    value of the first row.
     """
     if not rows:
         return None
@@ -228,4 +229,4 @@ MEANINGS = {
     "perf/memory_<role>_gb": "most RAM that the largest process of a role has held so far",
     "perf/gpu_memory_<role>_gb": "the same of its GPU",
 }
-"""What the documentation says of metrics and of families of them."""
+"""Descriptions of metrics and families of metrics, for the documentation."""

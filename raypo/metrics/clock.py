@@ -1,4 +1,4 @@
-"""Where the seconds of a step went."""
+"""Timing of the phases of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Span = tuple[str, float, float]
 
 
 class Clock:
-    """Cuts time into named laps without gaps, so the laps add up to the whole.
+    """Divides time into named laps without gaps, so that the laps add up to the total.
 
     Example: `clock.lap("time/generate_s")` after generation, `clock.lap("time/update_s")` after
     the update; `clock.laps` then holds both.
@@ -20,13 +20,13 @@ class Clock:
         self._now = now
         self._last = now()
         self.laps: dict[str, float] = {}
-        """Seconds by name, in the order of first naming."""
+        """Seconds by name, in the order of first use."""
         self.spans: list[Span] = []
-        """Each lap."""
+        """All laps in order, with their begin and end."""
         self._epoch = time.time() - self._last
 
     def lap(self, name: str) -> float:
-        """Book the seconds since the last lap under `name`; a name used twice accumulates."""
+        """Add the seconds since the last lap to `name`, and return them."""
         now = self._now()
         seconds, self._last = now - self._last, now
         self.laps[name] = self.laps.get(name, 0.0) + seconds
@@ -35,7 +35,7 @@ class Clock:
 
 
 def duration(seconds: float) -> str:
-    """A time in words, like `2 min 47 s`."""
+    """Format a duration, like `2 min 47 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,4 +1,4 @@
-"""The most memory that this process has held so far."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ GB = 1e9
 
 
 def peak_memory() -> dict[str, float]:
-    """`memory`: peak of resident RAM, shared pages too; `gpu_memory`: what torch took of its GPU.
+    """Return the peak memory of this process so far, in GB (1e9 bytes).
 
-    In GB (1e9 bytes). The second only where the process has used a GPU: the peak of what torch's
-    allocator has reserved there, the memory that no other process can have.
+    `memory` is the peak resident RAM, including shared pages. `gpu_memory` is the peak that
+    torch's allocator has reserved, which no other process can use; it is absent if the process
+    has not used a GPU.
     """
     peaks = {"memory": _resident() / GB}
-    torch = sys.modules.get("torch")  # a driver need not import it for this
+    torch = sys.modules.get("torch")  # do not import torch just for this
     if torch is not None and torch.cuda.is_initialized():
         peaks["gpu_memory"] = torch.cuda.max_memory_reserved() / GB
     return peaks
 
 
 def _resident() -> int:
-    """Bytes; the high-water mark that Linux keeps, elsewhere what `getrusage` says.
-
-    On Linux `getrusage` also counts what the parent held when it forked, and psutil has no peak.
-    """
+    """Return the peak resident memory in bytes, from /proc on Linux, else from `getrusage`."""
     try:
+        # On Linux, getrusage includes the parent's memory at the fork, and psutil has no peak.
         lines = Path("/proc/self/status").read_text().splitlines()
     except FileNotFoundError:
         import resource

@@ -1,4 +1,4 @@
-"""Metrics of a step that depend on neither the number of workers nor the cut into microbatches."""
+"""Metrics of a step, independent of the number of workers and of the split into micro-batches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class _Share(NamedTuple):
 
 
 class WeightedMeans:
-    """Accumulates means, maxima and counts in float64 and joins those of all workers.
+    """Accumulates means, maxima and counts in float64 and reduces them over all workers.
 
-    Example: two microbatches with losses that sum to 6 over 3 tokens and 2 over 1 token:
+    Example: two micro-batches with losses that sum to 6 over 3 tokens and 2 over 1 token:
     `add("ppo/policy_loss", 6, 3)`, `add("ppo/policy_loss", 2, 1)`, and the mean is 8 / 4 = 2.
     """
 
@@ -26,21 +26,21 @@ class WeightedMeans:
         self._shares: dict[str, _Share] = {}
 
     def add(self, name: str, total: SupportsFloat, weight: SupportsFloat) -> None:
-        """Add a share of a mean: the sum of some values and how much they count for."""
+        """Add to a mean: `total` is a sum of values, `weight` the sum of their weights."""
         self._join(name, _Share("mean", float(total), float(weight)))
 
     def total(self, name: str, value: SupportsFloat) -> None:
-        """Add a share of a count; shares are summed."""
+        """Add to a count; the counts of all workers are summed."""
         self._join(name, _Share("sum", float(value)))
 
     def maximum(self, name: str, value: SupportsFloat) -> None:
-        """Add a candidate for the largest value; one NaN makes it NaN."""
+        """Add a candidate for the maximum; a single NaN makes it NaN."""
         self._join(name, _Share("max", float(value)))
 
     def reduce(self, workers: Workers) -> dict[str, float]:
-        """Join the metrics of all workers, on every worker, sorted by name; one collective.
+        """Return the metrics reduced over all workers, sorted by name. One collective call.
 
-        A name need not be known to every worker. A mean of no weight at all is NaN.
+        A metric may be missing on some workers. A mean with zero weight is NaN.
         """
         parts = workers.gather(self._shares)
         reduced: dict[str, float] = {}
@@ -58,7 +58,7 @@ class WeightedMeans:
 
 
 def without_lone(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    """The metrics without a part that is a whole by itself: the only name that begins so."""
+    """Drop a metric that is the only one with a prefix; a breakdown into one part is redundant."""
     parts = [name for name in metrics if name.startswith(prefix)]
     return {name: value for name, value in metrics.items() if [name] != parts}
 
@@ -73,5 +73,5 @@ def _joined(name: str, shares: list[_Share]) -> _Share:
 
 
 def _sum(values: list[float]) -> float:
-    """The exactly rounded sum, so that the order of workers cannot matter; inf and NaN pass."""
+    """Return the exactly rounded sum, which is independent of the order; inf and NaN pass."""
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

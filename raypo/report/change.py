@@ -1,4 +1,4 @@
-"""Whether a mean has changed: the difference of two means with its 95 % interval."""
+"""Significance of changes: the difference of two means with its 95 % interval."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from typing import Any
 from raypo.storage.run_files import RunFiles
 
 MIN_UNITS = 10
-"""Prompts that an interval needs, and of paired ones those whose score changed: with fewer of
-them a chance in twenty is no longer what the interval says."""
+"""Minimum number of prompts for an interval, and of changed prompt scores for a paired direction.
+With fewer, the coverage is no longer 95 %."""
 MIN_STEPS = 5
-"""Steps at either end of a run whose means are compared."""
+"""Minimum number of steps at each end of a run for a comparison of their means."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Two means and how sure their difference is."""
+    """Two means and the uncertainty of their difference."""
 
     before: float
     after: float
     margin: float | None
-    """The 95 % interval of the difference is `after - before` plus and minus so much; None: there
-    is too little data for one."""
+    """Half-width of the 95 % interval around `after - before`. None means too little data."""
     basis: str
-    """What was compared, in words."""
+    """Description of the compared data."""
     num_changed: int | None = None
-    """How many of the paired values differ; None where nothing is paired."""
+    """Number of pairs with different values. None means that the comparison is unpaired."""
 
     @property
     def direction(self) -> int | None:
-        """1: it rose; -1: it fell; 0: it did neither clearly; None: there is too little data."""
+        """1 for a rise, -1 for a fall, 0 for no clear change, None for too little data."""
         if self.margin is None:
             return None
         is_rare = self.num_changed is not None and self.num_changed < MIN_UNITS
@@ -42,7 +41,7 @@ class Change:
 
     @property
     def words(self) -> str:
-        """The interval and what was compared: `95 % interval of the change +0.30 to +0.41; ...`."""
+        """The interval and the compared data: `95 % interval of the change +0.30 to +0.41; ...`."""
         if self.margin is None:
             return f"{self.basis}: too few for an interval"
         if self.num_changed == 0:
@@ -54,15 +53,16 @@ class Change:
 
 
 def paired_change(before: Mapping[Any, float], after: Mapping[Any, float]) -> Change | None:
-    """The change of the mean over the prompts that both have, by Student's t of the differences.
+    """Return the change of the mean over the shared prompts, by Student's t of the differences.
 
     Paper: Student 1908.
 
     Args:
-        before: The mean score of each prompt's samples.
+        before: Mean score of each prompt's samples.
+        after: The same, later.
 
     Returns:
-        None where they share no prompt.
+        The change, or None if there are no shared prompts.
     """
     shared = [key for key in before if key in after]
     if not shared:
@@ -85,14 +85,14 @@ def paired_change(before: Mapping[Any, float], after: Mapping[Any, float]) -> Ch
 def unpaired_change(
     before: tuple[float, float, float], after: tuple[float, float, float], basis: str
 ) -> Change:
-    """The change between two independent samples, by Welch's t.
+    """Return the change between two independent samples, by Welch's t.
 
     Paper: Welch 1947.
 
     Args:
         before: Mean, sample variance and number of units.
-        after: The same.
-        basis: What was compared, in words.
+        after: The same, later.
+        basis: Description of the compared data.
     """
     (mean, variance, count), (last_mean, last_variance, last_count) = before, after
     squares = variance / count, last_variance / last_count
@@ -105,17 +105,17 @@ def unpaired_change(
 
 
 def t_quantile(degrees: float) -> float:
-    """What Student's t stays within 95 % of the time."""
+    """Return the 97.5 % quantile of Student's t, the half-width of a 95 % interval."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, 0.975))
 
 
 def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
-    """The mean score of each prompt's samples, which are not independent of each other.
+    """Return the mean score of each prompt's samples, which are not independent of each other.
 
     Args:
-        rows: Rollouts with `group_index`, `prompt` and `score`; those without a score are left out.
+        rows: Rollouts with `group_index`, `prompt` and `score`; those without a score are skipped.
     """
     scores: dict[Hashable, list[float]] = {}
     for row in rows:
@@ -125,14 +125,15 @@ def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
 
 
 def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int, Change] | None:
-    """The held-out score of a run's first evaluation and of a later one, prompt by prompt.
+    """Compare the held-out scores of a run's first and a later evaluation, paired by prompt.
 
     Args:
-        step: The later evaluation is the last one up to this step; None: the last of all.
+        files: Files of the run.
+        step: Use the last evaluation up to this step. None means the last one.
 
     Returns:
-        The steps of both evaluations, 0 before the first update, and the change; None where the
-        answers of two are not saved.
+        The steps of both evaluations (0 is before the first update) and the change. None if fewer
+        than two evaluations are saved, or they share no prompt.
     """
     steps = [s for s in files.rollout_steps(held_out=True) if step is None or s <= step]
     if len(steps) < 2:
@@ -143,7 +144,7 @@ def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int,
 
 
 def held_out_scores(files: RunFiles, step: int) -> dict[Any, float]:
-    """The mean score of each held-out prompt's samples in an evaluation."""
+    """Return the mean score of each held-out prompt's samples in an evaluation."""
     columns = ("group_index", "prompt", "score")
     return scores_by_prompt(files.rollouts(step, held_out=True, columns=columns))
 
@@ -154,12 +155,12 @@ def lead_words(
     label: str = "held-out score",
     steps: Mapping[str, int] | None = None,
 ) -> str:
-    """Whether the best of several is better than the second, by the prompts that both answered.
+    """Say whether the best of several is better than the second, by their shared prompts.
 
     Args:
-        scores: The scores of the same prompts by two or more, by their names.
-        label: What the scores are called.
-        steps: When each was measured, by name; None: the page says it elsewhere.
+        scores: Maps two or more names to their scores of the same prompts.
+        label: Label of the scores.
+        steps: Maps names to the steps of the scores. None omits the steps from the text.
     """
     means = {name: statistics.fmean(each.values()) for name, each in scores.items()}
     best, second = sorted(means, key=lambda name: -means[name])[:2]
@@ -179,19 +180,21 @@ def lead_words(
 def change_over_steps(
     rows: Sequence[Mapping[str, Any]], name: str, *, samples_per_prompt: int | None = None
 ) -> Change | None:
-    """How a metric that is measured anew on other data in each step has changed over a run.
+    """Return the change over a run of a metric that is measured on new data in each step.
 
-    Where there are enough steps, the first ones against the last ones: each step is a unit, so
-    it does not matter what its samples have in common. Else the first step's scores against the
-    last one's, by their spread, with each prompt as a unit: samples of one prompt say little more
-    than one of them does. Where even the prompts are few, nothing is said of chance.
+    With enough steps, the first ones are compared with the last ones, each step being a unit, so
+    correlations within a step do not matter. Otherwise the scores of the first step are compared
+    with those of the last one, each prompt being a unit, because the samples of one prompt are
+    correlated. With too few prompts, there is no interval.
 
     Args:
         rows: The run's metrics by step.
-        samples_per_prompt: Responses to each prompt; None: unknown, or the metric is not a score.
+        name: Name of the metric.
+        samples_per_prompt: Responses per prompt. None means unknown, or that the metric is not a
+            score.
 
     Returns:
-        None where fewer than two steps have the metric.
+        The change, or None if fewer than two steps have the metric.
     """
     seen = [row for row in rows if math.isfinite(row.get(name, math.nan))]
     if len(seen) < 2:
@@ -214,7 +217,7 @@ def change_over_steps(
 def _of_a_step(
     row: Mapping[str, Any], samples_per_prompt: int | None
 ) -> tuple[float, float, float] | None:
-    """Mean, variance and number of prompts; the spread of prompts is at most that of samples."""
+    """Return mean, variance and number of prompts; the samples' variance bounds the prompts'."""
     std, count = row.get("rollout/score_std"), row.get("rollout/samples_sampled")
     if not samples_per_prompt or not count or std is None or not math.isfinite(std):
         return None
@@ -224,5 +227,5 @@ def _of_a_step(
 
 
 def decimals(margin: float) -> int:
-    """Digits after the point that show two of the margin's own, at least two."""
+    """Return the number of decimals that shows two significant digits of a margin, at least 2."""
     return 2 if margin < 1e-9 else min(max(2, 1 - math.floor(math.log10(margin))), 5)

@@ -1,4 +1,4 @@
-"""Charts from rows of metrics; a chart of metrics that no row has is None."""
+"""Charts of metrics by run. A chart is None if no row has its metrics."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def line_chart(
     note: str = "",
     wide: bool = False,
 ) -> Chart | None:
-    """Metrics by step; a colour is a run, or a metric where there is one run only.
+    """Return a chart of metrics by step, with a colour per run, or per metric of a single run.
 
     Args:
-        title: What is drawn.
+        title: Title of the chart.
         rows_by_run: Metrics by step for each run.
-        metrics: A metric's name, or names with the words for the legend.
+        metrics: A metric's name, or names mapped to legend labels.
         y_title: Unit of the vertical axis.
-        reference: By run, a value that is drawn as a dashed line over all steps.
-        reference_name: What the dashed line is.
+        reference: Maps a run to a value that is drawn as a dashed horizontal line.
+        reference_name: Legend label of the dashed line.
         note: A sentence under the title.
-        wide: Whether it takes the whole width of the page.
+        wide: True for the whole width of the page.
     """
     names = {metrics: ""} if isinstance(metrics, str) else metrics
     several = len(rows_by_run) > 1
@@ -80,7 +80,7 @@ def line_chart(
 def scatter_chart(
     title: str, rows_by_run: RowsByRun, x: str, y: str, *, x_title: str = "", y_title: str = ""
 ) -> Chart | None:
-    """One metric against another, a point a step, with the path from step to step."""
+    """Return a chart of one metric against another: a point per step, connected in order."""
     figure = new_figure(x_title or x, y_title or y)
     for number, (run, rows) in enumerate(rows_by_run.items()):
         seen = _rows_with(rows, x, y)
@@ -113,7 +113,7 @@ def stacked_chart(
     y_title: str = "",
     wide: bool = False,
 ) -> Chart | None:
-    """Parts that add up, one bar a step; `metrics` are names with the words for the legend."""
+    """Return stacked bars, one per step; `metrics` maps names to legend labels."""
     look = {"barmode": "stack", "bargap": 0.1, "showlegend": True, "legend_traceorder": "normal"}
     figure = new_figure("step", y_title, **look)
     for number, (name, label) in enumerate(metrics.items()):
@@ -134,7 +134,7 @@ def bar_chart(
     x_title: str = "",
     wide: bool = False,
 ) -> Chart | None:
-    """Horizontal bars, one per label and run, with the first label on top."""
+    """Return horizontal bars, one per label and run, with the first label on top."""
     several = len(values_by_run) > 1
     figure = new_figure(x_title, barmode="group", showlegend=several, yaxis_autorange="reversed")
     for number, (run, values) in enumerate(values_by_run.items()):
@@ -156,13 +156,13 @@ def bar_chart(
 def parallel_chart(
     title: str, rows: Sequence[Row], columns: Mapping[str, str], *, colour: str
 ) -> Chart | None:
-    """Parallel coordinates, one line per row, coloured by one metric; for sweeps.
+    """Return parallel coordinates, one line per row, coloured by one metric; for sweeps.
 
     Args:
-        title: What is drawn.
-        rows: One per trial; a row without the metric of `colour` is left out.
-        columns: Keys of the rows with the words over the axes; text columns become ticks.
-        colour: The key that colours a line.
+        title: Title of the chart.
+        rows: One row per trial; rows without the metric of `colour` are skipped.
+        columns: Maps keys of the rows to axis labels; text columns become ticks.
+        colour: Key of the metric that colours a line.
     """
     seen = _rows_with(rows, colour)
     if not seen:
@@ -199,22 +199,23 @@ def _dimension(rows: Sequence[Row], key: str, label: str) -> dict[str, Any] | No
 
 
 def spans_decades(values: Sequence[Any]) -> bool:
-    """Whether values are drawn on a logarithmic axis: all positive, over two decades or more."""
+    """Return whether values need a logarithmic axis: all positive, and over two decades or more."""
     if not values or not all(_is_number(value) and value > 0 for value in values):
         return False
     return max(values) >= 100 * min(values)
 
 
 def new_figure(x_title: str = "", y_title: str = "", **layout: Any) -> Figure:
-    """A figure without traces. Plotly is loaded here: half a second that only a report takes."""
+    """Return a figure without traces."""
+    # Plotly takes half a second to import, and only reports need it.
     from plotly.graph_objects import Figure
 
-    figure = Figure(layout_template={})  # the page has a look of its own
+    figure = Figure(layout_template={})  # the page has its own style
     return figure.update_layout(xaxis_title_text=x_title, yaxis_title_text=y_title, **layout)
 
 
 def chart_of(title: str, figure: Figure, note: str = "", wide: bool = False) -> Chart | None:
-    """The figure as a block of a page; None without traces."""
+    """Return the figure as a block of a page; None if it has no traces."""
     if not figure.data:
         return None
     return Chart(title, figure.to_plotly_json(), note=note, wide=wide)

@@ -1,7 +1,7 @@
-"""Pages that people look at: sections of blocks as one HTML file, with nothing to download.
+"""HTML pages of sections and blocks; each page is one file without external resources.
 
-`run_page(runs)` is the page of one run or of several on the same axes. Another page is put
-together from the same blocks:
+`run_page(runs)` is the page of one run, or of several on the same axes. Other pages are built from
+the same blocks:
 
     page = Page("My sweep", subtitle="12 trials")
     trials = page.section("Trials", note="Ranked by the held-out score.")
@@ -9,7 +9,7 @@ together from the same blocks:
     trials.add(line_chart("Score", {"gentle": rows, "bold": others}, "eval/score_mean"))
     page.write("sweep.html")
 
-A chart of metrics that no row has is None, and `add` leaves None out.
+A chart is None if no row has its metrics, and `add` skips None.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ COLOURS = (
     "#ec4899",
     "#6b7280",
 )
-"""The n-th run has the n-th colour, so that it has the same one in all charts."""
+"""Colours by index of the run, so that a run has the same colour in all charts."""
 
 
 @dataclass
 class Words:
-    """A paragraph; `strong` makes it the first thing that is read."""
+    """A paragraph; `strong` emphasises it."""
 
     text: str
     strong: bool = False
@@ -51,14 +51,14 @@ class Words:
 
 @dataclass
 class Tiles:
-    """Numbers to see at a glance: (label, value, what it was before or means)."""
+    """Overview numbers: (label, value, earlier value or explanation)."""
 
     tiles: Sequence[tuple[str, str, str]]
 
 
 @dataclass
 class Notices:
-    """Things to look at: (when, what, remedy); `none` is said where there are none."""
+    """Warnings: (when, what, remedy). The text `none` is shown if there are no warnings."""
 
     notices: Sequence[tuple[str, str, str]]
     none: str = ""
@@ -72,13 +72,13 @@ class Table:
     rows: Sequence[Sequence[Any]]
 
     def cells(self) -> list[list[str]]:
-        """The rows as text."""
+        """Return the rows as text."""
         return [[_cell(value) for value in row] for row in self.rows]
 
 
 @dataclass
 class Details:
-    """A long text behind a heading that opens."""
+    """A long text in a collapsible block."""
 
     title: str
     text: str
@@ -86,7 +86,7 @@ class Details:
 
 @dataclass
 class Chart:
-    """A plotly figure as `Figure.to_plotly_json` gives it; text takes the page's colours."""
+    """A plotly figure from `Figure.to_plotly_json`; its text takes the page's colours."""
 
     title: str
     figure: dict[str, Any]
@@ -96,12 +96,12 @@ class Chart:
 
 @dataclass
 class Explorer:
-    """Any metric of any run, chosen by its name."""
+    """An interactive chart of any metric, selected by name."""
 
     rows_by_run: Mapping[str, Sequence[Mapping[str, Any]]]
 
     def data(self) -> dict[str, Any]:
-        """Columns by run: what the page's script draws from."""
+        """Return the columns of each run, as data for the page's script."""
         return {
             run: {
                 name: [row.get(name) for row in rows]
@@ -113,11 +113,11 @@ class Explorer:
 
 @dataclass
 class Samples:
-    """Texts to browse: filtered by step and score, coloured by token, one prompt across steps.
+    """A sample browser: filters by step and score, token colours, and one prompt across steps.
 
-    Each sample is a mapping with `run`, `step`, `prompt`, `response` and, where there are any,
-    `prompt_id`, `label`, `score`, `advantage`, `kl`, `finish`, `held_out`, `num_tokens`, and by
-    token `tokens` (texts), `advantages`, `changes` (log-prob against the reference).
+    Each sample is a mapping with `run`, `step`, `prompt`, `response` and optionally `prompt_id`,
+    `label`, `score`, `advantage`, `kl`, `finish`, `held_out`, `num_tokens`, and per token `tokens`
+    (texts), `advantages`, `changes` (log-prob minus that of the reference).
     """
 
     samples: Sequence[Mapping[str, Any]]
@@ -136,32 +136,32 @@ class Section:
 
     @property
     def id(self) -> str:
-        """The section's anchor."""
+        """HTML anchor of the section."""
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
     def add(self, *blocks: Block | None) -> Section:
-        """Add blocks; None is left out."""
+        """Add blocks, skipping None, and return the section."""
         self.blocks += [block for block in blocks if block is not None]
         return self
 
 
 @dataclass
 class Page:
-    """One HTML file. Sections without blocks are left out."""
+    """An HTML page. Sections without blocks are omitted."""
 
     title: str
     subtitle: str = ""
     badge: str = ""
-    """One word beside the title: finished, running, failed."""
+    """A word next to the title: finished, running, failed."""
     sections: list[Section] = field(default_factory=list)
 
     def section(self, title: str, note: str = "") -> Section:
-        """Add a section and hand it back."""
+        """Add a section and return it."""
         self.sections.append(Section(title, note))
         return self.sections[-1]
 
     def html(self) -> str:
-        """The whole page with its scripts and data: 2 MB for plotly.js, and the data."""
+        """Render the whole page with its scripts and data: 2 MB for plotly.js, plus the data."""
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
         sections = [section for section in self.sections if section.blocks]
@@ -194,23 +194,23 @@ class Page:
         )
 
     def write(self, path: str | Path) -> Path:
-        """Write the page; a reader sees the old one or the new."""
+        """Write the page atomically."""
         path = Path(path)
         replace_file(path, self.html().encode("utf-8", "replace"))
         return path
 
 
 def pack(text: str) -> str:
-    """Compressed and in ASCII: a third of the size, and no character can end a script."""
+    """Compress a text to base64: a third of the size, and it cannot close the script element."""
     packed = gzip.compress(text.encode("utf-8", "replace"), compresslevel=9, mtime=0)
     return base64.b64encode(packed).decode()
 
 
 def number(value: float) -> str:
-    """Four significant digits, without an exponent where people would not write one."""
+    """Format four significant digits, with an exponent only for very large or small numbers."""
     if not math.isfinite(value):
         return "-"
-    if abs(value) < 1e-8:  # what is left of zero after rounding
+    if abs(value) < 1e-8:  # zero, up to rounding errors
         return "0"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}".replace(",", " ")

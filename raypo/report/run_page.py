@@ -1,4 +1,4 @@
-"""The page of one run, or of several on the same axes."""
+"""Report page of one run, or of several on the same axes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _TILES = [metric for metric in METRICS.values() if metric.tile]
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run has left so far."""
+    """A run's files and what has been read from them."""
 
     name: str
     files: RunFiles
@@ -61,11 +61,11 @@ class RunData:
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
     status: str
-    """finished | failed | interrupted | running | unfinished (killed, or it cannot be seen)."""
+    """finished | failed | interrupted | running | unfinished (killed, or not visible from here)."""
 
 
 def load_run(location: str) -> RunData:
-    """A run by its folder or URI, whatever it has so far.
+    """Load a run from its folder or URI; it may be incomplete.
 
     Raises:
         ConfigError: there is no run.
@@ -82,9 +82,9 @@ def load_run(location: str) -> RunData:
 
 
 def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
-    """The page: headline, warnings, curves, time, samples, config, versions."""
+    """Return the report page: headline, warnings, curves, time, samples, config, versions."""
     names = [run.name for run in runs]
-    named = {  # a name that comes twice gets its folder
+    named = {  # duplicate names are replaced by folders
         run.name if names.count(run.name) == 1 else run.files.location: run for run in runs
     }
     rows = {name: run.rows for name, run in named.items()}
@@ -127,7 +127,7 @@ _SAMPLES_NOTE = (
 
 
 def with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows after a row of step 0 for what was measured before the first update."""
+    """Prepend a row of step 0 with the metrics measured before the first update, if any."""
     start = {
         name.replace("/initial_", "/"): value
         for name, value in (rows[0] if rows else {}).items()
@@ -137,10 +137,10 @@ def with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
-    """The first of the metrics that each run measured before its first update."""
+    """Return, for each run, the first of the metrics that it measured before its first update."""
     found: dict[str, float] = {}
     for run, rows in curves.items():
-        own = [row for row in rows[:2] if row["step"]]  # not that of `with_the_start`
+        own = [row for row in rows[:2] if row["step"]]  # without the row of `with_the_start`
         for start in (reference(own, name) for name in reversed(names)):
             if start is not None:
                 found[run] = start
@@ -173,7 +173,7 @@ def _headline(section: Section, runs: Mapping[str, RunData]) -> None:
 
 
 def _comparison(runs: Mapping[str, RunData]) -> str:
-    """Which run ended with the best held-out score, where they answered the same prompts."""
+    """Say which run ended with the best held-out score, if prompts and graders are the same."""
     unknown = "Which of them is best is not decided:"
     last = {name: (run.files.rollout_steps(held_out=True) or [0])[-1] for name, run in runs.items()}
     if not all(last.values()):
@@ -222,7 +222,7 @@ def _warnings(section: Section, runs: Mapping[str, RunData]) -> None:
 
 
 def _drawn(plot: Plot, curves: RowsByRun) -> Chart | None:
-    """A plot of the catalogue, with a dashed line where a held-out metric started."""
+    """Return a plot of the catalogue, with a dashed line at a held-out metric's initial value."""
     rows = [row for each in curves.values() for row in each]
     lines = plot.lines(name for row in rows for name in row)
     values = [{row[name] for row in rows if name in row} for name in lines]
@@ -240,15 +240,15 @@ def _drawn(plot: Plot, curves: RowsByRun) -> Chart | None:
 
 
 def _scores(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
-    """Scores with a dashed line where they started; other judges have axes of their own."""
+    """Return the score charts with dashed initial values; a separate grader gets separate axes."""
 
     def chart(title: str, metrics: dict[str, str], **options: Any) -> Chart | None:
-        start = _start(curves, *sorted(metrics))  # the held-out one, where it was measured
+        start = _start(curves, *sorted(metrics))  # prefers the held-out metric
         return line_chart(title, curves, metrics, y_title="mean score", reference=start, **options)
 
     judges = {judge_of_held_out(run.config) for run in runs.values()}
     trained, held_out = {"rollout/score_mean": "trained on"}, {"eval/score_mean": "held out"}
-    if judges == {None}:  # one judge, one axis
+    if judges == {None}:  # one grader, one axis
         return [chart("Score", trained | held_out, wide=True)]
     (judge,) = judges if len(judges) == 1 else ("several judges",)
     models = {"eval/reward_model_mean": "held out, reward model"}
@@ -265,7 +265,7 @@ def _score_against_kl(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Ch
 
 
 def _cost(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
-    """Seconds by phase, of all steps and by step, and the memory of each role."""
+    """Return the charts of time (by phase, in total and by step) and of memory by role."""
     seconds = {}
     for name, run in runs.items():
         seconds[name] = {label_of(p): took for p, took in seconds_by_phase(run.rows).items()}
@@ -291,11 +291,11 @@ _OWN_CHARTS = {
     "Distance from the reference": _score_against_kl,
     "Time and memory": _cost,
 }
-"""Charts of a section that are more than plots of metrics by step; they come first."""
+"""Charts by section, in addition to the plots of metrics by step; they come first."""
 
 
 def _memory(rows: Sequence[Row]) -> dict[str, float]:
-    """The peak of each role's largest process: of RAM, and of a GPU where it uses one."""
+    """Return the peak memory of each role's largest process: RAM, and GPU memory if it uses one."""
     peaks: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():

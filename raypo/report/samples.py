@@ -1,4 +1,4 @@
-"""Which samples of a run go into its page: texts before and after, and those to browse."""
+"""Selection of samples for a run's page: texts before and after training, and samples to browse."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ Value = TypeVar("Value")
 
 MAX_STEPS = 20
 MAX_SAMPLES = 1200
-"""The page has at most so many trained samples of one run."""
+"""Maximum number of trained samples of one run on the page."""
 MAX_TOKENS = 250_000
-"""The trained samples of one run have at most so many tokens together; about 2 MB of the page."""
+"""Maximum number of tokens in the trained samples of one run, about 2 MB of the page."""
 MAX_HELD_OUT_STEPS = 8
 MAX_HELD_OUT_PROMPTS = 32
 MAX_HELD_OUT_TOKENS = 50_000
-"""The held-out samples of one run have at most so many tokens together."""
+"""Maximum number of tokens in the held-out samples of one run."""
 MAX_RESPONSE_TOKENS = 2000
-"""Of a longer response the rest is left out and counted."""
+"""Maximum number of tokens shown of a response; the rest is counted, not shown."""
 MAX_PROMPTS = 6
-"""The table of texts before and after has at most so many rows."""
+"""Maximum number of rows in the table of texts before and after."""
 MAX_CHARACTERS = 400
-"""A longer text is cut in that table."""
+"""Maximum length of a text in that table, in characters."""
 PLACES = {"low": 0.1, "middle": 0.5, "high": 0.9}
-"""Typical samples stand at these shares of the order of the scores."""
+"""Quantiles of the scores at which typical samples are taken."""
 
 
 def before_and_after_texts(section: Section, files: RunFiles) -> None:
-    """Fill the section: held-out prompts where they are saved, else samples of two steps."""
+    """Fill the section with saved held-out samples, else with trained samples of two steps."""
     steps = files.rollout_steps(held_out=True)
     if len(steps) > 1:
         _same_prompts(section, files, steps[0], steps[-1])
@@ -57,7 +57,7 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
             if not row["row_index"]
         }
         for step in (first, last)
-    )  # of several samples of a prompt, its first
+    )  # the first sample of each prompt
     shared = [prompt for prompt in before if prompt in after][::-1]
     scores = [held_out_scores(files, step) for step in (first, last)]
     judged = [
@@ -103,7 +103,7 @@ def _typical(section: Section, files: RunFiles, first: int, last: int) -> None:
 
 
 def typical(rows: Sequence[Row]) -> dict[str, Row]:
-    """The rows that stand at PLACES in the order of their scores."""
+    """Return the rows at the quantiles PLACES of the scores."""
     firsts = [row for row in rows if row["score"] is not None and not row["row_index"]]
     scored = sorted(firsts, key=lambda row: row["score"])
     last = len(scored) - 1
@@ -115,7 +115,7 @@ def _cut(text: str) -> str:
 
 
 def by_sample(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows by their sample, in order: an agent's episode may be several conversations."""
+    """Group rows by sample, in order: an agent's episode may have several conversations."""
     found: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         found.setdefault((row["group_index"], row["sample_index"]), []).append(row)
@@ -123,14 +123,14 @@ def by_sample(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def num_tokens(sample: Sequence[Row]) -> int:
-    """The tokens of all responses of a sample together."""
+    """Return the number of tokens in all responses of a sample."""
     return sum(len(row["response_ids"]) for row in sample)
 
 
 def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Samples to browse: some held-out prompts over their evaluations, and trained ones.
+    """Return samples to browse: some held-out prompts in each evaluation, and trained samples.
 
-    The trained ones are of evenly chosen steps: prompts that come again, best, worst and longest.
+    Trained samples are chosen from evenly spaced steps; see `choose`.
     """
     tokenizer = tokenizer_of(files, config)
     held_out: dict[int, Sequence[Sequence[Row]]] = {}
@@ -160,7 +160,7 @@ def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, An
 def _that_fit(
     by_step: Mapping[int, Sequence[Sequence[Row]]], room: int
 ) -> Iterator[tuple[int, Sequence[Row]]]:
-    """The first samples of each step, as many as its share of the tokens has room for."""
+    """Yield the first samples of each step that fit into the step's share of the token budget."""
     for position, (step, samples) in enumerate(by_step.items()):
         share = room // (len(by_step) - position)
         for sample in samples:
@@ -172,12 +172,12 @@ def _that_fit(
 
 
 def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[list[Row]]:
-    """At most `count` samples: the prompts seen in most steps, best, worst, longest, then the rest.
+    """Return at most `count` samples: the best, worst, longest, recurring prompts, then others.
 
     Args:
         rows: The rollouts of a step.
-        seen: In how many of the page's steps a prompt occurs.
-        count: How many are wanted.
+        seen: Number of the page's steps in which a prompt occurs.
+        count: Maximum number of samples.
     """
     samples = by_sample(rows)
     scored = sorted((s for s in samples if s[0]["score"] is not None), key=lambda s: s[0]["score"])
@@ -199,7 +199,7 @@ def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[
 def _sample(
     rows: Sequence[Row], step: int, run: str, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """A sample as the page shows it, by its first conversation, with `more` of them."""
+    """Return a sample for the page: its first conversation, and the others under `more`."""
     row, *others = rows
     sources = dict(row["scores_by_source"] or [])
     episode = row["episode"] or {}
@@ -232,7 +232,7 @@ def _conversation(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
     if tokenizer is not None:
         from tokenizers.decoders import DecodeStream
 
-        # Of a character over several tokens the last one has the text.
+        # If a character spans several tokens, the last of them gets its text.
         stream = DecodeStream(skip_special_tokens=False)
         sample["tokens"] = [stream.step(tokenizer, int(each)) or "" for each in ids]
     if row["advantages"] is not None:
@@ -253,18 +253,18 @@ def _conversation(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy, or the environment between two turns, wrote."""
+    """A turn of the policy, or the environment's text between two turns."""
 
     by_policy: bool
     text: str
     reward: float = 0.0
-    """Of a turn of the policy."""
+    """Reward of a turn of the policy."""
     tools: Sequence[str] = ()
-    """What was called after it."""
+    """Tool calls after the turn, in words."""
 
 
 def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
-    """A response turn by turn; one that is no episode, or without a tokenizer, is one turn."""
+    """Split a response into turns; without an episode or a tokenizer it is a single turn."""
     rewards, uses = row["turn_rewards"] or [], _tool_uses(row)
     if tokenizer is None or not row["turn_index"]:
         return [Turn(True, row["response"], sum(rewards), [t for ts in uses.values() for t in ts])]
@@ -276,7 +276,7 @@ def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
 
 
 def _stretches(row: Row) -> list[tuple[bool, int, int]]:
-    """Whether the policy wrote it, and where it begins and ends, of each part of a response."""
+    """Return (by policy, begin, end) of each part of a response."""
     found, first = [], 0
     for turn, run in groupby(row["turn_index"] or [0] * len(row["response_ids"])):
         end = first + len(list(run))
@@ -286,10 +286,10 @@ def _stretches(row: Row) -> list[tuple[bool, int, int]]:
 
 
 def _tool_uses(row: Row) -> dict[int, list[str]]:
-    """Where a turn ends -> the tools that were called after it, in words.
+    """Map the end of a turn to the tool calls after it, in words.
 
-    An agent's several conversations do not tell whose turn was which: those of all stand at the end
-    of the first.
+    If an agent has several conversations, it is unknown which turn belongs to which, so all calls
+    are at the end of the first conversation.
     """
     episode = row["episode"] or {}
     ends = [end for by_policy, _, end in _stretches(row) if by_policy]
@@ -307,7 +307,7 @@ def _tool_uses(row: Row) -> dict[int, list[str]]:
 
 
 def tokenizer_of(files: RunFiles, config: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer of a run's saved policy, else of the policy it started from, else None."""
+    """Return the tokenizer of a run's saved policy, else of its initial policy, else None."""
     from tokenizers import Tokenizer
 
     content = files.read("policy/tokenizer.json")
@@ -318,7 +318,7 @@ def tokenizer_of(files: RunFiles, config: Mapping[str, Any]) -> Tokenizer | None
 
 
 def evenly(values: Sequence[Value], count: int) -> list[Value]:
-    """At most `count` values with even gaps, the first and the last among them."""
+    """Return at most `count` evenly spaced values, including the first and the last."""
     if len(values) <= count:
         return list(values)
     last = len(values) - 1

@@ -1,4 +1,4 @@
-"""Samples in the terminal."""
+"""Samples printed to the terminal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Sample = Sequence[Mapping[str, Any]]
-"""The rows of an episode's conversations; most often one."""
+"""Rows of a sample, one per conversation of its episode; mostly a single row."""
 
 ORDERS: dict[str, Callable[[Sample], float]] = {
     "best": lambda rows: math.inf if rows[0]["score"] is None else -rows[0]["score"],
     "worst": lambda rows: math.inf if rows[0]["score"] is None else rows[0]["score"],
     "longest": lambda rows: -num_tokens(rows),
 }
-"""Orders of samples; one without a score comes last."""
+"""Sort keys of samples; samples without a score come last in orders by score."""
 
 
 def print_samples(
@@ -32,9 +32,9 @@ def print_samples(
     Args:
         files: The run.
         step: A step whose rollouts are saved.
-        order: One of ORDERS; None: evenly over the step.
-        count: How many at most.
-        stream: Where to; None: standard output.
+        order: One of ORDERS. None means evenly spaced samples.
+        count: Maximum number of samples.
+        stream: Output stream. None means standard output.
     """
     from rich.console import Console
     from rich.panel import Panel
@@ -51,7 +51,7 @@ def print_samples(
 
 
 def chosen(samples: Sequence[Sample], order: str | None, count: int) -> list[Sample]:
-    """The first `count` samples of an order; None: with even gaps."""
+    """Return the first `count` samples of an order; if it is None, evenly spaced samples."""
     if order:
         return sorted(samples, key=ORDERS[order])[:count]
     gap = max(len(samples) / count, 1.0)
@@ -79,7 +79,7 @@ def _title(rows: Sample) -> str:
 
 
 def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
-    """The prompt, what the policy wrote, and dimmed what an environment wrote between its turns."""
+    """Return the prompt and the turns, with the environment's text dimmed."""
     from rich.console import Group
     from rich.rule import Rule
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""What a run did, in words: from its metrics and its held-out answers."""
+"""Verdict on a run in words, from its metrics and its held-out answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raypo.storage.summary import sample_totals
 from raypo.tracking.warnings import seconds_by_phase
 
 MIN_START_SHARE = 0.1
-"""The start of a run is mentioned where it takes at least this share of its time."""
+"""Minimum share of a run's time for which the time outside of steps is mentioned."""
 
 
 def headline(
@@ -31,12 +31,14 @@ def headline(
     config: Mapping[str, Any] | None = None,
     held_out: tuple[int, int, Change] | None = None,
 ) -> list[str]:
-    """Sentences: how far it came, whether it learned, what it cost, where the time went.
+    """Return sentences on progress, learning, cost and the use of time.
 
     Args:
-        config: The resolved config, which says who judges.
-        held_out: Steps of the first and the last evaluation whose answers are saved, and the
-            change of their scores.
+        rows: The run's metrics by step.
+        status: The run's status.
+        wall_s: Duration of the run, in seconds. None means unknown.
+        config: The resolved config, which names the reward functions.
+        held_out: Steps of the first and the last saved evaluation, and the change of their scores.
     """
     config = config or {}
     if not rows:
@@ -57,7 +59,7 @@ _STATUS = {
 
 
 def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
-    """The function behind `eval/score_mean`; None where it is what the run trains on."""
+    """Return the function behind `eval/score_mean`; None if training uses the same one."""
     reward, evaluation = config.get("reward") or {}, config.get("eval") or {}
     trained, held_out = own_functions(config.get("data") or {}), own_functions(evaluation)
     has_more = bool((config.get("model") or {}).get("reward") or reward.get("url"))
@@ -68,13 +70,13 @@ def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
 
 
 def own_functions(section: Mapping[str, Any]) -> list[str]:
-    """The functions that judge answers to single sources of prompts."""
+    """Return the reward functions of single prompt sources."""
     entries = [each for each in section.get("prompts") or () if isinstance(each, Mapping)]
     return [each["function"] for each in entries if each.get("function")]
 
 
 def _judges(config: Mapping[str, Any]) -> str:
-    """Who judges, where held-out responses are judged otherwise than those that are trained on."""
+    """Name the graders, if held-out responses are not graded like those in training."""
     held_out = judge_of_held_out(config)
     reward = config.get("reward") or {}
     models = [short_name(each["path"]) for each in (config.get("model") or {}).get("reward") or ()]
@@ -88,7 +90,7 @@ def _judges(config: Mapping[str, Any]) -> str:
 
 
 def _samples(rows: Sequence[Row]) -> str:
-    """What became of the samples, where not all of them were trained."""
+    """Describe the outcome of the samples, if not all of them were trained on."""
     totals = sample_totals(rows)
     if not totals or totals["trained"] == totals["sampled"]:
         return ""
@@ -110,7 +112,7 @@ def _samples(rows: Sequence[Row]) -> str:
 def _progress(rows: Sequence[Row], status: str, wall_s: float | None) -> str:
     number = rows[-1].get("step", len(rows))
     steps = f"{number} step" if number == 1 else f"{number} steps"
-    is_whole = wall_s and wall_s >= seconds_in_steps(rows)  # else of a part of its attempts
+    is_whole = wall_s and wall_s >= seconds_in_steps(rows)  # else it covers only some attempts
     lasted = f" in {duration(wall_s)}" if wall_s and is_whole else ""
     how = {
         "finished": f"The run finished: {steps}{lasted}.",
@@ -125,9 +127,9 @@ def _progress(rows: Sequence[Row], status: str, wall_s: float | None) -> str:
 def _learning(
     rows: Sequence[Row], config: Mapping[str, Any], held_out: tuple[int, int, Change] | None
 ) -> str:
-    """The verdict, from held-out answers in pairs where they are saved, else from training.
+    """Return the verdict, from paired held-out answers if they are saved, else from training.
 
-    Held-out metrics whose answers are not saved follow it as they were measured.
+    Held-out metrics without saved answers are appended as measured.
     """
     name, label, sign, *_ = next((each for each in TRAINED if each.name in rows[-1]), TRAINED[0])
     samples = (config.get("rollout") or {}).get("samples_per_prompt")
@@ -152,9 +154,9 @@ def _learning(
 
 
 def _held_out_as_measured(rows: Sequence[Row]) -> tuple[list[str], bool]:
-    """What was measured on held-out examples, without an interval; whether it got worse there.
+    """Describe held-out metrics without an interval, and return whether they got worse.
 
-    Their loss is not a sample: it is measured on the same examples each time.
+    The loss is no sample: it is measured on the same examples each time.
     """
     words, worse = [], set()
     for name, label, sign, *_ in HEADLINES:
@@ -254,10 +256,10 @@ def _time(rows: Sequence[Row], wall_s: float | None) -> str:
 
 
 def outside_steps(rows: Sequence[Row], wall_s: float | None) -> float:
-    """Seconds of a run that no step has: starting engines, loading models, the first evaluation."""
+    """Return the seconds outside of steps: starting engines, loading models, first evaluation."""
     return max((wall_s or 0.0) - seconds_in_steps(rows), 0.0)
 
 
 def seconds_in_steps(rows: Sequence[Row]) -> float:
-    """Seconds that the steps took together."""
+    """Return the total seconds of all steps."""
     return sum(row.get("time/step_s", 0.0) for row in rows)

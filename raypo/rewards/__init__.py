@@ -1,1 +1,1 @@
-"""Reward functions: found, loaded, called, checked."""
+"""Reward functions: loading, calling and validation."""

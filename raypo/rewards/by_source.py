@@ -1,4 +1,4 @@
-"""Reward functions of single sources of prompts, as one function."""
+"""One reward function that dispatches on the source of each prompt."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from raypo.types import Rollout
 
 
 class RewardBySource:
-    """Each rollout is judged by the function of its source, or by the common one.
+    """Reward function that calls the function of each rollout's source, or a common one.
 
-    It can be pickled: functions are named, and imported where they are called.
+    It can be pickled: functions are import paths, imported where they are called.
     """
 
     def __init__(
@@ -23,12 +23,13 @@ class RewardBySource:
         *,
         key: str = "data.prompts.function",
     ) -> None:
-        """Functions are imported where they are first called.
+        """Store the import paths; functions are imported when they are first called.
 
         Args:
-            functions: Name of a source -> `file.py:name` or `package.module:name`.
-            common: Judges all other sources, a function or its import path; None: there are none.
-            key: The config key that `functions` come from.
+            functions: Maps the name of a source to `file.py:name` or `package.module:name`.
+            common: Function or import path for all other sources. None means that every source has
+                its own function.
+            key: Config key of `functions`, for error messages.
         """
         self._functions, self._common, self._key = dict(functions), common, key
 
@@ -36,15 +37,19 @@ class RewardBySource:
         return f"of {', '.join(self._functions)}"
 
     def load(self) -> None:
-        """Import all functions, or raise ConfigError."""
+        """Import all functions.
+
+        Raises:
+            ConfigError: a function cannot be imported.
+        """
         for source in (None, *self._functions):
             self._function(source)
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """The answers of all functions, each called once, in the order given.
+        """Return the scores in the order of the rollouts; each function is called once.
 
         Raises:
-            RewardError: a function raises, or answers with something else than a list of so many.
+            RewardError: a function raises, or does not return a list with one score per rollout.
         """
         places: dict[str | None, list[int]] = {}
         for place, rollout in enumerate(rollouts):

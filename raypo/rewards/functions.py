@@ -1,4 +1,4 @@
-"""The functions and servers that judge by a config: opened, with their limits, and closed."""
+"""Open and close the reward functions and reward servers of a config, with their limits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from raypo.types import Rollout
 
 
 class OneAtATime:
-    """A reward function of this process; while one of them works, the others wait.
+    """Reward function of this process; a lock allows one call at a time over all instances.
 
-    Rollouts of several batches are judged beside each other, and held-out ones beside them, but
-    nobody who writes a reward function thinks of threads.
+    Batches of rollouts are scored concurrently, and evaluation at the same time, but authors of
+    reward functions need not make them thread-safe.
     """
 
     _turn = threading.Lock()
@@ -34,32 +34,32 @@ class OneAtATime:
         return function_name(self.function)
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """What the function answers."""
+        """Call the function with the lock held and return its scores."""
         with self._turn:
             return call(self.function, rollouts)
 
 
 class TimedReward:
-    """A reward function with a limit on every call, which runs in a thread.
+    """Reward function with a timeout on each call, which runs in a daemon thread.
 
-    A thread cannot be ended, so a call that hangs stops the run.
+    A thread cannot be killed, so a call that hangs stops the run.
     """
 
     def __init__(
         self, function: RewardFunction, *, timeout_s: float, key: str = "reward.timeout_s"
     ) -> None:
-        """Calls may take `timeout_s` seconds, which the config key `key` says."""
+        """Limit each call to `timeout_s` seconds; `key` is the config key of this limit."""
         self._function, self._timeout_s, self._key = function, timeout_s, key
 
     def __str__(self) -> str:
         return function_name(self._function)
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """The function's answer.
+        """Call the function in a thread and return its scores.
 
         Raises:
-            RewardError: there was none in time.
-            Exception: whatever the function raises.
+            RewardError: the call timed out.
+            Exception: any error of the function.
         """
         answer = daemon_future(lambda: call(self._function, rollouts), name="raypo-reward")
         if not wait([answer], self._timeout_s).done:
@@ -78,13 +78,17 @@ def open_function(
     *,
     log: Path | None = None,
 ) -> RewardFunction | None:
-    """The reward function with a limit on its calls, in processes of its own where that is set.
+    """Return the reward function with its timeout, in worker processes if `processes` is set.
 
     Args:
-        section: Names the function.
-        given: The one that was passed in Python; it wins.
-        by_source: Name of a source -> the import path of its own function, which wins over both.
-        log: A file that what it prints in its processes is appended to.
+        section: Names the function and its limits.
+        given: A function passed in Python. It takes precedence over `section.function`.
+        by_source: Maps the name of a source to the import path of its own function, which takes
+            precedence over both.
+        log: File to which the worker processes append what the function prints.
+
+    Returns:
+        The function, or None if none is configured.
     """
     function = given or section.function
     if by_source:
@@ -105,12 +109,12 @@ def open_function(
 def evaluation_function(
     section: EvalSection, otherwise: RewardFunction | None
 ) -> RewardFunction | None:
-    """What judges held-out answers: functions of sources, `eval.function`, or `otherwise`."""
+    """Return the evaluation function: by source, else `eval.function`, else `otherwise`."""
     own = load_function(section.function, key="eval.function") if section.function else None
     by_source = functions_of(section.prompts)
     if by_source:
         common = own or otherwise
-        common = common.function if isinstance(common, OneAtATime) else common  # all have one turn
+        common = common.function if isinstance(common, OneAtATime) else common  # one lock is enough
         own = RewardBySource(by_source, common, key="eval.prompts.function")
         own.load()
     if own is None:
@@ -119,14 +123,14 @@ def evaluation_function(
 
 
 def _in_this_process(function: RewardFunction, timeout_s: float | None, key: str) -> RewardFunction:
-    """The time that it waits for its turn does not count."""
+    """Apply the timeout inside the lock, so that the wait for the lock does not count."""
     if timeout_s is not None:
         function = TimedReward(function, timeout_s=timeout_s, key=key)
     return OneAtATime(function)
 
 
 def open_remote(section: RewardSection) -> RemoteReward | None:
-    """A function that asks the servers of `reward.url`; None without any."""
+    """Return a reward function that calls the servers of `reward.url`; None if it is not set."""
     if section.url is None:
         return None
     request = section.request
@@ -140,6 +144,6 @@ def open_remote(section: RewardSection) -> RemoteReward | None:
 
 
 def close_function(function: RewardFunction | None) -> None:
-    """End a function's processes, if it has any."""
+    """Stop the function's worker processes, if it has any."""
     if isinstance(function, PooledReward):
         function.close()

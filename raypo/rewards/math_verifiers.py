@@ -1,7 +1,7 @@
-"""Reward functions that judge formulas as `math-verify` does: LaTeX, intervals, sets, units.
+"""Reward functions that compare formulas with `math-verify`: LaTeX, intervals, sets, units.
 
-They need `pip install raypo[math]`. Sympy may never finish a hostile formula; a run that samples
-from a large model gives them processes and a time limit (`reward.processes`, `reward.timeout_s`).
+They need `pip install raypo[math]`. Sympy may never finish a hostile formula, so runs that sample
+from a large model should set `reward.processes` and `reward.timeout_s`.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ except ImportError as error:
         "pip install 'raypo[math]' on every node."
     ) from None
 
-# At each call it would warn that it has no limit: its own needs a process's main thread.
+# It would warn on each call that it has no timeout; its own timeout works in main threads only.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 _PRECISION = 100
-"""Digits to which numbers that are no fractions are compared."""
+"""Number of digits to which numbers other than fractions are compared."""
 _ROUNDING = 5e-6
-"""Largest relative error of a decimal that stands for a number without finitely many decimals."""
+"""Largest relative error of a decimal that rounds a number without finitely many decimals."""
 
 
 def math_answer(rollouts: Sequence[Rollout]) -> list[float]:
     r"""Score 1.0 if the answer equals the label as mathematics, else 0.0: 0.5 is \frac{1}{2}.
 
-    The answer stands in the last box or behind the last `####`; else it is the last formula or
-    number of the response. Numbers are compared exactly, but for a decimal that stands for a number
-    without finitely many decimals: 0.333333 is \frac{1}{3}. Words, lists that leave
-    terms out (`1, 2, \ldots`), and formulas that math-verify cannot read are compared as text, and
-    stand in a box, behind `####` or alone.
+    The answer is in the last box or after the last `####`; otherwise it is the last formula or
+    number of the response. Numbers are compared exactly, except that a decimal may round a number
+    without finitely many decimals: 0.333333 is \frac{1}{3}. Words, lists that leave terms out
+    (`1, 2, \ldots`), and formulas that math-verify cannot read are compared as text. Such an
+    answer must be in a box, after `####`, or the whole response.
     """
     return [float(_is_right(rollout)) for rollout in rollouts]
 
 
 def graded_math_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    """As `math_answer`, with 0.1 for a wrong answer behind `####` or in a box."""
+    """Score like `math_answer`, with 0.1 for a wrong answer after `####` or in a box."""
     return [1.0 if _is_right(r) else FORM_CREDIT * has_answer(r.response) for r in rollouts]
 
 
@@ -83,18 +83,18 @@ def _is_right(rollout: Rollout) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Whether math-verify misreads a text: words as products, or without its dots."""
+    """Return whether math-verify would misread a text: words as products, or without its dots."""
     return is_words(text) or re.search(r"\\[lcd]?dots|…|\.\.\.", text) is not None
 
 
 def _is_number(value: Any) -> bool:
-    # One in percent is left to math-verify, to which 50% is 50 and 0.5.
+    # A percentage is left to math-verify, which accepts both 50 and 0.5 for 50%.
     is_plain = isinstance(value, sympy.Expr) and not value.has(sympy.UnevaluatedExpr)
     return is_plain and value.is_number is True
 
 
 def _evaluated(number: Any) -> Any:
-    """Return a sum or product of fractions as one fraction, if its size allows that."""
+    """Return a sum or product of fractions as one fraction, if it is of moderate size."""
     if number.is_Rational or not number.is_rational:
         return number
     size = abs(number.evalf(15))
@@ -105,7 +105,7 @@ def _is_same_number(wanted: Any, found: Any) -> bool:
     are_fractions = wanted.is_Rational and found.is_Rational
     if wanted == found or (are_fractions and _is_decimal(wanted) == _is_decimal(found)):
         return wanted == found and wanted.is_finite is not False
-    # Evaluated first: a difference that is not may make sympy write out a power without bound.
+    # Evaluate first: sympy may expand a power without bound in a symbolic difference.
     values = [each.evalf(_PRECISION) for each in (wanted, found)]
     size, error = abs(values[0]), abs(values[0] - values[1])
     if not (size.is_finite and error.is_finite):  # 1/0 is no number
@@ -116,7 +116,7 @@ def _is_same_number(wanted: Any, found: Any) -> bool:
 
 
 def _is_decimal(number: Any) -> bool:
-    """Whether a number was written as a decimal, or could be."""
+    """Return whether a number is a decimal, or a fraction with finitely many decimals."""
     if not number.is_Rational:
         return number.has(sympy.Float)
     rest = int(number.q)

@@ -25,17 +25,17 @@ from fractions import Fraction
 from typing import NamedTuple
 
 MAX_DIGITS = 1000
-"""Numbers with more digits, or an exponent beyond it, are not read: their cost has no bound."""
+"""Limit on digits and exponents. Larger numbers are not parsed, because their cost is unbounded."""
 
 # Scripts that write words without spaces between them: their letters do not extend a number.
 _NO_SPACES = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 )
 WORD = rf"(?:(?![{_NO_SPACES}])\w)"
-"""Pattern of a character that belongs to the word or number beside it."""
+"""Pattern of a character that extends the word or number next to it."""
 _LETTER = rf"(?:(?![{_NO_SPACES}])[^\W\d_])"
 _OPERATOR = r"[-+*/^×·÷]"
-_COMMAND = (  # of LaTeX, one that takes what stands beside it as an operand
+_COMMAND = (  # a LaTeX command that takes the text next to it as an operand
     r"\\(?!(?:approx|because|colon|equiv|geq?|geqslant|gg|gt|iff|implies|in|leq?|leqslant|ll|lt|neq?|"
     r"q?quad|[Rr]ightarrow|longrightarrow|sim|simeq|therefore|to)(?![a-zA-Z]))[a-zA-Z]+"
 )
@@ -75,7 +75,7 @@ _OPERAND_BEHIND = re.compile(
     re.VERBOSE,
 )
 _CONTEXT = 32
-"""Characters before a number and its spaces that are looked at."""
+"""Number of characters that are examined before a number that follows a space."""
 _WRAPPED = re.compile(
     r"\\(text\w*|math(?:bf|rm|it|sf)|boldsymbol|bm|boxed|fbox|emph|underline)\s?\{([^{}]*)\}"
 )
@@ -83,15 +83,15 @@ _SAME = str.maketrans("−–‐‑－﹣＋，．：％／０１２３４５６
 
 
 class Number(NamedTuple):
-    """A number of a text."""
+    """A number found in a text."""
 
     text: str
-    """As it is written, without currency, percent sign and plus."""
+    """The number as written, without currency, percent sign and plus."""
     value: Fraction
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return the number that a text is; None if it is anything else or more than that."""
+    """Return the value of a text that is exactly one number, else None."""
     text = _plain(text).strip().removesuffix(".").strip()
     for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if len(text) > len(opening) and text.startswith(opening) and text.endswith(closing):
@@ -119,7 +119,7 @@ def _follows_operand(text: str, place: int) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Write a text with ASCII digits and signs, without the LaTeX that only changes its look."""
+    """Return a text with ASCII digits and signs, without LaTeX that only changes its appearance."""
     text = text.translate(_SAME)
     if "\\" in text:
         text = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", text)
@@ -131,7 +131,7 @@ def _plain(text: str) -> str:
 
 def _unwrapped(wrapped: re.Match[str]) -> str:
     name, inner = wrapped.groups()
-    # A word or unit stays apart from its number, as in 5\text{cm}.
+    # Keep a word or unit apart from its number, as in 5\text{cm}.
     is_word = re.match(rf"\s*{_LETTER}(?:{_LETTER}|\Z)", inner)
     is_word = is_word and (name == "text" or len(inner) > 1)
     return f" {inner} " if is_word else inner

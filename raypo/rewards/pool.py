@@ -1,4 +1,4 @@
-"""A slow reward function in processes of its own, with a limit on every call."""
+"""A slow reward function in a pool of worker processes, with a timeout on every call."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _function: RewardFunction | None = None
 
 
 class PooledReward:
-    """A reward function whose calls run in other processes, a few prompts' samples each.
+    """Reward function whose calls run in worker processes, with a few prompts' samples per call.
 
-    A call that takes too long, and a process that dies, leave its samples without a score and
-    cost nothing else: the process is replaced. What the function raises is raised here, whole.
+    If a call times out or its process dies, its samples have no score and the process is
+    replaced. Exceptions of the function are re-raised here.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class PooledReward:
         timeout_s: float | None,
         log: Path | None = None,
     ) -> None:
-        """Start the processes; each imports the function by itself.
+        """Start the processes; each one imports the function itself.
 
         Args:
-            function: An import path, or the function, to be pickled.
-            processes: How many.
-            timeout_s: Seconds that one call may take; None: any number.
-            log: A file that what the function prints is appended to.
+            function: An import path, or a function to be pickled.
+            processes: Number of worker processes.
+            timeout_s: Time limit of one call, in seconds. None means no limit.
+            log: File to which the function's prints are appended.
         """
         self._processes, self._timeout_s = processes, timeout_s
         self._name = function if isinstance(function, str) else function_name(function)
@@ -59,7 +59,7 @@ class PooledReward:
         return self._name
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """Scores in the order given; an exception in the place of those that failed."""
+        """Return scores in the rollouts' order; exceptions mark timeouts and dead processes."""
         cut = list(_pieces(rollouts, self._processes))
         pending = [
             self._pool.schedule(_score, args=(piece,), timeout=self._timeout_s) for piece in cut
@@ -75,7 +75,7 @@ class PooledReward:
         return answers
 
     def close(self) -> None:
-        """End the processes at once."""
+        """Kill the processes and wait for them."""
         self._pool.stop()
         self._pool.join()
 
@@ -95,7 +95,7 @@ class PooledReward:
 
 
 def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:
-    """About four calls per process; the samples of a prompt stay together."""
+    """Cut rollouts into about four calls per process, keeping the samples of a prompt together."""
     groups = [list(group) for _, group in groupby(rollouts, key=lambda r: r.group_index)]
     size = -(-len(groups) // (4 * processes))
     return [
@@ -105,18 +105,18 @@ def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:
 
 
 def _open(spec: str | bytes, log: Path | None) -> None:
-    """Get the function ready, in a process of the pool."""
+    """Load the function, in a process of the pool."""
     global _function
     if log is not None:
         sys.stdout = log.open("a", buffering=1, encoding="utf-8")  # line by line
     _function = load_function(spec) if isinstance(spec, str) else cloudpickle.loads(spec)
     if isinstance(_function, RewardBySource):
-        _function.load()  # the time of a call is not that of imports
+        _function.load()  # import before the first call's timeout starts
 
 
 def _score(rollouts: list[Rollout]) -> list[Any]:
     assert _function is not None
     try:
         return call(_function, rollouts)
-    except TimeoutError as error:  # the pool's own means that there was no answer
+    except TimeoutError as error:  # pebble's own TimeoutError means that the call timed out
         raise RuntimeError(f"TimeoutError: {error}") from error

@@ -1,4 +1,4 @@
-"""Reward servers over HTTP: batches, retries, several of them, and samples that fail."""
+"""Client of reward servers: batching, retries, load balancing and failed samples."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from raypo.rewards.wire import TOKEN_VARIABLE, WireError, from_answer, to_reques
 from raypo.types import Rollout
 
 BACKOFF_S = (0.25, 30.0)
-"""Seconds to wait before another attempt: a random share of the first number, which doubles each
-time, and at most the second."""
+"""Bounds of the random exponential backoff, in seconds. The wait is a random share of the first
+number, which doubles with each attempt up to the second."""
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteRewardError(RuntimeError):
-    """A reward server did not give scores, after all attempts."""
+    """A reward server returned no scores, after all attempts."""
 
 
 class _Retryable(RemoteRewardError):
-    """Another attempt may help."""
+    """An error that another attempt may resolve."""
 
     retry_after_s: float = 0.0
 
 
 class RemoteReward:
-    """A reward function that asks servers; what they cannot score is an exception in its place.
+    """Reward function that calls servers; samples that they fail to score become exceptions.
 
-    Batches go to the server with the fewest requests under way; another attempt goes elsewhere
-    where there is an elsewhere.
+    Batches go to the server with the fewest requests in flight. A retry goes to another server
+    if there is one.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RemoteReward:
         max_attempts: int,
         backoff_s: tuple[float, float] = BACKOFF_S,
     ) -> None:
-        """Nothing is asked yet; for the limits see `RewardRequestSection` and `BACKOFF_S`."""
+        """Store the settings; see `RewardRequestSection` and `BACKOFF_S` for the limits."""
         self._urls = tuple(urls)
         self._batch_size, self._max_concurrent = batch_size, max_concurrent
         self._timeout_s, self._max_attempts = timeout_s, max_attempts
@@ -66,7 +66,7 @@ class RemoteReward:
         return ", ".join(self._urls)
 
     async def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """Scores in the order given; None where the server has none, else the error."""
+        """Return a score per rollout: None if the server gave none, an exception if it failed."""
         under_way = dict.fromkeys(self._urls, 0)
         room = asyncio.Semaphore(self._max_concurrent)
         token = os.environ.get(TOKEN_VARIABLE)
@@ -103,7 +103,7 @@ class RemoteReward:
                 avoid = url
                 under_way[url] += 1
                 try:
-                    async with asyncio.timeout(self._timeout_s):  # httpx counts each read anew
+                    async with asyncio.timeout(self._timeout_s):  # httpx's restarts on each read
                         return await self._post(client, url, body, len(rollouts))
                 except (TimeoutError, httpx.TimeoutException):
                     raise _Retryable(f"{url}: no answer in {self._timeout_s:g} s") from None
@@ -133,8 +133,9 @@ class RemoteReward:
             raise RemoteRewardError(f"{url}: {error}") from error
 
     def _choose(self, under_way: dict[str, int], avoid: str) -> str:
-        """The server with the fewest requests under way, another one than last time."""
+        """Return the server with the fewest requests in flight, other than the last one tried."""
         others = [url for url in self._urls if url != avoid] or list(self._urls)
+        # Rotate, so that ties do not always go to the first server.
         first = next(self._turn) % len(others)
         return min(others[first:] + others[:first], key=lambda url: under_way[url])
 
@@ -153,7 +154,7 @@ def _reason(response: httpx.Response) -> str:
 
 
 def _seconds(text: str | None) -> float:
-    """Of a `Retry-After`: a number of them, or a date (RFC 9110, 10.2.3); 0 of anything else."""
+    """Return the seconds of a `Retry-After` (a number or a date, RFC 9110, 10.2.3), else 0."""
     try:
         return float(text or 0.0)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Calls a reward function and takes nothing but numbers from it."""
+"""Call a reward function and validate its scores."""
 
 from __future__ import annotations
 
@@ -18,69 +18,68 @@ from raypo.custom.loader import function_name
 from raypo.types import Rollout
 
 RewardFunction = Callable[[list[Rollout]], Any]
-"""(list[Rollout]) -> a score each; a coroutine function is awaited."""
+"""(list[Rollout]) -> one score per rollout; a coroutine function is awaited."""
 SCORE = "score"
-"""In an answer of named parts: what is trained on."""
+"""Key of the total score, which is trained on, in a score with named parts."""
 
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Training computes in float32, where larger scores are infinite."""
+"""Largest score, because training computes in float32, where larger ones are infinite."""
 
 
 class RewardError(RuntimeError):
-    """The reward function failed, or answered with what are not scores."""
+    """The reward function raised, or returned something other than scores."""
 
 
 class FailedScore(float):
-    """NaN that says why there is no score."""
+    """NaN with the reason why there is no score."""
 
     reason: str
 
     def __new__(cls, reason: str) -> FailedScore:
-        """A NaN with its reason."""
+        """Return NaN with a reason."""
         failed = super().__new__(cls, math.nan)
         failed.reason = reason
         return failed
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # it is pickled between workers
+    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickling between workers
         return (self.reason,)
 
 
 class ScoreOfParts(float):
-    """A score with the named numbers that a function gave beside it."""
+    """A score together with its named parts."""
 
     parts: dict[str, float]
 
     def __new__(cls, value: float, parts: dict[str, float]) -> ScoreOfParts:
-        """A score and its parts."""
+        """Return a score with its parts."""
         score = super().__new__(cls, value)
         score.parts = parts
         return score
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # it is pickled between workers
+    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickling between workers
         return (float(self), self.parts)
 
 
 def parts_of(score: float) -> Mapping[str, float]:
-    """The named numbers beside a score; mostly none."""
+    """Return the named parts of a score; a plain score has none."""
     return score.parts if isinstance(score, ScoreOfParts) else {}
 
 
 def first_reason(scores: Iterable[float]) -> str | None:
-    """The first reason that any of the scores gives for being missing."""
+    """Return the first reason among the scores that failed, or None."""
     return next((score.reason for score in scores if isinstance(score, FailedScore)), None)
 
 
 def score(function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:
-    """One score per rollout, from one call with all of them; NaN where scoring failed.
+    """Return one score per rollout, from one call with all of them; NaN if scoring failed.
 
-    None, NaN, infinity and an exception in a score's place are a failed sample; True and False
-    count as 1 and 0. A mapping in its place, like `{"score": 1.2, "format": 0.2}`, is a
-    `ScoreOfParts`.
+    None, NaN, infinity or an exception as a score marks a failed sample. True and False count as 1
+    and 0. A mapping, such as `{"score": 1.2, "format": 0.2}`, becomes a `ScoreOfParts`.
 
     Raises:
-        RewardError: the function raises (its error is the cause), or returns something else than
-            one number per rollout, or one that float32 cannot hold.
+        RewardError: the function raises (its error is the cause), does not return one number per
+            rollout, or returns a number that float32 cannot hold.
     """
     if not rollouts:
         return []
@@ -90,7 +89,7 @@ def score(function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def answers_of(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
-    """As `call`, but whatever the function raises is the cause of a RewardError that names it."""
+    """Call a reward function like `call`, but wrap its exceptions in a RewardError."""
     try:
         return call(function, rollouts)
     except RewardError:
@@ -104,11 +103,11 @@ def answers_of(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
 
 
 def call(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
-    """What a reward function answers, one entry per rollout, not yet looked at.
+    """Call a reward function and return its list of one entry per rollout, not yet validated.
 
     Raises:
-        RewardError: it answers with another number of entries, or with no list.
-        Exception: whatever the function raises.
+        RewardError: it returns a list of another length, or no list.
+        Exception: any error of the function.
     """
     answer = function(rollouts)
     answer = _awaited(answer) if inspect.isawaitable(answer) else answer
@@ -124,7 +123,7 @@ def too_many_failures(
     max_failed_fraction: float,
     reason: str | None,
 ) -> RewardError:
-    """The error of more samples without a score than `reward.max_failed_fraction` allows."""
+    """Return the error for more failed samples than `reward.max_failed_fraction` allows."""
     if reason is not None:
         return RewardError(
             f"reward.max_failed_fraction ({max_failed_fraction}): {num_failed} of {num_all} "
@@ -149,7 +148,7 @@ def _awaited(answer: Awaitable[Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(run())
-    with ThreadPoolExecutor(1) as thread:  # an asynchronous actor has a loop of its own
+    with ThreadPoolExecutor(1) as thread:  # this thread's event loop is running already
         return thread.submit(lambda: asyncio.run(run())).result()
 
 
@@ -169,14 +168,14 @@ def _as_list(answer: Any, expected: int, name: str) -> list[Any]:
 
 
 def _number(answer: Any, place: int, name: str) -> float:
-    """A score as a float, NaN for a failed one."""
+    """Return a score as a float, NaN if it failed."""
     if answer is None:
         return math.nan
     if isinstance(answer, Exception):
         return FailedScore(text_of(answer) or type(answer).__name__)
     if isinstance(answer, Mapping):
         return _with_parts(answer, place, name)
-    if hasattr(answer, "item"):  # numpy, torch; it raises where there is more than one number
+    if hasattr(answer, "item"):  # numpy, torch; item() raises if there is more than one number
         with suppress(ValueError, RuntimeError):
             answer = answer.item()
     if not isinstance(answer, Real):
@@ -194,12 +193,12 @@ def _number(answer: Any, place: int, name: str) -> float:
 
 
 def is_too_large(score: Real) -> bool:
-    """Whether a finite number, of any size, is no score."""
+    """Return whether a finite number of any type exceeds float32."""
     return LARGEST < abs(score) != math.inf  # pyright: ignore[reportOperatorIssue]
 
 
 def _with_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
-    """The score of an answer of named parts; a part that is None or not finite is left out."""
+    """Return the score of a mapping of named parts; drop parts that are None or not finite."""
     if SCORE not in answer or not all(isinstance(key, str) for key in answer):
         raise RewardError(
             f"{name} returned {_short(answer)} as score {place}. Named parts are texts, and "
@@ -214,6 +213,6 @@ def _with_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
 def _short(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception:  # an object's own text may fail
+    except Exception:  # an object's repr may raise
         text = object.__repr__(value)
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,4 +1,4 @@
-"""A reward server: any reward function or model behind the JSON of `raypo.rewards.wire`."""
+"""Reward server: any reward function or model behind the JSON protocol of `raypo.rewards.wire`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ RETRY_AFTER_S = 1
 def make_app(
     function: RewardFunction, *, name: str, token: str | None, max_queued: int = 64
 ) -> Starlette:
-    """The application: POST /score and GET /health.
+    """Return the application: POST /score and GET /health.
 
-    Requests are scored one at a time, in a thread: models and most functions are not made for
-    more.
+    Requests are scored one at a time, in a thread, because models and most functions are not
+    thread-safe.
 
     Args:
-        function: Gives one score per rollout.
-        name: What is served, for /health.
-        token: That clients must bring; None: anyone may ask.
-        max_queued: Most requests that wait; others get status 503.
+        function: Returns one score per rollout.
+        name: Name of the reward function, for /health.
+        token: Bearer token that clients must send. None means no authentication.
+        max_queued: Maximum number of waiting requests; further ones get status 503.
     """
     turn = anyio.Semaphore(1)
     waiting = 0
@@ -69,10 +69,13 @@ def run_server(app: Any, *, host: str, port: int, ready: Callable[[str], None]) 
     """Serve an ASGI application until SIGINT or SIGTERM.
 
     Args:
-        ready: Called with the address once requests are answered.
+        app: The ASGI application.
+        host: Address to listen on.
+        port: Port to listen on.
+        ready: Callback `(address)`, called once the socket listens.
 
     Raises:
-        ConfigError: the port cannot be listened on.
+        ConfigError: the port cannot be opened.
     """
     with listen(host, port) as listening:
         ready(address(host, listening.getsockname()[1]))

@@ -1,11 +1,11 @@
 r"""Ready-made reward functions: `reward.function: raypo.rewards.verifiers:exact_match`.
 
-Answers and labels may be bare (`42`), end as GSM8K's solutions do (`#### 42`), or stand in a box as
-MATH's do (`\boxed{42}`). `raypo.rewards.numbers` has a table of what is read as a number.
+Answers and labels may be bare (`42`), end like GSM8K's solutions (`#### 42`), or be in a box like
+MATH's (`\boxed{42}`). `raypo.rewards.numbers` has a table of what is read as a number.
 
 | response | its answer for `number_answer` |
 |---|---|
-| `... \boxed{42}`, `#### 42 apples` | 42: the number in the last box, else behind the last `####` |
+| `... \boxed{42}`, `#### 42 apples` | 42: the number in the last box, else after the last `####` |
 | `\boxed{2, 3}`, `#### 3 of 5`, `\boxed{x^2}` | none: not one number |
 | `First 40, then 42.` | 42: without a box or `####`, the last number that stands alone |
 """
@@ -27,47 +27,47 @@ from raypo.rewards.numbers import WORD, numbers_in, parse_number
 from raypo.types import Rollout
 
 FORM_CREDIT = 0.1
-"""Score of a wrong answer that stands where an answer should."""
+"""Score of a wrong answer in the expected format."""
 MAX_WORDS = 10
-"""Labels of more words are prose, which no response repeats."""
+"""Maximum number of words of a label; longer ones are prose, which no response repeats."""
 
 
 def exact_match(rollouts: Sequence[Rollout]) -> list[float]:
-    """1.0 where the response is the label, white space around them aside, else 0.0."""
+    """Score 1.0 if the response equals the label, ignoring white space around them, else 0.0."""
     return [float(r.response.strip() == label_of(r).strip()) for r in rollouts]
 
 
 def contains_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    """Score 1.0 if the label stands in the response by itself, else 0.0; case does not matter.
+    """Score 1.0 if the response contains the label as a separate word, else 0.0; ignores case.
 
-    By itself: 12 is found in `it is 12.` and in `x=12`, not in 112, 12.5, 3.12, -12 or 1/12.
-    Scripts without spaces (Chinese, Japanese, Thai, ...) have no such bounds around their letters.
+    12 is found in `it is 12.` and in `x=12`, but not in 112, 12.5, 3.12, -12 or 1/12. Letters of
+    scripts without spaces (Chinese, Japanese, Thai, ...) do not extend the word next to them.
     """
     return [float(_stands_in(label_of(r).strip(), r.response)) for r in rollouts]
 
 
 def number_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    """Score 1.0 if the answer is the label's number, else 0.0; 1,234.0 is 1234.
+    """Score 1.0 if the answer is the label's number, else 0.0; 1,234.0 equals 1234.
 
-    Without `####` or a box the last number that stands alone in the response is its answer.
+    Without `####` or a box, the answer is the last number that stands alone in the response.
     """
     return [float(_is_number(r)) for r in rollouts]
 
 
 def graded_number_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    """As `number_answer`, with 0.1 for a wrong answer behind `####` or in a box."""
+    """Score like `number_answer`, with 0.1 for a wrong answer after `####` or in a box."""
     return [1.0 if _is_number(r) else FORM_CREDIT * has_answer(r.response) for r in rollouts]
 
 
 def answer_format(rollouts: Sequence[Rollout]) -> list[float]:
-    """1.0 where the response gives an answer behind `####` or in a box, else 0.0."""
+    """Score 1.0 if the response gives an answer after `####` or in a box, else 0.0."""
     return [float(has_answer(r.response)) for r in rollouts]
 
 
 def thinking_format(rollouts: Sequence[Rollout]) -> list[float]:
-    """Score 1.0 if the response is `<think>...</think>` and an answer behind it, else 0.0.
+    """Score 1.0 if the response is `<think>...</think>` followed by an answer, else 0.0.
 
-    A prompt that ends with `<think>`, as some chat templates end it, has opened the thought.
+    If the prompt ends with `<think>`, as some chat templates do, the response starts inside it.
 
     Paper: DeepSeek-AI 2025, arXiv:2501.12948, section 2.2.2.
     """
@@ -75,7 +75,7 @@ def thinking_format(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the answer of a solution: in its last `\boxed{}`, else behind its last `####`."""
+    r"""Return the answer of a solution: from its last `\boxed{}`, else after its last `####`."""
     *_, box = [None, *_BOX.finditer(text)]
     if box:
         return _balanced(text[box.end() :]) if box[1] == "{" else box[1]
@@ -85,7 +85,7 @@ def final_answer(text: str) -> str | None:
 
 
 def has_answer(text: str) -> bool:
-    """Whether a solution gives an answer behind `####` or in a box."""
+    """Return whether a solution gives an answer after `####` or in a box."""
     return bool(final_answer(text))
 
 
@@ -93,7 +93,7 @@ def label_of(rollout: Rollout) -> str:
     """Return the label as text.
 
     Raises:
-        ValueError: the label is no text, number or date, or it is empty.
+        ValueError: the label is not a text, number or date, or it is empty.
     """
     return _text_of(rollout.label, f"row {rollout.prompt_index}")
 
@@ -132,7 +132,7 @@ def formula_of(label: Any, where: str) -> str:
     """Return the answer of a label as text, if it is a formula, a number or a few words.
 
     Raises:
-        ValueError: it is prose, or no text at all.
+        ValueError: the label is prose, or not text at all.
     """
     text = _text_of(label, where)
     text = final_answer(text) or text
@@ -149,7 +149,7 @@ def entry_of(label: Any, where: str) -> dict[str, Any]:
     """Return a label that is an entry of reasoning-gym.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the label is not such an entry.
     """
     metadata = label.get("metadata") if isinstance(label, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("source_dataset"), str):
@@ -161,13 +161,13 @@ def entry_of(label: Any, where: str) -> dict[str, Any]:
 
 
 def plain_words(text: str) -> str:
-    """Write a text without the LaTeX, the spaces and the capitals that only change its look."""
+    """Return a text without the LaTeX, spaces and capitals that only change its appearance."""
     text = re.sub(r"\\(?:text\w*|mathrm|mathbf)\s?\{([^{}]*)\}", r"\1", text.strip().strip("$"))
     return " ".join(text.split()).removesuffix(".").casefold()
 
 
 def is_words(text: str) -> bool:
-    """Whether a text is words, one of them of three letters or more: `xy` is a product."""
+    """Return whether a text is words, with one of three letters or more: `xy` is a product."""
     words = re.split(r"[,.]?\s|'", text)
     return max(map(len, words)) > 2 and all(re.fullmatch(r"[^\W\d_]+", word) for word in words)
 
@@ -184,8 +184,8 @@ LABEL_CHECKS: dict[str, Callable[[Any, str], Any]] = {
         "gym_verifiers:reasoning_gym_score": entry_of,
     }.items()
 }
-"""Import path of a reward function -> a check of a label, and where it stands, which raises
-ValueError for one that the function cannot read."""
+"""Maps the import path of a reward function to a check of its labels. A check takes a label and its
+location, and raises ValueError if the function cannot read the label."""
 
 
 def _stands_in(label: str, response: str) -> bool:
@@ -202,7 +202,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)")
 
 
 def _balanced(text: str) -> str | None:
-    """Return the text up to the brace that closes one before it; None if it stays open."""
+    """Return the text up to the brace that closes an already open one; None if it stays open."""
     depth = 1
     for place, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -227,7 +227,7 @@ def _is_number(rollout: Rollout) -> bool:
     given = final_answer(rollout.response)
     if given is not None:
         return {each.value for each in numbers_in(given)} == {wanted}
-    prose = re.sub(r"!(?!\S)", ".", rollout.response)  # ends a sentence; in a box it is a factorial
+    prose = re.sub(r"!(?!\S)", ".", rollout.response)  # a sentence's "!" is no factorial
     last = next(numbers_in(prose), None)
     return last is not None and last.value == wanted
 

@@ -1,8 +1,8 @@
-"""The JSON that reward clients and servers speak.
+"""JSON protocol between reward clients and servers.
 
     POST /score   {"samples": [{"prompt": "2+2=", "response": "4", "label": "4", ...}, ...]}
-    200           {"scores": [1.0, null, ...]}      one per sample, in order; null: it has none;
-                  {"score": 1.0, "format": 0.2, ...} in its place: with named parts
+    200           {"scores": [1.0, null, ...]}      one per sample, in order; null: no score;
+                  {"score": 1.0, "format": 0.2, ...} instead: a score with named parts
     4xx, 5xx      {"error": "what went wrong"}
     GET /health   {"status": "ok", "name": "..."}
 
@@ -26,16 +26,16 @@ from raypo.rewards.scoring import LARGEST, SCORE, RewardError, is_too_large, par
 from raypo.types import Rollout
 
 TOKEN_VARIABLE = "RAYPO_REWARD_TOKEN"
-"""Environment variable of the token, of client and server."""
+"""Environment variable with the token, for client and server."""
 Ids = list[Annotated[int, Field(ge=-(2**31), lt=2**31)]]
 
 
 class WireError(ValueError):
-    """What arrived is not what the protocol says."""
+    """A message that violates the protocol."""
 
 
 class Sample(BaseModel):
-    """A rollout as it travels; a server may ignore all but prompt and response."""
+    """A rollout on the wire; a server may ignore all fields but prompt and response."""
 
     prompt: str
     response: str
@@ -54,7 +54,7 @@ class _Request(BaseModel):
 
 
 def to_request(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return the body of a request for the scores of some rollouts.
+    """Return the body of a request for the scores of rollouts.
 
     Raises:
         RewardError: JSON cannot hold a label or a message.
@@ -63,10 +63,10 @@ def to_request(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def from_request(content: bytes) -> list[Rollout]:
-    """The rollouts of a request; fields that are not sent get neutral values.
+    """Parse the rollouts of a request; missing fields get neutral values.
 
     Raises:
-        WireError: it is not JSON, or no list of samples.
+        WireError: the body is not JSON, or not a list of samples.
     """
     try:
         return [_rollout(sample) for sample in _Request.model_validate_json(content).samples]
@@ -77,10 +77,10 @@ def from_request(content: bytes) -> list[Rollout]:
 
 
 def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
-    """The scores of an answer to a request with `count` samples, those with parts as they came.
+    """Validate an answer to `count` samples and return its scores, those with parts as mappings.
 
     Raises:
-        WireError: it is not one number or null per sample.
+        WireError: the answer does not have one number, mapping or null per sample.
     """
     scores = body.get("scores") if isinstance(body, dict) else None
     if not isinstance(scores, list) or len(scores) != count:
@@ -97,7 +97,7 @@ def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
 
 
 def to_answer(scores: Sequence[float]) -> dict[str, Any]:
-    """The body of an answer; what is not finite becomes null."""
+    """Return the body of an answer; scores that are not finite become null."""
     return {"scores": [_answered(score) if math.isfinite(score) else None for score in scores]}
 
 
@@ -122,10 +122,10 @@ def _sample(rollout: Rollout) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; dates and decimals, which parquet has too, as text.
+    """Return a value in JSON types; dates and decimals, which parquet may hold, become text.
 
     Raises:
-        ValueError: there is no such form; its text is what has none.
+        ValueError: JSON has no form for a value; the message names the value.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie, and which is wanted: read without Ray, as Ray wrote it."""
+"""Locate the checkpoints of a run, reading the files of Ray Train without Ray."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import BEST, RunFiles
 
 STATE = "run.json"
-"""In a checkpoint: the run's own state."""
+"""File in a checkpoint with the run's own state."""
 BEST_STEP = "best.json"
-"""In `best/`: the metric, its value and the step."""
+"""File in `best/` with the metric, its value and the step."""
 
 
 def find_checkpoint(place: str) -> str:
-    """The path or URI of the checkpoint that a person names.
+    """Return the path or URI of the checkpoint that a user names.
 
     Args:
-        place: Of a run (its newest checkpoint is meant), of its `best/`, or of a checkpoint itself.
+        place: Location of a run (meaning its newest checkpoint), of its `best/`, or of a
+            checkpoint.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no checkpoint.
     """
     files = RunFiles.at(place)
     if files.read(STATE) is not None:
@@ -51,23 +52,23 @@ def find_checkpoint(place: str) -> str:
 
 
 SCORE = "checkpoint/score"
-"""Metric by which Ray Train ranks checkpoints. More is better, whatever `best_mode` says."""
+"""Metric by which Ray Train ranks checkpoints. Higher is better, regardless of `best_mode`."""
 
 
 class DamagedCheckpointError(RuntimeError):
-    """A file of a checkpoint is missing or cannot be read."""
+    """A file of a checkpoint is missing or unreadable."""
 
 
 @contextmanager
 def damage_named(directory: Path, run: RunFiles) -> Iterator[None]:
-    """Turn what PyTorch, DeepSpeed or JSON say of a damaged file into an error with a remedy.
+    """Convert errors of PyTorch, DeepSpeed or JSON about damaged files to one with a remedy.
 
     Args:
-        directory: The checkpoint as it lies on this machine.
+        directory: Local folder of the checkpoint.
         run: The run that resumes.
 
     Raises:
-        DamagedCheckpointError: a file is missing or cannot be read.
+        DamagedCheckpointError: a file is missing or unreadable.
     """
     try:
         yield
@@ -89,10 +90,10 @@ def damage_named(directory: Path, run: RunFiles) -> Iterator[None]:
 
 
 def checkpoint_state(checkpoint: str) -> dict[str, Any]:
-    """The run's own state in a checkpoint: the step, and what its recipe carries."""
+    """Return the run's own state from a checkpoint: the step, and the state of its recipe."""
     return json.loads(RunFiles.at(checkpoint).read(STATE) or b"{}")
 
 
 def config_of(checkpoint: str) -> dict[str, Any]:
-    """The config of the run in whose folder a checkpoint lies; empty where it lies elsewhere."""
+    """Return the config of the run whose folder contains a checkpoint; empty if there is none."""
     return RunFiles.at(parent_and_name(checkpoint)[0]).config() or {}

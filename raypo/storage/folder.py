@@ -1,4 +1,4 @@
-"""A run's folder where files are written: the folder itself, or a stage that is synced to a URI."""
+"""Folder of a run: a local folder, or a local staging folder that is synced to a URI."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 TEMPORARY = ".partial-"
-"""Names of files that are being written start so; they are never synced."""
+"""Prefix of files that are being written; they are never synced."""
 
 
 def open_folder(storage_path: str, name: str) -> Folder:
-    """The folder of one run; a storage path with a scheme (s3://, file://) is remote.
+    """Return the folder of one run; a storage path with a scheme (s3://, file://) is remote.
 
-    Files are known by their names below it, like `rollouts/step_00001.parquet`.
+    File names are relative to the folder, like `rollouts/step_00001.parquet`.
     """
     if "://" in storage_path:
         return RemoteFolder(storage_path, name)
@@ -33,13 +33,13 @@ def open_folder(storage_path: str, name: str) -> Folder:
 
 
 def below(location: str, *names: str) -> str:
-    """The path or URI of something in a folder; the options of a URI stay at its end."""
+    """Join names to a path or URI; the options of a URI stay at its end."""
     path, mark, options = _without_options(location)
     return "/".join([path.rstrip("/"), *names]) + mark + options
 
 
 def parent_and_name(location: str) -> tuple[str, str]:
-    """The folder that a path or URI lies in, and its own name there."""
+    """Split a path or URI into parent and name; the options of a URI stay with the parent."""
     path, mark, options = _without_options(location)
     parent, _, name = path.rstrip("/").rpartition("/")
     return parent + mark + options, name
@@ -50,7 +50,7 @@ def _without_options(location: str) -> tuple[str, str, str]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part."""
+    """Write a file atomically: readers see either the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
@@ -61,12 +61,12 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def link_tree(source: str | Path, target: str | Path) -> None:
-    """Copy a local folder whose files never change: on one disk by hard links."""
+    """Copy a local folder of immutable files, by hard links if the disk is the same."""
     shutil.copytree(source, target, copy_function=_link)
 
 
 def finite(value: Any) -> Any:
-    """A value as JSON knows it: what is not a finite number is null, arrays are lists."""
+    """Convert a value for JSON: numbers that are not finite become null, arrays become lists."""
     if hasattr(value, "tolist"):  # numpy, torch
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -77,46 +77,46 @@ def finite(value: Any) -> Any:
 
 
 class Folder:
-    """The run folder itself."""
+    """A local run folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        """Where files are written on this machine."""
+        """Local folder that files are written to."""
         self.location = str(path)
-        """Where they end up: a path or a URI."""
+        """Final location of the files: a path or a URI."""
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None where there is none."""
+        """Return the content of a file, or None if it does not exist."""
         try:
             return (self.path / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def stage(self, name: str) -> Path:
-        """The file's path, with what it holds so far and its folder made."""
+        """Return the local path of a file, ready to append to; create its folder."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def names(self, below: str = "") -> list[str]:
-        """Names of files and folders directly below a folder, sorted."""
+        """Return the names of files and folders directly in a folder, sorted."""
         folder = self.path / below
         return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
     def written_at(self, name: str) -> float | None:
-        """When a file was last written, in seconds since 1970; None where there is none."""
+        """Return a file's modification time, in seconds since 1970; None if it does not exist."""
         path = self.path / name
         return path.stat().st_mtime if path.exists() else None
 
     def delete(self, name: str) -> None:
-        """Remove one file."""
+        """Remove a file if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """Copy what has changed to where it ends up: here files are written in place."""
+        """Copy changed files to the final location; a no-op here, as files are written in place."""
 
     def remove(self) -> None:
-        """Remove the folder and all in it."""
+        """Remove the folder and its contents."""
         if self.path.exists():
             shutil.rmtree(self.path)
 
@@ -124,7 +124,7 @@ class Folder:
 class RemoteFolder(Folder):
     """A temporary local folder whose changed files are copied to a URI at each sync.
 
-    What this process has written is read from the temporary folder, all else at the URI.
+    Files that this process has written are read locally, all others from the URI.
     """
 
     def __init__(self, storage_path: str, name: str) -> None:
@@ -210,10 +210,10 @@ class RemoteFolder(Folder):
 
 
 def open_storage(uri: str, *, key: str) -> tuple[FileSystem, str]:
-    """The file system of a URI and the path in it; `key` names the URI in messages.
+    """Return the file system of a URI and the path in it; `key` is the config key for errors.
 
     Raises:
-        ConfigError: pyarrow does not know the scheme, or cannot open it.
+        ConfigError: pyarrow does not know the scheme, or cannot open the URI.
     """
     import pyarrow as pa
     from pyarrow.fs import FileSystem
@@ -230,7 +230,7 @@ def open_storage(uri: str, *, key: str) -> tuple[FileSystem, str]:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # another disk
+    except OSError:  # a different disk
         shutil.copy2(source, target)
 
 

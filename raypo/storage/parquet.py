@@ -1,4 +1,4 @@
-"""Tables as the bytes of parquet files; small ones, read on the calling thread."""
+"""Conversion of small tables to and from the bytes of parquet files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def to_parquet(table: pa.Table) -> bytes:
-    """The table as the content of a parquet file."""
+    """Return a table as the content of a parquet file."""
     import pyarrow.parquet as pq
 
     buffer = io.BytesIO()
@@ -20,16 +20,16 @@ def to_parquet(table: pa.Table) -> bytes:
 
 
 def from_parquet(content: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table that a parquet file holds.
-
-    Arrow's own threads stay out of it: a process that ends while they live may be aborted
-    (https://github.com/apache/arrow/issues/34314), after all its work.
+    """Return the table in a parquet file.
 
     Args:
-        columns: Those that are wanted; None: all of them.
+        content: Content of the file.
+        columns: Columns to read. None means all.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     names = None if columns is None else list(columns)
+    # No Arrow threads: a process that exits while they live may abort after all its work
+    # (https://github.com/apache/arrow/issues/34314).
     return pq.ParquetFile(pa.BufferReader(content)).read(columns=names, use_threads=False)

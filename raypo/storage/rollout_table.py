@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PART = "reward/"
-"""How the columns of the named parts of a reward begin: `reward/format`; null where one is not."""
+"""Prefix of the columns for named reward parts: `reward/format`. Null if a sample lacks one."""
 
 
 def rollout_schema() -> pa.Schema:
-    """The columns of `rollouts/step_00001.parquet`; a row must have those that cannot be null."""
+    """Return the schema of `rollouts/step_00001.parquet`; rows need the non-nullable columns."""
     import pyarrow as pa
 
     def needed(name: str, kind: pa.DataType) -> pa.Field:
@@ -25,34 +25,34 @@ def rollout_schema() -> pa.Schema:
         [
             needed("prompt", pa.string()),
             needed("response", pa.string()),
-            pa.field("label", pa.string()),  # JSON where the label is not text
+            pa.field("label", pa.string()),  # JSON unless the label is text
             pa.field("data_source", pa.string()),
             needed("prompt_ids", pa.list_(pa.int32())),
             needed("response_ids", pa.list_(pa.int32())),
             needed("log_probs", pa.list_(pa.float32())),
-            pa.field("response_mask", pa.list_(pa.bool_())),  # null: the policy wrote all of it
+            pa.field("response_mask", pa.list_(pa.bool_())),  # null: all tokens are the policy's
             pa.field("turn_rewards", pa.list_(pa.float32())),  # null without an environment
-            pa.field("turn_index", pa.list_(pa.int32())),  # -1 where an environment wrote
+            pa.field("turn_index", pa.list_(pa.int32())),  # -1 for an environment's tokens
             pa.field("episode", _episode(pa)),
             pa.field("ref_log_probs", pa.list_(pa.float32())),  # null without a reference
-            pa.field("score", pa.float64()),  # null where scoring failed
+            pa.field("score", pa.float64()),  # null if scoring failed
             pa.field("scores_by_source", pa.map_(pa.string(), pa.float64())),
-            pa.field("advantages", pa.list_(pa.float32())),  # by token, as the update used them
+            pa.field("advantages", pa.list_(pa.float32())),  # per token, as used by the update
             pa.field("advantage_mean", pa.float64()),
             pa.field("kl", pa.float64()),
             needed("finish_reason", pa.string()),
             needed("weight_version", pa.int64()),  # of the first token
-            pa.field("weight_versions", pa.list_(pa.int64())),  # by token
+            pa.field("weight_versions", pa.list_(pa.int64())),  # per token
             needed("prompt_index", pa.int64()),
             needed("sample_index", pa.int64()),
             needed("group_index", pa.int64()),
-            pa.field("row_index", pa.int64()),  # which conversation of its episode
+            pa.field("row_index", pa.int64()),  # index of the conversation in its episode
         ]
     )
 
 
 def _episode(pa: Any) -> pa.DataType:
-    """`raypo.types.Episode`; null without an environment."""
+    """Return the type of `raypo.types.Episode`; null without an environment."""
     use = pa.struct(
         [
             ("name", pa.string()),
@@ -74,10 +74,10 @@ def _episode(pa: Any) -> pa.DataType:
 
 
 def rollout_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Rows as a table of `rollout_schema`, with a column for each named part of their rewards.
+    """Return rows as a table of `rollout_schema`, plus a column per named part of their rewards.
 
     Raises:
-        ValueError: a row has a column that the schema does not have, or lacks one it needs.
+        ValueError: a row has an unknown column, or lacks a required one.
     """
     import pyarrow as pa
 
@@ -95,7 +95,7 @@ def rollout_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 
 def merged(tables: Sequence[pa.Table]) -> pa.Table:
-    """The rows of several such tables, in the order of groups, samples and conversations."""
+    """Concatenate rollout tables, sorted by group, sample and conversation."""
     import pyarrow as pa
 
     table = pa.concat_tables(tables, promote_options="default")
@@ -106,7 +106,7 @@ def merged(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as the table takes it: labels as text, what is not a number as null."""
+    """Return a row's cells: labels become text, NaN becomes null."""
     cells = dict(row)
     label = row.get("label")
     if label is not None and not isinstance(label, str):
@@ -122,7 +122,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_utf_8(value: Any) -> Any:
-    """A lone surrogate, which has none, becomes a question mark, in all texts of a value."""
+    """Replace lone surrogates, which UTF-8 lacks, by question marks in all texts of a value."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, Mapping):
@@ -131,7 +131,7 @@ def _with_utf_8(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What json cannot write: numpy by its lists and numbers, the rest by its text."""
+    """Convert a value that json cannot write: numpy to lists and numbers, others to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

@@ -1,4 +1,4 @@
-"""The files of one run under <storage_path>/<name>/: metrics, rollouts, config, summary."""
+"""Files of one run in <storage_path>/<name>/: metrics, rollouts, config, summary."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 _INPUTS = "inputs.json"
 _ROLLOUTS, _LOGS, _TIMELINE = "rollouts", "logs", "timeline"
 BEST = "best"
-"""The models of the best step, by `checkpoint.best_by`, and which one that is."""
+"""Folder of the models of the best step by `checkpoint.best_by`, with a note of that step."""
 _STAGE = f"{TEMPORARY}checkpoint-"
 GIVEN_ROWS = "given_rows"
-"""Rows that Python has handed to the trainer."""
+"""Folder of rows that were passed to the trainer in Python."""
 _BEFORE_CONFIG = re.compile(
     rf"{_LOGS}|{GIVEN_ROWS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*"
 )
-"""What a run that died before its config may have left; the marker is Ray Train's."""
+"""Files that a run may leave if it dies before it writes its config; the marker is Ray Train's."""
 _ROLLOUT_NAME = re.compile(r"(step|held_out)_(\d+)\.parquet")
 
 
 class RunFiles:
     """Reads and writes the files of one run.
 
-    In a local folder every write lands at once. At a URI (s3://, gs://, file://) writes go to a
-    temporary folder on this machine, and `sync` copies what has changed; reads see what this
-    process wrote, else what the URI holds. One process writes metrics and rollouts.
+    In a local folder writes are immediate. With a URI (s3://, gs://, file://) writes go to a
+    temporary local folder, and `sync` copies the changed files. Reads return what this process
+    wrote, else the content at the URI. Only one process writes metrics and rollouts.
     """
 
     def __init__(self, storage_path: str, name: str) -> None:
         self.name = name
         self._folder = open_folder(storage_path, name)
         self.folder = self._folder.path
-        """Where files of this run are written on this machine."""
+        """Local folder that files are written to."""
         self.location = self._folder.location
-        """Where the files end up, for people: a path or a URI."""
+        """Final location of the files, for messages: a path or a URI."""
         self.is_local = not isinstance(self._folder, RemoteFolder)
-        """Whether the folder itself is written to, and no URI."""
+        """True if files are written in place, without a URI."""
         self.policy_dir = self.folder / "policy"
         self.critic_dir = self.folder / "critic"
         self.adapter_dir = self.folder / "adapter"
@@ -71,7 +71,7 @@ class RunFiles:
 
     @classmethod
     def at(cls, location: str) -> RunFiles:
-        """The files of a run by its folder or URI, as a person names it."""
+        """Return the files of a run, given its folder or URI."""
         if "://" in location:
             storage_path, name = parent_and_name(location)
         else:  # a folder's last name may be "." or ".."
@@ -79,9 +79,9 @@ class RunFiles:
         return cls(storage_path, name)
 
     def new_stage(self) -> Path:
-        """A new folder in which a checkpoint is written: beside where it will lie, if it can.
+        """Create a folder for writing a checkpoint, inside the run folder if that is local.
 
-        For a URI it is one of this machine's temporary folders.
+        For a URI, the folder is a local temporary one.
         """
         if not self.is_local:
             return Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
@@ -89,22 +89,22 @@ class RunFiles:
         return Path(tempfile.mkdtemp(prefix=_STAGE, dir=self.folder))
 
     def clear_stages(self) -> None:
-        """Remove what an attempt that died has left of its checkpoint."""
+        """Remove the incomplete checkpoint of an attempt that died."""
         for path in self.folder.glob(f"{_STAGE}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def exists(self) -> bool:
-        """Whether this run was started before: it has a config."""
+        """Return whether the run was started before, that is, has a config."""
         return self._folder.read(_CONFIG) is not None
 
     def sync(self) -> None:
-        """Copy what has changed to the URI; nothing to do in a local folder."""
+        """Copy changed files to the URI; a no-op for a local folder."""
         self._folder.sync()
 
-    # Metrics: one JSON object a line.
+    # Metrics: one JSON object per line.
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the line of one step; what is not finite is written as null."""
+        """Append the line of a step; values that are not finite become null."""
         path = self._folder.stage(_METRICS)
         if not self._has_whole_lines:
             self._drop_torn_line()
@@ -113,24 +113,24 @@ class RunFiles:
             file.write(line + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics by step; null reads as NaN, a last line that was cut short is left out."""
+        """Return the metrics by step; null becomes NaN, and an incomplete last line is dropped."""
         content = self._folder.read(_METRICS) or b""
         rows = [json.loads(line) for line in _whole_lines(content).splitlines()]
         return [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
 
     def last_step(self) -> int:
-        """The last step that is done: its line is in metrics.jsonl; 0 where there is none.
+        """Return the last step whose line is in metrics.jsonl, or 0 if there is none.
 
-        A line is a step's last act. Whatever else a step left without one, such as the rollouts
-        of an update that was stopped half-way, is of no step that happened.
+        A step is complete once its metrics line is written. Other output without such a line, such
+        as the rollouts of an interrupted update, is ignored.
         """
         lines = _whole_lines(self._folder.read(_METRICS) or b"").splitlines()
         return json.loads(lines[-1])["step"] if lines else 0
 
     def truncate(self, after_step: int) -> None:
-        """Drop metrics and rollouts of steps after `after_step`, which a resumed run redoes.
+        """Remove metrics and rollouts of steps after `after_step`, which a resumed run repeats.
 
-        The summary goes too: it says how an earlier attempt ended, and counts its steps.
+        The summary of the earlier attempt is removed too, because it counts these steps.
         """
         self._folder.delete(_SUMMARY)
         content = self._folder.read(_METRICS)
@@ -158,14 +158,14 @@ class RunFiles:
         """Write `rollouts/step_00001.parquet`.
 
         Args:
-            step: 0 is before the first update.
+            step: The step; 0 means before the first update.
             table: A `rollout_table`.
-            held_out: Whether they are an evaluation's: `rollouts/held_out_00000.parquet`.
+            held_out: True for an evaluation: `rollouts/held_out_00000.parquet`.
         """
         replace_file(self.folder / _rollouts_name(step, held_out), to_parquet(table))
 
     def rollout_steps(self, *, held_out: bool = False) -> list[int]:
-        """Steps that are done whose rollouts, or held-out samples, are saved, ascending."""
+        """Return the completed steps with saved rollouts, or held-out samples, ascending."""
         names = [_ROLLOUT_NAME.fullmatch(name) for name in self._folder.names(_ROLLOUTS)]
         kind, last_step = "held_out" if held_out else "step", self.last_step()
         steps = (int(match[2]) for match in names if match and match[1] == kind)
@@ -174,10 +174,12 @@ class RunFiles:
     def rollouts(
         self, step: int, *, held_out: bool = False, columns: Sequence[str] | None = None
     ) -> list[dict[str, Any]]:
-        """The rollouts, or held-out samples, of a step as rows; empty where there are none.
+        """Return the rollouts, or held-out samples, of a step as rows; empty if there are none.
 
         Args:
-            columns: Those that are wanted; None: all of them.
+            step: The step.
+            held_out: True for the samples of an evaluation.
+            columns: Columns to read. None means all.
         """
         content = self._folder.read(_rollouts_name(step, held_out))
         if content is None:
@@ -185,13 +187,13 @@ class RunFiles:
         return from_parquet(content, columns).to_pylist()
 
     def append_timeline(self, worker: str, line: Mapping[str, Any]) -> None:
-        """Add a line to `timeline/<worker>.jsonl`; each worker has a file of its own."""
+        """Append a line to `timeline/<worker>.jsonl`; each worker has its own file."""
         path = self._folder.stage(f"{_TIMELINE}/{worker}.jsonl")
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def timeline(self) -> list[dict[str, Any]]:
-        """The lines of all workers, worker by worker; lines that were cut short are left out."""
+        """Return the lines of all workers, worker by worker; incomplete lines are dropped."""
         lines: list[dict[str, Any]] = []
         for name in self._folder.names(_TIMELINE):
             for line in (self._folder.read(f"{_TIMELINE}/{name}") or b"").splitlines():
@@ -202,17 +204,17 @@ class RunFiles:
         return lines
 
     def write_config(self, values: Mapping[str, Any]) -> None:
-        """Write the resolved config: plain nested values."""
+        """Write the resolved config, as plain nested values."""
         text = yaml.safe_dump(escaped(values), sort_keys=False, allow_unicode=True)
         replace_file(self.folder / _CONFIG, text.encode())
 
     def config(self) -> dict[str, Any] | None:
-        """The resolved config; None where there is none."""
+        """Return the resolved config, or None if there is none."""
         content = self._folder.read(_CONFIG)
         return None if content is None else unescaped(yaml.safe_load(content))
 
     def write_inputs(self, text: str) -> None:
-        """Write `inputs.json`: digests of what the config names (see `raypo.inputs`)."""
+        """Write `inputs.json`: digests of the files that the config names (see `raypo.inputs`)."""
         replace_file(self.folder / _INPUTS, text.encode())
 
     def inputs(self) -> dict[str, Any] | None:
@@ -221,25 +223,25 @@ class RunFiles:
         return None if content is None else json.loads(content)
 
     def write(self, name: str, content: bytes) -> None:
-        """Replace a file as a whole."""
+        """Replace a file atomically."""
         replace_file(self.folder / name, content)
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None where there is none."""
+        """Return the content of a file, or None if it does not exist."""
         return self._folder.read(name)
 
     def written_at(self, name: str) -> float | None:
-        """When a file was last written, in seconds since 1970; None where there is none."""
+        """Return a file's modification time, in seconds since 1970; None if it does not exist."""
         return self._folder.written_at(name)
 
     def names(self) -> list[str]:
-        """Names of the files and folders in it, sorted; none where it is not there."""
+        """Return the names in the run folder, sorted; empty if the folder does not exist."""
         return self._folder.names()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`; what is not finite is written as null.
+        """Write `summary.json`; values that are not finite become null.
 
-        It also gets the changed inputs that the run has accepted, whoever writes it.
+        The changed inputs that the run has accepted are added.
         """
         if accepted := (self.inputs() or {}).get("accepted"):
             summary = {**summary, "accepted_inputs": accepted}
@@ -247,17 +249,17 @@ class RunFiles:
         replace_file(self.folder / _SUMMARY, text.encode())
 
     def summary(self) -> dict[str, Any] | None:
-        """The summary; None where there is none."""
+        """Return the summary, or None if there is none."""
         content = self._folder.read(_SUMMARY)
         return None if content is None else json.loads(content)
 
     # The folder as a whole.
 
     def remove(self, *, kind: Literal["run", "sweep"] = "run") -> None:
-        """Remove the run's folder; nothing to do where there is none.
+        """Remove the run's folder, if it exists.
 
         Raises:
-            ConfigError: the folder holds something else than a run or sweep of this name.
+            ConfigError: the folder holds something other than a run or sweep of this name.
         """
         config = self.config()
         is_mapping = isinstance(config, dict)
@@ -273,10 +275,10 @@ class RunFiles:
         self._folder.remove()
 
     def check_unused(self) -> None:
-        """Refuse a folder without a config that holds files which are no run's.
+        """Refuse a folder without a config that holds files of something other than a run.
 
         Raises:
-            ConfigError: there are some. A run would write its own files over those of its names.
+            ConfigError: the folder has such files. A run could overwrite them.
         """
         if not self.exists() and (strangers := self._foreign_names()):
             raise ConfigError(
@@ -286,12 +288,12 @@ class RunFiles:
             )
 
     def _foreign_names(self) -> list[str]:
-        """Return the names of what a run that died before its config does not leave."""
+        """Return names that a run that died before its config would not have left."""
         names = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
-        return sorted(names, key=_CONFIG.__eq__)  # another run's config says the least
+        return sorted(names, key=_CONFIG.__eq__)  # config.yaml last: other names explain more
 
     def is_running(self) -> bool | None:
-        """Whether a process holds the run; None where that cannot be seen (at a URI)."""
+        """Return whether a process holds the run's lock; None for a URI, which has no lock."""
         if not self.is_local:
             return None
         if not self._lock_path.exists():
@@ -309,10 +311,10 @@ class RunFiles:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run for this process; only in a local folder, a URI cannot be locked.
+        """Hold the run's lock, without waiting. A URI cannot be locked, so then this is a no-op.
 
         Raises:
-            ConfigError: another process holds it.
+            ConfigError: another process holds the lock.
         """
         if not self.is_local:
             yield
@@ -339,5 +341,5 @@ def _rollouts_name(step: int, held_out: bool) -> str:
 
 
 def _whole_lines(content: bytes) -> bytes:
-    """Without a last line that has no end: its writer was killed."""
+    """Drop an incomplete last line, whose writer was killed."""
     return content[: content.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""How runs stand, read from their files: a line for each, or a paragraph on one. Needs no Ray."""
+"""Status of runs, read from their files, as a table or a paragraph. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -18,51 +18,52 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PATIENCE_STEPS, PATIENCE_S = 10.0, 600.0
-"""A run that has written nothing for so many of its steps, and seconds, is silent."""
+"""A run is silent if it wrote nothing for longer than both: this many of its steps, and seconds."""
 RECENT_STEPS = 10
-"""Steps that the seconds of a step are the median of."""
+"""Number of steps whose median is reported as the seconds per step."""
 _HEADS = ("run", "recipe", "status", "step", "score", "last", "a step", "left")
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run or a sweep stands."""
+    """Status of a run or a sweep."""
 
     name: str
     location: str
-    """Folder or URI, as a command takes it."""
+    """Folder or URI, as commands accept it."""
     recipe: str
     status: str
-    """running, finished, failed, interrupted, or dead: killed before it could end."""
+    """running, finished, failed, interrupted, or dead (killed before it could end)."""
     done: int
-    """Steps of a run, or trials of a sweep that have ended."""
+    """Completed steps of a run, or ended trials of a sweep."""
     total: int | None
     scores: tuple[tuple[str, float], ...]
-    """What it is judged by, in words, with the last value; the first is what a line shows."""
+    """Label and last value of each success metric; the table shows the first one."""
     age_s: float | None
-    """Seconds since the last step, or since the start where there is none."""
+    """Seconds since the last step, or since the start if there is none."""
     step_s: float | None
-    """Seconds of a step; None where it is not known."""
+    """Seconds per step. None means unknown."""
     go_on: str
-    """The command that goes on from here."""
+    """Command to continue with."""
     notes: tuple[str, ...] = ()
-    """What else there is to say, a sentence each."""
+    """Additional remarks, a sentence each."""
     unit: str = "step"
     log: str | None = None
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the steps left will take, of a run that goes on."""
+        """Estimated seconds left of a running run; None if it is not running or unknown."""
         if self.status != "running" or self.step_s is None or self.total is None:
             return None
         return (self.total - self.done) * self.step_s
 
 
 def run_status(files: RunFiles, now: float) -> RunStatus | None:
-    """How a run stands by its files; None where the folder holds no run.
+    """Return the status of a run from its files; None if the folder has no run.
 
     Args:
-        now: Seconds since 1970.
+        files: Files of the run.
+        now: Current time, in seconds since 1970.
     """
     config, rows, summary = files.config(), files.metrics(), files.summary() or {}
     if config is None and not rows:
@@ -71,7 +72,7 @@ def run_status(files: RunFiles, now: float) -> RunStatus | None:
     age_s = max(now - written, 0.0) if written is not None else None
     step_s = _step_seconds(rows)
     is_silent = age_s is not None and age_s > max(PATIENCE_S, PATIENCE_STEPS * (step_s or 0.0))
-    # A run that was resumed and killed has the summary of its attempt before that one.
+    # After a resumed run was killed, the summary is that of the attempt before.
     done = rows[-1]["step"] if rows else 0
     ended = summary["status"] if summary and summary.get("steps", done) >= done else None
     status = status_of(files, ended, is_silent=is_silent)
@@ -79,15 +80,16 @@ def run_status(files: RunFiles, now: float) -> RunStatus | None:
 
 
 def status_in_progress(name: str, standing: Mapping[str, Any], now: float) -> RunStatus:
-    """How a run stands that is under way on a cluster, as its monitor knows it.
+    """Return the status of a run that is in progress on a cluster, as its monitor knows it.
 
     Args:
+        name: Name of the run.
         standing: See `raypo.cluster.messenger.Monitor.standing`.
-        now: Seconds since 1970.
+        now: Current time, in seconds since 1970.
     """
     age_s, rows = max(now - standing["changed_at"], 0.0), [standing["metrics"]]
     run = _standing(name, standing["location"], standing, rows, "running", age_s, False)
-    return replace(run, go_on="", log=None)  # its folder may be out of reach
+    return replace(run, go_on="", log=None)  # the folder may be unreachable
 
 
 def _standing(
@@ -122,11 +124,12 @@ def _step_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def status_of(files: RunFiles, ended: str | None, *, is_silent: bool) -> str:
-    """running, dead, or how it ended.
+    """Return running, dead, or the status of the summary.
 
     Args:
-        ended: What the summary says; None where there is none of this attempt.
-        is_silent: Nothing was written for long; it counts at a URI, where there is no lock.
+        files: Files of the run.
+        ended: Status in the summary. None means that this attempt has no summary.
+        is_silent: True if nothing was written for long. It decides at a URI, which has no lock.
     """
     is_running = files.is_running()
     if is_running:
@@ -137,14 +140,14 @@ def status_of(files: RunFiles, ended: str | None, *, is_silent: bool) -> str:
 
 
 def shown_location(location: str) -> str:
-    """A folder as it is named from the current one; a URI as it is."""
+    """Return a folder relative to the current one if it is below it; a URI is unchanged."""
     path = Path(location)
     is_below = "://" not in location and path.is_relative_to(Path.cwd())
     return str(path.relative_to(Path.cwd())) if is_below else location
 
 
 def table(runs: Sequence[RunStatus]) -> Table:
-    """A line each; columns that no run fills are left out, and only names may wrap."""
+    """Return a table with a line per run, without empty columns; only names may wrap."""
     from rich.table import Table
 
     found = Table(box=None, pad_edge=False, header_style="")
@@ -157,7 +160,7 @@ def table(runs: Sequence[RunStatus]) -> Table:
 
 
 def paragraph(run: RunStatus) -> list[str]:
-    """One run in some lines."""
+    """Describe one run in several lines."""
     of_all = f" of {run.total}" if run.total is not None else ""
     lines = [f"{run.name}: {run.recipe}, {run.status}, {run.unit} {run.done}{of_all}"]
     timing = [f"{duration(run.age_s)} ago"] if run.age_s is not None and run.done else []
@@ -177,7 +180,7 @@ def paragraph(run: RunStatus) -> list[str]:
 
 
 def _scores(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """The last finite value of each headline, and the held-out one of the start."""
+    """Return the last finite value of each headline metric, or its initial one if there is none."""
     found: list[tuple[str, float]] = []
     for metric in HEADLINES:
         values = [row[metric.name] for row in rows if math.isfinite(row.get(metric.name, math.nan))]
@@ -216,7 +219,7 @@ def _cells(run: RunStatus) -> tuple[str, ...]:
 
 
 def no_run(location: str) -> ConfigError:
-    """What is said where neither a run nor runs are."""
+    """Return the error for a location that has no run and no folder of runs."""
     return ConfigError(
         f"RUN ({location}): no run is there, nor a folder of runs. Give <storage_path>/<name>, or "
         "<storage_path> for all of its runs; raypo train starts one."

@@ -1,4 +1,4 @@
-"""What is left to say when a run has ended: `summary.json`."""
+"""Summary of an ended run: `summary.json`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ def summarize(
     wall_s: float,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The summary of a run: its status, and the first and last values of what it learned.
+    """Return the summary of a run: its status, and the first and last values of its metrics.
 
-    `first` is before the first update: the first row of what is sampled anew each step, and what an
-    evaluation before the first update said (`eval/initial_score_mean` for `eval/score_mean`).
+    `first` is the value before the first update: the first row for metrics of rollouts, and the
+    initial evaluation for evaluation metrics (`eval/initial_score_mean` for `eval/score_mean`).
 
     Args:
         rows: The run's metrics by step, ascending, each with the key `step`.
-        wall_s: Seconds that the run took, from the start of the driver, over all attempts.
+        status: How the run ended.
+        recipe: The run's recipe.
+        wall_s: Duration of the run in seconds, measured from the driver's start, over all attempts.
+        versions: Versions of the installed packages.
     """
     summary: dict[str, Any] = {
         "status": status,
@@ -49,15 +52,15 @@ def summarize(
 
 
 FATES = ("trained", "filtered", "failed", "dropped")
-"""What becomes of a sample in the step that takes it: `rollout/samples_<fate>`."""
+"""Outcomes of a sample in the step that takes it: `rollout/samples_<fate>`."""
 
 
 def sample_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """What became of all samples of a PPO run; nothing for others.
+    """Return the number of samples of a PPO run by outcome; empty for other recipes.
 
-    `sampled` is the sum of the others but `asked_again`: `carried` were asked for and belong to
-    no step, because the run was stopped before. Where a run began with another one's checkpoint,
-    what that one had carried is counted, and the rest of it is not.
+    `sampled` is the sum of the others except `asked_again`. `carried` samples were requested but
+    used by no step, because the run stopped first. If the run began with another run's
+    checkpoint, samples carried over from that run count, and its other samples do not.
     """
     rows = [row for row in rows if "rollout/samples_asked" in row]
     if not rows:
@@ -76,9 +79,9 @@ def sample_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def recount(files: RunFiles) -> None:
-    """Bring the summary up to the metrics, where steps ended after it was written.
+    """Update the summary if steps ended after it was written.
 
-    The processes of a run that is stopped at once work on until they are ended.
+    When a run is stopped abruptly, its processes continue until they are killed.
     """
     summary, rows = files.summary(), files.metrics()
     if summary is None or not rows or summary["steps"] == rows[-1]["step"]:
@@ -89,7 +92,7 @@ def recount(files: RunFiles) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of Python and of the distributions that decide a run's numbers."""
+    """Return the versions of Python and of the packages that affect a run's numbers."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:

@@ -1,1 +1,1 @@
-"""Tools for agents: async functions that a model calls, and what they are run in."""
+"""Tools for agents: async functions that a model can call, and the sandboxes that they run in."""

@@ -1,4 +1,4 @@
-"""Arithmetic, without running any code of the model."""
+"""Calculator tool: arithmetic without executing the model's code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raypo.tools.calls import ToolError
 
 MAX_CHARS = 1000
 MAX_BITS = 4096
-"""Of a whole number, also on the way to the result."""
+"""Maximum size of an integer, including intermediate results."""
 
 
 def _round(number: float, digits: int = 0) -> float:
-    if abs(digits) > MAX_BITS:  # a power of ten is worked out for it
+    if abs(digits) > MAX_BITS:  # Python computes a power of ten for it
         raise ToolError("a number is too large")
     return round(number, digits) if digits else round(number)
 

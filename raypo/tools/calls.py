@@ -1,8 +1,9 @@
-"""Tool calls in a model's text, and who answers them.
+"""Parsing of tool calls in a model's text, and their execution.
 
-A tool is an async function, or a method, whose types and docstring (in Google's style) describe its
-arguments: chat templates take it as it is (`tokenizer.apply_chat_template(..., tools=[tool])`). It
-answers with a text for the model, and raises `ToolError` for what the model did wrong.
+A tool is an async function or method. Its types and its docstring (in Google's style) describe the
+arguments, so chat templates accept it directly
+(`tokenizer.apply_chat_template(..., tools=[tool])`). It returns a text for the model, and raises
+`ToolError` for mistakes of the model.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ MARKS = {
     "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
     "<|python_start|>": "<|python_end|>",  # Llama 4
 }
-"""What tool calls begin with -> what ends them, unless the response ends or another call begins."""
+"""Maps the mark that opens tool calls to the one that closes them. The end of the response or the
+next call also closes a call."""
 PYTHON_TAG = "<|python_tag|>"
-"""What Llama 3 may write before a call."""
+"""Tag that Llama 3 may write before a call."""
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _SPACE = re.compile(r"\s*")
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
-# A value is written as it is, and may have any of these tags in it: it ends where the rest of the
-# call follows, and nothing else.
+# A value is written verbatim and may contain any of these tags, so it ends only where the rest of
+# the call follows.
 _VALUE_END = re.compile(
     r"\n?</parameter>\s*(?=<parameter=[^>\n]+>|</function>\s*(?:</tool_call>|<function=|\Z))"
 )
@@ -53,48 +55,48 @@ _PYTHON = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _NO_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
-"""What Python's parser raises of a text; TypeError where a dictionary is a key."""
+"""Errors of Python's parser; TypeError if a dictionary is used as a key."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 heard: ContextVar[Callable[[ToolUse], None]] = ContextVar("heard", default=lambda use: None)
-"""Hears of each use of a tool; an episode has its own."""
+"""Callback for each use of a tool; each episode sets its own."""
 
 
 class ToolError(Exception):
-    """What a model did wrong with a tool; its text is the tool's answer."""
+    """A model's mistake in a tool call; the message is returned to the model."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool's name and its arguments, as the model wrote them."""
+    """The name and arguments of a tool call, as the model wrote them."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
-    """Return the tool calls in a response, in order; none if it does not call any.
+    """Return the tool calls in a response, in order; an empty list if there are none.
 
-    Known by their marks are the forms of Hermes and Qwen (JSON in `<tool_call>`, also a list of
-    calls as SmolLM2 writes it), Qwen3-Coder (`<function=...>` there), Mistral (`[TOOL_CALLS]`) and
-    LFM2 (`<|tool_call_start|>[f(x=1)]`). Without marks a response is a call if it is nothing
-    else: JSON as Llama 3 writes it, a list of Python's calls as Llama 4 does. Marks may be special
-    tokens, so the text is one that was decoded with them. What stands in a thought, before
-    `</think>`, calls nothing.
+    With marks, these forms are recognised: Hermes and Qwen (JSON in `<tool_call>`, or a list of
+    calls as SmolLM2 writes it), Qwen3-Coder (`<function=...>` in it), Mistral (`[TOOL_CALLS]`) and
+    LFM2 (`<|tool_call_start|>[f(x=1)]`). Without marks, a response is a call only if it contains
+    nothing else: JSON like Llama 3's, or a list of Python calls like Llama 4's. Marks may be
+    special tokens, so decode the text with them. Calls in a thought, before `</think>`, are
+    ignored.
 
     Args:
-        text: The response.
-        tools: That the model was told of. Qwen3-Coder writes arguments as plain text: by these
-            they become numbers, lists and so on.
+        text: The response, decoded with special tokens.
+        tools: Tools offered to the model. Qwen3-Coder writes arguments as plain text; the tools'
+            schemas convert them to numbers, lists and so on.
 
     Raises:
-        ToolError: a call has begun and has none of these forms, is cut off, gives an argument
-            twice, or can be read in two ways.
+        ToolError: a call has none of these forms, is cut off, gives an argument twice, or is
+            ambiguous.
     """
     return split_tool_calls(text, tools)[1]
 
 
 def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]:
-    """Return what a response says before its first tool call, and the calls.
+    """Split a response into the text before its first tool call, and the calls.
 
     Arguments and errors are those of `parse_tool_calls`.
     """
@@ -105,8 +107,8 @@ def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]
     if not tag and not is_opened:
         return _split(text, 0, tools)
     if not is_opened and not _can_split(thought, tools):
-        # Either the tag stands in an argument of a call, which is whole with what follows, or the
-        # prompt has opened a thought in which a mark is mentioned.
+        # Either the tag is part of an argument of a call, which parses as a whole, or the prompt
+        # has opened a thought that mentions a mark.
         with suppress(ToolError):
             return _split(text, 0, tools)
     return _split(text, len(text) - len(rest), tools)
@@ -120,14 +122,14 @@ def _can_split(text: str, tools: Tools) -> bool:
 
 
 def _split(text: str, begin: int, tools: Tools) -> tuple[str, list[ToolCall]]:
-    """Split a response from a place on, where its thought ends."""
+    """Split a response like `split_tool_calls`, ignoring calls before `begin`."""
     if bare := _bare_calls(text[begin:]):
         return text[:begin], bare
     calls, place, first, can_end_early = [], begin, None, False
     while True:
         mark = _MARK.search(text, place)
-        # Where a value has the tags of its own form in it, the call may have ended there too early,
-        # and the true ones are left over.
+        # If a value contains tags of its own form, the call may have been closed too early. Then
+        # the real closing tags are left over.
         if can_end_early and _STRAY.search(text[place : mark.start() if mark else len(text)]):
             raise ToolError("a tool call can be read in two ways: its tags stand in a value too")
         if mark is None:
@@ -147,15 +149,15 @@ def _bare_calls(text: str) -> list[ToolCall]:
             found = found if end == len(text) else []
     keys = [set(each) if isinstance(each, dict) else set() for each in found]
     if not all("name" in own and own & {"arguments", "parameters"} for own in keys):
-        return []  # an answer in JSON may have a name too
+        return []  # a JSON answer may have a name too
     return [_call(each) for each in found]
 
 
 async def call(tools: Sequence[Tool], asked: ToolCall) -> str:
-    """The answer of the tool that a call names; in an episode the use is recorded.
+    """Return the result of the tool that a call names; in an episode the use is recorded.
 
     Raises:
-        ToolError: there is no such tool, the arguments are not its own, or it says so.
+        ToolError: there is no such tool, its arguments are invalid, or the tool raises it.
     """
     begin, error = time.perf_counter(), None
     try:
@@ -177,7 +179,7 @@ async def _answer(tools: Sequence[Tool], asked: ToolCall) -> str:
     async def answered(*args: Any, **kwargs: Any) -> str:
         try:
             return await tool(*args, **kwargs)
-        except pydantic.ValidationError as error:  # of its own, no mistake of the model's
+        except pydantic.ValidationError as error:  # an error inside the tool, not the model's
             raise RuntimeError(f"{asked.name}: {error}") from error
 
     try:
@@ -190,9 +192,9 @@ async def _answer(tools: Sequence[Tool], asked: ToolCall) -> str:
 
 
 async def answer_calls(response: str, tools: Sequence[Tool]) -> list[str]:
-    """The tools' answers to the calls in a response; empty where it calls none.
+    """Run the tool calls in a response and return their results; empty if there are none.
 
-    What the model did wrong is an answer too: `error: ...`.
+    A mistake of the model becomes the result `error: ...`.
     """
     try:
         calls = parse_tool_calls(response, tools)
@@ -209,7 +211,7 @@ async def answer_calls(response: str, tools: Sequence[Tool]) -> list[str]:
 
 
 def _calls_at(text: str, place: int, closing: str, tools: Tools) -> tuple[list[ToolCall], int]:
-    """Read the calls between two marks, from behind the first one; return the place behind them."""
+    """Parse the calls after an opening mark; return them and the offset after the closing mark."""
     place = _behind_space(text, place)
     if text.startswith("<function=", place):
         found, place = _functions_at(text, place, tools)
@@ -227,7 +229,7 @@ def _calls_at(text: str, place: int, closing: str, tools: Tools) -> tuple[list[T
 
 
 def _functions_at(text: str, place: int, tools: Tools) -> tuple[list[Any], int]:
-    """Read calls as Qwen3-Coder writes them."""
+    """Parse calls in the form of Qwen3-Coder."""
     found: list[Any] = []
     while function := _FUNCTION.match(text, place):
         name, place, arguments = function[1], function.end(), {}
@@ -247,7 +249,7 @@ def _functions_at(text: str, place: int, tools: Tools) -> tuple[list[Any], int]:
 
 
 def _objects_at(text: str, place: int) -> tuple[list[Any], int]:
-    """Read JSON, an object or a list of them, or a list of Python's calls as such objects."""
+    """Parse a JSON object, a list of them, or a list of Python calls, to a list of objects."""
     try:
         found, end = _json_at(text, place, "a tool call is")
         return (found if isinstance(found, list) else [found]), end
@@ -275,7 +277,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _end_of_list(text: str, place: int) -> int | None:
-    """Return where a list of Python's ends that begins at a place; None if it does not."""
+    """Return the end of a Python list that begins at `place`; None if there is no whole one."""
     depth = 0
     for part in _PYTHON.finditer(text, place) if text.startswith("[", place) else ():
         if part["unclosed"]:
@@ -310,7 +312,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
-    """The JSON schemas of a tool's arguments, as far as they are known."""
+    """Return the JSON schemas of a tool's arguments; empty if the tool is unknown."""
     for tool in tools:
         if isinstance(tool, Mapping):
             described = tool.get("function", tool)
@@ -322,7 +324,7 @@ def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
 
 
 def _typed(arguments: dict[str, str], schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that were written as plain text."""
+    """Convert arguments that were written as plain text to the types of their schemas."""
     typed: dict[str, Any] = dict(arguments)
     for name, text in arguments.items():
         schema = schemas.get(name, {})
@@ -340,14 +342,14 @@ def _call(found: Any) -> ToolCall:
     arguments = None
     if isinstance(found, dict) and isinstance(found.get("name"), str):
         arguments = found.get("arguments", found.get("parameters", {}))
-        if isinstance(arguments, str):  # some models quote them
+        if isinstance(arguments, str):  # some models quote the arguments
             what, text = f"the arguments of {found['name']} are", arguments.strip()
             arguments, end = _json_at(text, 0, what)
             if end < len(text):
                 raise ToolError(f"{what} not JSON alone: {text[end:]:.100}")
     if not isinstance(arguments, dict):
         raise ToolError('a tool call is {"name": "...", "arguments": {...}}')
-    try:  # as whoever reads JSON gets it
+    try:  # normalise to what JSON can represent
         told = json.dumps([found["name"], arguments], ensure_ascii=False, allow_nan=False)
         return ToolCall(*json.loads(told.encode()))
     except (ValueError, TypeError, RecursionError) as error:

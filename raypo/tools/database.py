@@ -1,4 +1,4 @@
-"""SQL of a model on a SQLite database of its own, or one that it cannot change."""
+"""SQL tool on a SQLite database: a private writable copy, or a read-only file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from raypo.tools.calls import ToolError
 
 LOOK_EVERY = 50
-"""Instructions of SQLite's machine between two looks at the clock; one may search a whole text."""
+"""SQLite VM instructions between two checks of the deadline; one may search a whole text."""
 _TOLD_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "foreign_key_list"}
 _READING = {
     sqlite3.SQLITE_SELECT,
@@ -27,9 +27,9 @@ _TEMPORARY = {
     sqlite3.SQLITE_CREATE_TEMP_TRIGGER,
     sqlite3.SQLITE_CREATE_TEMP_VIEW,
 }
-"""These lie in files that `MAX_PAGES` does not bound."""
+"""Authorizer actions for temporary objects, whose files `MAX_PAGES` does not bound."""
 MAX_PAGES = 65536
-"""Of a copy that queries change: 256 MB with pages of the usual size."""
+"""Size limit of a writable copy: 256 MB at the usual page size."""
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,  # no other file: neither ATTACH nor VACUUM INTO
     sqlite3.SQLITE_LIMIT_LENGTH: 10**5,
@@ -41,10 +41,12 @@ _LIMITS = {
 
 
 class Database:
-    """A SQLite database behind the tool `sql`; for an episode, or several that only read.
+    """A SQLite database with the tool `sql`, for one episode, or for several that only read.
 
-    A query reaches no other file, and leaves nothing behind for the next one but what it changes in
-    a copy. What takes too long is ended, also by whoever stops waiting.
+    A query can open no other file, and only changes to a copy persist between queries. A query is
+    interrupted at the time limit, or when its caller is cancelled.
+
+    One thread runs the queries, one at a time, for all event loops.
     """
 
     def __init__(
@@ -56,21 +58,21 @@ class Database:
         max_rows: int = 100,
         max_chars: int = 10_000,
     ) -> None:
-        """Open it.
+        """Open the database.
 
         Args:
             path: A database file.
-            writable: Queries change a copy in memory, which `close` forgets; else they can change
-                nothing.
-            time_limit_s: Seconds of a query.
-            max_rows: Of an answer; others are left out, and it says so.
-            max_chars: Of an answer.
+            writable: Let queries change a copy in memory, which `close` discards. Otherwise the
+                database is read-only.
+            time_limit_s: Time limit of a query, in seconds.
+            max_rows: Maximum number of rows in a result; the result says if rows were cut.
+            max_chars: Maximum length of a result.
 
         Raises:
-            ValueError: there is no database in the file.
+            ValueError: the file is not a SQLite database.
         """
         self._time_limit_s, self._max_rows, self._max_chars = time_limit_s, max_rows, max_chars
-        self._thread = ThreadPoolExecutor(1)  # one query at a time, whichever event loop asks
+        self._thread = ThreadPoolExecutor(1)  # one query at a time, for all event loops
         address = f"{Path(path).resolve().as_uri()}?mode=ro"
         try:
             connection = sqlite3.connect(address, uri=True, check_same_thread=False)
@@ -82,7 +84,7 @@ class Database:
                 connection = copy
         except sqlite3.Error as error:
             raise ValueError(f"{path}: cannot be opened as a SQLite database ({error}).") from None
-        connection.isolation_level = None  # each statement by itself, as it is written
+        connection.isolation_level = None  # autocommit: no implicit transactions
         connection.execute(f"PRAGMA max_page_count = {MAX_PAGES}")
         for limit, most in _LIMITS.items():
             connection.setlimit(limit, most)
@@ -107,7 +109,7 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Let go of the file or the copy."""
+        """Close the file or discard the copy."""
         self._thread.shutdown(cancel_futures=True)
         self._connection.close()
 
@@ -123,7 +125,7 @@ class Database:
             raise ToolError(f"SQL error: {error}{late}") from None
 
     def _told(self, cursor: sqlite3.Cursor) -> str:
-        """The answer; no more rows are read than are told."""
+        """Format the result, fetching no more rows than it shows."""
         if cursor.description is None:
             changed = cursor.rowcount
             return f"done, {changed} rows changed" if changed >= 0 else "done"
@@ -138,12 +140,12 @@ class Database:
 
 
 def _may_write(action: int, name: str | None, *_: str | None) -> int:
-    """Whether a statement on a copy may do this: set nothing of the connection, make no file."""
+    """Authorize an action on a writable copy: no settings of the connection, no temporary files."""
     is_told = action != sqlite3.SQLITE_PRAGMA or name in _TOLD_PRAGMAS
     return sqlite3.SQLITE_OK if is_told and action not in _TEMPORARY else sqlite3.SQLITE_DENY
 
 
 def _may_read(action: int, name: str | None, *_: str | None) -> int:
-    """The same where queries of several episodes change nothing, for each other neither."""
+    """Authorize an action on a database shared by episodes: reading only."""
     is_told = action == sqlite3.SQLITE_PRAGMA and name in _TOLD_PRAGMAS
     return sqlite3.SQLITE_OK if is_told or action in _READING else sqlite3.SQLITE_DENY

@@ -1,15 +1,17 @@
-"""Runs one Python program where it can reach nothing. A script of its own, of the standard library.
+"""Runs one Python program in a sandbox. A standalone script that needs only the standard library.
 
     python -I -S jail.py < jail.json     the fields of `Jail` as a JSON object
 
-The program gets new Linux namespaces, none of which needs root: of processes (those that it leaves
-behind end with it), of mounts (its root is an empty file system in memory, with Python and the
-system's libraries read-only), of the network (there is none), of users (it is nobody, without
-capabilities) and of System V's shared memory. Limits of memory, processes and files are the
-kernel's; system calls that would take memory beside them are refused. This script stays outside as
-its keeper: it ends all of it at the time limit, on SIGTERM, and when whoever asked is gone. Its
-report, on the file descriptor of that name, is a line of JSON:
-`{"status": as waitpid tells, "timed_out": bool}`, or before it `{"failed": what the host refuses}`.
+The program gets new Linux namespaces, none of which needs root: processes (those that it leaves
+behind are killed with it), mounts (its root is an empty file system in memory, with Python and the
+system's libraries read-only), network (there is none), users (it is nobody, without capabilities)
+and System V IPC. The kernel enforces the limits on memory, processes and files; system calls that
+would allocate memory outside of these limits are refused.
+
+This script stays outside as the supervisor. It kills the program at the time limit, on SIGTERM, and
+when its own parent dies. It writes one line of JSON to the file descriptor `report`:
+`{"status": the status of waitpid, "timed_out": bool}`, or `{"failed": reason}` if the host does not
+support the sandbox.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from typing import NamedTuple, NoReturn
 
 NOBODY = 65534
 NEW_ROOT = "/sys"
-"""Where the program's root is mounted first: a folder of every Linux that no Python lies in."""
+"""Mount point of the program's root: a folder that every Linux has and that contains no Python."""
 ROOM = NEW_ROOT + "/room"
-"""The program's `/`. A chroot below the root: the kernel refuses user namespaces to what is in one,
-and with them most of the ways to attack it."""
+"""The program's `/`. It is a chroot below the new root, because the kernel refuses user namespaces
+to chrooted processes, and with them most of the ways to attack it."""
 HOME = "/sandbox"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -47,15 +49,15 @@ SECCOMP_MODE_FILTER, SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 2, 0x00050000, 0x7FF
 SECCOMP_RET_KILL_PROCESS = 0x80000000
 BPF_LOAD, BPF_IS_EQUAL, BPF_IS_AT_LEAST, BPF_RETURN = 0x20, 0x15, 0x35, 0x06
 SYSCALL, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Where the kernel's `struct seccomp_data` has them."""
+"""Offsets in the kernel's `struct seccomp_data`."""
 X32 = 0x40000000
-"""From here on x86-64 repeats its system calls."""
+"""First system call number of the x32 ABI, which repeats the calls of x86-64."""
 
 MACHINES = ("x86_64", "aarch64")
 AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 SYS_PIVOT_ROOT, SYS_SOCKET = (155, 41), (41, 198)
 REFUSED = {
-    # Memory that lies in no address space and no file, so that no limit holds it.
+    # Memory that is in no address space and no file, so that no limit applies.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -63,7 +65,7 @@ REFUSED = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
     "vmsplice": (278, 75),
-    # Large parts of the kernel that programs do not need.
+    # Large parts of the kernel's attack surface that programs do not need.
     "io_uring_setup": (425, 425),
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
@@ -72,10 +74,10 @@ REFUSED = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
 }
-"""System calls and their numbers, by machine."""
+"""Refused system calls and their numbers on each of MACHINES."""
 FAMILIES = (1, 2, 10)
-"""Of sockets that there may be: AF_UNIX, AF_INET, AF_INET6. A virtual machine's AF_VSOCK, for one,
-belongs to no namespace of the network."""
+"""Allowed socket families: AF_UNIX, AF_INET, AF_INET6. Others are refused because some, such as
+AF_VSOCK of virtual machines, belong to no network namespace."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -85,22 +87,22 @@ class Jail(NamedTuple):
 
     program: str
     report: int
-    """File descriptor that the report is written to."""
+    """File descriptor for the report."""
     time_limit_s: float
     memory_bytes: int
-    """Address space of each process."""
+    """Limit of the address space of each process."""
     processes: int
-    """And threads, at a time."""
+    """Maximum number of concurrent processes and threads."""
     file_bytes: int
-    """All files together."""
+    """Maximum size of all files together."""
     files: int
-    """That there may be, and that a process may have open."""
+    """Maximum number of files, and of open file descriptors of a process."""
     readable: tuple[str, ...]
-    """Folders besides Python's own that it may read and import from."""
+    """Folders to read and import from, besides Python's own."""
 
 
 def main(jail: Jail) -> None:
-    """Run the program and report."""
+    """Run the program and write the report."""
     os.set_inheritable(jail.report, False)
     _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0), "prctl")
     try:
@@ -118,17 +120,19 @@ def main(jail: Jail) -> None:
             os._exit(1)
     heard = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, jail.time_limit_s)
     with suppress(ProcessLookupError):
-        os.kill(program, signal.SIGKILL)  # the first of its namespace: all others end with it
+        os.kill(program, signal.SIGKILL)  # init: all of its namespace dies too
     _, status = os.waitpid(program, 0)
     _report(jail, {"status": status, "timed_out": heard is None})
 
 
 def _leave_namespaces() -> None:
-    """Be root of a new user namespace, for as long as it takes to build a room in the others."""
+    """Enter new namespaces, with the capabilities of root in them until the program starts."""
     ready, told = os.pipe()
     keeper = os.getpid()
     helper = os.fork()
-    if helper == 0:  # who has left cannot say who it was; only root may be two users
+    # A helper outside writes the maps: this process no longer knows its own ids once it has left,
+    # and mapping two users takes root outside.
+    if helper == 0:
         os.close(told)
         os.read(ready, 1)
         code = 1
@@ -148,9 +152,9 @@ def _leave_namespaces() -> None:
 
 
 def _map_users(keeper: int) -> None:
-    """Inside, the program is nobody; the root who builds its room is outside whoever started it."""
+    """Write the user maps: nobody inside is the caller outside, or nobody if the caller is root."""
     user, group = os.geteuid(), os.getegid()
-    with_root = "\n0 0 1" if user == 0 else ""  # root needs itself to read what is its own
+    with_root = "\n0 0 1" if user == 0 else ""  # root must map itself to read its own files
     if user != 0:
         _write(f"/proc/{keeper}/setgroups", "deny")
     outside_user, outside_group = (NOBODY, NOBODY) if user == 0 else (user, group)
@@ -159,8 +163,8 @@ def _map_users(keeper: int) -> None:
 
 
 def _become(jail: Jail) -> NoReturn:
-    """Build the room, go into it, and be the program."""
-    with suppress(OSError):  # where memory runs out, the kernel shall take it and not who asked
+    """Build the program's root, enter it, apply the limits and exec the program."""
+    with suppress(OSError):  # let the OOM killer pick this process, not the caller
         _write("/proc/self/oom_score_adj", "1000")
     prefixes = (sys.base_prefix, sys.base_exec_prefix)
     _build_room((*SYSTEM, *prefixes, *jail.readable), jail)
@@ -170,7 +174,7 @@ def _become(jail: Jail) -> NoReturn:
         resource.RLIMIT_FSIZE: jail.file_bytes,
         resource.RLIMIT_NOFILE: jail.files,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: jail.processes + (os.geteuid() != 0),  # the keeper is the same user
+        resource.RLIMIT_NPROC: jail.processes + (os.geteuid() != 0),  # the supervisor counts too
     }
     for limit, most in limits.items():
         resource.setrlimit(limit, (most, most))
@@ -210,7 +214,7 @@ class _Program(ctypes.Structure):
 
 
 def _refuse_system_calls() -> None:
-    """REFUSED, sockets but of FAMILIES, and the ways around: another machine's numbers, and x32."""
+    """Install a seccomp filter against REFUSED, sockets outside FAMILIES, foreign ABIs and x32."""
     machine = _machine()
     refuse = (BPF_RETURN, 0, 0, SECCOMP_RET_ERRNO | errno.EPERM)
     steps = [
@@ -235,7 +239,7 @@ def _refuse_system_calls() -> None:
 
 
 def _machine() -> int:
-    """Its place in MACHINES."""
+    """Return the index of this machine in MACHINES."""
     name = os.uname().machine
     if name not in MACHINES:
         raise OSError(
@@ -245,10 +249,10 @@ def _machine() -> int:
 
 
 def _build_room(paths: Iterable[str], jail: Jail) -> None:
-    """A root of these paths, read-only, and an empty home; the working folder is there."""
+    """Mount a root with these paths, read-only, and an empty home; enter it and chdir to home."""
     _mount("", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for path in sorted(set(paths), key=len):  # a folder before those in it, which it shows too
+    for path in sorted(set(paths), key=len):  # parents first: they include their subfolders
         if os.path.lexists(ROOM + path):
             continue
         if os.path.islink(path):  # /bin is usr/bin
@@ -262,7 +266,7 @@ def _build_room(paths: Iterable[str], jail: Jail) -> None:
     os.mkdir(ROOM + HOME)
     size = f"size={jail.file_bytes},nr_inodes={jail.files},mode=700,uid={NOBODY},gid={NOBODY}"
     _mount("tmpfs", ROOM + HOME, "tmpfs", MS_NOSUID | MS_NODEV, size)
-    if not os.path.exists(ROOM + "/tmp"):  # a folder to read may lie there
+    if not os.path.exists(ROOM + "/tmp"):  # a readable folder may be in /tmp
         os.symlink(HOME, ROOM + "/tmp")
     _mount("", NEW_ROOT, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir(NEW_ROOT)
@@ -273,7 +277,7 @@ def _build_room(paths: Iterable[str], jail: Jail) -> None:
 
 
 def _show(path: str) -> None:
-    """Have a path of the host in the room, with all that is mounted below it."""
+    """Bind-mount a path of the host into the root, with all mounts below it."""
     there = ROOM + path
     if os.path.isdir(path):
         os.makedirs(there, exist_ok=True)
@@ -288,7 +292,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def _make_read_only(path: str) -> None:
-    """Read-only, with all that is mounted below: a remount would leave those as they are."""
+    """Make a path read-only with all mounts below it; a remount would not change those."""
     wanted = _MountAttributes(set=MS_RDONLY | MS_NOSUID | MS_NODEV)
     size = ctypes.c_size_t(ctypes.sizeof(wanted))
     done = _libc.syscall(

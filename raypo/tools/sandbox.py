@@ -1,4 +1,8 @@
-"""Python code of a model, run where it can reach nothing."""
+"""Sandboxed execution of a model's Python code.
+
+Each program runs under a supervisor process, the script `jail.py`. Tasks on any event loop of this
+process wait for one of the slots in `_turns`, by polling.
+"""
 
 from __future__ import annotations
 
@@ -27,38 +31,39 @@ REMEDY = (
 
 
 class SandboxError(RuntimeError):
-    """This host cannot keep a program in a sandbox; none was run."""
+    """This host does not support the sandbox; no program was run."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a program left."""
+    """Result of a program."""
 
     output: str
-    """What it wrote to stdout and stderr, in order; cut at the limit."""
+    """Interleaved stdout and stderr, truncated to the limit."""
     exit_code: int | None
-    """Negative: the signal that ended it; None: the time limit did."""
+    """Negative for a signal that killed the program. None means that the time limit did."""
     is_cut: bool = False
-    """Whether there was more output."""
+    """True if output was truncated."""
 
 
 LOOK_EVERY_S = 0.02
 _turns: dict[int, threading.BoundedSemaphore] = {}
-"""Of this process, by what is allowed at once: all sandboxes share it, for each episode may make
-one, and plain methods have event loops of their own."""
+"""Maps a concurrency limit to the semaphore of this process. All sandboxes share it, because each
+episode may make one, and synchronous methods run in event loops of their own."""
 _lines: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = (
     WeakValueDictionary()
 )
-"""Of an event loop: who may look for a turn; there while a program runs or waits."""
+"""Maps an event loop and a concurrency limit to a semaphore, which bounds the tasks that poll
+`_turns`. It lives as long as a program runs or waits."""
 
 
 class PythonSandbox:
-    """Runs Python programs in Linux namespaces of their own, each a fresh one, without root.
+    """Runs each Python program in fresh Linux namespaces, without root.
 
-    A program sees Python and the system's libraries, read-only, and an empty folder in memory; it
-    sees no other file and no process, has no network and is not its caller's user. What it leaves
-    behind ends with it. It shares the kernel: for code of somebody who would attack that, use a
-    virtual machine. docs/tools.md says what is kept out and what is not.
+    A program can read Python and the system's libraries, and write to an empty folder in memory. It
+    has no access to other files, processes or the network, and runs as the user nobody. Its files
+    and processes end with it. It shares the kernel: use a virtual machine for code that might
+    attack the kernel. docs/tools.md lists what the sandbox prevents and what it does not.
     """
 
     def __init__(
@@ -73,19 +78,20 @@ class PythonSandbox:
         readable: Sequence[str | Path] = (),
         at_once: int | None = None,
     ) -> None:
-        """Nothing starts here.
+        """Store the limits; nothing is started here.
 
         Args:
-            time_limit_s: Seconds of a program, on the clock; it begins when its turn comes.
-            memory_mb: Address space of each of its processes; beyond it, MemoryError.
-            processes: It may have at a time, threads among them.
-            file_mb: All of its files together; they lie in memory too.
-            files: It may make, and have open.
-            max_output_chars: What is kept of its output.
-            readable: Folders that it may read and import from, beside Python's own; where root
-                asks, those that all users may read.
-            at_once: Programs that run at a time in this process, of all sandboxes with this number;
-                others wait. None: one for each core.
+            time_limit_s: Wall-clock limit of a program, in seconds; waiting for a slot does not
+                count.
+            memory_mb: Address space of each process in MB; exceeding it raises MemoryError.
+            processes: Maximum number of concurrent processes and threads.
+            file_mb: Total size of the program's files in MB; they are in memory too.
+            files: Maximum number of files, and of open file descriptors.
+            max_output_chars: Maximum length of the output; the rest is dropped.
+            readable: Folders to read and import from, besides Python's own. If the caller is root,
+                the folders must be readable for all users.
+            at_once: Maximum number of concurrent programs in this process, over all sandboxes with
+                this number; others wait. None means one per core.
         """
         self._limits = {
             "time_limit_s": time_limit_s,
@@ -115,10 +121,10 @@ class PythonSandbox:
         return output or "(it printed nothing)"
 
     async def run(self, code: str) -> Ran:
-        """Run a program to its end or its time limit; cancelled, it is ended.
+        """Run a program until it ends, times out, or the caller is cancelled.
 
         Raises:
-            SandboxError: the host cannot keep it in.
+            SandboxError: the host does not support the sandbox.
         """
         key = asyncio.get_running_loop(), self._at_once
         turns = _turns.setdefault(self._at_once, threading.BoundedSemaphore(self._at_once))
@@ -144,7 +150,7 @@ class PythonSandbox:
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=(report,),
                     env={},
-                    start_new_session=True,  # Ctrl-C ends the run, and the run ends it
+                    start_new_session=True,  # Ctrl-C must not kill it: the run ends it
                 )
             finally:
                 os.close(report)
@@ -163,13 +169,14 @@ class PythonSandbox:
         return Ran(output, None if said["timed_out"] else ended, is_cut)
 
     async def _talk(self, process: asyncio.subprocess.Process, asked: str) -> tuple[str, bool]:
-        """Hand the program over, and what it writes until its end; whether that was too much."""
+        """Send the program, and return its output and whether the output was truncated."""
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(ConnectionError):  # it could not start; its report says why
+        with suppress(ConnectionError):  # it failed to start; the report says why
             process.stdin.write(asked.encode())
             await process.stdin.drain()
         process.stdin.close()
+        # UTF-8 takes up to 4 bytes per character; 4 more tell whether the output exceeds the limit.
         kept, room = bytearray(), 4 * self._max_output_chars + 4
         while piece := await process.stdout.read(65536):
             kept += piece[: room - len(kept)]

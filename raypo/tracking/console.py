@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a calm view of it, one line a step, warnings once."""
+"""Console output of a run: a live view, one line per step, and each warning once."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _COLUMNS = [metric for metric in METRICS.values() if metric.line]
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_black", "bright_blue")
 _WIDTH = 24
-"""Characters of a bar, and steps of the curve."""
+"""Width of a bar in characters, and number of steps in the curve."""
 
 
 class Console:
-    """Shows a run on a terminal, or as plain lines where there is none or in CI."""
+    """Console of a run: a live view on a terminal, plain lines elsewhere and in CI."""
 
     def __init__(
         self, stream: TextIO | None = None, *, config: Mapping[str, Any] | None = None
     ) -> None:
-        """Nothing is written before `start`.
+        """Prepare the console; nothing is written before `start`.
 
         Args:
-            stream: Where to write; None: standard output. What can be drawn on is drawn on: a
-                terminal, where CI is not set.
-            config: The resolved config, which some warnings ask.
+            stream: Output stream. None means standard output. The live view is used if the stream
+                is a terminal, CI is not set and TERM is not `dumb`.
+            config: The resolved config, which some warning rules use.
         """
         self._stream = stream or sys.stdout
         is_plain = bool(os.environ.get("CI")) or os.environ.get("TERM") == "dumb"
@@ -48,7 +48,7 @@ class Console:
         self._num_steps = self._step = 0
         self._folder = ""
         self._rows: list[Mapping[str, float]] = []
-        """Every step of the run so far, those of earlier commands included."""
+        """Rows of all steps of the run so far, including those of earlier commands."""
         self._has_step = False
         self._closed = False
 
@@ -61,10 +61,17 @@ class Console:
         dashboard_token: str | None = None,
         rows: Sequence[Mapping[str, float]] = (),
     ) -> None:
-        """Say what runs and where; only a terminal shows the token, for other lines are kept.
+        """Write the run's name, folder and dashboard; the token only on a live terminal.
+
+        Other output may be stored, so it must not contain the token.
 
         Args:
-            rows: Steps of earlier commands, with which a resumed run is compared.
+            run_name: Name of the run.
+            num_steps: Total number of steps.
+            dashboard_url: URL of the Ray dashboard. None means that there is none.
+            folder: Folder of the run's files.
+            dashboard_token: Token of the Ray dashboard. None means that it needs none.
+            rows: Steps of earlier commands, as history for the warnings of a resumed run.
         """
         self._num_steps, self._folder, self._rows = num_steps, str(folder), [*rows]
         if self._live:
@@ -79,7 +86,7 @@ class Console:
                 self.message(f"  the token that it asks for: {shown}")
 
     def resume(self, first_step: int) -> None:
-        """Say which step comes first, counted from 1, where it is not the first of the run."""
+        """Report the first step, counted from 1, if the run resumes after an earlier one."""
         self._step = first_step - 1
         self._rows = [row for row in self._rows if row["step"] < first_step]
         self._watch.resume(self._rows)
@@ -89,16 +96,16 @@ class Console:
             self._view.reset(self._view.task, completed=self._step)
 
     def phase(self, text: str) -> None:
-        """Say what is going on now; as plain lines only until the first step has ended."""
+        """Report the current phase. Plain output shows it only until the first step has ended."""
         if self._view is not None:
             self._view.update(self._view.task, phase=text)
         elif not self._has_step:
             self.message(text)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Write one line for a step that has ended, and what it warns of, once.
+        """Write the line of a completed step and its new warnings.
 
-        Without the key `step` the steps are counted.
+        Without the key `step`, the steps are counted.
         """
         self._step = int(metrics.get("step", self._step + 1))
         self._has_step = True
@@ -110,7 +117,7 @@ class Console:
             self._view.step(self._step, metrics)
 
     def message(self, text: str) -> None:
-        """Write a line of its own, above the live view."""
+        """Write a separate line, above the live view."""
         if self._view is not None:
             self._view.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -118,11 +125,11 @@ class Console:
             self._stream.flush()
 
     def close(self, status: str, wall_s: float | None = None) -> None:
-        """Take the live view away and say how the run ended; a second call does nothing.
+        """Remove the live view and report how the run ended. Idempotent.
 
         Args:
             status: How it ended, in a word.
-            wall_s: Seconds that it took, as its summary says; None: unknown.
+            wall_s: Duration from the run's summary, in seconds. None means unknown.
         """
         if self._closed:
             return
@@ -138,7 +145,7 @@ class Console:
 
 
 class LiveView(Progress):
-    """A bar of steps with the time left, the newest metrics, the score's curve, a step's phases."""
+    """Progress bar with the time left, the latest metrics, the score curve and a step's phases."""
 
     def __init__(self, stream: TextIO, num_steps: int) -> None:
         self._metrics: dict[str, float] = {}
@@ -153,13 +160,13 @@ class LiveView(Progress):
             console=Terminal(file=stream, force_terminal=True),
             transient=True,
             refresh_per_second=2,
-            speed_estimate_period=3600.0,  # steps of minutes are the rule
+            speed_estimate_period=3600.0,  # steps often take minutes
         )
         self.task = self.add_task("", total=num_steps, phase="starting")
         self.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a step that has ended; one that it lacks keeps its last value."""
+        """Show the metrics of a completed step; a missing metric keeps its last value."""
         self._metrics |= metrics
         curve = metrics.get("rollout/score_mean", metrics.get("train/loss", math.nan))
         self._curve = [*self._curve, curve][-_WIDTH:]
@@ -178,8 +185,8 @@ class LiveView(Progress):
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """A step in one line; metrics that are not there are left out."""
-    columns = sorted(_COLUMNS, key=lambda each: each.name.startswith("eval/"))  # of few steps: last
+    """Format a step as one line; missing metrics are omitted."""
+    columns = sorted(_COLUMNS, key=lambda each: each.name.startswith("eval/"))  # rare: last
     return "  ".join(
         [f"step {step:{len(str(num_steps))}d}/{num_steps}", *_values(columns, metrics)]
     )
@@ -194,7 +201,7 @@ def _values(columns: Sequence[Metric], metrics: Mapping[str, float]) -> list[str
 
 
 def curve_line(values: Sequence[float]) -> str:
-    """Values as a line of blocks between their least and their greatest."""
+    """Format values as a line of block characters, scaled from the minimum to the maximum."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return ""
@@ -207,7 +214,7 @@ def curve_line(values: Sequence[float]) -> str:
 
 
 def phase_bar(seconds: Mapping[str, float]) -> Text:
-    """A coloured bar of a step's phases, and the largest of them in words."""
+    """Return a coloured bar of a step's phases, with the names of the largest ones."""
     bar, words = Text("time ", no_wrap=True, overflow="ellipsis"), Text()
     for (name, value), colour in zip(seconds.items(), cycle(_COLOURS), strict=False):
         share = value / (sum(seconds.values()) or 1.0)

@@ -1,4 +1,4 @@
-"""The dashboard of raypo's metrics that Grafana loads."""
+"""Grafana dashboard of raypo's metrics."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ROWS: dict[str, tuple[Plot, ...]] = {
     ),
     **PLOTS,
 }
-"""A row of panels for each section of the report."""
+"""Panels by row: an overview, and a row for each section of the report."""
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def expression(metric: str, selector: str = 'run=~"$run"') -> str:
-    """A metric, or a pattern of them, as Prometheus knows it, of the runs that are asked for."""
+    """Return the PromQL selector of a metric, or of a pattern of metrics, for the selected runs."""
     name = f"ray_{prometheus_name(metric)}"
     if "*" not in metric:
         return f"{name}{{{selector}}}"
@@ -33,7 +33,7 @@ def expression(metric: str, selector: str = 'run=~"$run"') -> str:
 
 
 def grafana_dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana's JSON: a line is a run, and runs are chosen at the head."""
+    """Return the dashboard as Grafana's JSON, with a line per run and a run selector at the top."""
     numbers, panels, y = count(1), list[dict[str, Any]](), 0
     for title, plots in ROWS.items():
         head = {"x": 0, "y": y, "w": 24, "h": 1}

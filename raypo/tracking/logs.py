@@ -1,4 +1,4 @@
-"""What libraries say goes into a file, so that the console stays readable."""
+"""Redirect the log output of libraries to a file, so that the console stays readable."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from pathlib import Path
 from typing_extensions import override
 
 _SHOWN = 120
-"""Characters of a first line that the console shows."""
+"""Maximum number of characters of a printed text that the console shows."""
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 
 
 class _RunLog(logging.FileHandler):
-    """The handler of `log_to_file`: a class of its own, by which it is found again."""
+    """Handler of `log_to_file`, a subclass so that later calls can find it."""
 
     on_print: Callable[[str], None] | None = None
-    """Called with a line on the first record of the root logger itself."""
+    """Callback `(line)`, called on the first record of the root logger itself."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
+        # DeepSpeed prints its compiler commands, which begin with gcc.
         is_print = record.name == "root" and not record.getMessage().startswith("gcc ")
-        if is_print and self.on_print is not None:  # DeepSpeed prints how it calls its compiler
+        if is_print and self.on_print is not None:
             report, self.on_print = self.on_print, None
             text = record.getMessage().strip()
             report(f"printed: {text:.{_SHOWN}} (this and what follows: {self.baseFilename})")
 
 
 def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = None) -> None:
-    """Send the log records and warnings of this process to a file instead of the console.
+    """Redirect the log records and warnings of this process from the console to a file.
 
-    Works in any process. Calling it again is harmless, and needed after the import of a library
-    that sets up a logger of its own (vLLM, DeepSpeed); another path moves the log there. What is
-    less urgent than INFO is dropped.
+    Idempotent. Call it again after importing a library that sets up its own logger (vLLM,
+    DeepSpeed). Another path moves the log there. Records below INFO are dropped.
 
     Args:
-        path: Appended to; its folder is made.
-        on_print: Called once, with a line for people, when a function of the user's prints; the
-            line says where all of that is. Ray Train makes `print` in its workers a record of the
+        path: Log file to append to; its folder is created.
+        on_print: Callback `(line)`, called once, when a function of the user's first prints. The
+            line names the log file. Ray Train turns `print` in its workers into a record of the
             root logger, which libraries do not use.
     """
     handler = _handler(Path(path).absolute())
@@ -52,14 +52,14 @@ def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = No
             if old is not handler and (isinstance(old, _RunLog) or _writes_to_console(old)):
                 logger.removeHandler(old)
         if logger is root or not logger.propagate:
-            logger.addHandler(handler)  # adds it once only
+            logger.addHandler(handler)  # a no-op if it has it already
     if root.getEffectiveLevel() > logging.INFO:
         root.setLevel(logging.INFO)
     logging.captureWarnings(True)
 
 
 def _handler(path: Path) -> _RunLog:
-    """The handler that the root logger has for this path already, else a new one."""
+    """Return the root logger's handler for this path, or a new one."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _RunLog):
             if handler.baseFilename == str(path):
@@ -73,7 +73,7 @@ def _handler(path: Path) -> _RunLog:
 
 
 def _loggers_apart() -> list[logging.Logger]:
-    """Loggers that have handlers of their own or keep their records to themselves."""
+    """Return the loggers that have their own handlers or do not propagate."""
     return [
         logger
         for logger in logging.root.manager.loggerDict.values()

@@ -1,4 +1,4 @@
-"""Where the metrics of each step go besides metrics.jsonl: a `Sinks` object fans them out."""
+"""Metric sinks besides metrics.jsonl: Weights & Biases, MLflow, TensorBoard and Prometheus."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ REPEAT_GAUGES_S = 5.0
 
 
 class Sink(Protocol):
-    """Somewhere that metrics go."""
+    """Destination of metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step, all of them finite."""
         ...
 
     def close(self) -> None:
-        """Wait until everything is sent; called once, when no more will come."""
+        """Wait until everything is sent; called once, after the last `write`."""
         ...
 
 
 class Sinks:
-    """The sinks that a run's `logging` section asks for, as one."""
+    """The sinks of a run's `logging` section, combined into one."""
 
     def __init__(self, sinks: list[Sink]) -> None:
         self._sinks = sinks
@@ -52,14 +52,14 @@ class Sinks:
         config: Mapping[str, Any],
         first_step: int = 1,
     ) -> Sinks:
-        """Open what the section asks for.
+        """Open the sinks that the section enables.
 
         Args:
             section: The `logging` section.
-            folder: Where files of the run are written on this machine.
+            folder: Local folder for the run's files.
             name: The run's name.
-            config: The resolved config, for those who show it.
-            first_step: The step that comes first; a resumed run goes on in the same curves.
+            config: The resolved config, for sinks that show it.
+            first_step: Next step to be written; a resumed run continues the same curves.
 
         Raises:
             ConfigError: a package is not installed.
@@ -79,20 +79,20 @@ class Sinks:
         return cls(sinks)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of one step, those that are finite, to every sink."""
+        """Send the finite metrics of one step to every sink."""
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         for sink in self._sinks:
             sink.write(step, finite)
 
     def close(self) -> None:
-        """Close every sink; a second call does nothing."""
+        """Close every sink. Idempotent."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
 
 
 def check_installed(section: LoggingSection) -> None:
-    """Refuse what is switched on and not installed; imports nothing.
+    """Raise if a sink is enabled and its package is not installed; imports nothing.
 
     Raises:
         ConfigError: a package is not installed.
@@ -106,7 +106,7 @@ def check_installed(section: LoggingSection) -> None:
 
 
 class Wandb(Sink):
-    """Weights & Biases; one run there for all attempts at a run."""
+    """Weights & Biases sink. A resumed run continues the same W&B run."""
 
     def __init__(
         self, section: WandbSection, *, folder: Path, name: str, config: Mapping[str, Any]
@@ -137,7 +137,7 @@ class Wandb(Sink):
 
 
 class MLflow(Sink):
-    """MLflow; one run there for all attempts at a run."""
+    """MLflow sink. A resumed run continues the same MLflow run."""
 
     def __init__(
         self, section: MLflowSection, *, folder: Path, name: str, config: Mapping[str, Any]
@@ -172,13 +172,13 @@ class MLflow(Sink):
 
 
 class RayMetrics(Sink):
-    """Gauges on Ray's metrics endpoint, for Prometheus; labels `run` and `trial`.
+    """Gauges on Ray's metrics endpoint, for Prometheus, with the labels `run` and `trial`.
 
-    A metric that a step lacks keeps its last value.
+    A metric that a step lacks keeps its last value. A daemon thread repeats all values.
     """
 
     def __init__(self, *, run: str) -> None:
-        trial = re.search(r"-(\d{5})$", run)  # how the names of a sweep's runs end
+        trial = re.search(r"-(\d{5})$", run)  # suffix of a sweep's runs
         self._labels = {"run": run, "trial": trial[1] if trial else ""}
         self._gauges: dict[str, Gauge] = {}
         self._values: dict[str, float] = {}
@@ -196,7 +196,7 @@ class RayMetrics(Sink):
         self._closed.set()
 
     def _repeat(self) -> None:
-        """Ray forgets a gauge that was not set for some seconds, and steps may take minutes."""
+        """Set the gauges again, because Ray drops one that was not set for some seconds."""
         while not self._closed.wait(REPEAT_GAUGES_S):
             with self._lock:
                 self._set()
@@ -215,12 +215,12 @@ class RayMetrics(Sink):
 
 
 def prometheus_name(metric: str) -> str:
-    """`rollout/score_mean` -> `raypo_rollout_score_mean`; Ray puts `ray_` before it."""
+    """Return `raypo_rollout_score_mean` for `rollout/score_mean`; Ray prepends `ray_`."""
     return f"raypo_{re.sub(r'[^a-zA-Z0-9_*]', '_', metric)}"
 
 
 def _remembered(path: Path, new: str) -> str:
-    """What an earlier attempt wrote there, else `new`, which is written."""
+    """Return the content of the file, or write `new` to it if there is none."""
     if path.exists():
         return path.read_text().strip()
     path.parent.mkdir(parents=True, exist_ok=True)

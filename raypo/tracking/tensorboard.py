@@ -14,24 +14,24 @@ HPARAMS_SUFFIX = ".hparams"
 
 
 class TensorBoard:
-    """Writes the metrics of each step as scalars, on disk when `write` returns.
+    """Writes the metrics of each step as scalars, which are on disk when `write` returns.
 
-    It drives tensorboardX's record writer directly: `SummaryWriter` writes from a thread of its
-    own, and its `flush` does not wait for that thread, so that a killed run loses its last steps.
+    It uses tensorboardX's record writer directly: `SummaryWriter` writes from its own thread, and
+    its `flush` does not wait for that thread, so a killed run would lose its last steps.
     """
 
     def __init__(self, folder: str | Path, *, first_step: int = 1, suffix: str = "") -> None:
         """Open a new event file.
 
         Args:
-            folder: Where event files of earlier attempts may lie.
-            first_step: The step that comes first; TensorBoard hides this step and later ones of
-                earlier files, so that a resumed run has one curve.
-            suffix: How the file's name ends; by default with the id of this process.
+            folder: Folder for event files; it may contain those of earlier attempts.
+            first_step: Next step to be written. TensorBoard hides this and later steps of earlier
+                files, so that a resumed run has one curve.
+            suffix: Suffix of the file name. Empty means the id of this process.
         """
         from tensorboardX.event_file_writer import EventsWriter
 
-        # Their classes are made at run time.
+        # tensorboardX creates these classes at run time.
         self._events = import_module("tensorboardX.proto.event_pb2")
         self._summary = import_module("tensorboardX.proto.summary_pb2").Summary
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class TensorBoard:
         self._writer.flush()
 
     def add(self, step: int, **content: Any) -> None:
-        """Write one event, which is on disk after the next `write` or `close`."""
+        """Write one event; the next `write` or `close` flushes it to disk."""
         event = self._events.Event(wall_time=time.time(), step=step, **content)
         self._writer.write_event(event)
 
@@ -60,13 +60,13 @@ class TensorBoard:
 def write_hparams(
     folder: str | Path, point: Mapping[str, Any], metrics: Mapping[str, float], *, step: int
 ) -> None:
-    """A trial for TensorBoard's HParams page, in place of what an earlier call wrote there.
+    """Write a trial for TensorBoard's HParams page, replacing that of an earlier call.
 
     Args:
         folder: The trial's run folder.
-        point: Key of the run config -> the value that was tried.
-        metrics: The last metrics of the trial; what is not finite is left out.
-        step: The step that they were measured at.
+        point: Maps keys of the run config to the values of the trial.
+        metrics: The last metrics of the trial; those that are not finite are omitted.
+        step: The step of these metrics.
     """
     from tensorboardX.summary import hparams
 

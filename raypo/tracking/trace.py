@@ -1,10 +1,10 @@
-"""When each worker was in which phase and each replica answered what, as a trace to look at.
+"""Trace of a run: the phases of each worker and the calls to each replica over time.
 
-Every worker appends a line a step to `timeline/worker_<rank>.jsonl`:
+Every worker appends a line per step to `timeline/worker_<rank>.jsonl`:
 `{"step": 1, "spans": [[track, name, begin, end], ...]}`, times in seconds since 1970.
 
 `ray timeline` cannot show this: it needs RAY_PROFILING=1 before Ray starts, knows tasks but no
-phases, and forgets with the cluster, whereas these files stay and go on when a run is resumed.
+phases, and is lost with the cluster. These files persist, and a resumed run appends to them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from raypo.metrics.catalogue import label_of
 from raypo.storage.run_files import RunFiles
 
 Span = tuple[str, str, float, float]
-"""Track (worker or replica), name, begin, end; seconds since 1970."""
+"""Track (worker or replica), name, begin and end, in seconds since 1970."""
 
 MAX_KEPT = 10_000
-"""Spans that a process keeps between two reports; the oldest go first."""
+"""Maximum number of spans buffered between two reports; the oldest are dropped first."""
 
 _calls: deque[Span] = deque(maxlen=MAX_KEPT)
 _lock = threading.Lock()
 
 
 def note_call(replica: str, method: str, begin: float, end: float) -> None:
-    """Keep that a replica was asked and answered, until the next `write_spans`."""
+    """Record a replica's completed call until the next `write_spans`. Thread-safe."""
     with _lock:
         _calls.append((replica, method, begin, end))
 
@@ -41,11 +41,14 @@ def write_spans(
     phases: Sequence[clock.Span],
     beside: Sequence[clock.Span] = (),
 ) -> None:
-    """Append a step of this worker: its phases, and the calls that it made meanwhile.
+    """Append the timeline of one step of this worker: its phases, and its calls meanwhile.
 
     Args:
-        phases: Those of the step.
-        beside: Those of rollouts that were collected meanwhile; they have a track of their own.
+        files: Files of the run.
+        rank: Rank of this worker.
+        step: The completed step.
+        phases: Phases of the step.
+        beside: Phases of rollouts collected concurrently, shown on a separate track.
     """
     with _lock:
         calls = list(_calls)
@@ -56,9 +59,9 @@ def write_spans(
 
 
 def trace(files: RunFiles) -> dict[str, Any]:
-    """The run in the Trace Event Format, which Perfetto and chrome://tracing open.
+    """Return the run in the Trace Event Format of Perfetto and chrome://tracing.
 
-    Each worker and replica has a track; it holds all attempts at a step, for all happened.
+    Each worker and replica has a track. All attempts at a step are included.
     """
     tracks: dict[str, int] = {}
     events: list[dict[str, Any]] = []

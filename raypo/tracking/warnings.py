@@ -1,4 +1,4 @@
-"""What a person should look at in a run: a few rules over its metrics, each reported once."""
+"""Warnings about a run: rules over its metrics, each of which is reported once."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from raypo.config.ppo_section import GROUP_ADVANTAGES
 from raypo.metrics.catalogue import Row
 
 PATIENCE = 3
-"""Steps in a row that a condition must hold for, so that one odd step says nothing."""
+"""Number of consecutive steps for which a condition must hold, so that one outlier is ignored."""
 MAX_KL_PER_TOKEN = 0.5
-"""Nats. Further from the reference its likelihoods say little about the texts."""
+"""Nats. At a larger distance the reference's likelihoods say little about the texts."""
 MAX_KL_PER_RESPONSE = 50.0
 """Nats. Far beyond what published runs spend on a gain in score (arXiv:2210.10760)."""
 MAX_MISMATCH_KL = 0.01
-"""Nats per token between engine and learner; rounding to bfloat16 stays far below."""
+"""Nats per token between engine and learner; bfloat16 rounding stays far below this."""
 MAX_ZERO_VARIANCE = 0.6
 MAX_PHASE_SHARE = 0.75
 MIN_PHASE_S = 1.0
-"""Seconds of a step: a phase that takes less is no burden, whatever its share."""
+"""Seconds per step. A shorter phase is no problem, whatever its share."""
 MIN_FALL = 0.2
-"""A share of the spread of the scores: a mean of some hundred answers moves less by chance."""
+"""Share of the standard deviation of the scores. The mean of a few hundred answers moves less by
+chance."""
 
 _PHASE_REMEDIES = {
     "time/generate_s": "Give the engines more (rollout.engine.count, "
@@ -43,36 +44,36 @@ _PHASE_REMEDIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to look at, in words, and what helps."""
+    """A problem of a run in words, with its remedy."""
 
     rule: str
     step: int
-    """The step at which it was first so."""
+    """First step at which the rule matched."""
     text: str
     remedy: str
 
 
 class Watch:
-    """Reads a run's metrics step by step and reports each rule's finding once."""
+    """Checks a run's metrics step by step and reports each rule's finding once."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        """A run at its start.
+        """Start with an empty history.
 
         Args:
-            config: The resolved config, where there is one; some rules ask for keys of it.
+            config: The resolved config, which some rules use. None means that it is unknown.
         """
         self._config = config or {}
         self._rows: list[Row] = []
         self._reported: set[str] = set()
 
     def resume(self, rows: Iterable[Row]) -> None:
-        """Take the rows before a resume for the history, and count their findings as reported."""
+        """Load the rows before a resume as history, and count their findings as reported."""
         self._rows = []
         for row in rows:
             self.add(row)
 
     def add(self, row: Row) -> list[Finding]:
-        """What this step shows for the first time."""
+        """Add the row of a step and return the findings that are new."""
         self._rows.append(row)
         new: list[Finding] = []
         for name, rule in _RULES.items():
@@ -86,13 +87,13 @@ class Watch:
 
 
 def findings(rows: Iterable[Row], config: Mapping[str, Any] | None = None) -> list[Finding]:
-    """What a run's metrics show, in the order of the steps."""
+    """Return all findings on a run's metrics, in the order of the steps."""
     watch = Watch(config)
     return [finding for row in rows for finding in watch.add(row)]
 
 
 def phase_seconds(row: Row) -> dict[str, float]:
-    """Seconds of a step by phase: every `time/` metric but the whole step."""
+    """Return the seconds of a step by phase: all `time/` metrics except the step's total."""
     return {
         name: value
         for name, value in row.items()
@@ -101,7 +102,7 @@ def phase_seconds(row: Row) -> dict[str, float]:
 
 
 def seconds_by_phase(rows: Iterable[Row]) -> dict[str, float]:
-    """Seconds by phase over all steps, in the order of the phases."""
+    """Return the seconds by phase, summed over all steps, in the order of the phases."""
     seconds: dict[str, float] = {}
     for row in rows:
         for name, value in phase_seconds(row).items():
@@ -110,9 +111,9 @@ def seconds_by_phase(rows: Iterable[Row]) -> dict[str, float]:
 
 
 Words = tuple[str, str] | None
-"""What is off, and what helps."""
+"""Problem and remedy; None if the rule does not match."""
 Rule = Callable[[Sequence[Row], Mapping[str, Any]], Words]
-"""Looks at a run's rows so far and its config."""
+"""Function of a run's rows so far and its config."""
 
 
 def _kl_drift(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
@@ -132,9 +133,9 @@ def _kl_drift(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
 
 
 def _drift(rows: Sequence[Row], name: str) -> list[float]:
-    """The last values of a distance, less what it was before the first update.
+    """Return the last values of a distance, minus its value before the first update.
 
-    Only a run that starts away from its reference (`model.reference`) has any to begin with.
+    The start is nonzero only if the run starts away from its reference (`model.reference`).
     """
     start = rows[0].get(name, 0.0) if rows[0].get("step") == 1 else 0.0
     return [value - max(start, 0.0) for value in _newest(rows, name)]
@@ -148,8 +149,9 @@ def _held_out_falls(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     start = _values(rows[:1], "eval/initial_score_mean") or held_out[:1]
     best = max([*start, *held_out])
     gained, lost = best - start[0], best - max(held_out[-2:])
-    spread = rows[-1].get("rollout/score_std", 0.0)  # the held-out judge's may be another
-    if 0.0 <= held_out[-1] <= best <= 1.0:  # what scores between 0 and 1 spread at most
+    # Spread of the training scores, for lack of the held-out ones; another function may give those.
+    spread = rows[-1].get("rollout/score_std", 0.0)
+    if 0.0 <= held_out[-1] <= best <= 1.0:  # the largest std of scores in [0, 1]
         spread = min(spread, math.sqrt(held_out[-1] * (1.0 - held_out[-1])))
     is_at_its_best = trained and max(trained) - trained[-1] <= 0.05 * (max(trained) - min(trained))
     if gained > 0 and lost > max(0.3 * gained, MIN_FALL * spread) and is_at_its_best:
@@ -163,17 +165,17 @@ def _held_out_falls(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
 
 
 def _policy_dies(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
-    """Compare the newest scores with the start: a run may lose what the policy could before."""
+    """Compare the newest scores with the start: a run may lose abilities that the policy had."""
     name, label, patience = "eval/score_mean", "held-out", 2
     start = _values(rows[:1], "eval/initial_score_mean")
-    if not start:  # no held-out score of the start: the first step samples before any update
+    if not start:  # no evaluation at the start: step 1 samples before any update
         name, label, patience = "rollout/score_mean", "training", PATIENCE
         start = _values(rows[:1], name) if rows[0].get("step") == 1 else []
     newest = _values(rows, name)[-patience:]
     if not start or not newest or name not in rows[-1]:
         return None
     spread = rows[0].get("rollout/score_std", math.inf)
-    if min(newest) >= 0.0 and start[0] <= 1.0:  # what scores between 0 and 1 spreads at most
+    if min(newest) >= 0.0 and start[0] <= 1.0:  # the largest std of scores in [0, 1]
         spread = min(spread, math.sqrt(max(start[0] * (1.0 - start[0]), 0.0)))
     falls = [start[0] - value for value in newest]
     is_lasting = len(falls) == patience and min(falls) > 0.5 * spread
@@ -276,7 +278,7 @@ def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     recent = rows[-2 * PATIENCE :]
     if len(rows) < 2 * PATIENCE + 1:  # the first step warms up
         return None
-    if "rollout/score_mean" not in rows[-1]:  # updates are all that such a run has to do
+    if "rollout/score_mean" not in rows[-1]:  # the time of other recipes goes into updates anyway
         return None
     seconds = seconds_by_phase(recent)
     if not seconds:
@@ -290,7 +292,7 @@ def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
 
 
 def _beyond(metric: str, limit: float, text: str, remedy: str) -> Rule:
-    """A rule that the last values of a metric break where all of them are above a limit."""
+    """Return a rule that matches if all of the last values of a metric are above a limit."""
 
     def rule(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
         values = _newest(rows, metric)
@@ -337,7 +339,7 @@ def _values(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def _newest(rows: Sequence[Row], name: str) -> list[float]:
-    """The last `PATIENCE` values; empty where there are fewer or the newest step has none."""
+    """Return the last `PATIENCE` values; empty if there are fewer or the newest step has none."""
     values = _values(rows, name) if name in rows[-1] else []
     return values[-PATIENCE:] if len(values) >= PATIENCE else []
 
