@@ -1,4 +1,4 @@
-"""The plan of a run: bundles on nodes, memory of roles and devices, and remedies if it is too big."""
+"""The plan of a run: bundles on nodes, memory of roles and devices, remedies if it is too large."""
 
 from __future__ import annotations
 
