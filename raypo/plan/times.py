@@ -229,7 +229,7 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
 def faster(
     plan: Plan, rates_of: Callable[[Plan], Rates | None] = Rates.of
 ) -> list[tuple[str, float]]:
-    """Return single-key changes that shorten the step and still fit, and its seconds, best first."""
+    """Return single-key changes that shorten the step and fit, with its seconds, best first."""
     rates = rates_of(plan)
     if rates is None or not isinstance(plan.config, PPOConfig):
         return []

@@ -20,7 +20,7 @@ STEP = "step"
 INFEASIBLE = -1e9
 """Upper bound of the value of an infeasible trial, below every feasible value."""
 UNKNOWN = -1e18
-"""Value of a trial without a score."""
+"""Value of a trial whose score, or a metric that a constraint bounds, is unknown."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Goal:
         return tuple(str(each) for each, excess in pairs if excess > 0.0)
 
     def value(self, known: Metrics) -> float:
-        """Return the first metric as a finite number; infeasible trials are lower, unknown lowest."""
+        """Return the first metric as a finite number; infeasible is lower, unknown lowest."""
         gain = self.gains(known)[0]
         if not math.isfinite(gain):
             return UNKNOWN
@@ -84,8 +84,8 @@ class Goal:
 
         Feasible trials come first, then infeasible ones, then those without a score. Scores of
         different steps are never compared: among feasible trials, and among infeasible ones, a
-        score of a later step ranks first, as in successive halving (arXiv:1810.05934). So a
-        finished trial ranks above all stopped ones.
+        score of a later step ranks first, as in successive halving (arXiv:1810.05934). So a stopped
+        trial ranks below those that went on to a later score.
 
         Feasible trials of the same step are ordered by Pareto front, then by the first metric;
         infeasible ones by their largest violation.
@@ -115,7 +115,7 @@ class Goal:
         return {row for row, number in self._fronts(trials).items() if number == 0}
 
     def _fronts(self, trials: Sequence[Metrics]) -> dict[int, int]:
-        """Map the row of each feasible trial with a score to its front's number, latest step first."""
+        """Map the row of each feasible trial with a score to its front, latest step first."""
         left = [row for row, known in enumerate(trials) if self.value(known) > INFEASIBLE]
         fronts: dict[int, int] = {}
         number = 0
