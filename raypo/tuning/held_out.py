@@ -32,7 +32,7 @@ def who_is_best(
     Args:
         trials: Trials, best first; those without a score are skipped. At least one has a score.
         goal: Objective of the sweep.
-        held_out: Function that returns a trial's held-out scores by prompt; its score is their mean.
+        held_out: Function that returns a trial's held-out scores by prompt.
     """
     trials = [trial for trial in trials if math.isfinite(goal.gains(trial.judged)[0])]
     best, metric = trials[0], goal.metrics[0]

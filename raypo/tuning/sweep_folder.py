@@ -1,4 +1,4 @@
-"""The folder of a sweep: its recorded config, status and completion. Imports no Ray and no torch."""
+"""The folder of a sweep: recorded config, status and completion. Imports neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
 
 
 def is_done(sweep: SweepConfig, files: RunFiles) -> bool:
-    """Return True if at least this many trials are in the folder, all ended and none failed."""
+    """Return True if the folder's sweep is finished, with enough trials of which none failed."""
     summary = files.summary()
     return (
         summary is not None

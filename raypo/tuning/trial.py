@@ -1,10 +1,12 @@
 """A trial of a sweep: a trainer's run inside a Ray Tune trial.
 
-Processes: Tune runs each trial in an actor, and `run_trial` runs Ray Train's controller in that same
-actor. The controller calls `TrialReports` after each report of the learner workers; its call of
-`tune.report` returns when Tune has decided whether the trial goes on. On a small machine most of a
-trial's cost is starting processes, each of which imports Ray and torch. So there is no extra process
-for the controller, and Tune reuses the actor for the next trial.
+Processes: Tune runs each trial in an actor, and `run_trial` runs Ray Train's controller in the same
+actor. The controller calls `TrialReports` after each report of the learner workers, and waits there
+until Tune has decided whether the trial goes on.
+
+On a small machine most of a trial's cost is starting processes, each of which imports Ray and
+torch. So the controller has no process of its own, and Tune reuses the actor for the next trial (on
+CPUs, without pbt).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ PREDECESSOR_TIMEOUT_S = 60.0
 TURN_S = 0.5
 """Polling interval of a trial that waits for its turn to reserve placement groups."""
 LAST_STEP_TIMEOUT_S = 3600
-"""Time for a stopped trial's last step before its actor is reused; then Tune fails the next trial."""
+"""Limit on a stopped trial's last step before its actor is reused; past it Tune fails the next
+trial."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         return super()._start_dedicated(monitor, say)
 
     def _is_unwanted(self) -> bool:
-        # A trial that pbt has stopped is killed, and resumes from its checkpoint.
+        # pbt starts a stopped trial again where it was stopped.
         return self._reports.are_unwanted and self._segment is None
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
