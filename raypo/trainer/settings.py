@@ -290,7 +290,7 @@ def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
 
 
 def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
-    """Write rows passed in Python into the run's folder, and return the config that names the files.
+    """Write Python's rows into the run's folder, and return the config that names the files.
 
     A file's name contains a hash of its content, so a run that resumes with other rows is refused.
 

@@ -397,7 +397,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
 
     def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
-        """Have the janitor remove the group if this process is killed."""
+        """Register the group with the janitor, which removes it if this process is killed."""
         if self._janitor is not None:
             ray.get(self._janitor.hold.remote(monitor, group))
 
