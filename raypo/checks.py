@@ -277,7 +277,7 @@ def _local_shape(path: str) -> ModelShape | None:
 
 
 def _check_rows(config: AnyConfig) -> int | None:
-    """Check the first rows of all sources; return the number of rows in `data.prompts`, if known."""
+    """Check the first rows of all sources. Return the number of training rows, if known."""
     data, evaluation = config.data, config.eval
     if isinstance(data, ResponsesSection) and data.messages_key is not None:
         if isinstance(config, SFTConfig) and config.needs_engine:  # engines answer these prompts

@@ -241,7 +241,7 @@ def _remote_digest(uri: str, key: str) -> str:
 
 
 def _content(file: BinaryIO | Any, size: int, *, whole: bool = False) -> Iterator[bytes]:
-    """Read a file in blocks: all of it, or evenly spread blocks of a large one, including both ends."""
+    """Read a file in blocks: all of it, or evenly spread ones of a large file, ends included."""
     if whole or size <= LARGE_BYTES:
         while block := file.read(1 << 20):
             yield block

@@ -1,4 +1,4 @@
-"""`raypo monitor`: raypo's dashboard for the Grafana beside Ray."""
+"""`raypo monitor`: write raypo's Grafana dashboard next to Ray's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def monitor(
         Path | None, typer.Option(help="Only write the dashboard's JSON there.")
     ] = None,
 ) -> None:
-    """Put raypo's dashboard where Grafana looks, and say how to start Prometheus and Grafana."""
+    """Write raypo's dashboard for Grafana, and say how to start Prometheus and Grafana."""
     from raypo.config import ConfigError
     from raypo.tracking.grafana import UID, grafana_dashboard
 

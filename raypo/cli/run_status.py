@@ -1,4 +1,4 @@
-"""`raypo status`: how runs and sweeps stand."""
+"""`raypo status`: show the progress of runs and sweeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def status(
         typer.Option(help="Also the runs under way on this Ray cluster: host:port, or auto."),
     ] = None,
 ) -> None:
-    """Say of each run whether it goes on, how far it is, its scores, and the time left."""
+    """Show of each run its status, progress, scores and remaining time."""
     import time
     from concurrent.futures import ThreadPoolExecutor
     from dataclasses import replace
@@ -69,7 +69,7 @@ def status(
 
 
 def _under_way(address: str, now: float) -> list[RunStatus]:
-    """The runs of a cluster by their monitors: their folders may be out of reach from here."""
+    """Return a cluster's runs as their monitors report them; their folders may be unreachable."""
     import ray
 
     from raypo.cluster.connect import look_into
