@@ -184,7 +184,7 @@ def _data_files(key: str, source: str | SourceEntry) -> Files:
             return {}
     folder = Path(path).expanduser()
     if is_saved(path) or (is_data_set(source) and folder.is_dir()):
-        # `datasets` writes its caches beside the data.
+        # `datasets` writes its cache files next to the data.
         files = [file for file in folder.rglob("*") if not file.name.startswith("cache-")]
         return _digests_below(folder, files)
     if is_data_set(source):
@@ -196,9 +196,9 @@ def _data_files(key: str, source: str | SourceEntry) -> Files:
 
 
 def _python_files(spec: str) -> Files:
-    """Digest the file that defines a function and the files beside it that it imports.
+    """Digest the file that defines a function and the neighbouring files that it imports.
 
-    Functions of raypo itself are left out: `summary.json` has its version.
+    Functions of raypo itself are left out, because `summary.json` has raypo's version.
     """
     found = source_files(spec)
     if not found or spec.startswith("raypo."):
@@ -213,7 +213,7 @@ def _source(function: Callable[..., Any]) -> Files:
     is_named = inspect.isroutine(function) or inspect.isclass(function)
     try:
         text = inspect.getsource(function if is_named else type(function))
-    except (OSError, TypeError):  # typed into a console
+    except (OSError, TypeError):  # defined in an interactive console
         return {}
     return {"its source": _hash(iter([text.encode()]), len(text))}
 

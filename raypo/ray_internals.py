@@ -130,7 +130,7 @@ def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str
         scheduler: Tune scheduler.
         past: Name of each ended trial -> its reports in order.
     """
-    controller: Any = SimpleNamespace(get_live_trials=list)  # there are none
+    controller: Any = SimpleNamespace(get_live_trials=list)  # a stand-in without live trials
     for name, reports in past.items():
         trial: Any = PastTrial(name)
         scheduler.on_trial_add(controller, trial)

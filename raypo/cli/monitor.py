@@ -24,7 +24,7 @@ def monitor(
     from raypo.config import ConfigError
     from raypo.tracking.grafana import UID, grafana_dashboard
 
-    config = session.resolve() / "metrics"  # the files that Ray writes for both programs
+    config = session.resolve() / "metrics"  # Ray writes config files of both programs there
     if dashboard is None and not (config / "grafana").exists():
         raise ConfigError(
             f"--session ({session}): no Ray is there that exports its metrics. Start a run or "

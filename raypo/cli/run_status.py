@@ -41,12 +41,12 @@ def status(
         run = run_status(files, now)
         try:
             sweep = sweep_status(files, now)
-        except ConfigError as error:  # of an earlier version, perhaps; the others are shown
+        except ConfigError as error:  # maybe from an earlier version; still show the other runs
             return run and replace(run, recipe="sweep", notes=(f"Its config is refused: {error}",))
         return sweep or (run and as_trial(run, files))
 
     found: list[RunStatus] = []
-    with ThreadPoolExecutor(8) as threads:  # a storage answers one request in a tenth of a second
+    with ThreadPoolExecutor(8) as threads:  # remote storage takes about 0.1 s a request
         for location in runs or ["runs"]:
             files = RunFiles.at(location)
             own = status_at(files)

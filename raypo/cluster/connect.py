@@ -24,6 +24,7 @@ from raypo.ray_internals import (
 from raypo.tracking.console import Console
 
 PROBE_TIMEOUT_S = 5.0
+"""Timeout of a connection to an address, before Ray itself connects."""
 
 _WORKER_DEFAULTS = {
     "NCCL_DEBUG": "WARN",
@@ -110,7 +111,7 @@ def connect(section: ClusterSection) -> bool:
             f"--head), give its host:port, or leave the address out for a local Ray."
         ) from None
     except Exception as error:
-        if "timed out during startup" not in str(error):  # Ray raises a bare Exception
+        if "timed out during startup" not in str(error):  # Ray raises a plain Exception
             raise
         raise ClusterError(
             "Ray did not start on this machine within 30 seconds, Ray's own limit. Run the command "

@@ -27,6 +27,7 @@ def users_choice(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 BFLOAT16_CAPABILITY = (8, 0)
+"""Lowest CUDA compute capability with bfloat16."""
 OTHERS = ("NPU", "TPU", "HPU", "neuron_cores")
 """Ray's names of accelerators that raypo does not support."""
 
@@ -65,7 +66,7 @@ def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this 
     if not gpus or is_choice or torch.cuda.is_available():
         return
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # raises with the reason why torch cannot use the GPUs
         reason = "it finds no device"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")

@@ -26,6 +26,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from raypo.cluster.actors import is_alive
 
 LOOK_EVERY_S = 1.0
+"""Interval of the health checks of leases."""
 
 
 class Janitor:

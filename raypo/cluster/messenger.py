@@ -1,8 +1,8 @@
 """Monitor of a run: workers send events to the driver, and the driver may request a stop.
 
 Processes: the monitor is an actor that the driver owns. Rank 0 sends events without waiting; the
-driver polls them with `drain`. Workers query `stop_requested`. Other processes of the cluster
-query `standing`.
+driver polls them with `drain`. Workers query `stop_requested`. Other processes of the cluster query
+`standing`. The actor runs one method at a time, so it needs no lock.
 """
 
 from __future__ import annotations
@@ -111,11 +111,12 @@ def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
     Runs whose monitor does not answer in time are left out.
     """
     asked: dict[Any, str] = {}
-    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)  # typed as texts
+    # Ray's annotation says list[str], but with all namespaces these are dicts.
+    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
     for actor in named:
         name = str(actor["name"])
         if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
-            with suppress(ValueError):  # ended meanwhile
+            with suppress(ValueError):  # the actor has ended since
                 answer = ray.get_actor(name, actor["namespace"]).standing.remote()
                 asked[answer] = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
     if asked:

@@ -41,7 +41,7 @@ def memory_advice(who: str, remedy: str) -> Iterator[None]:
     """Replace out-of-memory errors by one that names the process and the remedy.
 
     Args:
-        who: Name of the process, for the message.
+        who: Name of the process or model, for the message.
         remedy: Sentence that says which keys to change.
 
     Raises:

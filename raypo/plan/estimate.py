@@ -375,7 +375,7 @@ def by_object(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> bo
     """
     lora = config.model.lora
     if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
-        return True  # the base model, which adapters need once
+        return True  # the base model, in addition to the adapters
     transport = config.rollout.engine.resolved_transport(
         colocated=config.placement.group_of("engine") == "colocated",
         use_gpu=device == "cuda",

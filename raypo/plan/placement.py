@@ -33,6 +33,7 @@ CRITIC = "critic worker"
 LEARNERS = (LEARNER, CRITIC)
 """Names of the learner's roles; served roles are engine, reference, reward_0, reward_1, ..."""
 _ROUNDING = 1e-9
+"""Tolerance for sums of fractional GPU shares."""
 
 
 class PlacementError(ConfigError):

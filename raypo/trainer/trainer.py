@@ -75,6 +75,7 @@ from raypo.trainer.watch import (
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 POLL_S = 0.2
+"""Interval at which the driver polls the monitor for events."""
 
 
 class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
@@ -407,7 +408,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _with_every_step(self, result: Result) -> Result:
         rows = self._files.metrics()
-        if result.return_value is None and is_finished(self._files, self.config):  # handed back
+        # A result that was read back from the folder of a finished run has no return value.
+        if result.return_value is None and is_finished(self._files, self.config):
             steps = {"status": "finished", "step": self._files.last_step()}
             result = dataclasses.replace(result, return_value=steps)
         return dataclasses.replace(

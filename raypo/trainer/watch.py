@@ -35,6 +35,7 @@ def show_events(console: Console, monitor: ActorHandle) -> None:
 INTERRUPTED = 130
 """Exit status of a process that was ended by Ctrl-C."""
 LOOK_EVERY_S = 1.0
+"""Interval at which Ray's head is polled after the first signal."""
 GRACE_S = 5.0
 """Seconds for writing files after Ray is gone, before the process exits."""
 
@@ -86,7 +87,8 @@ def _end_with_ray(address: str, is_over: threading.Event) -> None:
     )
     main = threading.main_thread().ident
     assert main is not None
-    signal.pthread_kill(main, signal.SIGINT)  # the second signal, also out of a call that blocks
+    # As the second signal, this also interrupts a call that blocks.
+    signal.pthread_kill(main, signal.SIGINT)
     time.sleep(GRACE_S)
     os._exit(INTERRUPTED)
 

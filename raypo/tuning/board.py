@@ -16,6 +16,7 @@ from raypo.tuning.search import POINT
 from raypo.tuning.view import SweepView
 
 WRITE_EVERY_S = 10.0
+"""Interval at which records are saved while trials run."""
 
 
 class Board(Callback):
@@ -71,7 +72,7 @@ class Board(Callback):
     ) -> None:
         """Record that a trial finished or was stopped."""
         record = self.records.get(number_of(trial))
-        if record is None or not record.point:  # stopped before it started
+        if record is None or not record.point:  # the trial was stopped before it started
             return
         self._add_time(trials)
         if record.step >= self._num_steps:

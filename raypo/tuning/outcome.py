@@ -30,7 +30,7 @@ class Outcome:
     """Result of a sweep."""
 
     status: str
-    """finished, failed (no trial has a score) or interrupted."""
+    """One of finished, failed (an error, or no trial has a score) and interrupted."""
     location: str
     best: TrialRecord | None
     front: tuple[TrialRecord, ...]

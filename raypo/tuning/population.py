@@ -75,7 +75,7 @@ class Population(PopulationBasedTraining):
         step = result[STEP]
         if step % self._every or step >= self._num_steps:
             return self.CONTINUE
-        random.seed(f"{self._seed} {step}")  # Ray draws from the process's own generators
+        random.seed(f"{self._seed} {step}")  # Ray's scheduler draws from the global generators
         np.random.seed(np.random.SeedSequence((self._seed, step)).generate_state(4))
         return super().on_trial_result(tune_controller, trial, result)
 

@@ -41,21 +41,20 @@ from raypo.tuning.view import SweepView
 
 TUNE_FOLDER = "tune"
 DRIVER_RESOURCES: dict[str, float] = {"memory": 1}
-"""Resources of a trial's actor: almost nothing, otherwise trials could deadlock.
-
-The learner workers reserve their resources in placement groups of their own."""
+"""Resources of a trial's actor: almost nothing, otherwise trials could wait for each other. Learner
+workers reserve theirs in placement groups of their own."""
 _TUNE_ENVIRONMENT = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # `Board` and the runs record everything
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `stop_on_signal` handles signals
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # keep the working directory, where relative paths start
 }
 
 
 @dataclass
 class Stop(Stopper):
-    """Tune stopper that ends all trials at once on request."""
+    """Tune stopper that ends all trials on request."""
 
     is_wanted: bool = False
 
